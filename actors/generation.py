@@ -1,0 +1,78 @@
+"""What the ingress asks of a target replica, and what it gets back: one message a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class RequestError(Exception):
+    """A request that is refused at the door.
+
+    field: the request field at fault, in the public API's spelling, e.g. ``sampling.temperature``.
+    fix: what to send instead.
+    """
+
+    def __init__(self, field: str, problem: str, fix: str) -> None:
+        super().__init__(field, problem, fix)
+        self.field, self.problem, self.fix = field, problem, fix
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}; {self.fix}"
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A validated request. Exactly one of prompt_text and prompt_token_ids is set."""
+
+    request_id: str
+    prompt_text: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    apply_chat_template: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of vLLM's SamplingParams: only what the client set."""
+
+    speculation: bool = True
+    num_speculative_tokens: int | None = None
+    """At most this many drafts a round; None: the deployment's."""
+
+    deadline_unix_s: float | None = None
+    """Wall-clock time after which the answer is worthless; the engine then drops the request."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SpeculativeDecodingMetrics:
+    """Per request, in vLLM's names. A spec step is a round in which at least one token was drafted."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    mean_acceptance_length: float = 1.0
+    """With the bonus token: 1 + accepted / steps."""
+
+    draft_acceptance_rate: float = 0.0
+    acceptance_histogram: tuple[int, ...] = ()
+    """Index j: rounds in which j drafts were accepted. Length K + 1."""
+
+
+@dataclass(frozen=True)
+class RoundOutput:
+    """What one round committed for one request. The last one has finish_reason set."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``abort``; None while running."""
+
+    stop_reason: str | None = None
+    """The stop string, or the stop token id as text, when one ended the answer."""
+
+    usage: Usage | None = None
+    speculative_decoding: SpeculativeDecodingMetrics | None = None

@@ -1,0 +1,1 @@
+"""Machines and wires: configuration, placement, the vLLM executor on Ray, links, membership."""
