@@ -1,0 +1,118 @@
+"""The drafter actor: one process that drafts for every target linked to it.
+
+The model work happens on one loop thread (``actors/drafting/loop.py``). Ray calls are control only and run in their
+own concurrency group, so they are answered while the loop computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from actors.drafting.loop import DraftLoop
+from actors.drafting.strategy import DraftStrategy
+from actors.messages import Message, Proposals, pack, unpack
+from cluster.config import DraftModelConfig, DrafterConfig
+from cluster.link import Link, LinkBroken, LinkInvitation, join_link
+from cluster.ranks import RankPlacement
+
+logger = logging.getLogger(__name__)
+
+
+class _LinkSink:
+    """Sends a link's proposals. A broken link swallows them: its sequences are on their way out."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def send(self, proposals: Sequence[Proposals], work_us: int) -> None:
+        with suppress(LinkBroken):
+            self._link.post(pack(list(proposals), self._link.capacity_words), work_us=work_us)
+
+
+class Drafter:
+    """Loads its strategy at construction. Ray restarts it when it dies; verifiers then link anew."""
+
+    def __init__(
+        self, config: DrafterConfig, cores: list[int] | None, ranks: RankPlacement | None, placement_group: Any
+    ) -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        self._strategy, self._vocab_size = _strategy(config, ranks, placement_group)
+        self._loop = DraftLoop(self._strategy)
+        self._links: dict[int, Link] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run_loop, name="draft-loop", daemon=True)
+        self._thread.start()
+
+    @ray.method(concurrency_group="control")
+    def ready(self) -> str:
+        """Answers once the model is loaded. Returns this node's address."""
+        return ray.util.get_node_ip_address()
+
+    @ray.method(concurrency_group="control")
+    def accept_link(self, invitation: LinkInvitation, timeout_s: float) -> None:
+        """Join a verifier's link. Raises LinkError when it is not there any more, ValueError for another vocabulary."""
+        if self._vocab_size is not None and invitation.vocab_size != self._vocab_size:
+            raise ValueError(
+                f"drafter.model: vocabulary of {self._vocab_size} tokens, the target's has {invitation.vocab_size}; "
+                "use a drafter with the target's tokenizer"
+            )
+        link_id = invitation.epoch
+        transport = join_link(invitation, timeout_s)
+        link = Link(
+            transport,
+            epoch=invitation.epoch,
+            capacity_words=invitation.capacity_words,
+            link_deadline_s=invitation.link_deadline_ms / 1e3,
+            decode=lambda payload: unpack(payload, invitation.vocab_size, invitation.num_speculative_tokens),
+            name=f"{invitation.verifier_id}#{invitation.epoch}",
+            on_broken=lambda reason: self._drop(link_id, reason),
+            on_receive=lambda received: self._loop.deliver(link_id, received.messages),
+        )
+        with self._lock:
+            self._links[link_id] = link
+        self._loop.attach(link_id, _LinkSink(link))
+        link.start()
+        logger.info("linked to %s, epoch %d", invitation.verifier_id, invitation.epoch)
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> dict[str, Any]:
+        return {**self._loop.usage(), "pid": os.getpid()}
+
+    def _drop(self, link_id: int, reason: str) -> None:
+        logger.warning("link of epoch %d is gone: %s", link_id, reason)
+        with self._lock:
+            self._links.pop(link_id, None)
+        self._loop.detach(link_id)
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException:
+            # Everything this process drafts is suspect now. Dying is the clean way out: links break at once,
+            # targets decode plainly, Ray starts a fresh drafter.
+            logger.exception("the draft loop failed; this drafter ends and will be restarted")
+            os._exit(1)
+
+
+def _strategy(
+    config: DrafterConfig, ranks: RankPlacement | None, placement_group: Any
+) -> tuple[DraftStrategy, int | None]:
+    if not isinstance(config, DraftModelConfig):
+        from actors.drafting.ngram import NgramStrategy
+
+        return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max), None
+    from actors.drafting.draft_engine import DraftEngine
+    from actors.drafting.draft_model import DraftModelStrategy
+    from cluster.engine_args import drafter_vllm_config
+
+    engine = DraftEngine(drafter_vllm_config(config, ranks, placement_group), in_process=ranks is None)
+    return DraftModelStrategy(engine, config.prefill_chunk_tokens), engine.vocab_size

@@ -1,0 +1,1 @@
+"""How a drafter drafts: the loop, and one strategy per method."""

@@ -1,0 +1,73 @@
+"""Counts and times of rounds, kept by the verifier. Pure.
+
+A round is one target step that commits tokens. Its time runs from the start of that step to the start of the next and
+splits into the target's work (forward pass and verification), the drafter's work as the drafter reports it, and the
+rest: scheduling, messages and waiting that no model work fills.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+_WINDOW = 512
+
+
+@dataclass(slots=True)
+class RoundTimes:
+    """Milliseconds of one round."""
+
+    period_ms: float
+    target_ms: float
+    draft_ms: float
+    wait_ms: float
+    """Time the engine's step stood waiting for proposals; the draft is inside it unless it was drafted ahead."""
+
+    @property
+    def other_ms(self) -> float:
+        return self.period_ms - self.target_ms - self.draft_ms
+
+
+@dataclass(slots=True)
+class RoundStatistics:
+    """Counted per request: a step that serves three requests is three rounds."""
+
+    rounds: int = 0
+    drafted_rounds: int = 0
+    """Rounds in which at least one draft was verified."""
+
+    drafted: int = 0
+    accepted: int = 0
+    late_rounds: int = 0
+    """Rounds that decoded plainly because their proposals came after the deadline."""
+
+    _times: deque[RoundTimes] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+    def count(self, num_drafts: int, num_committed: int) -> None:
+        """One request's round: num_drafts verified, num_committed tokens came out (the last one not drafted)."""
+        self.rounds += 1
+        if num_drafts:
+            self.drafted_rounds += 1
+            self.drafted += num_drafts
+            self.accepted += num_committed - 1
+
+    def add_times(self, times: RoundTimes) -> None:
+        self._times.append(times)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The public API's RoundStatistics, field by field; times are medians over the last steps."""
+        times = list(self._times)
+        columns = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms")
+        medians = {name: median(getattr(t, name) for t in times) for name in columns} if times else {}
+        return {
+            "rounds": self.rounds,
+            "drafted_rounds": self.drafted_rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "mean_acceptance_length": 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else 1.0,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "late_rounds": self.late_rounds,
+            **({"median": {**medians, "samples": len(times)}} if times else {}),
+        }

@@ -1,0 +1,168 @@
+"""The verifier's book of requests: what to tell the drafter, what it answered, whom a round still waits for. Pure.
+
+``request_id`` is the engine's; ``handle`` is the link-local number that stands for it on the wire. A handle is never
+used twice on a link, so an answer to an earlier life of a request (before a preemption) finds nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from actors.messages import Close, CloseReason, Commit, Message, Open, Proposals, ProposalStatus
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    request_id: str
+    token_ids: list[int]
+    """Committed: prompt and output."""
+
+    num_speculative_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    handle: int | None = None
+    """None while no link is up."""
+
+    ready: bool = False
+    """The drafter has drafted for this handle, so a round may wait for it."""
+
+    awaited: bool = False
+    """A commit is out, the answer is not in, and the round waits for it."""
+
+    drafts: list[int] = field(default_factory=list)
+    """Proposed continuation of exactly token_ids."""
+
+
+class RoundBook:
+    """Not thread-safe: the engine's step owns it."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, TrackedRequest] = {}
+        self._by_handle: dict[int, TrackedRequest] = {}
+        self._outbox: list[Message] = []
+        self._next_handle = 1
+        self._linked = False
+        self.stale = 0
+        """Proposals dropped because they continue another committed length than the request's."""
+
+        self.refused: dict[ProposalStatus, int] = {}
+        """Answers without drafts, by reason."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def link_up(self) -> None:
+        """A new link knows nobody: open every request on it with all its committed tokens."""
+        self.link_down()
+        self._linked = True
+        for request in self._requests.values():
+            self._open(request)
+
+    def link_down(self) -> None:
+        self._linked = False
+        self._by_handle.clear()
+        self._outbox.clear()
+        for request in self._requests.values():
+            request.handle, request.ready, request.awaited, request.drafts = None, False, False, []
+
+    def track(self, request: TrackedRequest) -> None:
+        self._requests[request.request_id] = request
+        if self._linked:
+            self._open(request)
+
+    def untrack(self, request_id: str, reason: CloseReason) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._close(request, reason)
+
+    def commit(self, request_id: str, token_ids: Sequence[int], finished: bool) -> None:
+        """A step committed token_ids (accepted drafts and the next token). finished: nothing more will be needed."""
+        request = self._requests.get(request_id)
+        if request is None or not token_ids:
+            return
+        base = len(request.token_ids)
+        request.token_ids.extend(token_ids)
+        request.drafts, request.awaited = [], False
+        if request.handle is not None and not finished:
+            request.awaited = request.ready
+            self._outbox.append(Commit(request.handle, base, token_ids))
+
+    def take_outbox(self) -> list[Message]:
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def receive(self, messages: Iterable[Message]) -> None:
+        """Apply the drafter's answers. Those of a closed handle or another committed length are dropped."""
+        for message in messages:
+            if not isinstance(message, Proposals):
+                continue
+            request = self._by_handle.get(message.request)
+            if request is None:
+                self.stale += 1
+                continue
+            if message.status is ProposalStatus.OK:
+                request.ready = True
+            else:
+                self.refused[message.status] = self.refused.get(message.status, 0) + 1
+                request.ready = request.awaited = False
+                if message.status is ProposalStatus.UNKNOWN_REQUEST:
+                    self._close(request, CloseReason.ABORTED)
+                    self._open(request)
+                continue
+            if message.base_committed_len != len(request.token_ids):
+                self.stale += 1
+                continue
+            request.awaited = False
+            request.drafts = [int(token) for token in message.token_ids][: request.num_speculative_tokens]
+
+    def awaited(self) -> bool:
+        return any(request.awaited for request in self._requests.values())
+
+    def give_up_waiting(self) -> int:
+        """Stop waiting in this round. Returns for how many requests the answer is late."""
+        late = 0
+        for request in self._requests.values():
+            late += request.awaited
+            request.awaited = False
+        return late
+
+    def take_drafts(self, request_ids: Collection[str]) -> list[list[int]]:
+        """Drafts of each request, [] where there are none. They are handed out once."""
+        taken = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            taken.append(request.drafts if request is not None else [])
+            if request is not None:
+                request.drafts = []
+        return taken
+
+    def _open(self, request: TrackedRequest) -> None:
+        request.handle, self._next_handle = self._next_handle, self._next_handle + 1
+        request.ready = request.awaited = False
+        request.drafts = []
+        self._by_handle[request.handle] = request
+        self._outbox.append(
+            Open(
+                request=request.handle,
+                prompt_len=len(request.token_ids),
+                offset=0,
+                token_ids=list(request.token_ids),
+                num_speculative_tokens=request.num_speculative_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                seed=request.seed,
+            )
+        )
+
+    def _close(self, request: TrackedRequest, reason: CloseReason) -> None:
+        if request.handle is not None:
+            self._by_handle.pop(request.handle, None)
+            self._outbox.append(Close(request.handle, reason))
+            request.handle = None

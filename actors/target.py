@@ -1,0 +1,284 @@
+"""A target replica: vLLM's AsyncLLM on our executor, the drafter beside it, and the control around both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from actors.engine_load import EngineLoad
+from actors.generation import (
+    GenerationRequest,
+    RequestError,
+    RoundOutput,
+    SpeculativeDecodingMetrics,
+    Usage,
+)
+from cluster.config import ConfigError, OutriderConfig
+from cluster.cores import CorePlan, thread_environment
+from cluster.engine_args import target_vllm_config
+from cluster.membership import LEASE_S, LOADING_LEASE_S, get_or_create_registry, registry_name
+from cluster.placement import ReplicaPlacement
+from cluster.ranks import NAMESPACE, RankPlacement
+
+logger = logging.getLogger("ray.serve.outrider.target")
+
+_CONTROL_TIMEOUT_S = 5.0
+_FIRST_LINK_TIMEOUT_S = 60.0
+
+
+class Target:
+    """The Serve deployment's class. Construction loads the models: tens of seconds to minutes.
+
+    placement: the bundles of this replica's own placement group; core_plan: CPU only.
+    """
+
+    async def __init__(self, config: OutriderConfig, placement: ReplicaPlacement, core_plan: CorePlan | None) -> None:
+        self._config, self._placement, self._core_plan = config, placement, core_plan
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._group = ray.util.get_current_placement_group()
+        self._address = ray.get_runtime_context().gcs_address
+        self._registry = get_or_create_registry(config.serving.app_name)
+        self._drafter = self._start_drafter() if config.drafter is not None else None
+        await self._registry.renew.remote(self._replica, self._drafter_name(), LOADING_LEASE_S)
+        self._load = EngineLoad()
+        self._engine = self._start_engine()
+        self._tokenizer = self._engine.get_tokenizer()
+        self._max_model_len = self._engine.model_config.max_model_len
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+        self._membership = asyncio.create_task(self._keep_membership(weakref.ref(self)))
+        if self._drafter is not None:
+            await self._drafter.ready.remote()
+            await self._engine.collective_rpc("open_link")
+            await self._wait_for_link()
+
+    async def check_health(self) -> None:
+        """Raises when the engine is dead: Serve then replaces this replica."""
+        await self._engine.check_health()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """Stream one RoundOutput per round.
+
+        Raises RequestError for what the model cannot serve, TimeoutError when the deadline passes, ConnectionError
+        when the engine is gone. Closing or cancelling the generator aborts the request in engine and drafter.
+        """
+        prompt_ids = self._prompt_ids(request)
+        params = self._sampling_params(request, len(prompt_ids))
+        stream = self._engine.generate(TokensPrompt(prompt_token_ids=prompt_ids), params, request.request_id)
+        num_tokens = 0
+        async with aclosing(stream):
+            while True:
+                try:
+                    async with asyncio.timeout(_seconds_left(request)):
+                        output = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except EngineDeadError as error:
+                    raise ConnectionError("the engine is gone") from error
+                except ValueError as error:
+                    raise RequestError("sampling", str(error), "change the request") from None
+                completion = output.outputs[0]
+                num_tokens += len(completion.token_ids)
+                yield _round_output(output, num_tokens)
+                if output.finished:
+                    return
+
+    async def status(self) -> dict[str, Any]:
+        """The public API's server status, as a nested dict."""
+        status: dict[str, Any] = {
+            "model": self._config.served_model_name,
+            "num_speculative_tokens": self._config.num_speculative_tokens,
+            "target": self._load.snapshot(),
+        }
+        if self._config.drafter is None:
+            return status
+        status["methods"] = [self._config.drafter.method]
+        verifier = await self._verifier_status()
+        link = verifier["link"]
+        status["rounds"] = verifier["rounds"]
+        status["speculation_up"] = link["state"] == "up"
+        status["link"] = {
+            "state": f"LINK_STATE_{link['state'].upper()}",
+            **{name: link[name] for name in ("epoch", "reconnects", "drafter", "rtt_us", "last_error")},
+        }
+        with suppress(ray.exceptions.RayError, TimeoutError):  # a drafter that is loading or gone has no load
+            drafter = await asyncio.wait_for(asyncio.wrap_future(self._drafter.status.remote().future()), 0.5)
+            status["drafter"] = {
+                "running": int(drafter["num_sequences"]),
+                "waiting": int(drafter["num_prefilling"]),
+                "kv_cache_usage": drafter["kv_cache_usage"],
+            }
+        return status
+
+    def __del__(self) -> None:
+        """Serve calls this on a graceful shutdown."""
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.shutdown()
+        drafter = getattr(self, "_drafter", None)
+        if drafter is not None:
+            with suppress(ray.exceptions.RayError):
+                ray.kill(drafter)
+        with suppress(ray.exceptions.RayError):
+            self._registry.leave.remote(self._replica)
+
+    async def _wait_for_link(self) -> None:
+        """Requests could be served without it, but not the way the operator asked for."""
+        deadline = time.monotonic() + _FIRST_LINK_TIMEOUT_S
+        while time.monotonic() < deadline:
+            link = (await self._verifier_status())["link"]
+            if link["state"] == "up":
+                return
+            await asyncio.sleep(0.05)
+        raise ConfigError(f"link: no link to the drafter within {_FIRST_LINK_TIMEOUT_S:g} s: {link['last_error']}")
+
+    async def _verifier_status(self) -> dict[str, Any]:
+        replies = await self._engine.collective_rpc("round_status")
+        return next(reply for reply in replies if reply is not None)
+
+    def _drafter_name(self) -> str | None:
+        return f"Drafter:{self._replica}" if self._drafter is not None else None
+
+    def _start_drafter(self) -> Any:
+        from actors.drafter import Drafter
+
+        config = self._config.drafter
+        assert config is not None
+        indices, cores = self._placement.drafter_bundle_indices, self._cores("drafter")
+        env_vars = _thread_environment(cores)
+        ranks = None
+        if config.tensor_parallel_size > 1:
+            names = [f"DrafterRank-{rank}:{self._replica}" for rank in range(config.tensor_parallel_size)]
+            ranks = RankPlacement(self._address, names, list(indices), cores, env_vars)
+        bundle = self._placement.bundles[indices[0]]
+        return (
+            ray.remote(concurrency_groups={"control": 4})(Drafter)
+            .options(
+                name=f"Drafter:{self._replica}",
+                namespace=NAMESPACE,
+                # With ranks of its own the drafter only coordinates them, and they need the bundles' resources.
+                num_cpus=0 if ranks else bundle["CPU"],
+                num_gpus=0 if ranks else bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, indices[0]),
+                max_restarts=-1,
+                runtime_env={"env_vars": {**env_vars, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}},
+            )
+            .remote(config, None if cores is None or ranks else cores[0], ranks, self._group)
+        )
+
+    def _start_engine(self) -> AsyncLLM:
+        cores = self._cores("target")
+        names = [f"Verifier:{self._replica}"]
+        names += [f"TargetRank-{rank}:{self._replica}" for rank in range(1, self._config.target.tensor_parallel_size)]
+        ranks = RankPlacement(
+            self._address, names, list(self._placement.target_bundle_indices), cores, _thread_environment(cores)
+        )
+        vllm_config = target_vllm_config(self._config, ranks, self._group)
+        vllm_config.additional_config["outrider_replica"] = {
+            "replica": self._replica,
+            "registry": registry_name(self._config.serving.app_name),
+        }
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+
+    def _cores(self, side: str) -> list[list[int]] | None:
+        if self._core_plan is None:
+            return None
+        return [list(cores) for cores in getattr(self._core_plan, side)]
+
+    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        if request.prompt_token_ids is not None:
+            ids = list(request.prompt_token_ids)
+            if (worst := max(ids)) >= self._vocab_size:
+                raise RequestError(
+                    "token_ids", f"id {worst} is not in the vocabulary", f"send ids below {self._vocab_size}"
+                )
+        elif request.apply_chat_template:
+            if not getattr(self._tokenizer, "chat_template", None):
+                raise RequestError("apply_chat_template", "the model has no chat template", "send the text as it is")
+            messages = [{"role": "user", "content": request.prompt_text}]
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._tokenizer(request.prompt_text)["input_ids"]
+        if not ids:
+            raise RequestError("text", "the prompt has no tokens", "send a prompt")
+        if len(ids) >= self._max_model_len:
+            raise RequestError(
+                "prompt",
+                f"{len(ids)} tokens leave no room for an answer in max_model_len = {self._max_model_len}",
+                f"send at most {self._max_model_len - 1} tokens",
+            )
+        return ids
+
+    def _sampling_params(self, request: GenerationRequest, prompt_len: int) -> SamplingParams:
+        settings = dict(request.sampling)
+        settings.setdefault("max_tokens", self._max_model_len - prompt_len)
+        if not request.speculation:
+            settings["extra_args"] = {"outrider": {"num_speculative_tokens": 0}}
+        elif request.num_speculative_tokens is not None:
+            settings["extra_args"] = {"outrider": {"num_speculative_tokens": request.num_speculative_tokens}}
+        try:
+            return SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
+        except (ValueError, TypeError) as error:
+            raise RequestError("sampling", str(error), "change the request") from None
+
+    @staticmethod
+    async def _keep_membership(this: weakref.ref[Target]) -> None:
+        while (target := this()) is not None:
+            registry, replica, drafter = target._registry, target._replica, target._drafter_name()
+            del target
+            try:
+                await asyncio.wait_for(
+                    asyncio.wrap_future(registry.renew.remote(replica, drafter, LEASE_S).future()), _CONTROL_TIMEOUT_S
+                )
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("registry not reachable: %s", error)
+            await asyncio.sleep(LEASE_S / 6)
+
+
+def _thread_environment(cores: list[list[int]] | None) -> dict[str, str]:
+    return {} if cores is None else thread_environment(min(cores, key=len))
+
+
+def _seconds_left(request: GenerationRequest) -> float | None:
+    return None if request.deadline_unix_s is None else request.deadline_unix_s - time.time()
+
+
+def _round_output(output: RequestOutput, num_tokens: int) -> RoundOutput:
+    completion = output.outputs[0]
+    if not output.finished:
+        return RoundOutput(completion.text, tuple(completion.token_ids))
+    metrics = SpeculativeDecodingMetrics()
+    if completion.spec_decode_metrics is not None:
+        counted = completion.spec_decode_metrics.to_dict()
+        metrics = SpeculativeDecodingMetrics(
+            num_spec_steps=counted["num_spec_steps"],
+            num_draft_tokens=counted["num_draft_tokens"],
+            num_accepted_draft_tokens=counted["num_accepted_draft_tokens"],
+            mean_acceptance_length=counted["mean_acceptance_length"],
+            draft_acceptance_rate=counted["draft_acceptance_rate"],
+            acceptance_histogram=tuple(counted["acceptance_histogram"]),
+        )
+    reason = completion.stop_reason
+    return RoundOutput(
+        completion.text,
+        tuple(completion.token_ids),
+        completion.finish_reason,
+        None if reason is None else str(reason),
+        Usage(len(output.prompt_token_ids or ()), num_tokens, output.num_cached_tokens or 0),
+        metrics,
+    )

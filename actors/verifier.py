@@ -1,0 +1,132 @@
+"""The verification actor's own part of a round: commits out, proposals in, deadlines kept.
+
+It lives in the process that holds the target's rank 0, because the logits are there. The engine's step thread calls
+it; the link's threads and the keeper (which makes and remakes the link) work beside it and meet it in queues only.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from actors.messages import CloseReason, Message, pack
+from actors.round_statistics import RoundStatistics, RoundTimes
+from actors.rounds import RoundBook, TrackedRequest
+from cluster.config import LinkConfig
+from cluster.link import Link, LinkBroken
+
+logger = logging.getLogger(__name__)
+
+
+class Verifier:
+    """All methods but offer_link are for the engine's step thread."""
+
+    def __init__(self, config: LinkConfig) -> None:
+        self._round_deadline_s = config.round_deadline_ms / 1e3
+        self._book = RoundBook()
+        self._offered: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        self._link: Link | None = None
+        self._lagging = False
+        self.statistics = RoundStatistics()
+        self._step_started: float | None = None
+        self._target_s = self._wait_s = 0.0
+        self._work_us = 0
+
+    def offer_link(self, link: Link) -> None:
+        """A new link is up. Taken over at the next step boundary. Any thread."""
+        self._offered.put(link)
+
+    def track(self, request: TrackedRequest) -> None:
+        self._book.track(request)
+
+    def untrack(self, request_id: str, reason: CloseReason) -> None:
+        self._book.untrack(request_id, reason)
+
+    def begin_step(self) -> None:
+        """Adopt a new link, drop a broken one, and let opened and closed requests reach the drafter now."""
+        self._check_link()
+        self._flush()
+
+    def end_step(
+        self, committed: Mapping[str, Sequence[int]], num_drafts: Mapping[str, int], finished: Collection[str]
+    ) -> None:
+        """Tell the drafter what each request's part of the step committed. Requests without tokens are left out."""
+        for request_id, token_ids in committed.items():
+            if token_ids:
+                self.statistics.count(num_drafts.get(request_id, 0), len(token_ids))
+                self._book.commit(request_id, token_ids, request_id in finished)
+        self._flush()
+
+    def take_drafts(self, request_ids: Collection[str]) -> list[list[int]]:
+        """Proposals for the next step, one list per request, waiting no longer than the round's deadline.
+
+        After a round whose answer was late there is no waiting until the drafter is heard from again.
+        """
+        started = time.perf_counter()
+        self._check_link()
+        deadline = started if self._lagging else started + self._round_deadline_s
+        while self._link is not None:
+            remaining = deadline - time.perf_counter() if self._book.awaited() else 0.0
+            received = self._link.poll(max(remaining, 0.0))
+            if received is not None:
+                self._lagging = False
+                self._work_us += received.work_us
+                self._book.receive(received.messages)
+                continue
+            self._check_link()
+            if not self._book.awaited() or time.perf_counter() >= deadline:
+                break
+        late = self._book.give_up_waiting()
+        if late:
+            self._lagging = True
+            self.statistics.late_rounds += late
+        self._flush()
+        self._wait_s += time.perf_counter() - started
+        return self._book.take_drafts(request_ids)
+
+    def step_starts(self) -> None:
+        """Close the books on the last round's time and open the next."""
+        now = time.perf_counter()
+        if self._step_started is not None:
+            self.statistics.add_times(
+                RoundTimes(
+                    period_ms=(now - self._step_started) * 1e3,
+                    target_ms=self._target_s * 1e3,
+                    draft_ms=self._work_us / 1e3,
+                    wait_ms=self._wait_s * 1e3,
+                )
+            )
+        self._step_started, self._target_s, self._wait_s, self._work_us = now, 0.0, 0.0, 0
+
+    def add_target_time(self, seconds: float) -> None:
+        self._target_s += seconds
+
+    def goes_idle(self) -> None:
+        """No request is left: the pause until the next one is nobody's round."""
+        self._step_started = None
+
+    def status(self) -> dict[str, Any]:
+        return {**self.statistics.snapshot(), "dropped_proposals": self._book.stale}
+
+    def _check_link(self) -> None:
+        while True:
+            try:
+                self._link = self._offered.get_nowait()
+            except queue.Empty:
+                break
+            self._lagging = False
+            self._book.link_up()
+        if self._link is not None and self._link.broken is not None:
+            logger.warning("speculation stops until there is a new link: %s", self._link.broken)
+            self._link = None
+            self._book.link_down()
+
+    def _flush(self) -> None:
+        messages: list[Message] = self._book.take_outbox()
+        if messages and self._link is not None:
+            with suppress(LinkBroken):  # noticed, logged and counted at the next step boundary
+                self._link.post(pack(messages, self._link.capacity_words))

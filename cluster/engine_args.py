@@ -1,0 +1,92 @@
+"""From our configuration to vLLM's: the one place where engine settings are translated."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+from cluster.config import ConfigError, EngineConfig, OutriderConfig
+from cluster.platform import on_gpu
+from cluster.ranks import RankPlacement
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_CACHE_BYTES = 512 * 2**20
+"""vLLM's CPU default is 92% of the machine, which two engines on one machine cannot both have."""
+
+
+def _common(config: EngineConfig, section: str) -> dict[str, Any]:
+    gpu = on_gpu()
+    args: dict[str, Any] = dict(
+        model=config.model,
+        tensor_parallel_size=config.tensor_parallel_size,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
+        enable_prefix_caching=config.enable_prefix_caching,
+        enforce_eager=config.enforce_eager if config.enforce_eager is not None else not gpu,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )
+    if config.max_num_batched_tokens is not None:
+        args["max_num_batched_tokens"] = config.max_num_batched_tokens
+    return args
+
+
+def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_group: Any) -> VllmConfig:
+    """The target's engine: our executor, our worker, and drafts from a drafter actor when one is configured.
+
+    Raises ConfigError, naming the section, for what vLLM refuses.
+    """
+    from cluster.ray_executor import RayRanksExecutor
+
+    args = _common(config.target, "target")
+    args["tokenizer"] = config.target.tokenizer
+    args["distributed_executor_backend"] = RayRanksExecutor
+    args["additional_config"] = ranks.as_additional_config()
+    args["disable_log_stats"] = False
+    if config.drafter is not None:
+        args["worker_cls"] = "actors.target_worker.TargetWorker"
+        args["async_scheduling"] = False
+        args["per_request_spec_decode_metrics"] = "summary"
+        args["speculative_config"] = {
+            "method": "custom_class",
+            "model": "actors.target_worker.RemoteProposer",
+            "num_speculative_tokens": config.num_speculative_tokens,
+        }
+        args["additional_config"]["outrider"] = config.model_dump(mode="json")
+    return _create(AsyncEngineArgs(**args), placement_group, "target")
+
+
+def drafter_vllm_config(config: EngineConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
+    """The draft model's engine. Without ranks it runs in the calling process."""
+    args = _common(config, "drafter")
+    args["worker_cls"] = "actors.drafting.draft_worker.DraftWorker"
+    args["async_scheduling"] = False
+    args["skip_tokenizer_init"] = True
+    if ranks is not None:
+        from cluster.ray_executor import RayRanksExecutor
+
+        args["distributed_executor_backend"] = RayRanksExecutor
+        args["additional_config"] = ranks.as_additional_config()
+    return _create(EngineArgs(**args), placement_group, "drafter")
+
+
+def _create(args: EngineArgs, placement_group: Any, section: str) -> VllmConfig:
+    try:
+        vllm_config = args.create_engine_config()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{section}: {_first_line(error)}") from error
+    vllm_config.parallel_config.placement_group = placement_group
+    return vllm_config
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:4])

@@ -1,0 +1,81 @@
+"""vLLM's Ray executor, with ranks on the bundles, cores and actor names that a RankPlacement asks for.
+
+Three things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
+group it is handed (the stock one insists on a Ray device key, which the CPU platform lacks), it names and places
+each rank, and it binds a CPU rank's threads to the rank's own cores before torch starts any.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from vllm.platforms import current_platform
+from vllm.v1.executor import ray_executor_v2
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+from vllm.v1.executor.ray_utils import get_bundles_for_indices
+
+from cluster.ranks import NAMESPACE, RankPlacement
+
+
+class RankProc(RayWorkerProc):
+    """One rank's process: bound to its cores first, then vLLM's own worker."""
+
+    def __init__(self, vllm_config: Any, rank: int, *args: Any, **kwargs: Any) -> None:
+        cores = RankPlacement.of(vllm_config).cores
+        if cores is not None:
+            os.sched_setaffinity(0, cores[rank])
+        super().__init__(vllm_config, rank, *args, **kwargs)
+
+    def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
+        if current_platform.is_cpu():
+            return ray.get_runtime_context().get_node_id(), []
+        return super().get_node_and_physical_gpu_ids()
+
+
+class RayRanksExecutor(RayExecutorV2):
+    """Runs an engine's ranks as named Ray actors. Needs ``parallel_config.placement_group`` and a RankPlacement."""
+
+    def _init_executor(self) -> None:
+        self._placement = RankPlacement.of(self.vllm_config)
+        with self._seams():
+            super()._init_executor()
+
+    def _build_runtime_env(self) -> dict:
+        runtime_env = super()._build_runtime_env()
+        runtime_env.setdefault("env_vars", {}).update(self._placement.env_vars)
+        return runtime_env
+
+    @staticmethod
+    def _get_actor_resource_kwargs() -> dict[str, Any]:
+        return {} if current_platform.is_cpu() else RayExecutorV2._get_actor_resource_kwargs()
+
+    def _connect(self, parallel_config: Any, **_: Any) -> None:
+        if not ray.is_initialized():
+            ray.init(address=self._placement.ray_address, namespace=NAMESPACE, log_to_driver=False)
+        if parallel_config.placement_group is None:
+            raise RuntimeError("RayRanksExecutor needs parallel_config.placement_group")
+
+    @contextmanager
+    def _seams(self) -> Iterator[None]:
+        """Point the names that ``_init_executor`` looks up in its module at ours while it runs."""
+        placement = self._placement
+        ours = {
+            "initialize_ray_cluster": self._connect,
+            "get_bundles_sorted_by_node": lambda group: get_bundles_for_indices(
+                group, placement.bundle_indices, self.world_size
+            ),
+            "build_actor_name": lambda instance_id, rank, *sizes: placement.actor_names[rank],
+            "RayWorkerProc": RankProc,
+        }
+        stock = {name: getattr(ray_executor_v2, name) for name in ours}
+        try:
+            for name, value in ours.items():
+                setattr(ray_executor_v2, name, value)
+            yield
+        finally:
+            for name, value in stock.items():
+                setattr(ray_executor_v2, name, value)
