@@ -1,0 +1,385 @@
+"""The front door as clients meet it: Ray, Serve's gRPC proxy and the real Ingress, before a scripted target.
+
+The stand-in target does what its prompt says and meets the test in files of one directory, so that no extra Ray call
+takes one of its slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import ray
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from ray import serve
+from ray.serve.config import HTTPOptions, gRPCOptions
+
+from actors import ingress
+from actors.generation import GenerationRequest, RequestError, RoundOutput, SpeculativeDecodingMetrics, Usage
+from actors.ingress import REQUEST_ID_METADATA, Ingress
+from deploy.client import OutriderClient, OutriderError
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc as rpc
+
+HANG_GUARD_S = 20.0
+K, VOCAB_SIZE = 4, 100
+TARGET_SLOTS, TARGET_QUEUE = 4, 2
+
+STATUS = {
+    "methods": ["ngram"],
+    "speculation_up": True,
+    "num_speculative_tokens": K,
+    "link": {"state": "LINK_STATE_UP", "epoch": 2, "reconnects": 1, "drafter": "Drafter-0", "rtt_us": 106.5},
+    "rounds": {"rounds": 10, "drafted": 30, "accepted": 15, "median": {"period_ms": 12.5, "samples": 10}},
+    "target": {"running": 1, "waiting": 0, "kv_cache_usage": 0.25},
+}
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def stand_in_target(meeting_point: str) -> serve.Application:
+    """Defined in here so that it travels by value: the replica cannot import this module."""
+
+    @serve.deployment(name="Target", max_ongoing_requests=TARGET_SLOTS, max_queued_requests=TARGET_QUEUE)
+    class StandInTarget:
+        def __init__(self) -> None:
+            self._at = Path(meeting_point)
+
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[RoundOutput]:
+            script = request.prompt_text
+            if script == "refuse":
+                raise RequestError("text", "300 tokens are over max_model_len (256)", "shorten the prompt")
+            if script == "explode":
+                raise ValueError("a secret of the inside")
+            if script == "miss the deadline":
+                raise TimeoutError
+            if script == "die":
+                os._exit(1)
+            yield RoundOutput("one ", (1,))
+            if script == "hang":
+                try:
+                    (self._at / f"{request.request_id}.started").touch()
+                    await asyncio.sleep(HANG_GUARD_S * 3)
+                except asyncio.CancelledError:
+                    (self._at / f"{request.request_id}.cancelled").touch()
+                    raise
+            if script == "explode later":
+                raise ValueError("a secret of the inside")
+            if script == "end early":
+                return
+            if script == "wait":
+                while not (self._at / f"{request.request_id}.go").exists():  # noqa: ASYNC110 - made by another process
+                    await asyncio.sleep(0.01)
+            yield RoundOutput("", (2, 3))
+            yield RoundOutput(
+                "three",
+                (4,),
+                finish_reason="stop",
+                stop_reason="END",
+                usage=Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=2),
+                speculative_decoding=SpeculativeDecodingMetrics(2, 8, 1, 1.5, 0.125, (1, 1, 0, 0, 0)),
+            )
+
+        async def status(self) -> dict[str, Any]:
+            return json.loads((self._at / "status.json").read_text())
+
+    return StandInTarget.bind()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + HANG_GUARD_S
+    while not condition():
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def meeting_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("meeting")
+
+
+@pytest.fixture(scope="module")
+def address(meeting_point: Path) -> Iterator[str]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    port = free_port()
+    try:
+        serve.start(
+            http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
+            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=["actors.ingress.add_generation_service"]),
+        )
+        front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
+        serve.run(front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE), name="outrider")
+        yield f"127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[OutriderClient]:
+    with OutriderClient(address) as client:
+        yield client
+
+
+def failure(call: Callable[[], Any]) -> OutriderError:
+    with pytest.raises(OutriderError) as caught:
+        call()
+    return caught.value
+
+
+def test_a_stream_sends_one_message_a_round_in_order(client: OutriderClient) -> None:
+    messages = list(client.stream("go", request_id="r-stream"))
+    assert [message.text_delta for message in messages] == ["one ", "", "three"]
+    assert [list(message.token_ids) for message in messages] == [[1], [2, 3], [4]]
+    assert {message.request_id for message in messages} == {"r-stream"}
+    *running, last = messages
+    for message in running:
+        assert message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+        assert not (message.HasField("usage"))
+        assert not (message.HasField("metrics"))
+        assert not (message.HasField("stop_reason"))
+    assert (last.finish_reason, last.stop_reason) == (pb.FINISH_REASON_STOP, "END")
+
+
+def test_a_round_arrives_before_the_next_one_is_made(client: OutriderClient, meeting_point: Path) -> None:
+    stream = client.stream("wait", request_id="r-wait", timeout_s=HANG_GUARD_S)
+    assert next(stream).text_delta == "one "
+    (meeting_point / "r-wait.go").touch()
+    assert "".join(message.text_delta for message in stream) == "three"
+
+
+def test_the_unary_answer_is_the_stream_joined(client: OutriderClient) -> None:
+    response = client.generate("go")
+    assert response.text == "one three"
+    assert list(response.token_ids) == [1, 2, 3, 4]
+    assert (response.finish_reason, response.stop_reason) == (pb.FINISH_REASON_STOP, "END")
+    assert response.usage == pb.Usage(prompt_tokens=5, completion_tokens=4, total_tokens=9, cached_tokens=2)
+    assert response.metrics.speculative_decoding == pb.SpeculativeDecodingMetrics(
+        num_spec_steps=2,
+        num_draft_tokens=8,
+        num_accepted_draft_tokens=1,
+        mean_acceptance_length=1.5,
+        draft_acceptance_rate=0.125,
+        acceptance_histogram=[1, 1, 0, 0, 0],
+    )
+    assert response.request_id
+    assert response.request_id != client.generate("go").request_id
+
+
+@pytest.mark.parametrize("name", ["Generate", "GenerateStream"])
+def test_the_request_id_is_in_the_trailing_metadata(address: str, name: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        if name == "Generate":
+            _, call = stub.Generate.with_call(pb.GenerateRequest(text="go", request_id="r-trailer"))
+        else:
+            call = stub.GenerateStream(pb.GenerateStreamRequest(text="go", request_id="r-trailer"))
+            list(call)
+        assert dict(call.trailing_metadata())[REQUEST_ID_METADATA] == "r-trailer"
+
+
+def test_the_status_of_the_target_is_passed_on(client: OutriderClient, meeting_point: Path) -> None:
+    (meeting_point / "status.json").write_text(json.dumps(STATUS))
+    status = client.status()
+    assert (status.model, list(status.methods), status.speculation_up) == ("pair", ["ngram"], True)
+    assert (status.link.state, status.link.epoch, status.link.rtt_us) == (pb.LINK_STATE_UP, 2, 106.5)
+    assert (status.rounds.accepted, status.rounds.median.period_ms) == (15, 12.5)
+    assert status.target.kv_cache_usage == 0.25
+    assert not status.HasField("drafter")
+
+
+def test_a_status_with_a_wrong_name_is_an_error_not_a_gap(client: OutriderClient, meeting_point: Path) -> None:
+    (meeting_point / "status.json").write_text(json.dumps({"link": {"epok": 1}}))
+    assert failure(client.status).code is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt", "options"),
+    [
+        ("text", "", {}),
+        ("token_ids", [], {}),
+        ("token_ids", [VOCAB_SIZE], {}),
+        ("sampling.temperature", "go", {"temperature": -1.0}),
+        ("sampling.temperature", "go", {"temperature": math.nan}),
+        ("sampling.top_p", "go", {"top_p": 0.0}),
+        ("sampling.max_tokens", "go", {"max_tokens": 0}),
+        ("sampling.min_p", "go", {"min_p": 0.5}),
+        ("speculation.num_speculative_tokens", "go", {"num_speculative_tokens": K + 1}),
+        ("model", "go", {"model": "another"}),
+        ("request_id", "go", {"request_id": "a b"}),
+        ("text", "refuse", {}),
+    ],
+)
+@pytest.mark.parametrize("way", ["unary", "stream"])
+def test_bad_input_is_named_and_explained(
+    client: OutriderClient, way: str, field: str, prompt: str | list[int], options: Any
+) -> None:
+    call = (
+        (lambda: client.generate(prompt, **options))
+        if way == "unary"
+        else (lambda: list(client.stream(prompt, **options)))
+    )
+    error = failure(call)
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.message.startswith(f"{field}: ")
+    assert "; " in error.message
+    assert "\n" not in error.message
+
+
+def test_a_missing_prompt_is_named(address: str) -> None:
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+        rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith("prompt: ")
+
+
+@pytest.mark.parametrize("script", ["explode", "explode later", "end early"])
+@pytest.mark.parametrize("way", ["unary", "stream"])
+def test_a_failure_inside_says_which_request_and_nothing_of_the_inside(
+    client: OutriderClient, way: str, script: str
+) -> None:
+    if way == "unary":
+        error = failure(lambda: client.generate(script, request_id="r-boom"))
+    else:
+        error = failure(lambda: list(client.stream(script, request_id="r-boom")))
+    assert error.code is grpc.StatusCode.INTERNAL
+    assert error.message == "request r-boom failed inside the server; its log says why"
+
+
+def test_a_deadline_noticed_by_the_target_is_a_passed_deadline(client: OutriderClient) -> None:
+    assert failure(lambda: client.generate("miss the deadline")).code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("way", ["unary", "stream"])
+def test_a_passed_deadline_ends_the_call_and_the_targets_work(address: str, meeting_point: Path, way: str) -> None:
+    """Set in the request alone: the server has to notice it without the client's help."""
+    request_id = f"r-late-{way}"
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        if way == "unary":
+            call = stub.Generate.future(pb.GenerateRequest(text="hang", request_id=request_id, timeout_ms=1000))
+        else:
+            call = iter(
+                stub.GenerateStream(pb.GenerateStreamRequest(text="hang", request_id=request_id, timeout_ms=1000))
+            )
+            assert next(call).text_delta == "one "
+        with pytest.raises(grpc.RpcError) as caught:
+            call.result()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert request_id in caught.value.details()
+    wait_for((meeting_point / f"{request_id}.cancelled").exists)
+
+
+@pytest.mark.parametrize("way", ["cancelled stream", "cancelled unary", "dropped connection"])
+def test_a_client_that_leaves_stops_the_targets_work(address: str, meeting_point: Path, way: str) -> None:
+    request_id = f"r-{way.replace(' ', '-')}"
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        if way == "cancelled unary":
+            call = stub.Generate.future(pb.GenerateRequest(text="hang", request_id=request_id))
+        else:
+            call = stub.GenerateStream(pb.GenerateStreamRequest(text="hang", request_id=request_id))
+        wait_for((meeting_point / f"{request_id}.started").exists)
+        assert not (meeting_point / f"{request_id}.cancelled").exists()
+        if way == "dropped connection":
+            channel.close()
+        else:
+            call.cancel()
+        wait_for((meeting_point / f"{request_id}.cancelled").exists)
+
+
+def test_a_full_queue_refuses_at_once_and_admitted_requests_go_on(client: OutriderClient, meeting_point: Path) -> None:
+    hanging = [client.stream("hang", request_id=f"r-slot-{slot}") for slot in range(TARGET_SLOTS)]
+    for slot in range(TARGET_SLOTS):
+        wait_for((meeting_point / f"r-slot-{slot}.started").exists)
+    too_many = 3
+    with ThreadPoolExecutor(TARGET_QUEUE + too_many) as pool:
+        calls = [pool.submit(client.generate, "go", timeout_s=HANG_GUARD_S) for _ in range(TARGET_QUEUE + too_many)]
+        wait_for(lambda: sum(call.done() for call in calls) == too_many)
+        for slot in hanging:
+            slot.close()
+        errors = [call.exception() for call in calls if call.exception() is not None]
+    assert [error.code for error in errors] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * too_many
+
+
+def test_reflection_describes_the_service(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert "outrider.v1.GenerationService" in database.get_services()
+        described = database.FindFileContainingSymbol("outrider.v1.GenerationService")
+        assert [method.name for method in described.service[0].method] == [
+            "Generate",
+            "GenerateStream",
+            "GetServerStatus",
+        ]
+
+
+def test_a_single_application_needs_no_name_and_minds_no_wrong_one(address: str) -> None:
+    with OutriderClient(address, application="another") as client:
+        assert client.generate("go").text == "one three"
+
+
+def test_a_lost_replica_is_unavailable_and_its_successor_answers(client: OutriderClient) -> None:
+    assert failure(lambda: list(client.stream("die"))).code is grpc.StatusCode.UNAVAILABLE
+
+    def answers() -> bool:
+        try:
+            return client.generate("go", timeout_s=HANG_GUARD_S).text == "one three"
+        except OutriderError as error:
+            if error.code is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+
+    wait_for(answers)
+
+
+def test_a_target_that_does_not_answer_makes_no_status_call_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent:
+        generate = status = None
+        cancelled = False
+
+        def __init__(self) -> None:
+            self.generate = self.status = self
+
+        def options(self, **_: Any) -> Silent:
+            return self
+
+        def remote(self, *_: Any) -> Silent:
+            return self
+
+        def __await__(self) -> Any:
+            return asyncio.sleep(HANG_GUARD_S).__await__()
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    class Context:
+        code: grpc.StatusCode | None = None
+
+        def set_code(self, code: grpc.StatusCode) -> None:
+            self.code = code
+
+        def set_details(self, details: str) -> None: ...
+
+    monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", 0.05)
+    silent, context = Silent(), Context()
+    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+        asyncio.run(Ingress(silent, "pair", K).GetServerStatus(pb.GetServerStatusRequest(), context))  # type: ignore[arg-type]
+    assert context.code is grpc.StatusCode.UNAVAILABLE
+    assert silent.cancelled

@@ -1,0 +1,397 @@
+"""Links over real Gloo between two real processes: echo, damage, silence, death, and a new epoch after each.
+
+Run as a script this file is the peer: it reads one JSON job a line, joins that link, echoes every frame until the
+link breaks, and reports the reason as one JSON line.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.messages import Close, CloseReason, Commit, Open, Proposals, pack, unpack
+from cluster.link import Link, LinkError, LinkInvitation, TransportClosed, host_link, join_link
+from cluster.link.frame import HEADER_WORDS
+
+VOCAB, K = 1000, 4
+CAPACITY = 4096
+DEADLINE_S = 2.0
+HANG_S = 30.0
+"""Only a guard against hanging; nothing here measures speed."""
+
+KIND_WORD, DATA = 4, 1
+
+
+class FlipBit:
+    """A transport that damages one word of the first DATA frame, after the checksum was written."""
+
+    def __init__(self, transport, word):
+        self._transport, self._word = transport, word
+
+    def send(self, buffer):
+        if buffer[KIND_WORD] == DATA and self._word is not None:
+            buffer[self._word] ^= 1 << 7
+            self._word = None
+        self._transport.send(buffer)
+
+    def recv(self, buffer, timeout_s):
+        self._transport.recv(buffer, timeout_s)
+
+    def abort(self):
+        self._transport.abort()
+
+
+def invite(epoch, verifier_id, host="127.0.0.1"):
+    return host_link(
+        host=host,
+        epoch=epoch,
+        backend="gloo",
+        capacity_words=CAPACITY,
+        round_deadline_ms=100,
+        link_deadline_ms=DEADLINE_S * 1000,
+        vocab_size=VOCAB,
+        num_speculative_tokens=K,
+        verifier_id=verifier_id,
+    )
+
+
+def make_link(transport, epoch, name, **options):
+    link = Link(
+        transport,
+        epoch=epoch,
+        capacity_words=CAPACITY,
+        link_deadline_s=DEADLINE_S,
+        decode=partial(unpack, vocab_size=VOCAB, max_tokens_k=K),
+        name=name,
+        **options,
+    )
+    link.start()
+    return link
+
+
+def peer_main():
+    for line in sys.stdin:
+        job = json.loads(line)
+        invitation = LinkInvitation(**job["invitation"])
+        transport = FlipBit(join_link(invitation, HANG_S), job["flip_word"])
+        link = make_link(transport, invitation.epoch + job["epoch_offset"], "peer")
+        echoed = 0
+        while link.broken is None:
+            received = link.poll(0.2)
+            if received is not None:
+                with contextlib.suppress(LinkError):
+                    link.post(pack(received.messages, CAPACITY), work_us=received.work_us + 1)
+                    echoed += 1
+                if echoed == job["close_after"]:
+                    time.sleep(0.05)
+                    link.close("had enough")
+        link.abort("done")
+        print(json.dumps({"broken": link.broken, "echoed": echoed}), flush=True)
+
+
+class Peer:
+    """The other process, and links to it."""
+
+    def __init__(self):
+        root = Path(__file__).resolve().parents[2]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(root)},
+        )
+        self.links = []
+        self.epoch = 0
+
+    def link(self, flip_word=None, epoch_offset=0, close_after=0, **options):
+        self.epoch += 1
+        invitation, complete = invite(self.epoch, "test")
+        job = {
+            "invitation": dataclasses.asdict(invitation),
+            "flip_word": flip_word,
+            "epoch_offset": epoch_offset,
+            "close_after": close_after,
+        }
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        link = make_link(complete(60), self.epoch, f"link{self.epoch}", **options)
+        self.links.append(link)
+        return link
+
+    def report(self):
+        return json.loads(self.process.stdout.readline())
+
+    def end(self):
+        for link in self.links:
+            link.abort("end of test")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def lasting_peer():
+    """Survives its links: for tests that do not harm the process."""
+    peer = Peer()
+    yield peer
+    peer.end()
+
+
+@pytest.fixture
+def peer(lasting_peer):
+    yield lasting_peer
+    if lasting_peer.links[-1].broken is None:
+        lasting_peer.links[-1].close("end of test")
+        lasting_peer.report()
+
+
+@pytest.fixture
+def mortal_peer():
+    peer = Peer()
+    yield peer
+    peer.end()
+
+
+pytestmark = pytest.mark.timeout(120)
+
+ROUND = [
+    Open(1, 3, 0, [1, 2, 3], K, 0.7, 1.0, -1, 42),
+    Commit(1, 3, [4]),
+    Proposals(1, 4, [5, 6, 7, 8]),
+    Close(1, CloseReason.FINISHED),
+]
+
+
+def echo(link, messages):
+    link.post(pack(messages, CAPACITY), work_us=10)
+    received = link.poll(HANG_S)
+    assert received is not None, link.broken
+    assert received.messages == messages
+    assert received.work_us == 11
+
+
+def until_broken(link):
+    deadline = time.monotonic() + HANG_S
+    while link.broken is None:
+        assert time.monotonic() < deadline, "the link never broke"
+        time.sleep(0.01)
+    return link.broken
+
+
+def test_echo_and_ping(peer, capsys):
+    link = peer.link()
+    for _ in range(200):
+        echo(link, ROUND)
+    stats = link.ping(count=64)
+    with capsys.disabled():
+        print(f" [{CAPACITY}-word frames, round trip through two links, µs: {stats}]", end="")
+    assert 0 < stats.min_us <= stats.median_us <= stats.max_us
+    assert link.broken is None
+
+
+def test_idle_link_lives_on_heartbeats(peer):
+    link = peer.link()
+    time.sleep(1.5 * DEADLINE_S)
+    echo(link, ROUND)
+
+
+def test_close_reaches_the_peer_with_its_reason(peer):
+    link = peer.link()
+    echo(link, ROUND)
+    link.close("verifier leaves")
+    assert peer.report() == {"broken": "closed by peer: verifier leaves", "echoed": 1}
+
+
+def test_closed_by_the_peer(peer):
+    reasons = queue.SimpleQueue()
+    link = peer.link(close_after=1, on_broken=reasons.put)
+    echo(link, ROUND)
+    assert reasons.get(timeout=HANG_S) == "closed by peer: had enough"
+    assert peer.report()["broken"] == "closed on this side: had enough"
+
+
+@pytest.mark.parametrize(
+    ("flip_word", "reason"),
+    [
+        pytest.param(0, "bad frame: magic", id="header-magic"),
+        pytest.param(3, "bad frame: checksum", id="header-sequence"),
+        pytest.param(HEADER_WORDS + 5, "bad frame: checksum", id="payload"),
+    ],
+)
+def test_damaged_frame_is_never_delivered_and_a_new_epoch_works(peer, flip_word, reason):
+    link = peer.link(flip_word=flip_word)
+    link.post(pack(ROUND, CAPACITY))
+    assert until_broken(link).startswith(reason)
+    assert link.poll(0) is None
+    assert peer.report()["broken"].startswith("connection lost")
+    echo(peer.link(), ROUND)
+
+
+def test_frame_of_another_epoch_is_never_delivered(peer):
+    link = peer.link(epoch_offset=1)
+    link.post(pack(ROUND, CAPACITY))
+    # Whichever side hears the other first ends the link; the other then loses the connection.
+    reasons = [until_broken(link), peer.report()["broken"]]
+    expected = f"found {link.epoch}, expected {link.epoch + 1}", f"found {link.epoch + 1}, expected {link.epoch}"
+    assert any(f"epoch: {text}" in reason for reason in reasons for text in expected)
+    assert link.poll(0) is None
+
+
+def test_stopped_peer(mortal_peer):
+    """Silence breaks the link at its deadline. Until then, and after, no call on this thread waits for the peer."""
+    link = mortal_peer.link()
+    echo(link, ROUND)
+    os.kill(mortal_peer.process.pid, signal.SIGSTOP)
+    longest_s, start = 0.0, time.monotonic()
+    while link.broken is None and time.monotonic() - start < HANG_S:
+        before = time.monotonic()
+        with contextlib.suppress(LinkError):
+            link.post(pack(ROUND, CAPACITY))
+        link.poll(0)
+        longest_s = max(longest_s, time.monotonic() - before)
+        time.sleep(0.005)
+    assert link.broken == f"link deadline of {DEADLINE_S:g} s passed: the peer sent nothing, or did not read"
+    assert longest_s < DEADLINE_S / 2, "a call waited for the stopped peer"
+    link.abort("done")
+    os.kill(mortal_peer.process.pid, signal.SIGCONT)
+    assert mortal_peer.report()["broken"] is not None
+    echo(mortal_peer.link(), ROUND)
+
+
+def test_killed_peer(mortal_peer):
+    reasons = queue.SimpleQueue()
+    link = mortal_peer.link(on_broken=reasons.put)
+    echo(link, ROUND)
+    os.kill(mortal_peer.process.pid, signal.SIGKILL)
+    assert reasons.get(timeout=HANG_S).startswith("connection lost: ")
+    assert link.poll(HANG_S) is None
+
+
+def test_ended_links_leave_nothing(peer):
+    def left():
+        return np.array(
+            [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()]
+        )
+
+    echo(peer.link(), ROUND)
+    peer.links.pop().close("warm")
+    peer.report()
+    before = left()
+    for ending in ("close", "abort", "close", "abort"):
+        link = peer.link()
+        echo(link, ROUND)
+        getattr(peer.links.pop(), ending)("over")
+        del link
+        peer.report()
+    deadline = time.monotonic() + HANG_S
+    while (left() > before).any() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (left() <= before).all(), f"descriptors, threads, Python threads: {before} before, {left()} after"
+    peer.link()
+
+
+def test_abort_wakes_sender_and_receiver_here_and_there():
+    """Long before any deadline. The peer receives nothing and sends nothing: both our threads wait in Gloo."""
+    invitation, complete = invite(1, "test")
+    invitation = dataclasses.replace(invitation, link_deadline_ms=1e6)
+    joined = queue.SimpleQueue()
+    threading.Thread(target=lambda: joined.put(join_link(invitation, HANG_S))).start()
+    here = complete(HANG_S)
+    there = joined.get(timeout=HANG_S)
+    outcomes = queue.SimpleQueue()
+
+    def waits(name, operation, *arguments):
+        try:
+            operation(np.zeros(CAPACITY, np.int32), *arguments)
+        except TransportClosed as error:
+            outcomes.put((name, str(error)))
+
+    for job in (("recv", there.recv, 1000), ("send", there.send)):
+        threading.Thread(target=waits, args=job, daemon=True).start()
+    time.sleep(0.2)
+    assert outcomes.empty()
+    there.abort()
+    there.abort()
+    ended = dict(outcomes.get(timeout=HANG_S) for _ in range(2))
+    assert ended == {"recv": "aborted on this side", "send": "aborted on this side"}
+    waits("peer", here.recv, 1000)
+    assert outcomes.get_nowait()[0] == "peer"
+    here.abort()
+
+
+def test_verifier_whose_drafter_never_comes():
+    invitation, complete = invite(1, "lonely")
+    with pytest.raises(LinkError, match=r"link of lonely, epoch 1: no drafter within 0\.3 s"):
+        complete(0.3)
+    with pytest.raises(LinkError, match="used up"):
+        complete(0.3)
+    with pytest.raises(LinkError, match=r"link of lonely, epoch 1: no answer at 127\.0\.0\.1"):
+        join_link(invitation, 5)
+
+
+def test_drafter_whose_verifier_never_completes():
+    invitation, complete = invite(1, "absent")
+    with pytest.raises(LinkError, match=r"link of absent, epoch 1: no verifier within 0\.3 s"):
+        join_link(invitation, 0.3)
+    del complete
+
+
+def test_host_that_is_not_ours():
+    with pytest.raises(LinkError, match=r"'192\.0\.2\.1': cannot listen there"):
+        invite(1, "v", host="192.0.2.1")
+
+
+def cuda_is_there():
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.mark.skipif(cuda_is_there(), reason="needs a machine without CUDA")
+def test_nccl_without_cuda_says_so():
+    invitation, complete = invite(1, "cpu")
+    outcome = queue.SimpleQueue()
+
+    def joins():
+        try:
+            join_link(dataclasses.replace(invitation, backend="nccl"), HANG_S)
+        except LinkError as error:
+            outcome.put(str(error))
+
+    drafter = threading.Thread(target=joins)
+    drafter.start()
+    with contextlib.suppress(LinkError):  # gloo here, on purpose: only its sign-in is wanted
+        complete(1.0)
+    drafter.join(HANG_S)
+    assert outcome.get_nowait() == "nccl needs a CUDA device on both ends; use link.backend: gloo"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not cuda_is_there(), reason="needs a CUDA device")
+def test_nccl_peer_never_comes():
+    """All that one GPU can show: the groups are made, the deadline is ours, abort works, the process lives."""
+    from torch.distributed import TCPStore
+
+    from cluster.link.nccl import NcclTransport
+
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    start = time.monotonic()
+    with pytest.raises(LinkError, match="nccl"):
+        NcclTransport(store, 0, device="cuda:0", capacity_words=CAPACITY, connect_timeout_s=5, send_timeout_s=1)
+    assert time.monotonic() - start < HANG_S
+
+
+if __name__ == "__main__":
+    peer_main()

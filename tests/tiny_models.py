@@ -1,0 +1,74 @@
+"""Tiny random-weight Llama checkpoints with a byte tokenizer, for tests of plumbing. Built in a second, no downloads.
+
+Token id = byte value; 256 ends a text. The logits are spread wide, so that float32 rounding between batch shapes
+does not flip greedy choices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+VOCAB_SIZE = 272
+EOS = 256
+
+
+def build_tiny_llama(path: Path, *, max_positions: int = 2048, noise_of: Path | None = None, noise: float = 0.0) -> Path:
+    """Write a checkpoint. noise_of: start from that checkpoint's weights and add Gaussian noise of relative size noise:
+    a drafter that agrees with the target often, not always. Kept when it is already there."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if (path / "config.json").exists():
+        return path
+    generator = torch.Generator().manual_seed(len(path.name))
+    if noise_of is not None:
+        model = AutoModelForCausalLM.from_pretrained(noise_of, dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data += noise * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+    else:
+        config = LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,  # heads of 32: vLLM's CPU attention takes no smaller ones
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=max_positions,
+            bos_token_id=None,
+            eos_token_id=EOS,
+            pad_token_id=EOS,
+            tie_word_embeddings=False,
+        )
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).float()
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        model.lm_head.weight.data *= 2.0
+        # Only printable ASCII comes out: stop strings can be tested, and no text ends by chance.
+        model.lm_head.weight.data[:32] = 0.0
+        model.lm_head.weight.data[127:] = 0.0
+    model.save_pretrained(path)
+    _byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def _byte_tokenizer():  # type: ignore[no-untyped-def]
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = _bytes_to_unicode()
+    tokenizer = Tokenizer(models.BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def _bytes_to_unicode() -> dict[int, str]:
+    """The printable stand-ins that byte-level tokenizers use for bytes (GPT-2's table)."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {byte: chr(byte) for byte in kept}
+    table.update({byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in table)})
+    return table

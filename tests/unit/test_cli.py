@@ -1,0 +1,254 @@
+"""The command line, and `outrider serve` before and after the engines: arguments, ports, errors, cleaning up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.config import ConfigError, parse_config
+from deploy import cli
+from deploy.app import config_from_args
+from deploy.ports import port_is_free, settle_ports
+from deploy.processes import SharedMemoryWatch, mapped_shared_memory, remove_shared_memory
+from deploy.start_error import explain
+from deploy.stop import Stopped, StopSignal
+
+
+def outrider(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in (
+        (["--help"], "serve"),
+        (["--version"], "outrider"),
+        (["serve", "--help"], "--grpc-port"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['outrider', '--help']\n"
+        "from deploy import cli\n"
+        "try: cli.main()\nexcept SystemExit: pass\n"
+        "heavy = {'ray', 'torch', 'vllm', 'grpc', 'transformers', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_every_option_others_script_against_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    for option in ("CONFIG_OR_PRESET", "--target PATH", "--drafter PATH", "--dtype", "--grpc-port N", "--http-port N"):
+        assert option in shown
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["flood"], ["serve"], ["fetch", "gpt"], ["serve", "smollm2", "--dtype", "int8"]]
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "outrider: config: 'nonsense' is neither a preset"),
+        (["smollm2", "--target", "/no/such/checkpoint"], "outrider: target.model: /no/such/checkpoint does not exist"),
+        (["smollm2", "--drafter", "/x"], "outrider: drafter: --drafter names a draft model"),
+        (["smollm2", "--grpc-port", "70000"], "serving.grpc_port"),
+        (["smollm2", "--grpc-port", "8000", "--http-port", "8000"], "outrider: serving."),
+    ],
+)
+def test_serve_explains_a_wrong_configuration_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = outrider("serve", *arguments, OUTRIDER_HOME=str(tmp_path))
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert result.stdout == ""
+
+
+def test_serve_names_a_port_in_use_before_it_fetches(taken_port: int, tmp_path: Path) -> None:
+    result = outrider(
+        "serve", "smollm2", "--grpc-port", "0", "--http-port", str(taken_port), OUTRIDER_HOME=str(tmp_path)
+    )
+    assert result.returncode == 1
+    assert f"outrider: serving.http_port: port {taken_port} is in use" in result.stderr
+    assert "--http-port" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_ports(taken_port: int) -> None:
+    assert not port_is_free(taken_port)
+    serving = settle_ports(
+        parse_config({"target": {"model": "m"}, "serving": {"grpc_port": 0, "http_port": 0}})
+    ).serving
+    assert serving.grpc_port != serving.http_port
+    assert port_is_free(serving.grpc_port)
+    with pytest.raises(ConfigError, match=r"serving\.grpc_port: port \d+ is in use.*--grpc-port"):
+        settle_ports(parse_config({"target": {"model": "m"}, "serving": {"grpc_port": taken_port, "http_port": 0}}))
+
+
+def test_serve_args_are_a_preset_or_a_tree(outrider_home: Path) -> None:
+    assert config_from_args({"config": "smollm2", "dtype": "float32"}).target.dtype == "float32"
+    assert config_from_args({"target": {"model": "some/model"}}).served_model_name == "model"
+    with pytest.raises(ConfigError, match=r"args\.grpc_port: unknown"):
+        config_from_args({"config": "smollm2", "grpc_port": 1})
+    with pytest.raises(ConfigError, match="args: targets: unknown key"):
+        config_from_args({"target": {"model": "m"}, "targets": 1})
+
+
+def test_the_first_signal_stops_and_cleaning_up_is_not_interrupted() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    stop = StopSignal()
+    stop.install()
+    try:
+        with pytest.raises(Stopped):  # noqa: PT012 - the signal arrives while asleep
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        assert stop.requested
+        stop.hold()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        with pytest.raises(Stopped):
+            stop.wait(0)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+DESERTER = f"""
+import subprocess, sys
+left_behind = subprocess.Popen(
+    [sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+)
+left_behind.stdout.readline()
+print(left_behind.pid)
+"""
+
+ADOPTER = f"""
+import subprocess, sys
+from deploy.processes import adopt_orphans, descendants, end_descendants
+adopt_orphans()
+pid = int(subprocess.run([sys.executable, "-c", {DESERTER!r}], stdout=subprocess.PIPE, check=True).stdout)
+assert [process.pid for process in descendants()] == [pid], "an orphan escaped"
+assert end_descendants(grace_s=0.1) == []
+print(pid)
+"""
+
+
+def test_orphans_of_orphans_are_ended() -> None:
+    result = subprocess.run([sys.executable, "-c", ADOPTER], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert not psutil.pid_exists(int(result.stdout))
+
+
+def test_shared_memory_is_found_by_who_maps_it_and_removed() -> None:
+    mine = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        assert mine.name in mapped_shared_memory([os.getpid()])
+        assert mine.name not in mapped_shared_memory([os.getppid()])
+        assert remove_shared_memory({mine.name, "not-there"}) == [mine.name]
+        assert mine.name not in mapped_shared_memory([os.getpid()]), "a name that is gone is nothing to remove"
+    finally:
+        mine.close()
+        shared_memory.SharedMemory(create=True, size=1, name=mine.name).unlink()  # for Python's own bookkeeping
+
+
+RUNTIME = """
+import os, sys
+open(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_0", "w").close()
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_shared_memory_called_after_a_process_is_known_when_that_was_killed() -> None:
+    watch = SharedMemoryWatch()
+    process = subprocess.Popen([sys.executable, "-c", RUNTIME], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    name = f"__KMP_REGISTERED_LIB_{process.pid}_0"
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert name not in watch.of_nobody(), "its process is alive"
+        watch.note()
+        process.kill()
+        process.communicate()
+        assert name in watch.theirs()
+        assert remove_shared_memory([name]) == [name]
+        assert name not in watch.theirs()
+    finally:
+        process.kill()
+        remove_shared_memory([name])
+
+
+TRACEBACK = """The deployment failed to start 1 times in a row. See controller logs for details. Error:
+Traceback (most recent call last):
+  File "replica.py", line 10, in initialize
+    raise RuntimeError(traceback.format_exc()) from None
+RuntimeError: Traceback (most recent call last):
+  File "target.py", line 5, in __init__
+    raise ConfigError("target.max_model_len: too long; lower it")
+cluster.config.ConfigError: target.max_model_len: too long; lower it
+"""
+
+PYDANTIC = """Traceback (most recent call last):
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, the checkpoint is odd [type=value_error, input_value=x, input_type=y]
+    For further information visit a page
+"""
+
+POINTER = """Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+ENGINE_LOG = """(EngineCore pid=7) INFO 01-01 00:00:00 [core.py:1] starting
+(EngineCore pid=7) ERROR 01-01 00:00:00 [core.py:9] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 01-01 00:00:00 [core.py:9] ValueError: no room for 12 KV blocks
+"""
+
+
+def test_the_cause_of_a_failed_start_is_one_line() -> None:
+    assert explain(TRACEBACK) == "target.max_model_len: too long; lower it"
+    assert explain(PYDANTIC).startswith(
+        "ValidationError: 1 validation error for ModelConfig Value error, the checkpoint"
+    )
+    assert "further information" not in explain(PYDANTIC)
+    assert explain(POINTER, ["nothing here", ENGINE_LOG]) == "ValueError: no room for 12 KV blocks"
+    assert explain(POINTER, []).startswith("RuntimeError: Engine core initialization failed")
+    assert explain("it just\nended") == "it just ended"

@@ -1,0 +1,102 @@
+"""The configuration tree: what it accepts, and that what it refuses is named by field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import MAX_SPECULATIVE_TOKENS, ConfigError, load_config, parse_config
+
+DRAFT_MODEL = {"method": "draft_model", "model": "d"}
+
+
+def tree(**sections: Any) -> dict[str, Any]:
+    return {"target": {"model": "some/target"}, "drafter": dict(DRAFT_MODEL), **sections}
+
+
+def test_defaults_are_complete() -> None:
+    config = parse_config({"target": {"model": "org/Some-Model"}})
+    assert config.drafter is None
+    assert config.num_speculative_tokens == 0, "without a drafter there is nothing to draft"
+    assert config.served_model_name == "Some-Model"
+    assert config.serving.grpc_port == 9000
+
+
+def test_served_name_of_a_path_ignores_a_trailing_slash() -> None:
+    assert parse_config({"target": {"model": "/models/tiny/"}}).served_model_name == "tiny"
+
+
+def test_drafter_is_told_apart_by_method() -> None:
+    assert parse_config(tree()).drafter.method == "draft_model"
+    ngram = parse_config(tree(drafter={"method": "ngram"})).drafter
+    assert (ngram.method, ngram.tensor_parallel_size) == ("ngram", 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "target: required"),
+        ({"target": {}}, "target.model: required"),
+        ({"target": {"model": ""}}, "target.model"),
+        (tree(target={"model": "t", "max_modellen": 5}), "target.max_modellen: unknown key"),
+        (tree(speculator={}), "speculator: unknown key"),
+        (tree(drafter={"method": "ngram", "model": "d"}), "drafter.model: unknown key"),
+        (tree(drafter={"method": "eagle"}), "drafter"),
+        (tree(drafter={"method": "draft_model"}), "drafter.model: required"),
+        (tree(speculation={"num_speculative_tokens": 0}), "speculation.num_speculative_tokens.*found 0"),
+        (
+            tree(speculation={"num_speculative_tokens": MAX_SPECULATIVE_TOKENS + 1}),
+            "speculation.num_speculative_tokens.*found 33",
+        ),
+        (tree(target={"model": "t", "tensor_parallel_size": 0}), "target.tensor_parallel_size.*found 0"),
+        (tree(target={"model": "t", "dtype": "float64"}), "target.dtype.*float32"),
+        (tree(target={"model": "t", "gpu_memory_utilization": float("nan")}), "target.gpu_memory_utilization"),
+        (tree(target={"model": "t", "cores": [[0], [1]]}), "target: cores lists 2 sets for 1 ranks"),
+        (tree(target={"model": "t", "cores": [[]]}), "target.cores"),
+        (tree(target={"model": "t", "cores": [[-1]]}), "target.cores"),
+        (tree(drafter={"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}), "prompt_lookup_min"),
+        (tree(link={"round_deadline_ms": 500, "link_deadline_ms": 500}), "link_deadline_ms.*round_deadline_ms"),
+        (tree(link={"round_deadline_ms": float("inf")}), "link.round_deadline_ms"),
+        (tree(serving={"grpc_port": 65536}), "serving.grpc_port.*found 65536"),
+        (tree(serving={"app_name": "a b"}), "serving.app_name"),
+        ([], "expected a mapping"),
+        (None, "expected a mapping"),
+    ],
+)
+def test_wrong_fields_are_named(data: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(data)
+
+
+def test_every_wrong_field_is_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree(target={"model": "t", "max_num_seqs": 0}, link={"backend": "tcp"}))
+    assert "target.max_num_seqs" in str(caught.value)
+    assert "link.backend" in str(caught.value)
+
+
+def test_errors_are_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree(target={"model": "t", "dtype": "int8", "seed": "x"}, drafter={"method": "ngram", "a": 1}))
+    assert "\n" not in str(caught.value)
+
+
+def test_load_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    with pytest.raises(ConfigError, match=r"c\.yaml: no such file"):
+        load_config(file)
+    file.write_text("target: [")
+    with pytest.raises(ConfigError, match=r"c\.yaml: not readable as YAML"):
+        load_config(file)
+    file.write_text("target: {model: m, extra: 1}")
+    with pytest.raises(ConfigError, match=r"c\.yaml: target\.extra: unknown key"):
+        load_config(file)
+    file.write_text("target: {model: m}")
+    assert load_config(file).target.model == "m"
+
+
+def test_a_parsed_configuration_survives_a_round_trip() -> None:
+    config = parse_config(tree(link={"round_deadline_ms": 50}))
+    assert parse_config(config.model_dump()) == config

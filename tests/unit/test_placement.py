@@ -1,0 +1,86 @@
+"""Bundles of a replica, and that a cluster too small for them is refused instead of waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import ConfigError, OutriderConfig, parse_config
+from cluster.cores import plan_cores
+from cluster.placement import check_cluster_can_hold, placement_of
+
+
+def config(target_ranks: int = 1, drafter_ranks: int | None = 1, method: str = "draft_model") -> OutriderConfig:
+    data: dict[str, object] = {"target": {"model": "t", "tensor_parallel_size": target_ranks}}
+    if method == "ngram":
+        data["drafter"] = {"method": "ngram"}
+    elif drafter_ranks is not None:
+        data["drafter"] = {"method": "draft_model", "model": "d", "tensor_parallel_size": drafter_ranks}
+    return parse_config(data)
+
+
+def test_gpu_ranks_get_one_gpu_each_in_order() -> None:
+    placement = placement_of(config(2, 1), on_gpu=True)
+    gpu = {"GPU": 1.0, "CPU": 1.0}
+    assert placement.bundles == ({"CPU": 1.0}, gpu, gpu, gpu)
+    assert placement.target_bundle_indices == (1, 2)
+    assert placement.drafter_bundle_indices == (3,)
+
+
+def test_an_ngram_drafter_takes_no_gpu() -> None:
+    placement = placement_of(config(method="ngram"), on_gpu=True)
+    assert placement.total("GPU") == 1
+    assert placement.bundles[placement.drafter_bundle_indices[0]] == {"CPU": 1.0}
+
+
+def test_cpu_bundles_count_the_planned_cores() -> None:
+    served = config(1, 2)
+    placement = placement_of(served, on_gpu=False, core_plan=plan_cores(served, range(7)))
+    assert placement.bundles == ({"CPU": 1.0}, {"CPU": 3.0}, {"CPU": 2.0}, {"CPU": 2.0})
+    assert (placement.target_bundle_indices, placement.drafter_bundle_indices) == ((1,), (2, 3))
+
+
+def test_without_a_drafter_there_is_no_drafter_bundle() -> None:
+    placement = placement_of(config(drafter_ranks=None), on_gpu=True)
+    assert placement.drafter_bundle_indices == ()
+    assert len(placement.bundles) == 2
+
+
+def test_indices_cover_every_bundle_once() -> None:
+    served = config(3, 2)
+    placement = placement_of(served, on_gpu=False, core_plan=plan_cores(served, range(2)))
+    indices = (0, *placement.target_bundle_indices, *placement.drafter_bundle_indices)
+    assert sorted(indices) == list(range(len(placement.bundles)))
+
+
+def test_bundles_are_not_one_shared_dictionary() -> None:
+    placement = placement_of(config(2, 1), on_gpu=True)
+    assert len({id(bundle) for bundle in placement.bundles}) == len(placement.bundles)
+
+
+def test_a_cpu_placement_needs_a_plan_of_its_own_configuration() -> None:
+    with pytest.raises(ValueError, match="core plan"):
+        placement_of(config(), on_gpu=False)
+    with pytest.raises(AssertionError, match="another configuration"):
+        placement_of(config(2, 1), on_gpu=False, core_plan=plan_cores(config(1, 1), range(4)))
+
+
+def test_a_cluster_that_fits_exactly_is_fine() -> None:
+    check_cluster_can_hold(placement_of(config(2, 1), on_gpu=True), 1, {"GPU": 3.0, "CPU": 4.0})
+
+
+@pytest.mark.parametrize(
+    ("replicas", "resources", "message"),
+    [
+        (
+            1,
+            {"GPU": 2.0, "CPU": 64.0},
+            r"target\.tensor_parallel_size: 1 replica of 2 target and 1 drafter.*3 GPUs.*has 2",
+        ),
+        (1, {"CPU": 64.0}, r"3 GPUs, the cluster has 0"),
+        (2, {"GPU": 3.0, "CPU": 64.0}, r"serving\.num_replicas: 2 replicas.*6 GPUs, the cluster has 3"),
+        (1, {"GPU": 8.0, "CPU": 3.0}, r"4 logical CPUs, the cluster has 3"),
+    ],
+)
+def test_what_a_cluster_lacks_is_named(replicas: int, resources: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_cluster_can_hold(placement_of(config(2, 1), on_gpu=True), replicas, resources)

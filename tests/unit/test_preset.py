@@ -1,0 +1,190 @@
+"""From names and options to a configuration, and what a checkpoint's own files rule out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ConfigError, DraftModelConfig, parse_config
+from deploy.fetch_sources import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS
+from deploy.model_check import check_models, check_same_tokens, check_same_vocabulary, check_tensor_parallel
+from deploy.model_store import models_dir, write_manifest
+from deploy.preset import Overrides, models_to_fetch, preset_names, resolve_config
+
+pytestmark = pytest.mark.usefixtures("outrider_home")
+
+LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 64, "vocab_size": 100}
+
+
+def checkpoint(path: Path, vocab: dict[str, int] | None = None, **config: object) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({**LLAMA, **config}))
+    if vocab is not None:
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+    return path
+
+
+def fetched(name: str) -> Path:
+    path = checkpoint(models_dir() / name)
+    write_manifest(path, {"model": name})
+    return path
+
+
+def test_presets_are_the_documented_ones_and_valid() -> None:
+    assert preset_names() == ["qwen-coder", "smollm2"]
+    assert set(PRESET_MODELS) == set(preset_names())
+    assert set(preset_names()) >= FETCHED_WHEN_MISSING
+    for name in preset_names():
+        config = resolve_config(name)
+        assert config.num_speculative_tokens == 4
+        assert config.link.link_deadline_ms > config.link.round_deadline_ms
+
+
+def test_a_preset_without_local_copies_names_hub_models_that_fetch_knows() -> None:
+    config = resolve_config("qwen-coder")
+    assert isinstance(config.drafter, DraftModelConfig)
+    known = {model.hub_id for model in MODELS.values()}
+    assert {config.target.model, config.drafter.model, resolve_config("smollm2").target.model} == known
+
+
+def test_a_preset_uses_the_copies_that_are_fetched() -> None:
+    target = fetched("Qwen2.5-Coder-1.5B-Instruct")
+    config = resolve_config("qwen-coder")
+    assert config.target.model == str(target)
+    assert isinstance(config.drafter, DraftModelConfig)
+    assert config.drafter.model == "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+    assert models_to_fetch("qwen-coder", Overrides()) == ["Qwen2.5-Coder-0.5B-Instruct"]
+
+
+def test_a_file_keeps_its_hub_id_even_when_a_copy_is_fetched(tmp_path: Path) -> None:
+    fetched("SmolLM2-135M-Instruct")
+    file = tmp_path / "mine.yaml"
+    file.write_text("target: {model: HuggingFaceTB/SmolLM2-135M-Instruct}")
+    assert resolve_config(str(file)).target.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_an_explicit_hub_id_wins_over_a_fetched_copy() -> None:
+    fetched("SmolLM2-135M-Instruct")
+    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert resolve_config("smollm2", Overrides(target=hub_id)).target.model == hub_id
+
+
+def test_what_is_overridden_need_not_be_fetched(tmp_path: Path) -> None:
+    assert models_to_fetch("smollm2", Overrides()) == ["SmolLM2-135M-Instruct"]
+    assert models_to_fetch("smollm2", Overrides(target=str(checkpoint(tmp_path / "m")))) == []
+
+
+def test_overrides_reach_their_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(tmp_path / "t")
+    checkpoint(tmp_path / "d")
+    monkeypatch.chdir(tmp_path)
+    config = resolve_config("qwen-coder", Overrides("./t", "d", "float32", grpc_port=0, http_port=1234))
+    assert isinstance(config.drafter, DraftModelConfig)
+    assert config.target.model == str(tmp_path / "t"), "Ray's workers run in another directory"
+    assert config.drafter.model == str(tmp_path / "d")
+    assert (config.target.dtype, config.drafter.dtype) == ("float32", "float32")
+    assert (config.serving.grpc_port, config.serving.http_port) == (0, 1234)
+    assert config.served_model_name == "t"
+
+
+def test_dtype_leaves_an_ngram_drafter_alone() -> None:
+    assert resolve_config("smollm2", Overrides(dtype="float32")).target.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("smolm2", Overrides(), r"config: 'smolm2' is neither a preset \(qwen-coder, smollm2\) nor a file"),
+        (
+            "smollm2",
+            Overrides(drafter="/x"),
+            r"drafter: --drafter names a draft model, but the drafter is of method ngram",
+        ),
+        ("smollm2", Overrides(target="/no/such/dir"), r"target\.model: /no/such/dir does not exist; .*outrider fetch"),
+        ("qwen-coder", Overrides(drafter="./missing"), r"drafter\.model: \./missing does not exist"),
+        ("smollm2", Overrides(grpc_port=70000), r"serving\.grpc_port"),
+    ],
+)
+def test_wrong_names_and_options_are_explained(name: str, overrides: Overrides, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_config(name, overrides)
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target\.model: .* holds no config\.json"):
+        resolve_config("smollm2", Overrides(target=str(tmp_path)))
+    file = tmp_path / "weights.gguf"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"target\.model: .* is a file"):
+        resolve_config("smollm2", Overrides(target=str(file)))
+
+
+def test_drafter_option_without_a_drafter_section(tmp_path: Path) -> None:
+    file = tmp_path / "plain.yaml"
+    file.write_text("target: {model: some/model}")
+    with pytest.raises(ConfigError, match="the drafter section is missing"):
+        resolve_config(str(file), Overrides(drafter="some/drafter"))
+
+
+def test_tensor_parallel_that_splits_is_accepted() -> None:
+    for ranks in (1, 2, 4, 8):
+        check_tensor_parallel(LLAMA, ranks, "target")
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "message"),
+    [
+        (LLAMA, 3, r"target\.tensor_parallel_size: 3 does not divide the 8 attention heads.*allows 1, 2, 4, 8$"),
+        ({**LLAMA, "num_key_value_heads": 3, "num_attention_heads": 6}, 2, "the 3 key-value heads.*allows 1$"),
+        ({**LLAMA, "intermediate_size": 6}, 4, "the feed-forward width 6.*allows 1, 2$"),
+        ({"text_config": LLAMA}, 3, "the 8 attention heads"),
+    ],
+)
+def test_tensor_parallel_that_does_not_split_is_refused(config: dict[str, object], ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_tensor_parallel(config, ranks, "target")
+
+
+def test_vocabularies_must_agree() -> None:
+    check_same_vocabulary(LLAMA, {"text_config": LLAMA})
+    with pytest.raises(ConfigError, match=r"drafter\.model: its vocabulary has 99 tokens, the target's has 100"):
+        check_same_vocabulary(LLAMA, {**LLAMA, "vocab_size": 99})
+
+
+def test_tokens_must_agree() -> None:
+    check_same_tokens({"a": 0, "b": 1}, {"b": 1, "a": 0})
+    with pytest.raises(ConfigError, match=r"tokenizer differs from the target's in 2 of 2 tokens, e\.g\. 'a'"):
+        check_same_tokens({"a": 0, "b": 1}, {"a": 1, "b": 0})
+    with pytest.raises(ConfigError, match="tokenizer differs"):
+        check_same_tokens({"a": 0}, {"a": 0, "b": 1})
+
+
+def test_checkpoints_are_checked_from_their_files(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path / "t", vocab={"a": 0})
+    twin = checkpoint(tmp_path / "twin", vocab={"a": 0})
+    stranger = checkpoint(tmp_path / "stranger", vocab={"a": 1})
+
+    def with_drafter(path: Path, ranks: int = 1) -> None:
+        drafter = {"method": "draft_model", "model": str(path), "tensor_parallel_size": ranks}
+        check_models(parse_config({"target": {"model": str(target)}, "drafter": drafter}))
+
+    with_drafter(twin)
+    with pytest.raises(ConfigError, match=r"drafter\.model: its tokenizer differs"):
+        with_drafter(stranger)
+    with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 5"):
+        with_drafter(twin, ranks=5)
+
+
+def test_max_model_len_above_the_models_is_refused(tmp_path: Path) -> None:
+    model = str(checkpoint(tmp_path / "t", max_position_embeddings=512))
+    check_models(parse_config({"target": {"model": model, "max_model_len": 512}}))
+    with pytest.raises(ConfigError, match=r"target\.max_model_len: 513 is above the 512"):
+        check_models(parse_config({"target": {"model": model, "max_model_len": 513}}))
+
+
+def test_a_hub_id_that_cannot_be_had_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"target\.model: 'no/such-model' is no local checkpoint directory"):
+        check_models(parse_config({"target": {"model": "no/such-model"}}))
