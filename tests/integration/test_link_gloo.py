@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.messages import Close, CloseReason, Commit, Open, Proposals, pack, unpack
+from actors.message_codec import pack, unpack
+from actors.messages import Close, CloseReason, Commit, Open, Proposals
 from cluster.link import Link, LinkError, LinkInvitation, TransportClosed, host_link, join_link
 from cluster.link.frame import HEADER_WORDS
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from actors.message_codec import MIN_FRAME_WORDS, frame_capacity_words, pack, unpack
 from actors.messages import (
-    MIN_FRAME_WORDS,
     Close,
     CloseReason,
     Commit,
@@ -16,9 +16,6 @@ from actors.messages import (
     Proposals,
     ProposalStatus,
     SparseQ,
-    frame_capacity_words,
-    pack,
-    unpack,
 )
 from cluster.link.frame import HEADER_WORDS, MAX_INT31
 

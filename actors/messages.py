@@ -1,0 +1,214 @@
+"""What verifier and drafter say to each other.
+
+Every message checks itself when made, so a wrong one fails where the mistake is. The wire form is in
+``actors/message_codec.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from cluster.link.frame import MAX_INT31
+
+Q_SUM_TOLERANCE = 1e-3
+
+
+class MessageError(ValueError):
+    """A message that must not be sent or believed. `field` names what is wrong, e.g. ``Commit.token_ids``."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field, self.problem = field, problem
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
+
+
+class CloseReason(enum.IntEnum):
+    FINISHED = 1
+    ABORTED = 2
+    PREEMPTED = 3
+
+
+class ProposalStatus(enum.IntEnum):
+    OK = 1
+    NOT_READY = 2
+    """Still prefilling."""
+
+    OUT_OF_KV = 3
+    LENGTH = 4
+    """The drafter's max_model_len is reached."""
+
+    UNKNOWN_REQUEST = 5
+    """The drafter does not know the request: send a fresh Open."""
+
+    READY = 6
+    """Prefilled: from now on commits of this request are answered with drafts."""
+
+
+@dataclass(slots=True)
+class Open:
+    """A request the drafter shall follow, or the next piece of its prompt. `pack` does the cutting.
+
+    request: a handle of this link, 0 to 2**31-1, never used twice in the link's life. A request that comes back
+        after preemption gets a new one, and its prompt then contains the output committed so far.
+    prompt_len: tokens of the whole prompt, all pieces together.
+    offset: tokens of the prompt before this piece.
+    top_k: 0 or -1 for no limit, as in vLLM.
+    """
+
+    request: int
+    prompt_len: int
+    offset: int
+    token_ids: Sequence[int]
+    num_speculative_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        _check_int31("Open.request", self.request)
+        _check_int31("Open.prompt_len", self.prompt_len)
+        count = len(self.token_ids)
+        if count < 1:
+            raise MessageError("Open.token_ids", "empty")
+        if self.offset < 0 or self.offset + count > self.prompt_len:
+            raise MessageError(
+                "Open.offset", f"{self.offset} with {count} tokens is outside a prompt of {self.prompt_len}"
+            )
+        _check_int31("Open.num_speculative_tokens", self.num_speculative_tokens)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise MessageError("Open.temperature", f"{self.temperature} is not a finite number from 0 up")
+        if not 0 < self.top_p <= 1:
+            raise MessageError("Open.top_p", f"{self.top_p} is not in (0, 1]")
+        if not -1 <= self.top_k <= MAX_INT31:
+            raise MessageError("Open.top_k", f"{self.top_k} is below -1 or over {MAX_INT31}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise MessageError("Open.seed", f"{self.seed} is no 64-bit integer")
+
+
+@dataclass(slots=True)
+class Commit:
+    """One round's outcome for one request: the accepted drafts and the next token.
+
+    base_committed_len: tokens committed before these, prompt included. The ids travel, so the drafter need not
+    remember what was verified.
+    """
+
+    request: int
+    base_committed_len: int
+    token_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        _check_int31("Commit.request", self.request)
+        if len(self.token_ids) < 1:
+            raise MessageError("Commit.token_ids", "empty: a round commits at least the next token")
+        if self.base_committed_len < 0 or self.committed_len > MAX_INT31:
+            raise MessageError("Commit.base_committed_len", f"{self.base_committed_len} is no length")
+
+    @property
+    def accepted_len(self) -> int:
+        return len(self.token_ids) - 1
+
+    @property
+    def next_token(self) -> int:
+        return self.token_ids[-1]
+
+    @property
+    def committed_len(self) -> int:
+        """Tokens committed now: what Proposals answering this are based on."""
+        return self.base_committed_len + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Close:
+    """The drafter may forget the request."""
+
+    request: int
+    reason: CloseReason
+
+    def __post_init__(self) -> None:
+        _check_int31("Close.request", self.request)
+
+
+@dataclass(slots=True, eq=False)
+class SparseQ:
+    """The truncated, renormalised distributions the drafts were sampled from: the drafter's q.
+
+    ids: int32 [k, n], no id twice in a row. probs: float32 [k, n], each row summing to 1.
+    A row with fewer than n tokens in its support is filled up with other ids at probability 0.
+    """
+
+    ids: np.ndarray
+    probs: np.ndarray
+
+    def __post_init__(self) -> None:
+        ids, probs = self.ids, self.probs
+        if ids.dtype != np.int32 or ids.ndim != 2 or ids.size == 0:
+            raise MessageError("Proposals.q_ids", f"must be int32 [k, n], found {ids.dtype} {list(ids.shape)}")
+        if probs.dtype != np.float32 or probs.shape != ids.shape:
+            raise MessageError(
+                "Proposals.q_probs", f"must be float32 {list(ids.shape)}, found {probs.dtype} {list(probs.shape)}"
+            )
+        # Written so that NaN fails; errstate because a foreign bit pattern may be a signalling NaN.
+        with np.errstate(invalid="ignore"):
+            if not ((probs >= 0) & (probs <= 1 + Q_SUM_TOLERANCE)).all():
+                raise MessageError("Proposals.q_probs", "a probability is negative, above 1 or not finite")
+        sums = probs.sum(axis=1)
+        if not (np.abs(sums - 1) <= Q_SUM_TOLERANCE).all():
+            raise MessageError("Proposals.q_probs", f"rows sum to between {sums.min():.6g} and {sums.max():.6g}, not 1")
+        in_order = np.sort(ids, axis=1)
+        if in_order[:, 0].min() < 0:
+            raise MessageError("Proposals.q_ids", "a negative id")
+        if (in_order[:, 1:] == in_order[:, :-1]).any():
+            raise MessageError("Proposals.q_ids", "an id stands twice in one row")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SparseQ):
+            return NotImplemented
+        return np.array_equal(self.ids, other.ids) and np.array_equal(self.probs, other.probs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class Proposals:
+    """Draft tokens for one request, 0 to K of them; none unless `status` is OK.
+
+    base_committed_len: the committed length the drafts continue, `Commit.committed_len` of the commit answered. It
+    tells a late answer from a current one.
+    q: what the drafts were sampled from, when the verifier shall reject against it.
+    """
+
+    request: int
+    base_committed_len: int
+    token_ids: Sequence[int]
+    status: ProposalStatus = ProposalStatus.OK
+    q: SparseQ | None = None
+
+    def __post_init__(self) -> None:
+        _check_int31("Proposals.request", self.request)
+        _check_int31("Proposals.base_committed_len", self.base_committed_len)
+        if len(self.token_ids) and self.status is not ProposalStatus.OK:
+            raise MessageError("Proposals.token_ids", f"{len(self.token_ids)} ids with status {self.status.name}")
+        if self.q is not None:
+            if len(self.q.ids) != len(self.token_ids):
+                raise MessageError("Proposals.q_ids", f"{len(self.q.ids)} rows for {len(self.token_ids)} drafts")
+            drafts = np.asarray(self.token_ids)[:, None]
+            if not ((self.q.ids == drafts) & (self.q.probs > 0)).any(axis=1).all():
+                raise MessageError("Proposals.q_probs", "a draft has probability 0: q is not what it was sampled from")
+
+
+Message: TypeAlias = Open | Commit | Close | Proposals
+
+
+def _check_int31(field: str, value: int) -> None:
+    if not 0 <= value <= MAX_INT31:
+        raise MessageError(field, f"{value} is not in 0 to {MAX_INT31}")

@@ -1,0 +1,31 @@
+"""The wire between one verifier (rank 0) and one drafter (rank 1)."""
+
+from cluster.link.frame import HEADER_WORDS, FrameError
+from cluster.link.link import Link, LinkCounters, PingStats, Received
+from cluster.link.rendezvous import LinkInvitation, host_link, join_link
+from cluster.link.transport import (
+    LinkBroken,
+    LinkError,
+    Transport,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+)
+
+__all__ = [
+    "HEADER_WORDS",
+    "FrameError",
+    "Link",
+    "LinkBroken",
+    "LinkCounters",
+    "LinkError",
+    "LinkInvitation",
+    "PingStats",
+    "Received",
+    "Transport",
+    "TransportClosed",
+    "TransportError",
+    "TransportTimeout",
+    "host_link",
+    "join_link",
+]
