@@ -17,8 +17,9 @@ import ray
 
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import DraftStrategy
-from actors.messages import Message, Proposals, pack, unpack
-from cluster.config import DraftModelConfig, DrafterConfig
+from actors.message_codec import pack, unpack
+from actors.messages import Proposals
+from cluster.config import DrafterConfig, DraftModelConfig
 from cluster.link import Link, LinkBroken, LinkInvitation, join_link
 from cluster.ranks import RankPlacement
 
@@ -46,6 +47,7 @@ class Drafter:
             os.sched_setaffinity(0, cores)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._strategy, self._vocab_size = _strategy(config, ranks, placement_group)
+        _warm_up(self._strategy)
         self._loop = DraftLoop(self._strategy)
         self._links: dict[int, Link] = {}
         self._lock = threading.Lock()
@@ -101,6 +103,17 @@ class Drafter:
             # targets decode plainly, Ray starts a fresh drafter.
             logger.exception("the draft loop failed; this drafter ends and will be restarted")
             os._exit(1)
+
+
+def _warm_up(strategy: DraftStrategy) -> None:
+    """One prefill and one draft before anybody waits for them: the first steps pay for what is set up lazily."""
+    key = (0, 0)
+    strategy.open(key, [0] * 64, num_speculative_tokens=2)
+    while strategy.prefill() is not None:
+        pass
+    strategy.draft([key])
+    strategy.close(key)
+    strategy.prefill()
 
 
 def _strategy(

@@ -29,6 +29,9 @@ class TrackedRequest:
     ready: bool = False
     """The drafter has drafted for this handle, so a round may wait for it."""
 
+    commit_is_out: bool = False
+    """The drafter has been told of a commit and has not answered it."""
+
     awaited: bool = False
     """A commit is out, the answer is not in, and the round waits for it."""
 
@@ -69,7 +72,8 @@ class RoundBook:
         self._by_handle.clear()
         self._outbox.clear()
         for request in self._requests.values():
-            request.handle, request.ready, request.awaited, request.drafts = None, False, False, []
+            request.handle, request.drafts = None, []
+            request.ready = request.awaited = request.commit_is_out = False
 
     def track(self, request: TrackedRequest) -> None:
         self._requests[request.request_id] = request
@@ -88,9 +92,9 @@ class RoundBook:
             return
         base = len(request.token_ids)
         request.token_ids.extend(token_ids)
-        request.drafts, request.awaited = [], False
+        request.drafts, request.awaited, request.commit_is_out = [], False, False
         if request.handle is not None and not finished:
-            request.awaited = request.ready
+            request.commit_is_out, request.awaited = True, request.ready
             self._outbox.append(Commit(request.handle, base, token_ids))
 
     def take_outbox(self) -> list[Message]:
@@ -106,20 +110,17 @@ class RoundBook:
             if request is None:
                 self.stale += 1
                 continue
-            if message.status is ProposalStatus.OK:
-                request.ready = True
-            else:
-                self.refused[message.status] = self.refused.get(message.status, 0) + 1
-                request.ready = request.awaited = False
-                if message.status is ProposalStatus.UNKNOWN_REQUEST:
-                    self._close(request, CloseReason.ABORTED)
-                    self._open(request)
+            if message.status not in (ProposalStatus.OK, ProposalStatus.READY):
+                self._refused(request, message.status)
                 continue
-            if message.base_committed_len != len(request.token_ids):
-                self.stale += 1
+            request.ready = True
+            if message.status is ProposalStatus.OK and message.base_committed_len == len(request.token_ids):
+                request.awaited = request.commit_is_out = False
+                request.drafts = [int(token) for token in message.token_ids][: request.num_speculative_tokens]
                 continue
-            request.awaited = False
-            request.drafts = [int(token) for token in message.token_ids][: request.num_speculative_tokens]
+            self.stale += message.status is ProposalStatus.OK
+            # Prefilled, or busy with an older commit until now: the answer to the last commit comes next.
+            request.awaited = request.commit_is_out
 
     def awaited(self) -> bool:
         return any(request.awaited for request in self._requests.values())
@@ -142,9 +143,18 @@ class RoundBook:
                 request.drafts = []
         return taken
 
+    def _refused(self, request: TrackedRequest, status: ProposalStatus) -> None:
+        self.refused[status] = self.refused.get(status, 0) + 1
+        request.ready = request.awaited = False
+        # A drafter that is still prefilling answers the commit when it is done, the others never do.
+        request.commit_is_out = request.commit_is_out and status is ProposalStatus.NOT_READY
+        if status is ProposalStatus.UNKNOWN_REQUEST:
+            self._close(request, CloseReason.ABORTED)
+            self._open(request)
+
     def _open(self, request: TrackedRequest) -> None:
         request.handle, self._next_handle = self._next_handle, self._next_handle + 1
-        request.ready = request.awaited = False
+        request.ready = request.awaited = request.commit_is_out = False
         request.drafts = []
         self._by_handle[request.handle] = request
         self._outbox.append(

@@ -61,6 +61,7 @@ class Target:
         self._max_model_len = self._engine.model_config.max_model_len
         self._vocab_size = self._engine.model_config.get_vocab_size()
         self._membership = asyncio.create_task(self._keep_membership(weakref.ref(self)))
+        await self._warm_up()
         if self._drafter is not None:
             await self._drafter.ready.remote()
             await self._engine.collective_rpc("open_link")
@@ -135,6 +136,12 @@ class Target:
                 ray.kill(drafter)
         with suppress(ray.exceptions.RayError):
             self._registry.leave.remote(self._replica)
+
+    async def _warm_up(self) -> None:
+        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores)."""
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        async for _ in self._engine.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
+            pass
 
     async def _wait_for_link(self) -> None:
         """Requests could be served without it, but not the way the operator asked for."""

@@ -12,7 +12,8 @@ from typing import Any
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import DraftTokenIds
 
-from actors.messages import CloseReason, frame_capacity_words, unpack
+from actors.message_codec import frame_capacity_words, unpack
+from actors.messages import CloseReason
 from actors.rounds import TrackedRequest
 from actors.verifier import Verifier
 from cluster.config import OutriderConfig
@@ -166,6 +167,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         """Start keeping the link. Called once, by the target replica, when the engine is ready to serve."""
         if self._keeper is None:
             return False
+        self.model_runner.verifier.reset_statistics()
         self._keeper.start()
         return True
 

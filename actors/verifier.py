@@ -13,11 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from actors.messages import CloseReason, Message, pack
+from actors.message_codec import pack
+from actors.messages import CloseReason, Message
 from actors.round_statistics import RoundStatistics, RoundTimes
 from actors.rounds import RoundBook, TrackedRequest
 from cluster.config import LinkConfig
 from cluster.link import Link, LinkBroken
+from cluster.link_keeper import HANG
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ class Verifier:
         self._book = RoundBook()
         self._offered: queue.SimpleQueue[Link] = queue.SimpleQueue()
         self._link: Link | None = None
-        self._lagging = False
+        self._hang_deadline_s = config.link_deadline_ms / 1e3
+        self._lagging_since: float | None = None
         self.statistics = RoundStatistics()
         self._step_started: float | None = None
         self._target_s = self._wait_s = 0.0
@@ -68,12 +71,12 @@ class Verifier:
         """
         started = time.perf_counter()
         self._check_link()
-        deadline = started if self._lagging else started + self._round_deadline_s
+        deadline = started + (self._round_deadline_s if self._lagging_since is None else 0.0)
         while self._link is not None:
             remaining = deadline - time.perf_counter() if self._book.awaited() else 0.0
             received = self._link.poll(max(remaining, 0.0))
             if received is not None:
-                self._lagging = False
+                self._lagging_since = None
                 self._work_us += received.work_us
                 self._book.receive(received.messages)
                 continue
@@ -82,8 +85,8 @@ class Verifier:
                 break
         late = self._book.give_up_waiting()
         if late:
-            self._lagging = True
             self.statistics.late_rounds += late
+            self._note_lag(started)
         self._flush()
         self._wait_s += time.perf_counter() - started
         return self._book.take_drafts(request_ids)
@@ -105,6 +108,11 @@ class Verifier:
     def add_target_time(self, seconds: float) -> None:
         self._target_s += seconds
 
+    def reset_statistics(self) -> None:
+        """Forget the rounds of the warm-up."""
+        self.statistics = RoundStatistics()
+        self._step_started = None
+
     def goes_idle(self) -> None:
         """No request is left: the pause until the next one is nobody's round."""
         self._step_started = None
@@ -112,13 +120,20 @@ class Verifier:
     def status(self) -> dict[str, Any]:
         return {**self.statistics.snapshot(), "dropped_proposals": self._book.stale}
 
+    def _note_lag(self, since: float) -> None:
+        """A drafter that beats its heart but answers nothing for a whole link deadline hangs."""
+        if self._lagging_since is None:
+            self._lagging_since = since
+        elif since - self._lagging_since > self._hang_deadline_s and self._link is not None:
+            self._link.abort(f"{HANG}: no proposals for {self._hang_deadline_s:g} s")
+
     def _check_link(self) -> None:
         while True:
             try:
                 self._link = self._offered.get_nowait()
             except queue.Empty:
                 break
-            self._lagging = False
+            self._lagging_since = None
             self._book.link_up()
         if self._link is not None and self._link.broken is not None:
             logger.warning("speculation stops until there is a new link: %s", self._link.broken)

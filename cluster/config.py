@@ -124,7 +124,8 @@ class LinkConfig(_Section):
     """The wire between one verifier and one drafter."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl when target and drafter are on GPUs, gloo otherwise."""
+    """auto: gloo. Messages are a few KB of host data, and a posted NCCL receive holds up whatever waits for the whole
+    device; nccl is there to be asked for until the two have been measured between two GPUs."""
 
     round_deadline_ms: float = Field(1000.0, gt=0, allow_inf_nan=False)
     """Longest a round waits for proposals. Later ones count as none: the round decodes plainly."""

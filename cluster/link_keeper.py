@@ -10,20 +10,25 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
 from cluster.config import OutriderConfig
 from cluster.link import Link, LinkError, host_link
 from cluster.membership import LinkGrant, LinkReport
-from cluster.platform import on_gpu
 from cluster.ranks import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 _CONNECT_TIMEOUT_S = 10.0
+_WATCH_S = 0.2
+
+HANG = "drafter hangs"
+"""How the reason of a link begins that was given up because its drafter lives but answers nothing."""
+
+_HANGS_BEFORE_RESTART = 2
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class LinkKeeper:
     def _run(self) -> None:
         unreachable: set[str] = set()
         retry_s = _FIRST_RETRY_S
+        hangs = 0
         while not self._stopping.is_set():
             grant: LinkGrant | None = None
             try:
@@ -91,7 +97,19 @@ class LinkKeeper:
                 continue
             unreachable.clear()
             retry_s = _FIRST_RETRY_S
-            self._serve(link)
+            received = self._serve(link)
+            hangs = hangs + 1 if HANG in (link.broken or "") and not received else 0
+            if hangs >= _HANGS_BEFORE_RESTART:
+                hangs = 0
+                self._restart(grant.drafter)
+
+    def _restart(self, drafter: str) -> None:
+        """Kill a drafter whose loop is stuck; Ray starts a fresh one under the same name."""
+        logger.error("%s answers nothing on %d links in a row: restarting it", drafter, _HANGS_BEFORE_RESTART)
+        try:
+            ray.kill(ray.get_actor(drafter, namespace=NAMESPACE), no_restart=False)
+        except (ValueError, ray.exceptions.RayError) as error:
+            logger.error("could not restart %s: %s", drafter, error)
 
     def _connect(self, grant: LinkGrant) -> Link:
         drafter = ray.get_actor(grant.drafter, namespace=NAMESPACE)
@@ -139,12 +157,13 @@ class LinkKeeper:
         )  # fmt: skip
         return link
 
-    def _serve(self, link: Link) -> None:
-        """Hand the link over and sleep until it breaks."""
+    def _serve(self, link: Link) -> bool:
+        """Hand the link over and sleep until it breaks. Returns whether anything but heartbeats came over it."""
         self._link = link
         self._on_link(link)
         self._tell_registry()
-        self._broken.wait()
+        while link.broken is None and not self._stopping.is_set():
+            self._broken.wait(_WATCH_S)  # a link that this process aborts does not call on_broken
         if not self._stopping.is_set():
             self._report = LinkReport(
                 "down", self._report.epoch, self._report.drafter, self._report.reconnects,
@@ -152,17 +171,16 @@ class LinkKeeper:
             )  # fmt: skip
             logger.warning("link of epoch %d is down: %s", self._report.epoch, link.broken)
             self._tell_registry()
+        return link.counters.data_frames_received > 0
 
     def _note_failure(self, error: str) -> None:
         if error != self._report.last_error:
             logger.warning("no link yet: %s", error)
             self._report.last_error = error
 
-    def _backend(self) -> str:
+    def _backend(self) -> Literal["gloo", "nccl"]:
         backend = self._config.link.backend
-        if backend != "auto":
-            return backend
-        return "nccl" if on_gpu() and self._config.drafter is not None and self._config.drafter.method != "ngram" else "gloo"
+        return "gloo" if backend == "auto" else backend
 
     @staticmethod
     def _host_towards(drafter_host: str) -> str:

@@ -57,11 +57,12 @@ class DraftModelStrategy:
         self._residents: dict[SequenceKey, _Resident] = {}
         self._finished: list[str] = []
 
-    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> None:
+    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> bool:
         self.close(key)
         resident = _Resident(DraftSequence(key, list(token_ids), num_speculative_tokens))
         resident.sequence.num_computed, resident.cached_blocks = self._engine.start(resident.request_id, token_ids)
         self._residents[key] = resident
+        return self._can_draft(resident)
 
     def commit(self, key: SequenceKey, base_committed_len: int, token_ids: list[int]) -> None:
         resident = self._residents.get(key)
@@ -111,7 +112,7 @@ class DraftModelStrategy:
             answers.append(Draft(sequence.key, sequence.committed_len, ids, ProposalStatus.OK))
         return answers
 
-    def prefill(self) -> Collection[SequenceKey] | None:
+    def prefill(self) -> list[Draft] | None:
         """The oldest sequences first, prefill_chunk_tokens over all of them a call."""
         budget = self._chunk
         rows: list[tuple[_Resident, PlanRow]] = []
@@ -135,7 +136,8 @@ class DraftModelStrategy:
         for resident, row in rows:
             resident.sequence.num_computed += row.num_scheduled
             if self._can_draft(resident):
-                ready.append(resident.sequence.key)
+                sequence = resident.sequence
+                ready.append(Draft(sequence.key, sequence.committed_len, [], ProposalStatus.READY))
         return ready
 
     def usage(self) -> dict[str, float]:

@@ -129,7 +129,9 @@ class DraftLoop:
             return
         tokens.extend(message.token_ids)
         if len(tokens) == message.prompt_len:
-            self._strategy.open(key, self._opening.pop(key), message.num_speculative_tokens)
+            tokens = self._opening.pop(key)
+            if self._strategy.open(key, tokens, message.num_speculative_tokens):
+                self._send([Draft(key, len(tokens), [], ProposalStatus.READY)], work_us=0)
 
     def _forget(self, key: SequenceKey) -> None:
         self._strategy.close(key)
@@ -164,8 +166,11 @@ class DraftLoop:
         """Returns True when there was nothing to prefill, so that the loop may block."""
         self._rounds_since_prefill = 0
         ready = self._strategy.prefill()
-        for key in ready or ():
-            if key in self._awaiting_prefill:
-                self._awaiting_prefill.discard(key)
-                self._due[key] = None
-        return ready is None and not self._due
+        if ready is None:
+            return True
+        for draft in ready:
+            if draft.key in self._awaiting_prefill:
+                self._awaiting_prefill.discard(draft.key)
+                self._due[draft.key] = None
+        self._send(ready, work_us=0)
+        return False

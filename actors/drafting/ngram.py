@@ -51,8 +51,9 @@ class NgramStrategy:
         self._min_n, self._max_n = prompt_lookup_min, prompt_lookup_max
         self._sequences: dict[SequenceKey, tuple[NgramIndex, int]] = {}
 
-    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> None:
+    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> bool:
         self._sequences[key] = (NgramIndex(token_ids, self._min_n, self._max_n), num_speculative_tokens)
+        return True
 
     def commit(self, key: SequenceKey, base_committed_len: int, token_ids: list[int]) -> None:
         entry = self._sequences.get(key)
@@ -71,7 +72,7 @@ class NgramStrategy:
                 answers.append(Draft(key, len(index.token_ids), index.lookup(k), ProposalStatus.OK))
         return answers
 
-    def prefill(self) -> Collection[SequenceKey] | None:
+    def prefill(self) -> list[Draft] | None:
         return None
 
     def usage(self) -> dict[str, float]:

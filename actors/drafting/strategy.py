@@ -29,8 +29,11 @@ class UnknownSequence(KeyError):
 class DraftStrategy(Protocol):
     """Holds the sequences of all linked targets and drafts for many of them at once. Single-threaded."""
 
-    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> None:
-        """A new sequence with its committed tokens (the prompt, or all of a resumed request's text)."""
+    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> bool:
+        """A new sequence with its committed tokens (the prompt, or all of a resumed request's text).
+
+        Returns whether it can be drafted for at once, without prefill.
+        """
 
     def commit(self, key: SequenceKey, base_committed_len: int, token_ids: list[int]) -> None:
         """Append committed tokens. Raises UnknownSequence."""
@@ -44,8 +47,8 @@ class DraftStrategy(Protocol):
         Keys that did not fit in the batch get no answer: ask again.
         """
 
-    def prefill(self) -> Collection[SequenceKey] | None:
-        """Run one bounded chunk of pending prefill. None: nothing to do. Otherwise the keys that became ready."""
+    def prefill(self) -> list[Draft] | None:
+        """Run one bounded chunk of pending prefill. None: nothing to do. Otherwise a READY answer per sequence done."""
 
     def usage(self) -> dict[str, float]:
         """``num_sequences``, ``num_prefilling`` and ``kv_cache_usage`` (0..1)."""
