@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -12,28 +11,26 @@ from cluster.config import ConfigError, EngineConfig, OutriderConfig
 from cluster.platform import on_gpu
 from cluster.ranks import RankPlacement
 
-logger = logging.getLogger(__name__)
-
 CPU_KV_CACHE_BYTES = 512 * 2**20
 """vLLM's CPU default is 92% of the machine, which two engines on one machine cannot both have."""
 
 
-def _common(config: EngineConfig, section: str) -> dict[str, Any]:
+def _common(config: EngineConfig) -> dict[str, Any]:
     gpu = on_gpu()
-    args: dict[str, Any] = dict(
-        model=config.model,
-        tensor_parallel_size=config.tensor_parallel_size,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
-        enable_prefix_caching=config.enable_prefix_caching,
-        enforce_eager=config.enforce_eager if config.enforce_eager is not None else not gpu,
-        seed=config.seed,
-        trust_remote_code=config.trust_remote_code,
-        revision=config.revision,
-    )
+    args: dict[str, Any] = {
+        "model": config.model,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": config.enforce_eager if config.enforce_eager is not None else not gpu,
+        "seed": config.seed,
+        "trust_remote_code": config.trust_remote_code,
+        "revision": config.revision,
+    }
     if config.max_num_batched_tokens is not None:
         args["max_num_batched_tokens"] = config.max_num_batched_tokens
     return args
@@ -46,7 +43,7 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     """
     from cluster.ray_executor import RayRanksExecutor
 
-    args = _common(config.target, "target")
+    args = _common(config.target)
     args["tokenizer"] = config.target.tokenizer
     args["distributed_executor_backend"] = RayRanksExecutor
     args["additional_config"] = ranks.as_additional_config()
@@ -66,7 +63,7 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
 
 def drafter_vllm_config(config: EngineConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
     """The draft model's engine. Without ranks it runs in the calling process."""
-    args = _common(config, "drafter")
+    args = _common(config)
     args["worker_cls"] = "actors.drafting.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True

@@ -23,7 +23,7 @@ class DraftEngine:
 
         if current_platform.is_cpu():
             current_platform.register_triton_kernel_overrides()
-        executor: type[Executor] = UniProcExecutor if in_process else vllm_config.parallel_config.distributed_executor_backend
+        executor = UniProcExecutor if in_process else Executor.get_class(vllm_config)
         self._core = EngineCore(vllm_config, executor, log_stats=False)
         self._kv = self._core.scheduler.kv_cache_manager
         self._requests: dict[str, Request] = {}

@@ -1,4 +1,4 @@
-"""What the drafter asks its engine's ranks to run in one call: plain data, sent once a round rather than once a step."""
+"""What the drafter asks its engine's ranks to run: plain data, sent once a round rather than once a step."""
 
 from __future__ import annotations
 

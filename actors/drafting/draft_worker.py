@@ -54,7 +54,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
 
 
 def _new_request(row: PlanRow) -> NewRequestData:
-    assert row.start_token_ids is not None and row.new_block_ids is not None
+    assert row.new_block_ids is not None
     return NewRequestData(
         req_id=row.request_id,
         prompt_token_ids=row.start_token_ids,
@@ -99,7 +99,8 @@ def _rewrite(runner: Any, row: PlanRow) -> None:
     state = runner.requests[row.request_id]
     num_prompt = state.num_prompt_tokens
     start, ids = row.rewrite_from, row.rewrite_token_ids
-    assert start is not None and start >= num_prompt
+    assert start is not None
+    assert start >= num_prompt
     state.output_token_ids[start - num_prompt :] = ids
     batch = runner.input_batch
     index = batch.req_id_to_index.get(row.request_id)

@@ -1,0 +1,1 @@
+"""The public gRPC API of Outrider: ``outrider.v1``."""
