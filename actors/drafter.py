@@ -11,17 +11,21 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import DraftStrategy
 from actors.message_codec import pack, unpack
 from actors.messages import Proposals
 from cluster.config import DrafterConfig, DraftModelConfig
+from cluster.cores import bind_to, rank_environment
 from cluster.link import Link, LinkBroken, LinkInvitation, join_link
-from cluster.ranks import RankPlacement
+from cluster.placement import ReplicaPlacement
+from cluster.ranks import NAMESPACE, RankPlacement
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,7 @@ class Drafter:
         self, config: DrafterConfig, cores: list[int] | None, ranks: RankPlacement | None, placement_group: Any
     ) -> None:
         if cores is not None:
-            os.sched_setaffinity(0, cores)
+            bind_to(cores)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._strategy, self._vocab_size = _strategy(config, ranks, placement_group)
         _warm_up(self._strategy)
@@ -105,6 +109,42 @@ class Drafter:
             os._exit(1)
 
 
+def launch_drafter(
+    config: DrafterConfig,
+    *,
+    replica: str,
+    ray_address: str,
+    group: Any,
+    placement: ReplicaPlacement,
+    cores: list[list[int]] | None,
+) -> Any:
+    """Start a replica's drafter actor on its bundles and return the handle at once, while the model loads.
+
+    cores: one set a rank; CPU only.
+    """
+    indices = placement.drafter_bundle_indices
+    env_vars = rank_environment(cores)
+    ranks = None
+    if config.tensor_parallel_size > 1:
+        names = [f"DrafterRank-{rank}:{replica}" for rank in range(config.tensor_parallel_size)]
+        ranks = RankPlacement(ray_address, names, list(indices), cores, env_vars)
+    bundle = placement.bundles[indices[0]]
+    return (
+        ray.remote(concurrency_groups={"control": 4})(Drafter)
+        .options(
+            name=f"Drafter:{replica}",
+            namespace=NAMESPACE,
+            # With ranks of its own the drafter only coordinates them, and they need the bundles' resources.
+            num_cpus=0 if ranks else bundle["CPU"],
+            num_gpus=0 if ranks else bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, indices[0]),
+            max_restarts=-1,
+            runtime_env={"env_vars": {**env_vars, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}},
+        )
+        .remote(config, None if cores is None or ranks else cores[0], ranks, group)
+    )
+
+
 def _warm_up(strategy: DraftStrategy) -> None:
     """One prefill and one draft before anybody waits for them: the first steps pay for what is set up lazily."""
     key = (0, 0)
@@ -127,5 +167,8 @@ def _strategy(
     from actors.drafting.draft_model import DraftModelStrategy
     from cluster.engine_args import drafter_vllm_config
 
+    if ranks is not None and ray.get_runtime_context().was_current_actor_reconstructed:
+        # The ranks of the life before may still be on their way out, and hold their names.
+        ranks = replace(ranks, actor_names=[f"{name}#{os.getpid()}" for name in ranks.actor_names])
     engine = DraftEngine(drafter_vllm_config(config, ranks, placement_group), in_process=ranks is None)
     return DraftModelStrategy(engine, config.prefill_chunk_tokens), engine.vocab_size

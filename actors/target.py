@@ -12,28 +12,20 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.engine_load import EngineLoad
-from actors.generation import (
-    GenerationRequest,
-    RequestError,
-    RoundOutput,
-    SpeculativeDecodingMetrics,
-    Usage,
-)
+from actors.engine_requests import prompt_ids, round_output, sampling_params
+from actors.generation import GenerationRequest, RequestError, RoundOutput
 from cluster.config import ConfigError, OutriderConfig
-from cluster.cores import CorePlan, thread_environment
+from cluster.cores import CorePlan, rank_environment
 from cluster.engine_args import target_vllm_config
 from cluster.membership import LEASE_S, LOADING_LEASE_S, get_or_create_registry, registry_name
 from cluster.placement import ReplicaPlacement
-from cluster.ranks import NAMESPACE, RankPlacement
+from cluster.ranks import RankPlacement
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -47,7 +39,9 @@ class Target:
     placement: the bundles of this replica's own placement group; core_plan: CPU only.
     """
 
-    async def __init__(self, config: OutriderConfig, placement: ReplicaPlacement, core_plan: CorePlan | None) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: OutriderConfig, placement: ReplicaPlacement, core_plan: CorePlan | None
+    ) -> None:
         self._config, self._placement, self._core_plan = config, placement, core_plan
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._group = ray.util.get_current_placement_group()
@@ -77,9 +71,9 @@ class Target:
         Raises RequestError for what the model cannot serve, TimeoutError when the deadline passes, ConnectionError
         when the engine is gone. Closing or cancelling the generator aborts the request in engine and drafter.
         """
-        prompt_ids = self._prompt_ids(request)
-        params = self._sampling_params(request, len(prompt_ids))
-        stream = self._engine.generate(TokensPrompt(prompt_token_ids=prompt_ids), params, request.request_id)
+        ids = prompt_ids(request, self._tokenizer, self._vocab_size, self._max_model_len)
+        params = sampling_params(request, len(ids), self._max_model_len)
+        stream = self._engine.generate(TokensPrompt(prompt_token_ids=ids), params, request.request_id)
         num_tokens = 0
         async with aclosing(stream):
             while True:
@@ -94,7 +88,7 @@ class Target:
                     raise RequestError("sampling", str(error), "change the request") from None
                 completion = output.outputs[0]
                 num_tokens += len(completion.token_ids)
-                yield _round_output(output, num_tokens)
+                yield round_output(output, num_tokens)
                 if output.finished:
                     return
 
@@ -116,6 +110,7 @@ class Target:
             "state": f"LINK_STATE_{link['state'].upper()}",
             **{name: link[name] for name in ("epoch", "reconnects", "drafter", "rtt_us", "last_error")},
         }
+        assert self._drafter is not None
         with suppress(ray.exceptions.RayError, TimeoutError):  # a drafter that is loading or gone has no load
             drafter = await asyncio.wait_for(asyncio.wrap_future(self._drafter.status.remote().future()), 0.5)
             status["drafter"] = {
@@ -161,30 +156,16 @@ class Target:
         return f"Drafter:{self._replica}" if self._drafter is not None else None
 
     def _start_drafter(self) -> Any:
-        from actors.drafter import Drafter
+        from actors.drafter import launch_drafter
 
-        config = self._config.drafter
-        assert config is not None
-        indices, cores = self._placement.drafter_bundle_indices, self._cores("drafter")
-        env_vars = _thread_environment(cores)
-        ranks = None
-        if config.tensor_parallel_size > 1:
-            names = [f"DrafterRank-{rank}:{self._replica}" for rank in range(config.tensor_parallel_size)]
-            ranks = RankPlacement(self._address, names, list(indices), cores, env_vars)
-        bundle = self._placement.bundles[indices[0]]
-        return (
-            ray.remote(concurrency_groups={"control": 4})(Drafter)
-            .options(
-                name=f"Drafter:{self._replica}",
-                namespace=NAMESPACE,
-                # With ranks of its own the drafter only coordinates them, and they need the bundles' resources.
-                num_cpus=0 if ranks else bundle["CPU"],
-                num_gpus=0 if ranks else bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, indices[0]),
-                max_restarts=-1,
-                runtime_env={"env_vars": {**env_vars, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}},
-            )
-            .remote(config, None if cores is None or ranks else cores[0], ranks, self._group)
+        assert self._config.drafter is not None
+        return launch_drafter(
+            self._config.drafter,
+            replica=self._replica,
+            ray_address=self._address,
+            group=self._group,
+            placement=self._placement,
+            cores=self._cores("drafter"),
         )
 
     def _start_engine(self) -> AsyncLLM:
@@ -192,7 +173,7 @@ class Target:
         names = [f"Verifier:{self._replica}"]
         names += [f"TargetRank-{rank}:{self._replica}" for rank in range(1, self._config.target.tensor_parallel_size)]
         ranks = RankPlacement(
-            self._address, names, list(self._placement.target_bundle_indices), cores, _thread_environment(cores)
+            self._address, names, list(self._placement.target_bundle_indices), cores, rank_environment(cores)
         )
         vllm_config = target_vllm_config(self._config, ranks, self._group)
         vllm_config.additional_config["outrider_replica"] = {
@@ -205,43 +186,6 @@ class Target:
         if self._core_plan is None:
             return None
         return [list(cores) for cores in getattr(self._core_plan, side)]
-
-    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
-        if request.prompt_token_ids is not None:
-            ids = list(request.prompt_token_ids)
-            if (worst := max(ids)) >= self._vocab_size:
-                raise RequestError(
-                    "token_ids", f"id {worst} is not in the vocabulary", f"send ids below {self._vocab_size}"
-                )
-        elif request.apply_chat_template:
-            if not getattr(self._tokenizer, "chat_template", None):
-                raise RequestError("apply_chat_template", "the model has no chat template", "send the text as it is")
-            messages = [{"role": "user", "content": request.prompt_text}]
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self._tokenizer(request.prompt_text)["input_ids"]
-        if not ids:
-            raise RequestError("text", "the prompt has no tokens", "send a prompt")
-        if len(ids) >= self._max_model_len:
-            raise RequestError(
-                "prompt",
-                f"{len(ids)} tokens leave no room for an answer in max_model_len = {self._max_model_len}",
-                f"send at most {self._max_model_len - 1} tokens",
-            )
-        return ids
-
-    def _sampling_params(self, request: GenerationRequest, prompt_len: int) -> SamplingParams:
-        settings = dict(request.sampling)
-        settings.setdefault("max_tokens", self._max_model_len - prompt_len)
-        if not request.speculation:
-            settings["extra_args"] = {"outrider": {"num_speculative_tokens": 0}}
-        elif request.num_speculative_tokens is not None:
-            settings["extra_args"] = {"outrider": {"num_speculative_tokens": request.num_speculative_tokens}}
-        try:
-            return SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
-        except (ValueError, TypeError) as error:
-            raise RequestError("sampling", str(error), "change the request") from None
 
     @staticmethod
     async def _keep_membership(this: weakref.ref[Target]) -> None:
@@ -257,35 +201,5 @@ class Target:
             await asyncio.sleep(LEASE_S / 6)
 
 
-def _thread_environment(cores: list[list[int]] | None) -> dict[str, str]:
-    return {} if cores is None else thread_environment(min(cores, key=len))
-
-
 def _seconds_left(request: GenerationRequest) -> float | None:
     return None if request.deadline_unix_s is None else request.deadline_unix_s - time.time()
-
-
-def _round_output(output: RequestOutput, num_tokens: int) -> RoundOutput:
-    completion = output.outputs[0]
-    if not output.finished:
-        return RoundOutput(completion.text, tuple(completion.token_ids))
-    metrics = SpeculativeDecodingMetrics()
-    if completion.spec_decode_metrics is not None:
-        counted = completion.spec_decode_metrics.to_dict()
-        metrics = SpeculativeDecodingMetrics(
-            num_spec_steps=counted["num_spec_steps"],
-            num_draft_tokens=counted["num_draft_tokens"],
-            num_accepted_draft_tokens=counted["num_accepted_draft_tokens"],
-            mean_acceptance_length=counted["mean_acceptance_length"],
-            draft_acceptance_rate=counted["draft_acceptance_rate"],
-            acceptance_histogram=tuple(counted["acceptance_histogram"]),
-        )
-    reason = completion.stop_reason
-    return RoundOutput(
-        completion.text,
-        tuple(completion.token_ids),
-        completion.finish_reason,
-        None if reason is None else str(reason),
-        Usage(len(output.prompt_token_ids or ()), num_tokens, output.num_cached_tokens or 0),
-        metrics,
-    )

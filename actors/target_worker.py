@@ -14,14 +14,12 @@ from vllm.v1.outputs import DraftTokenIds
 
 from actors.message_codec import frame_capacity_words, unpack
 from actors.messages import CloseReason
+from actors.round_settings import EXTRA_ARGS_KEY
 from actors.rounds import TrackedRequest
 from actors.verifier import Verifier
 from cluster.config import OutriderConfig
 from cluster.link_keeper import LinkKeeper, ReplicaIdentity
 from cluster.platform import worker_class
-
-EXTRA_ARGS_KEY = "outrider"
-"""Key of our own per-request settings in SamplingParams.extra_args."""
 
 
 class RemoteProposer:

@@ -153,6 +153,11 @@ def thread_environment(cores: Sequence[int]) -> dict[str, str]:
     return environment
 
 
+def rank_environment(cores_by_rank: Sequence[Sequence[int]] | None) -> dict[str, str]:
+    """One environment for all ranks of an engine, sized for the smallest set of cores. Empty on GPU (None)."""
+    return {} if cores_by_rank is None else thread_environment(min(cores_by_rank, key=len))
+
+
 def bind_to(cores: Sequence[int]) -> None:
     """Bind every thread of this process to ``cores``, and with them all threads started later.
 

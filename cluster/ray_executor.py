@@ -7,7 +7,6 @@ each rank, and it binds a CPU rank's threads to the rank's own cores before torc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.ray_utils import get_bundles_for_indices
 
+from cluster.cores import bind_to
 from cluster.ranks import NAMESPACE, RankPlacement
 
 
@@ -27,7 +27,7 @@ class RankProc(RayWorkerProc):
     def __init__(self, vllm_config: Any, rank: int, *args: Any, **kwargs: Any) -> None:
         cores = RankPlacement.of(vllm_config).cores
         if cores is not None:
-            os.sched_setaffinity(0, cores[rank])
+            bind_to(cores[rank])
         super().__init__(vllm_config, rank, *args, **kwargs)
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:

@@ -14,9 +14,14 @@ VOCAB_SIZE = 272
 EOS = 256
 
 
-def build_tiny_llama(path: Path, *, max_positions: int = 2048, noise_of: Path | None = None, noise: float = 0.0) -> Path:
-    """Write a checkpoint. noise_of: start from that checkpoint's weights and add Gaussian noise of relative size noise:
-    a drafter that agrees with the target often, not always. Kept when it is already there."""
+def build_tiny_llama(
+    path: Path, *, max_positions: int = 2048, noise_of: Path | None = None, noise: float = 0.0
+) -> Path:
+    """Write a checkpoint, unless it is already there.
+
+    noise_of: start from that checkpoint's weights and add Gaussian noise of relative size noise: a drafter that
+    agrees with the target often, not always.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if (path / "config.json").exists():

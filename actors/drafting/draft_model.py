@@ -44,6 +44,7 @@ class _Resident:
 
         self.holds_drafts = False
 
+
 _CATCH_UP_TOKENS = 32
 """Committed tokens a draft step may feed per sequence; further behind, it is prefill."""
 
