@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
 
 class EngineConfig(_Section):
@@ -38,6 +38,8 @@ class EngineConfig(_Section):
     """Ranks the model is sharded over, one bundle (GPU, or set of cores) each."""
 
     dtype: Dtype = "auto"
+    """Of weights and activations; float32 makes greedy answers reproducible to the token."""
+
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence in tokens, prompt and answer together. None: the checkpoint's own."""
 
@@ -51,13 +53,22 @@ class EngineConfig(_Section):
     """KV cache a rank, in bytes. None on CPU: 512 MiB; on GPU: what gpu_memory_utilization leaves."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory the engine may take. GPU only."""
+
     enable_prefix_caching: bool = True
+    """Keep KV blocks of finished requests for prompts that start the same."""
+
     enforce_eager: bool | None = None
     """None: eager on CPU (compiling costs minutes for a few per cent), CUDA graphs on GPU."""
 
     seed: int = 0
+    """Of the engine's own random numbers; requests have seeds of their own."""
+
     trust_remote_code: bool = False
+    """Run code that comes with the checkpoint."""
+
     revision: str | None = None
+    """Branch, tag or commit of a hub id."""
 
     cores: list[CoreSet] | None = None
     """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. None: shared out at start-up."""
@@ -83,6 +94,8 @@ class DraftModelConfig(EngineConfig):
     """A smaller language model with the target's vocabulary, in its own engine with its own KV cache."""
 
     method: Literal["draft_model"]
+    """``draft_model``."""
+
     prefill_chunk_tokens: int = Field(128, ge=1)
     """Prompt tokens the drafter runs between two rounds: bounds how long a prefill delays a proposal."""
 
@@ -91,9 +104,16 @@ class NgramConfig(_Section):
     """Prompt lookup: propose what followed the last occurrence of the current n-gram."""
 
     method: Literal["ngram"]
+    """``ngram``."""
+
     prompt_lookup_min: int = Field(2, ge=1)
+    """Shortest n-gram that counts as a match."""
+
     prompt_lookup_max: int = Field(4, ge=1)
+    """Longest n-gram looked for; longer matches win."""
+
     cores: list[CoreSet] | None = None
+    """CPU only: the one set of cores of this drafter. None: shared out at start-up."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -148,17 +168,31 @@ class ServingConfig(_Section):
     """Name clients may put in ``model``. None: the last part of ``target.model``."""
 
     app_name: str = Field("outrider", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Serve application, and the registry's name."""
+
     num_replicas: int = Field(1, ge=1)
+    """Target replicas, each with its own drafter."""
+
     host: str = "127.0.0.1"
+    """Address the proxies listen on."""
+
     grpc_port: int = Field(9000, ge=0, le=65535)
+    """0: any free port."""
+
     http_port: int = Field(8000, ge=0, le=65535)
+    """Serve's own HTTP proxy; 0: any free port."""
+
     max_ongoing_requests: int = Field(64, ge=1)
+    """Requests a replica holds at once; its scheduler batches max_num_seqs of them."""
+
     max_queued_requests: int = Field(256, ge=1)
     """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED."""
 
 
 class OutriderConfig(_Section):
     target: TargetConfig
+    """The model to serve."""
+
     drafter: DrafterConfig | None = None
     """None serves the target without speculation."""
 

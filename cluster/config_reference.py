@@ -1,0 +1,79 @@
+"""Writes ``docs/configuration.md`` from the configuration's own fields: ``python -m cluster.config_reference``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from cluster.config import (
+    DraftModelConfig,
+    LinkConfig,
+    NgramConfig,
+    ServingConfig,
+    SpeculationConfig,
+    TargetConfig,
+)
+
+PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
+
+_HEAD = """# Configuration
+
+One YAML file: `target`, and as needed `drafter`, `speculation`, `link`, `serving`. Keys are vLLM's where vLLM has one.
+An unknown key, or a value that cannot work, stops the start with the field's name and the fix. This page is written
+from the code (`python -m cluster.config_reference`).
+
+```yaml
+target:
+  model: /models/qwen2.5-coder-1.5b-instruct
+  max_model_len: 2048
+drafter:
+  method: draft_model
+  model: /models/qwen2.5-coder-0.5b-instruct
+  max_model_len: 2048
+speculation:
+  num_speculative_tokens: 4
+```
+"""
+
+_SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
+    ("target", "The model whose distribution is served.", TargetConfig),
+    ("drafter, `method: draft_model`", "A smaller model with the same vocabulary.", DraftModelConfig),
+    ("drafter, `method: ngram`", "Prompt lookup, no model.", NgramConfig),
+    ("speculation", "How much is drafted.", SpeculationConfig),
+    ("link", "The wire between one verifier and one drafter.", LinkConfig),
+    ("serving", "Serve, ports and queues.", ServingConfig),
+]
+
+
+def render() -> str:
+    parts = [_HEAD]
+    for name, summary, model in _SECTIONS:
+        parts.append(f"## {name}\n\n{summary}\n\n| key | default | |\n|---|---|---|\n" + "".join(_rows(model)))
+    return "\n".join(parts)
+
+
+def _rows(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        text = " ".join((field.description or "").replace("``", "`").split())
+        yield f"| `{name}` | {_default(field)} | {text} |\n"
+
+
+def _default(field: FieldInfo) -> str:
+    value: Any = field.default
+    if field.is_required():
+        return "required"
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value}`"
+
+
+if __name__ == "__main__":
+    PATH.write_text(render())
+    sys.stdout.write(f"{PATH}\n")

@@ -1,0 +1,12 @@
+"""The configuration page says what the code says."""
+
+from cluster.config_reference import PATH, render
+
+
+def test_page_is_fresh() -> None:
+    assert PATH.read_text() == render(), "run: python -m cluster.config_reference"
+
+
+def test_every_key_is_explained() -> None:
+    unexplained = [line for line in render().splitlines() if line.startswith("| `") and line.endswith("|  |")]
+    assert unexplained == []
