@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from cluster.config import ConfigError, parse_config
-from deploy import cli
+from deploy import app, cli
 from deploy.app import config_from_args
 from deploy.ports import port_is_free, settle_ports
 from deploy.processes import SharedMemoryWatch, mapped_shared_memory, remove_shared_memory
@@ -131,6 +131,23 @@ def test_serve_args_are_a_preset_or_a_tree(outrider_home: Path) -> None:
         config_from_args({"target": {"model": "m"}, "targets": 1})
 
 
+def test_the_vllm_build_decides_between_bundles_of_gpus_and_of_cores(
+    outrider_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_from_args({"config": "qwen-coder"})
+    monkeypatch.setattr(app, "engine_on_gpu", lambda: True)
+    plan = app.plan_replica(config)
+    assert (plan.placement.total("GPU"), plan.cores) == (2, None)
+    pinned = config.model_copy(update={"target": config.target.model_copy(update={"cores": [[0]]})})
+    with pytest.raises(ConfigError, match=r"target\.cores: only for engines on CPU"):
+        app.plan_replica(pinned)
+    monkeypatch.setattr(app, "engine_on_gpu", lambda: False)
+    plan = app.plan_replica(config)
+    assert plan.cores is not None
+    assert plan.placement.total("GPU") == 0
+    assert plan.placement.total("CPU") == 1 + sum(map(len, plan.cores.target + plan.cores.drafter))
+
+
 def test_the_first_signal_stops_and_cleaning_up_is_not_interrupted() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     stop = StopSignal()
@@ -233,7 +250,10 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
     For further information visit a page
 """
 
-POINTER = """Traceback (most recent call last):
+POINTER = """Error:
+RuntimeError: Traceback (most recent call last):
+  File "replica.py", line 10, in initialize
+    await self.initialize_callable()
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
 

@@ -1,0 +1,50 @@
+# Everything a contributor runs. `make` alone lists the targets.
+
+VENV ?= .venv
+# The first interpreter that is new enough; PYTHON=... overrides.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.outrider-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test test-unit lint format protos clean
+
+help:  ## List these targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Make .venv with everything in it, for CPU or GPU as found (ACCELERATOR=cpu|gpu decides)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "outrider: Python 3.11 or newer is needed and not on PATH; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python deploy/setup_environment.py $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))
+	@touch $@
+
+demo: $(STAMP)  ## Fetch a small model, serve it, stream one answer and show where the time of its rounds went
+	@$(BIN)/python -m deploy.demo
+
+serve: $(STAMP)  ## Serve a preset or a configuration file (CONFIG=smollm2)
+	@exec $(BIN)/outrider serve $(or $(CONFIG),smollm2)
+
+test: $(STAMP)  ## Unit, integration and fault tests
+	@exec $(BIN)/python -m pytest tests/unit tests/integration tests/faults $(PYTEST_ARGS)
+
+test-unit: $(STAMP)  ## Unit tests only: seconds, no engine
+	@exec $(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## Ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Apply ruff's fixes and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(STAMP)  ## Regenerate the gRPC stubs beside the .proto files
+	$(BIN)/python protos/generate.py
+
+clean:  ## Remove .venv, caches and build outputs (fetched models stay)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

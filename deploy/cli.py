@@ -1,0 +1,41 @@
+"""The ``outrider`` command. Subcommands are imported when they run, so that help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+COMMANDS = {
+    "serve": "serve a target with its drafter until interrupted",
+    "generate": "ask a running server for one answer",
+    "fetch": "get a preset's models onto this machine",
+}
+"""Name -> summary. Each is a module of ``deploy`` with ``add_arguments(parser)`` and ``run(args) -> int``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="outrider", description="Speculative decoding for vLLM on Ray.")
+    parser.add_argument("--version", action="version", version=f"outrider {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        if name == chosen:
+            importlib.import_module(f"deploy.{name}").add_arguments(command)
+    args = parser.parse_args(arguments)
+    return int(importlib.import_module(f"deploy.{args.command}").run(args))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("outrider")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

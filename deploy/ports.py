@@ -1,0 +1,61 @@
+"""TCP ports to serve on: taken, free, or to be picked."""
+
+from __future__ import annotations
+
+import socket
+
+from cluster.config import ConfigError, OutriderConfig
+
+
+def port_is_free(port: int, host: str | None = None) -> bool:
+    """Whether a server could listen on ``port`` now. host None: on all interfaces."""
+    family, address = (socket.AF_INET6, "::") if host is None and socket.has_ipv6 else (socket.AF_INET, host or "")
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            # As servers do: a port that only has closed connections lingering is free.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(1)
+    except OSError:
+        return False
+    return True
+
+
+def pick_free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def settle_ports(config: OutriderConfig) -> OutriderConfig:
+    """The configuration with port 0 replaced by a free one.
+
+    Raises ConfigError for a port in use. Without this check Serve's proxy would share the port with another one that
+    allows it, and each would get half of the other's requests.
+    """
+    serving = config.serving
+    # Serve's gRPC proxy listens on all interfaces whatever serving.host says.
+    for key, host in (("grpc_port", None), ("http_port", serving.host)):
+        port = getattr(serving, key)
+        if port and not port_is_free(port, host):
+            option = f"--{key.replace('_', '-')}"
+            raise ConfigError(
+                f"serving.{key}: port {port} is in use; stop what listens there, or choose another with {option} N "
+                f"({option} 0 picks a free one)"
+            )
+    if serving.grpc_port and serving.grpc_port == serving.http_port:
+        raise ConfigError(
+            f"serving.http_port: {serving.http_port} is serving.grpc_port too; choose two different ports"
+        )
+    grpc_port = serving.grpc_port or pick_free_port()
+    http_port = serving.http_port or pick_free_port()
+    while http_port == grpc_port:
+        http_port = pick_free_port()
+    return config.model_copy(
+        update={"serving": serving.model_copy(update={"grpc_port": grpc_port, "http_port": http_port})}
+    )
+
+
+def reachable(host: str) -> str:
+    """An address on this machine that reaches a server listening on ``host``."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host

@@ -1,0 +1,237 @@
+"""One Ray cluster (its own, or the one RAY_ADDRESS names) with one Outrider application on it."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import math
+import os
+import re
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, gRPCOptions
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+
+from cluster.config import ConfigError, OutriderConfig
+from cluster.ranks import NAMESPACE
+from deploy.app import ReplicaPlan, build_app, describe, plan_replica
+from deploy.client import OutriderClient, OutriderError
+from deploy.ports import reachable
+from deploy.processes import (
+    SharedMemoryWatch,
+    adopt_orphans,
+    descendants,
+    end_descendants,
+    reap_orphans,
+    remove_shared_memory,
+)
+from deploy.progress import Progress
+from deploy.start_error import explain
+from deploy.stop import StopSignal
+
+SERVICER = "actors.ingress.add_generation_service"
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
+
+BEAT_S = 3.0
+NOTE_EVERY_BEATS = 5
+SERVE_SHUTDOWN_S = 45.0
+RAY_DAEMONS = ("gcs_server", "raylet")
+RAY_SHUTDOWN_S = 20.0
+RAY_GONE_SHUTDOWN_S = 3.0
+
+_FIELD = re.compile(r"(?:target|drafter|speculation|link|serving)[.\w]*: ")
+
+
+class Server:
+    """start, wait, stop: once each, from the main thread."""
+
+    def __init__(self, config: OutriderConfig, stop: StopSignal, progress: Progress, verbose: bool = False) -> None:
+        self._config = config
+        self._stop = stop
+        self._progress = progress
+        self._verbose = verbose
+        self._address = os.environ.get("RAY_ADDRESS")
+        self._shared_memory = SharedMemoryWatch()
+        self._logs: Path | None = None
+        self._daemons: list[psutil.Process] = []
+
+    def start(self) -> None:
+        """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
+        plan = plan_replica(self._config)
+        for warning in plan.warnings:
+            self._progress.say(f"WARNING: {warning}")
+        adopt_orphans()
+        # Importing the replica's class loads vLLM, which takes seconds that starting Ray leaves idle.
+        threading.Thread(target=_import_quietly, args=("actors.target",), daemon=True).start()
+        self._start_ray(plan)
+        self._progress.say(f"deploying {describe(self._config)}")
+        app = build_app(self._config, plan)
+        serving = self._config.serving
+        try:
+            serve.start(
+                proxy_location="EveryNode" if self._address else "HeadOnly",
+                http_options=HTTPOptions(host=serving.host, port=serving.http_port),
+                grpc_options=gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=[SERVICER]),
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise ConfigError(f"serving: Ray Serve did not start: {explain(str(error))}{self._where()}") from error
+        serve.run_many(
+            [serve.RunTarget(app, name=serving.app_name, route_prefix="/")], wait_for_applications_running=False
+        )
+        self._wait_until_running()
+        self._wait_until_answering()
+
+    def wait(self) -> None:
+        """Return never; Stopped ends it."""
+        for beat in itertools.count():
+            if beat % NOTE_EVERY_BEATS == 0:
+                # Processes that die early would take the knowledge of their shared memory with them.
+                self._shared_memory.note()
+            reap_orphans()
+            self._stop.wait(BEAT_S)
+
+    def stop(self) -> list[str]:
+        """Take everything down. Returns one line per process that could not be ended."""
+        self._shared_memory.note()
+        if ray.is_initialized():
+            if not _call(self._take_down_serve, SERVE_SHUTDOWN_S, while_true=self._ray_lives):
+                self._progress.say("Ray is gone already or does not answer; ending its processes")
+            _call(ray.shutdown, RAY_SHUTDOWN_S if self._ray_lives() else RAY_GONE_SHUTDOWN_S)
+        left = end_descendants(grace_s=5.0)
+        remove_shared_memory(self._shared_memory.theirs())
+        return left
+
+    def _start_ray(self, plan: ReplicaPlan) -> None:
+        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1"})
+        if not self._verbose:
+            warnings.filterwarnings("ignore")
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        level = logging.INFO if self._verbose else logging.ERROR
+        if self._address:
+            self._progress.say(f"connecting to Ray at {self._address}")
+            ray.init(self._address, namespace=NAMESPACE, log_to_driver=self._verbose, logging_level=level)
+        else:
+            self._progress.say("starting Ray")
+            needed = plan.placement.total("CPU") * self._config.serving.num_replicas
+            context = ray.init(
+                "local",  # never an unrelated cluster that happens to run here
+                namespace=NAMESPACE,
+                # Logical: ranks that share cores still need a bundle each.
+                num_cpus=max(os.cpu_count() or 1, math.ceil(needed)),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=True,  # `ray list actors` asks it
+                dashboard_host="127.0.0.1",
+                log_to_driver=self._verbose,
+                logging_level=level,
+            )
+            self._logs = Path(context.address_info["session_dir"]) / "logs"
+            self._daemons = [process for process in descendants() if process.name() in RAY_DAEMONS]
+        self._stop.install()
+        self._progress.say(f"Ray is up{self._where()}")
+
+    def _wait_until_running(self) -> None:
+        name = self._config.serving.app_name
+        while True:
+            app = serve.status().applications.get(name)
+            if app is not None and app.status is ApplicationStatus.RUNNING:
+                return
+            if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+                raise ConfigError(self._explain_failure(app))
+            self._shared_memory.note()
+            self._progress.wait("loading:", _states(app))
+            self._stop.wait(0.5)
+
+    def _wait_until_answering(self) -> None:
+        """Ask the way a client does, since the proxies learn of a running replica only a moment later."""
+        serving = self._config.serving
+        with OutriderClient(f"127.0.0.1:{serving.grpc_port}", application=serving.app_name) as client:
+            while True:
+                try:
+                    client.status(timeout_s=10.0)
+                    with socket.create_connection((reachable(serving.host), serving.http_port), timeout=5.0):
+                        return
+                except OutriderError as error:
+                    self._progress.wait("waiting for the first answer", f"({error})")
+                except OSError as error:
+                    self._progress.wait("waiting for the HTTP port", f"({error.strerror})")
+                self._stop.wait(0.2)
+
+    def _explain_failure(self, app: ApplicationStatusOverview) -> str:
+        for name, deployment in app.deployments.items():
+            if deployment.message and deployment.status.name in ("DEPLOY_FAILED", "UNHEALTHY"):
+                text = explain(deployment.message, self._log_texts())
+                field = "" if _FIELD.match(text) else f"{name.lower()}: "
+                return f"{field}{text}{self._where()}"
+        return f"serving: {explain(app.message)}{self._where()}"
+
+    def _log_texts(self) -> list[str]:
+        """The ends of the workers' logs, newest first."""
+        if self._logs is None:
+            return []
+        paths = [*self._logs.glob("worker-*.err"), *self._logs.glob("worker-*.out"), *self._logs.glob("serve/*.log")]
+        paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        return [path.read_text(errors="replace")[-65536:] for path in paths[:40]]
+
+    def _where(self) -> str:
+        return f" (logs: {self._logs})" if self._logs is not None else ""
+
+    def _ray_lives(self) -> bool:
+        """False when the daemons we started ended before us, as a signal to the whole process group makes them."""
+        alive = {process.pid for process in descendants()}
+        return all(daemon.pid in alive for daemon in self._daemons)
+
+    def _take_down_serve(self) -> None:
+        # Ends the replicas gracefully. In a cluster of ours the rest goes down with Ray: serve.shutdown would kill its
+        # controller while waiting for it, and now and then waits out its 30 seconds.
+        serve.delete(self._config.serving.app_name)
+        if self._address and not serve.status().applications:
+            serve.shutdown()
+
+
+def _states(app: ApplicationStatusOverview | None) -> str:
+    if app is None or not app.deployments:
+        return "waiting for Ray Serve"
+    parts = []
+    for name, deployment in app.deployments.items():
+        states = " ".join(
+            f"{count} {getattr(state, 'value', state).lower()}" for state, count in deployment.replica_states.items()
+        )
+        parts.append(f"{name} {states or 'waiting for its bundles'}")
+    return ", ".join(parts)
+
+
+def _import_quietly(module: str) -> None:
+    with suppress(Exception):  # whoever imports it next gets the error
+        importlib.import_module(module)
+
+
+def _call(call: Callable[[], object], limit_s: float, while_true: Callable[[], bool] = lambda: True) -> bool:
+    """Run ``call`` in a thread; stop waiting for it after ``limit_s`` seconds or when ``while_true`` no longer holds.
+
+    Returns whether it ended. What it leaves undone is for end_descendants.
+    """
+
+    def quietly() -> None:
+        try:
+            call()
+        except Exception:
+            logging.getLogger(__name__).debug("while shutting down", exc_info=True)
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    limit = time.monotonic() + limit_s
+    thread.start()
+    while thread.is_alive() and time.monotonic() < limit and while_true():
+        thread.join(0.5)
+    return not thread.is_alive()

@@ -1,0 +1,82 @@
+"""Who may link to whom, under which epoch, and when a replica counts as gone."""
+
+import pytest
+
+from cluster.membership import LinkReport, Membership
+
+
+@pytest.fixture
+def two():
+    members = Membership()
+    members.renew("r1", "D1", 10, now=0)
+    members.renew("r2", "D2", 10, now=0)
+    return members
+
+
+def test_a_verifier_gets_its_own_drafter(two):
+    assert two.grant("r1", set()).drafter == "D1"
+    assert two.grant("r2", set()).drafter == "D2"
+
+
+def test_every_grant_has_a_higher_epoch_whoever_asks(two):
+    epochs = [two.grant(verifier, set()).epoch for verifier in ("r1", "r2", "r1", "r1")]
+    assert epochs == sorted(set(epochs))
+    assert epochs[0] >= 1
+
+
+def test_no_drafter_no_grant_and_no_epoch_spent():
+    members = Membership()
+    members.renew("r1", None, 10, now=0)
+    assert members.grant("r1", set()) is None
+    assert members.epoch == 0
+
+
+def test_another_s_drafter_steps_in_for_an_unreachable_one(two):
+    assert two.grant("r1", {"D1"}).drafter == "D2"
+
+
+def test_the_least_used_of_the_others_is_asked():
+    members = Membership()
+    for replica, drafter in (("r1", None), ("r2", "D2"), ("r3", "D3")):
+        members.renew(replica, drafter, 10, now=0)
+    members.links["r2"] = LinkReport("up", 1, "D2")
+    assert members.grant("r1", set()).drafter == "D3"
+    members.links["r3"] = LinkReport("up", 2, "D3")
+    members.links["r4"] = LinkReport("up", 3, "D3")
+    assert members.grant("r1", set()).drafter == "D2"
+    members.links["r2"].state = "down"
+    members.links["r3"].state = "down"
+    members.links["r4"].state = "down"
+    members.links["r5"] = LinkReport("up", 4, "D2")
+    assert members.grant("r1", set()).drafter == "D3", "links that are down are no load"
+
+
+def test_when_all_are_unreachable_its_own_is_tried_again(two):
+    assert two.grant("r1", {"D1", "D2"}).drafter == "D1"
+
+
+def test_all_of_the_others_unreachable_and_none_of_its_own():
+    members = Membership()
+    members.renew("r1", None, 10, now=0)
+    members.renew("r2", "D2", 10, now=0)
+    assert members.grant("r1", {"D2"}) is None
+
+
+def test_a_replica_that_does_not_renew_is_gone_with_drafter_and_link(two):
+    two.links["r1"] = LinkReport("up", 1, "D1")
+    two.renew("r2", "D2", 10, now=9)
+    two.expire(now=10)
+    assert two.leases.keys() == {"r2"}
+    assert two.drafters == {"D2": "r2"}
+    assert two.links == {}
+    two.expire(now=18.9)
+    assert two.leases.keys() == {"r2"}
+
+
+def test_renewing_extends_and_leaving_is_at_once(two):
+    two.renew("r1", "D1", 10, now=5)
+    two.expire(now=12)
+    assert two.leases.keys() == {"r1"}
+    two.leave("r1")
+    two.leave("r1")
+    assert (two.leases, two.drafters) == ({}, {})

@@ -1,0 +1,88 @@
+"""Prompt lookup: what is proposed after which text."""
+
+import random
+
+import pytest
+
+from actors.drafting.ngram import NgramIndex, NgramStrategy
+from actors.drafting.strategy import Draft, UnknownSequence
+from actors.messages import ProposalStatus
+
+KEY, OTHER = (1, 1), (2, 1)
+
+
+def reference_lookup(tokens, min_n, max_n, count):
+    """The rule, written without an index: longest suffix first, its latest earlier occurrence, loops continued."""
+    for n in range(max_n, min_n - 1, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[len(tokens) - n :]:
+                text = list(tokens)
+                for _ in range(count):
+                    text.append(text[start + n + len(text) - len(tokens)])
+                return text[len(tokens) :]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_index_gives_what_searching_the_text_gives(seed):
+    chance = random.Random(seed)
+    min_n = chance.randint(1, 3)
+    max_n = chance.randint(min_n, 5)
+    tokens = [chance.randrange(4) for _ in range(chance.randint(1, 60))]
+    index = NgramIndex(tokens, min_n, max_n)
+    for _ in range(30):
+        count = chance.randint(1, 6)
+        assert index.lookup(count) == reference_lookup(tokens, min_n, max_n, count)
+        more = [chance.randrange(4) for _ in range(chance.randint(1, 5))]
+        tokens += more
+        index.extend(more)
+
+
+def test_the_longest_match_wins_over_a_later_shorter_one():
+    index = NgramIndex([1, 2, 3, 7, 3, 8, 1, 2, 3], 1, 3)
+    assert index.lookup(2) == [7, 3]
+
+
+def test_the_latest_occurrence_wins():
+    assert NgramIndex([1, 2, 7, 1, 2, 8, 1, 2], 2, 2).lookup(1) == [8]
+
+
+def test_a_loop_is_continued_as_a_loop():
+    assert NgramIndex([9, 1, 2, 1, 2], 2, 4).lookup(5) == [1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4]])
+def test_no_match_no_proposal(tokens):
+    assert NgramIndex(tokens, 2, 4).lookup(4) == []
+
+
+def test_a_strategy_answers_each_sequence_at_its_own_length_and_k():
+    strategy = NgramStrategy(2, 4)
+    assert strategy.open(KEY, [1, 2, 3, 1, 2], 4) is True
+    assert strategy.open(OTHER, [5, 6, 5, 6], 1) is True
+    assert strategy.draft([KEY, OTHER, (9, 9)]) == [
+        Draft(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK),
+        Draft(OTHER, 4, [5], ProposalStatus.OK),
+    ]
+    strategy.commit(KEY, 5, [3, 9])
+    assert strategy.draft([KEY]) == [Draft(KEY, 7, [], ProposalStatus.OK)]
+    assert strategy.usage()["num_sequences"] == 2
+    strategy.close(OTHER)
+    strategy.close(OTHER)
+    assert strategy.draft([OTHER]) == []
+    assert strategy.usage()["num_sequences"] == 1
+
+
+def test_a_commit_for_an_unknown_sequence_or_length_is_refused():
+    strategy = NgramStrategy(2, 4)
+    with pytest.raises(UnknownSequence):
+        strategy.commit(KEY, 0, [1])
+    strategy.open(KEY, [1, 2], 4)
+    with pytest.raises(UnknownSequence):
+        strategy.commit(KEY, 3, [1])
+
+
+def test_nothing_to_prefill():
+    strategy = NgramStrategy(2, 4)
+    strategy.open(KEY, [1] * 1000, 4)
+    assert strategy.prefill() is None
