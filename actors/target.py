@@ -1,4 +1,7 @@
-"""A target replica: vLLM's AsyncLLM on our executor, the drafter beside it, and the control around both."""
+"""A target replica: the target's engine, the drafter beside it, and the control around both.
+
+vLLM is imported in the replica only: whoever deploys this class need not spend the seconds that takes.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,21 @@ import time
 import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
-from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from actors.engine_load import EngineLoad
-from actors.engine_requests import prompt_ids, round_output, sampling_params
-from actors.generation import GenerationRequest, RequestError, RoundOutput
+from actors.drafter import launch_drafter
+from actors.generation import GenerationRequest, RoundOutput
 from cluster.config import ConfigError, OutriderConfig
 from cluster.cores import CorePlan, rank_environment
-from cluster.engine_args import target_vllm_config
 from cluster.membership import LEASE_S, LOADING_LEASE_S, get_or_create_registry, registry_name
 from cluster.placement import ReplicaPlacement
 from cluster.ranks import RankPlacement
+
+if TYPE_CHECKING:
+    from actors.target_engine import TargetEngine
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -49,16 +49,12 @@ class Target:
         self._registry = get_or_create_registry(config.serving.app_name)
         self._drafter = self._start_drafter() if config.drafter is not None else None
         await self._registry.renew.remote(self._replica, self._drafter_name(), LOADING_LEASE_S)
-        self._load = EngineLoad()
         self._engine = self._start_engine()
-        self._tokenizer = self._engine.get_tokenizer()
-        self._max_model_len = self._engine.model_config.max_model_len
-        self._vocab_size = self._engine.model_config.get_vocab_size()
         self._membership = asyncio.create_task(self._keep_membership(weakref.ref(self)))
-        await self._warm_up()
+        await self._engine.warm_up()
         if self._drafter is not None:
             await self._drafter.ready.remote()
-            await self._engine.collective_rpc("open_link")
+            await self._engine.call_ranks("open_link")
             await self._wait_for_link()
 
     async def check_health(self) -> None:
@@ -66,38 +62,17 @@ class Target:
         await self._engine.check_health()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
-        """Stream one RoundOutput per round.
-
-        Raises RequestError for what the model cannot serve, TimeoutError when the deadline passes, ConnectionError
-        when the engine is gone. Closing or cancelling the generator aborts the request in engine and drafter.
-        """
-        ids = prompt_ids(request, self._tokenizer, self._vocab_size, self._max_model_len)
-        params = sampling_params(request, len(ids), self._max_model_len)
-        stream = self._engine.generate(TokensPrompt(prompt_token_ids=ids), params, request.request_id)
-        num_tokens = 0
-        async with aclosing(stream):
-            while True:
-                try:
-                    async with asyncio.timeout(_seconds_left(request)):
-                        output = await anext(stream)
-                except StopAsyncIteration:
-                    return
-                except EngineDeadError as error:
-                    raise ConnectionError("the engine is gone") from error
-                except ValueError as error:
-                    raise RequestError("sampling", str(error), "change the request") from None
-                completion = output.outputs[0]
-                num_tokens += len(completion.token_ids)
-                yield round_output(output, num_tokens)
-                if output.finished:
-                    return
+        """See TargetEngine.generate."""
+        async with aclosing(self._engine.generate(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def status(self) -> dict[str, Any]:
         """The public API's server status, as a nested dict."""
         status: dict[str, Any] = {
             "model": self._config.served_model_name,
             "num_speculative_tokens": self._config.num_speculative_tokens,
-            "target": self._load.snapshot(),
+            "target": self._engine.load(),
         }
         if self._config.drafter is None:
             return status
@@ -132,12 +107,6 @@ class Target:
         with suppress(ray.exceptions.RayError):
             self._registry.leave.remote(self._replica)
 
-    async def _warm_up(self) -> None:
-        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores)."""
-        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-        async for _ in self._engine.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
-            pass
-
     async def _wait_for_link(self) -> None:
         """Requests could be served without it, but not the way the operator asked for."""
         deadline = time.monotonic() + _FIRST_LINK_TIMEOUT_S
@@ -149,15 +118,13 @@ class Target:
         raise ConfigError(f"link: no link to the drafter within {_FIRST_LINK_TIMEOUT_S:g} s: {link['last_error']}")
 
     async def _verifier_status(self) -> dict[str, Any]:
-        replies = await self._engine.collective_rpc("round_status")
+        replies = await self._engine.call_ranks("round_status")
         return next(reply for reply in replies if reply is not None)
 
     def _drafter_name(self) -> str | None:
         return f"Drafter:{self._replica}" if self._drafter is not None else None
 
     def _start_drafter(self) -> Any:
-        from actors.drafter import launch_drafter
-
         assert self._config.drafter is not None
         return launch_drafter(
             self._config.drafter,
@@ -168,7 +135,10 @@ class Target:
             cores=self._cores("drafter"),
         )
 
-    def _start_engine(self) -> AsyncLLM:
+    def _start_engine(self) -> TargetEngine:
+        from actors.target_engine import TargetEngine
+        from cluster.engine_args import target_vllm_config
+
         cores = self._cores("target")
         names = [f"Verifier:{self._replica}"]
         names += [f"TargetRank-{rank}:{self._replica}" for rank in range(1, self._config.target.tensor_parallel_size)]
@@ -180,7 +150,7 @@ class Target:
             "replica": self._replica,
             "registry": registry_name(self._config.serving.app_name),
         }
-        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+        return TargetEngine(vllm_config)
 
     def _cores(self, side: str) -> list[list[int]] | None:
         if self._core_plan is None:
@@ -199,7 +169,3 @@ class Target:
             except (ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("registry not reachable: %s", error)
             await asyncio.sleep(LEASE_S / 6)
-
-
-def _seconds_left(request: GenerationRequest) -> float | None:
-    return None if request.deadline_unix_s is None else request.deadline_unix_s - time.time()

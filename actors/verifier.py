@@ -77,6 +77,7 @@ class Verifier:
             received = self._link.poll(max(remaining, 0.0))
             if received is not None:
                 self._lagging_since = None
+                deadline = started + self._round_deadline_s
                 self._work_us += received.work_us
                 self._book.receive(received.messages)
                 continue

@@ -1,0 +1,82 @@
+"""The target's engine inside a replica: vLLM's AsyncLLM, in our types. The only actor module that loads it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from actors.engine_load import EngineLoad
+from actors.engine_requests import prompt_ids, round_output, sampling_params
+from actors.generation import GenerationRequest, RequestError, RoundOutput
+
+
+class TargetEngine:
+    """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._load = EngineLoad()
+        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+        self._tokenizer = self._llm.get_tokenizer()
+        self._max_model_len = self._llm.model_config.max_model_len
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+
+    async def warm_up(self) -> None:
+        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores)."""
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        async for _ in self._llm.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
+            pass
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """One RoundOutput per round, the last one with finish_reason. Closing the generator aborts the request.
+
+        Raises RequestError for what the model cannot serve, TimeoutError when the request's deadline passes,
+        ConnectionError when the engine is gone.
+        """
+        ids = prompt_ids(request, self._tokenizer, self._vocab_size, self._max_model_len)
+        params = sampling_params(request, len(ids), self._max_model_len)
+        stream = self._llm.generate(TokensPrompt(prompt_token_ids=ids), params, request.request_id)
+        num_tokens = 0
+        async with aclosing(stream):
+            while True:
+                try:
+                    async with asyncio.timeout(_seconds_left(request)):
+                        output = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except EngineDeadError as error:
+                    raise ConnectionError("the engine is gone") from error
+                except ValueError as error:
+                    raise RequestError("sampling", str(error), "change the request") from None
+                num_tokens += len(output.outputs[0].token_ids)
+                yield round_output(output, num_tokens)
+                if output.finished:
+                    return
+
+    async def call_ranks(self, method: str) -> list[Any]:
+        """Call a method of the ranks' worker between two steps. Replies, plain values only, in rank order."""
+        replies: list[Any] = await self._llm.collective_rpc(method)
+        return replies
+
+    def load(self) -> dict[str, Any]:
+        """``running`` and ``waiting`` requests, ``kv_cache_usage`` 0..1."""
+        return self._load.snapshot()
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine is dead."""
+        await self._llm.check_health()
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+
+
+def _seconds_left(request: GenerationRequest) -> float | None:
+    return None if request.deadline_unix_s is None else request.deadline_unix_s - time.time()
