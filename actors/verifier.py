@@ -119,7 +119,11 @@ class Verifier:
         self._step_started = None
 
     def status(self) -> dict[str, Any]:
-        return {**self.statistics.snapshot(), "dropped_proposals": self._book.stale}
+        return {
+            **self.statistics.snapshot(),
+            "dropped_proposals": self._book.stale,
+            "refused_proposals": sum(self._book.refused.values()),
+        }
 
     def _note_lag(self, since: float) -> None:
         """A drafter that beats its heart but answers nothing for a whole link deadline hangs."""

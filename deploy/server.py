@@ -140,6 +140,9 @@ class Server:
             self._daemons = [process for process in descendants() if process.name() in RAY_DAEMONS]
         self._stop.install()
         self._progress.say(f"Ray is up{self._where()}")
+        if not self._address and os.environ.get("RAY_AUTH_MODE") == "token":
+            # Ray listens on every interface, so its token stays on; its own command line does not look for one unasked.
+            self._progress.say("see the actors with: RAY_AUTH_MODE=token ray list actors")
 
     def _wait_until_running(self) -> None:
         name = self._config.serving.app_name

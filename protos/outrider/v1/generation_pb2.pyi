@@ -233,7 +233,7 @@ class LinkStatus(_message.Message):
     def __init__(self, state: _Optional[_Union[LinkState, str]] = ..., epoch: _Optional[int] = ..., reconnects: _Optional[int] = ..., drafter: _Optional[str] = ..., rtt_us: _Optional[float] = ..., last_error: _Optional[str] = ...) -> None: ...
 
 class RoundStatistics(_message.Message):
-    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median")
+    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +243,7 @@ class RoundStatistics(_message.Message):
     LATE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     MEDIAN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     drafted_rounds: int
     drafted: int
@@ -252,7 +253,8 @@ class RoundStatistics(_message.Message):
     late_rounds: int
     dropped_proposals: int
     median: RoundTime
-    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ...) -> None: ...
+    refused_proposals: int
+    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ...) -> None: ...
 
 class RoundTime(_message.Message):
     __slots__ = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms", "samples")
