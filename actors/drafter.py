@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +29,13 @@ from cluster.placement import ReplicaPlacement
 from cluster.ranks import NAMESPACE, RankPlacement
 
 logger = logging.getLogger(__name__)
+
+_RESTART_PAUSE_S = 5.0
+
+_ENGINE_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # steps are hand-built for the V1 runner; with Triton vLLM would take V2
+}
 
 
 class _LinkSink:
@@ -50,10 +58,20 @@ class Drafter:
         if cores is not None:
             bind_to(cores)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        self._strategy, self._vocab_size = _strategy(config, ranks, placement_group)
-        _warm_up(self._strategy)
+        try:
+            self._strategy, self._vocab_size = _strategy(config, ranks, placement_group)
+            _warm_up(self._strategy)
+        except Exception:
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                raise  # the replica reports it as the start-up error it is
+            # Ray gives an actor up whose constructor raises, but starts one again that crashes. Whatever kept this
+            # one from loading (memory of its former life, most often) may be gone the next time.
+            logger.exception("this drafter could not be restarted; trying again in %g s", _RESTART_PAUSE_S)
+            time.sleep(_RESTART_PAUSE_S)
+            os._exit(1)
         self._loop = DraftLoop(self._strategy)
         self._links: dict[int, Link] = {}
+        self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run_loop, name="draft-loop", daemon=True)
         self._thread.start()
@@ -71,8 +89,9 @@ class Drafter:
                 f"drafter.model: vocabulary of {self._vocab_size} tokens, the target's has {invitation.vocab_size}; "
                 "use a drafter with the target's tokenizer"
             )
-        link_id = invitation.epoch
         transport = join_link(invitation, timeout_s)
+        with self._lock:
+            self._last_link_id = link_id = self._last_link_id + 1
         link = Link(
             transport,
             epoch=invitation.epoch,
@@ -94,7 +113,7 @@ class Drafter:
         return {**self._loop.usage(), "pid": os.getpid()}
 
     def _drop(self, link_id: int, reason: str) -> None:
-        logger.warning("link of epoch %d is gone: %s", link_id, reason)
+        logger.warning("link %d is gone: %s", link_id, reason)
         with self._lock:
             self._links.pop(link_id, None)
         self._loop.detach(link_id)
@@ -123,7 +142,7 @@ def launch_drafter(
     cores: one set a rank; CPU only.
     """
     indices = placement.drafter_bundle_indices
-    env_vars = rank_environment(cores)
+    env_vars = {**rank_environment(cores), **_ENGINE_ENVIRONMENT}
     ranks = None
     if config.tensor_parallel_size > 1:
         names = [f"DrafterRank-{rank}:{replica}" for rank in range(config.tensor_parallel_size)]
@@ -139,7 +158,7 @@ def launch_drafter(
             num_gpus=0 if ranks else bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, indices[0]),
             max_restarts=-1,
-            runtime_env={"env_vars": {**env_vars, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}},
+            runtime_env={"env_vars": env_vars},
         )
         .remote(config, None if cores is None or ranks else cores[0], ranks, group)
     )

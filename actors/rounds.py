@@ -122,6 +122,10 @@ class RoundBook:
             # Prefilled, or busy with an older commit until now: the answer to the last commit comes next.
             request.awaited = request.commit_is_out
 
+    def unanswered(self) -> bool:
+        """A commit is out that a drafter in good health would answer, if only with NOT_READY."""
+        return any(request.commit_is_out for request in self._requests.values())
+
     def awaited(self) -> bool:
         return any(request.awaited for request in self._requests.values())
 

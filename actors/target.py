@@ -161,11 +161,12 @@ class Target:
     async def _keep_membership(this: weakref.ref[Target]) -> None:
         while (target := this()) is not None:
             registry, replica, drafter = target._registry, target._replica, target._drafter_name()
-            del target
             try:
                 await asyncio.wait_for(
                     asyncio.wrap_future(registry.renew.remote(replica, drafter, LEASE_S).future()), _CONTROL_TIMEOUT_S
                 )
             except (ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("registry not reachable: %s", error)
+                target._registry = get_or_create_registry(target._config.serving.app_name)
+            del target  # a replica that is shut down must not be kept alive by its own lease
             await asyncio.sleep(LEASE_S / 6)

@@ -159,6 +159,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
                 capacity_words=frame_capacity_words(self.scheduler_config.max_num_seqs, k),
                 decode=lambda payload: unpack(payload, vocab_size, k),
                 on_link=runner.verifier.offer_link,
+                device=None if self.device.type == "cpu" else str(self.device),
             )
 
     def open_link(self) -> bool:

@@ -33,7 +33,12 @@ class Verifier:
         self._offered: queue.SimpleQueue[Link] = queue.SimpleQueue()
         self._link: Link | None = None
         self._hang_deadline_s = config.link_deadline_ms / 1e3
-        self._lagging_since: float | None = None
+        self._lagging = False
+        """The last answer was late: no waiting until the drafter is heard from."""
+
+        self._silent_since: float | None = None
+        """Since when commits are out and nothing at all has come back."""
+
         self.statistics = RoundStatistics()
         self._step_started: float | None = None
         self._target_s = self._wait_s = 0.0
@@ -52,6 +57,8 @@ class Verifier:
     def begin_step(self) -> None:
         """Adopt a new link, drop a broken one, and let opened and closed requests reach the drafter now."""
         self._check_link()
+        if not self._book.unanswered():
+            self._silent_since = None  # who was asked is gone; the next commit starts the clock anew
         self._flush()
 
     def end_step(
@@ -71,12 +78,12 @@ class Verifier:
         """
         started = time.perf_counter()
         self._check_link()
-        deadline = started + (self._round_deadline_s if self._lagging_since is None else 0.0)
+        deadline = started + (0.0 if self._lagging else self._round_deadline_s)
         while self._link is not None:
             remaining = deadline - time.perf_counter() if self._book.awaited() else 0.0
             received = self._link.poll(max(remaining, 0.0))
             if received is not None:
-                self._lagging_since = None
+                self._lagging, self._silent_since = False, None
                 deadline = started + self._round_deadline_s
                 self._work_us += received.work_us
                 self._book.receive(received.messages)
@@ -87,7 +94,8 @@ class Verifier:
         late = self._book.give_up_waiting()
         if late:
             self.statistics.late_rounds += late
-            self._note_lag(started)
+            self._lagging = True
+        self._check_silence()
         self._flush()
         self._wait_s += time.perf_counter() - started
         return self._book.take_drafts(request_ids)
@@ -125,12 +133,15 @@ class Verifier:
             "refused_proposals": sum(self._book.refused.values()),
         }
 
-    def _note_lag(self, since: float) -> None:
-        """A drafter that beats its heart but answers nothing for a whole link deadline hangs."""
-        if self._lagging_since is None:
-            self._lagging_since = since
-        elif since - self._lagging_since > self._hang_deadline_s and self._link is not None:
-            self._link.abort(f"{HANG}: no proposals for {self._hang_deadline_s:g} s")
+    def _check_silence(self) -> None:
+        """A drafter that beats its heart but answers no commit for a whole link deadline hangs."""
+        now = time.perf_counter()
+        if self._link is None or not self._book.unanswered():
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since > self._hang_deadline_s:
+            self._link.abort(f"{HANG}: no answer for {self._hang_deadline_s:g} s")
 
     def _check_link(self) -> None:
         while True:
@@ -138,7 +149,7 @@ class Verifier:
                 self._link = self._offered.get_nowait()
             except queue.Empty:
                 break
-            self._lagging_since = None
+            self._lagging, self._silent_since = False, None
             self._book.link_up()
         if self._link is not None and self._link.broken is not None:
             logger.warning("speculation stops until there is a new link: %s", self._link.broken)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 _CONNECT_TIMEOUT_S = 10.0
 _WATCH_S = 0.2
+_READY_TIMEOUT_S = 10.0
 
 HANG = "drafter hangs"
 """How the reason of a link begins that was given up because its drafter lives but answers nothing."""
@@ -52,14 +54,21 @@ class LinkKeeper:
         capacity_words: int,
         decode: Callable[[Any], Sequence[Any]],
         on_link: Callable[[Link], None],
+        device: str | None = None,
     ) -> None:
+        """device: the rank's CUDA device, for an nccl link."""
         self._config, self._identity = config, identity
         self._vocab_size, self._capacity_words, self._decode = vocab_size, capacity_words, decode
-        self._on_link = on_link
+        self._on_link, self._device = on_link, device
+        self._ready: dict[str, Any] = {}
+        """Drafter -> a question not answered yet: a stopped drafter is asked once, not once a try."""
+
         self._stopping = threading.Event()
         self._broken = threading.Event()
         self._link: Link | None = None
         self._report = LinkReport(state="connecting")
+        self._given_up = ""
+        self._said = ""
         self._registry: Any = None
         self._thread = threading.Thread(target=self._run, name="link-keeper", daemon=True)
 
@@ -84,21 +93,21 @@ class LinkKeeper:
         while not self._stopping.is_set():
             grant: LinkGrant | None = None
             try:
-                grant = self._ask_registry("grant", self._identity.replica, unreachable)
+                grant = self._ask_registry("grant", self._identity.replica, unreachable, self._report.epoch)
                 if grant is None:
                     raise LinkError("no drafter is registered yet")
                 link = self._connect(grant)
-            except (LinkError, ray.exceptions.RayError, TimeoutError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next try may do better, and no try never
                 if grant is not None:
                     unreachable.add(grant.drafter)
-                self._note_failure(str(error).strip().splitlines()[0])
+                self._note_failure(error)
                 self._stopping.wait(retry_s)
                 retry_s = min(retry_s * 2, _LONGEST_RETRY_S)
                 continue
             unreachable.clear()
             retry_s = _FIRST_RETRY_S
             received = self._serve(link)
-            hangs = hangs + 1 if HANG in (link.broken or "") and not received else 0
+            hangs = hangs + 1 if HANG in (link.broken or "") and (hangs == 0 or not received) else 0
             if hangs >= _HANGS_BEFORE_RESTART:
                 hangs = 0
                 self._restart(grant.drafter)
@@ -113,12 +122,7 @@ class LinkKeeper:
 
     def _connect(self, grant: LinkGrant) -> Link:
         drafter = ray.get_actor(grant.drafter, namespace=NAMESPACE)
-        # A drafter that is stopped or still loading answers late; inviting it before would only pile up invitations.
-        ready = drafter.ready.remote()
-        while not ray.wait([ready], timeout=1.0)[0]:
-            if self._stopping.is_set():
-                raise LinkError("verifier stops")
-        host = ray.get(ready)
+        host = self._wait_until_ready(grant.drafter, drafter)
         invitation, complete = host_link(
             host=self._host_towards(host),
             epoch=grant.epoch,
@@ -129,9 +133,15 @@ class LinkKeeper:
             vocab_size=self._vocab_size,
             num_speculative_tokens=self._config.num_speculative_tokens,
             verifier_id=self._identity.replica,
+            device=self._device,
         )
         joining = drafter.accept_link.remote(invitation, _CONNECT_TIMEOUT_S)
-        transport = complete(_CONNECT_TIMEOUT_S)
+        try:
+            transport = complete(_CONNECT_TIMEOUT_S)
+        except LinkError:
+            if ray.wait([joining], timeout=0)[0]:
+                ray.get(joining)  # the drafter's own reason says more than our waiting in vain
+            raise
         self._broken.clear()
         link = Link(
             transport,
@@ -150,12 +160,27 @@ class LinkKeeper:
             link.abort("start-up failed")
             raise
         reconnects = self._report.reconnects + (self._report.epoch > 0)
-        self._report = LinkReport("up", grant.epoch, grant.drafter, reconnects, times.median_us)
+        self._report = LinkReport("up", grant.epoch, grant.drafter, reconnects, times.median_us, self._given_up)
         logger.info(
             "link to %s is up: epoch %d, %s, round trip median %.0f us (min %.0f, max %.0f)",
             grant.drafter, grant.epoch, self._backend(), times.median_us, times.min_us, times.max_us,
         )  # fmt: skip
         return link
+
+    def _wait_until_ready(self, name: str, drafter: Any) -> str:
+        """The drafter's address, once its model is loaded. Raises LinkError when it does not answer for a while.
+
+        Inviting a drafter that is stopped or still loading would only pile up invitations.
+        """
+        question = self._ready.get(name) or drafter.ready.remote()
+        self._ready[name] = question
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while not ray.wait([question], timeout=_WATCH_S)[0]:
+            if self._stopping.is_set() or time.monotonic() > deadline:
+                raise LinkError(f"{name} is stopped or still loading")
+        del self._ready[name]
+        host: str = ray.get(question)
+        return host
 
     def _serve(self, link: Link) -> bool:
         """Hand the link over and sleep until it breaks. Returns whether anything but heartbeats came over it."""
@@ -165,18 +190,23 @@ class LinkKeeper:
         while link.broken is None and not self._stopping.is_set():
             self._broken.wait(_WATCH_S)  # a link that this process aborts does not call on_broken
         if not self._stopping.is_set():
+            self._given_up = link.broken or ""
             self._report = LinkReport(
                 "down", self._report.epoch, self._report.drafter, self._report.reconnects,
-                self._report.rtt_us, link.broken or "",
+                self._report.rtt_us, self._given_up,
             )  # fmt: skip
             logger.warning("link of epoch %d is down: %s", self._report.epoch, link.broken)
             self._tell_registry()
         return link.counters.data_frames_received > 0
 
-    def _note_failure(self, error: str) -> None:
-        if error != self._report.last_error:
-            logger.warning("no link yet: %s", error)
-            self._report.last_error = error
+    def _note_failure(self, error: Exception) -> None:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None else error
+        said = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        if said != self._said:
+            logger.warning("no link yet: %s", said)
+            self._said = said
+        if self._report.epoch == 0:
+            self._report.last_error = said
 
     def _backend(self) -> Literal["gloo", "nccl"]:
         backend = self._config.link.backend
@@ -190,10 +220,14 @@ class LinkKeeper:
     def _ask_registry(self, method: str, *args: Any) -> Any:
         if self._registry is None:
             self._registry = ray.get_actor(self._identity.registry, namespace=NAMESPACE)
-        return ray.get(getattr(self._registry, method).remote(*args), timeout=_CONNECT_TIMEOUT_S)
+        try:
+            return ray.get(getattr(self._registry, method).remote(*args), timeout=_CONNECT_TIMEOUT_S)
+        except ray.exceptions.RayError:
+            self._registry = None  # restarted, perhaps as another actor: look it up again
+            raise
 
     def _tell_registry(self) -> None:
         try:
             self._ask_registry("report", self._identity.replica, self._report)
-        except (ray.exceptions.RayError, TimeoutError) as error:
+        except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
             logger.warning("registry not reachable: %s", error)

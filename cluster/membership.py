@@ -70,9 +70,10 @@ class Membership:
         for drafter in [name for name, home in self.drafters.items() if home == replica]:
             del self.drafters[drafter]
 
-    def grant(self, verifier: str, unreachable: set[str]) -> LinkGrant | None:
+    def grant(self, verifier: str, unreachable: set[str], last_epoch: int = 0) -> LinkGrant | None:
         """The verifier's own drafter first; when that one is unreachable, the least used of the others.
 
+        last_epoch: of the verifier's last link; a registry that was restarted has forgotten it.
         None when there is no drafter to try but unreachable ones (and none of its own).
         """
         own = [name for name, home in self.drafters.items() if home == verifier]
@@ -80,7 +81,7 @@ class Membership:
         candidates = [name for name in own + others if name not in unreachable] or own
         if not candidates:
             return None
-        self.epoch += 1
+        self.epoch = max(self.epoch, last_epoch) + 1
         return LinkGrant(self.epoch, candidates[0])
 
     def _num_links(self, drafter: str) -> int:
@@ -102,8 +103,8 @@ class Registry:
     async def leave(self, replica: str) -> None:
         self._members.leave(replica)
 
-    async def grant(self, verifier: str, unreachable: set[str]) -> LinkGrant | None:
-        return self._members.grant(verifier, unreachable)
+    async def grant(self, verifier: str, unreachable: set[str], last_epoch: int) -> LinkGrant | None:
+        return self._members.grant(verifier, unreachable, last_epoch)
 
     async def report(self, verifier: str, link: LinkReport) -> None:
         self._members.links[verifier] = link
@@ -132,6 +133,7 @@ def get_or_create_registry(app_name: str) -> Any:
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
+            max_restarts=-1,  # it starts empty; replicas renew their leases within seconds
             num_cpus=0,
         )
         .remote()

@@ -28,6 +28,9 @@ class RankProc(RayWorkerProc):
         cores = RankPlacement.of(vllm_config).cores
         if cores is not None:
             bind_to(cores[rank])
+        if not current_platform.is_cpu():
+            # This copy is the rank's own. vLLM lets ranks span nodes only under its own name for Ray.
+            vllm_config.parallel_config.distributed_executor_backend = "ray"
         super().__init__(vllm_config, rank, *args, **kwargs)
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from actors.drafting.draft_plan import DraftPlan, PlanRow
 from actors.drafting.sequence import DraftSequence
@@ -13,17 +13,21 @@ from actors.messages import ProposalStatus
 if TYPE_CHECKING:
     from actors.drafting.draft_engine import DraftEngine
 
+_CATCH_UP_TOKENS = 32
+"""Committed tokens a draft step may feed per sequence; further behind, it is prefill."""
+
 
 class Engine(Protocol):
     """The part of DraftEngine that the policy needs."""
 
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
 
-    def start(self, request_id: str, token_ids: list[int]) -> tuple[int, Any]: ...
+    def start(self, request_id: str, token_ids: list[int]) -> int: ...
     def append(self, request_id: str, token_ids: list[int]) -> None: ...
     def allocate(
-        self, request_id: str, num_computed: int, num_new: int, num_lookahead: int, cached_blocks: Any = None
+        self, request_id: str, num_computed: int, num_new: int, num_lookahead: int
     ) -> tuple[list[int], ...] | None: ...
     def finish(self, request_id: str) -> None: ...
     def run(self, plan: DraftPlan) -> dict[str, list[int]]: ...
@@ -32,21 +36,23 @@ class Engine(Protocol):
 
 
 class _Resident:
-    """A sequence that the engine knows, and what its ranks hold of it."""
+    """A sequence, and what the engine and its ranks hold of it."""
 
     def __init__(self, sequence: DraftSequence) -> None:
         self.sequence = sequence
         self.request_id = f"{sequence.key[0]}-{sequence.key[1]}"
-        self.cached_blocks: Any = None
+        self.retired = False
+        """Too long for the draft model: followed, so that commits stay known, but no longer in the engine."""
+
         self.on_ranks = False
         self.synced_len = 0
         """Leading committed tokens that the ranks hold; what they hold beyond is drafts."""
 
         self.holds_drafts = False
 
-
-_CATCH_UP_TOKENS = 32
-"""Committed tokens a draft step may feed per sequence; further behind, it is prefill."""
+    @property
+    def can_draft(self) -> bool:
+        return not self.retired and self.sequence.num_uncomputed <= _CATCH_UP_TOKENS
 
 
 class DraftModelStrategy:
@@ -54,60 +60,64 @@ class DraftModelStrategy:
 
     def __init__(self, engine: DraftEngine | Engine, prefill_chunk_tokens: int) -> None:
         self._engine = engine
-        self._chunk = prefill_chunk_tokens
+        self._chunk = min(prefill_chunk_tokens, engine.max_num_batched_tokens)
         self._residents: dict[SequenceKey, _Resident] = {}
         self._finished: list[str] = []
 
     def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> bool:
         self.close(key)
         resident = _Resident(DraftSequence(key, list(token_ids), num_speculative_tokens))
-        resident.sequence.num_computed, resident.cached_blocks = self._engine.start(resident.request_id, token_ids)
+        if len(token_ids) >= self._engine.max_model_len:
+            resident.retired = True
+        else:
+            resident.sequence.num_computed = self._engine.start(resident.request_id, token_ids)
         self._residents[key] = resident
-        return self._can_draft(resident)
+        return resident.can_draft
 
     def commit(self, key: SequenceKey, base_committed_len: int, token_ids: list[int]) -> None:
         resident = self._residents.get(key)
         if resident is None:
             raise UnknownSequence(key)
         resident.sequence.commit(base_committed_len, token_ids)
-        self._engine.append(resident.request_id, token_ids)
+        if resident.retired:
+            return
+        if resident.sequence.committed_len >= self._engine.max_model_len:
+            self._retire(resident)
+        else:
+            self._engine.append(resident.request_id, token_ids)
 
     def close(self, key: SequenceKey) -> None:
         resident = self._residents.pop(key, None)
-        if resident is None:
-            return
-        self._engine.finish(resident.request_id)
-        if resident.on_ranks:
-            self._finished.append(resident.request_id)
+        if resident is not None:
+            self._retire(resident)
 
     def draft(self, keys: Collection[SequenceKey]) -> list[Draft]:
         answers: list[Draft] = []
         batch: list[tuple[_Resident, PlanRow]] = []
+        room = self._engine.max_num_batched_tokens
         for key in keys:
             resident = self._residents.get(key)
-            if resident is None or len(batch) == self._engine.max_num_seqs:
+            if resident is None:
                 continue
             sequence = resident.sequence
-            room = self._engine.max_model_len - sequence.committed_len
-            k = min(sequence.num_speculative_tokens, room)
-            status = ProposalStatus.OK
-            if k <= 0:
-                status = ProposalStatus.LENGTH
-            elif not self._can_draft(resident):
-                status = ProposalStatus.NOT_READY
-            else:
+            if resident.can_draft:
+                if len(batch) == self._engine.max_num_seqs or sequence.num_uncomputed > room:
+                    continue
+                k = min(sequence.num_speculative_tokens, self._engine.max_model_len - sequence.committed_len)
                 row = self._row(resident, sequence.num_uncomputed, num_drafts=k)
                 if row is not None:
+                    room -= row.num_scheduled
                     batch.append((resident, row))
                     continue
                 status = ProposalStatus.OUT_OF_KV
+            else:
+                status = ProposalStatus.LENGTH if resident.retired else ProposalStatus.NOT_READY
             answers.append(Draft(key, sequence.committed_len, [], status))
         if not batch:
             return answers
         drafted = self._run([row for _, row in batch])
         for resident, row in batch:
-            sequence = resident.sequence
-            ids = drafted[row.request_id]
+            sequence, ids = resident.sequence, drafted[row.request_id]
             sequence.drafted(ids)
             resident.holds_drafts = True
             answers.append(Draft(sequence.key, sequence.committed_len, ids, ProposalStatus.OK))
@@ -118,52 +128,52 @@ class DraftModelStrategy:
         budget = self._chunk
         rows: list[tuple[_Resident, PlanRow]] = []
         for resident in self._residents.values():
-            sequence = resident.sequence
-            pending = min(sequence.num_uncomputed - 1, self._engine.max_model_len - 1 - sequence.num_computed)
-            if pending <= 0 or self._can_draft(resident):
+            if resident.retired or resident.can_draft:
                 continue
             if budget == 0 or len(rows) == self._engine.max_num_seqs:
                 break
-            row = self._row(resident, min(pending, budget), num_drafts=0)
-            if row is None:
-                break
-            budget -= row.num_scheduled
-            rows.append((resident, row))
+            # The last token makes the first draft.
+            row = self._row(resident, min(resident.sequence.num_uncomputed - 1, budget), num_drafts=0)
+            if row is not None:  # else out of KV: a shorter one may still fit
+                budget -= row.num_scheduled
+                rows.append((resident, row))
         if not rows:
-            self._drop_finished()
+            if self._finished:
+                self._run([])
             return None
         self._run([row for _, row in rows])
         ready = []
         for resident, row in rows:
-            resident.sequence.num_computed += row.num_scheduled
-            if self._can_draft(resident):
-                sequence = resident.sequence
+            sequence = resident.sequence
+            sequence.num_computed += row.num_scheduled
+            if resident.can_draft:
                 ready.append(Draft(sequence.key, sequence.committed_len, [], ProposalStatus.READY))
         return ready
 
     def usage(self) -> dict[str, float]:
+        residents = list(self._residents.values())  # asked for by another thread than the loop's
         return {
-            "num_sequences": len(self._residents),
-            "num_prefilling": sum(not self._can_draft(r) for r in self._residents.values()),
+            "num_sequences": len(residents),
+            "num_prefilling": sum(not (r.can_draft or r.retired) for r in residents),
             "kv_cache_usage": self._engine.kv_cache_usage,
         }
 
-    def _can_draft(self, resident: _Resident) -> bool:
-        return resident.sequence.num_uncomputed <= _CATCH_UP_TOKENS
+    def _retire(self, resident: _Resident) -> None:
+        if resident.retired:
+            return
+        resident.retired = True
+        self._engine.finish(resident.request_id)
+        if resident.on_ranks:
+            self._finished.append(resident.request_id)
 
     def _row(self, resident: _Resident, num_scheduled: int, num_drafts: int) -> PlanRow | None:
         """Allocate KV and describe the step. None: out of KV, nothing changed."""
         sequence = resident.sequence
         blocks = self._engine.allocate(
-            resident.request_id,
-            sequence.num_computed,
-            num_scheduled,
-            max(num_drafts - 1, 0),
-            resident.cached_blocks,
+            resident.request_id, sequence.num_computed, num_scheduled, max(num_drafts - 1, 0)
         )
         if blocks is None:
             return None
-        resident.cached_blocks = None
         row = PlanRow(resident.request_id, sequence.num_computed, num_scheduled, blocks, num_drafts)
         if not resident.on_ranks:
             row.start_token_ids = list(sequence.token_ids)
@@ -178,7 +188,3 @@ class DraftModelStrategy:
     def _run(self, rows: list[PlanRow]) -> dict[str, list[int]]:
         finished, self._finished = self._finished, []
         return self._engine.run(DraftPlan(rows, finished))
-
-    def _drop_finished(self) -> None:
-        if self._finished:
-            self._run([])

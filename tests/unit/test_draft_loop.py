@@ -152,7 +152,7 @@ def test_what_does_not_fit_a_batch_is_drafted_in_the_next(loop, link, strategy):
     for _ in range(5):
         sink.next()
     loop.deliver(1, [Commit(request, 3, [1]) for request in range(5)])
-    answered = sum((sink.next() for _ in range(3)), [])
+    answered = [proposal for _ in range(3) for proposal in sink.next()]
     assert [proposal.request for proposal in answered] == [0, 1, 2, 3, 4]
 
 

@@ -64,7 +64,9 @@ def drafting(drafts):
 
 
 def never_after_ready(message):
-    return [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)] if isinstance(message, Open) else []
+    return (
+        [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)] if isinstance(message, Open) else []
+    )
 
 
 def make(link=None, round_deadline_ms=10.0, link_deadline_ms=60_000.0):
@@ -134,7 +136,7 @@ def test_without_a_link_the_step_goes_on_and_a_new_link_learns_everything():
     assert verifier.statistics.late_rounds == 0
 
 
-def test_late_answers_count_once_then_nobody_waits_until_the_drafter_is_heard_again():
+def test_after_a_late_round_nobody_waits_until_the_drafter_is_heard_again():
     link = FakeLink(never_after_ready)
     verifier = make(link)
     verifier.track(tracked())
@@ -144,14 +146,27 @@ def test_late_answers_count_once_then_nobody_waits_until_the_drafter_is_heard_ag
     link.polls.clear()
     assert step(verifier, {"a": [9]}) == [[]]
     assert max(link.polls) == 0.0, "a lagging drafter must not stall every round for a deadline"
+
+
+def test_speculation_comes_back_when_a_late_drafter_is_heard_again():
+    """The answer to an old commit says that the drafter lives: its answer to the current one is worth the wait."""
+    link = FakeLink(never_after_ready)
+    verifier = make(link, round_deadline_ms=200)
+    verifier.track(tracked())
+    step(verifier, {"a": [8]})
     handle = link.sent[0].request
-    # The answer to the first commit: too old to use, but a sign of life, so the next round waits again.
     link.arrive(Proposals(handle, 4, [1]))
-    step(verifier, {"a": [10]})
+    polled = link.poll
+
+    def answer_while_waited_for(timeout_s=0.0):
+        if timeout_s > 0:
+            link.arrive(Proposals(handle, 5, [2]))
+        return polled(timeout_s)
+
+    link.poll = answer_while_waited_for
+    assert step(verifier, {"a": [9]}) == [[2]]
     assert verifier.status()["dropped_proposals"] == 1
-    link.polls.clear()
-    step(verifier, {"a": [11]})
-    assert max(link.polls) > 0.0
+    assert verifier.statistics.late_rounds == 1
 
 
 def test_a_late_answer_is_never_taken_for_the_current_one():
@@ -247,3 +262,34 @@ def test_forgetting_the_warm_up():
     step(verifier, {"a": [8]})
     verifier.reset_statistics()
     assert verifier.status()["rounds"] == 0
+
+
+def test_a_drafter_that_never_says_ready_on_the_second_link_hangs_too():
+    """Nothing is waited for before READY, so the silence after a commit has to be enough."""
+    verifier = make(FakeLink(), link_deadline_ms=30.0, round_deadline_ms=10.0)
+    verifier.track(tracked())
+    link = verifier._link
+    give_up = time.monotonic() + 10
+    while link.broken is None:
+        assert time.monotonic() < give_up
+        verifier.begin_step()
+        verifier.end_step({"a": [1]}, {}, ())
+        verifier.take_drafts(["a"])
+        time.sleep(0.005)
+    assert HANG in link.broken
+
+
+def test_silence_with_nobody_waiting_is_no_hang():
+    link = FakeLink()
+    verifier = make(link, link_deadline_ms=20.0, round_deadline_ms=10.0)
+    verifier.track(tracked())
+    verifier.begin_step()
+    verifier.end_step({"a": [1]}, {}, ())
+    verifier.take_drafts(["a"])
+    verifier.untrack("a", CloseReason.FINISHED)
+    time.sleep(0.05)
+    verifier.begin_step()
+    verifier.track(tracked("b"))
+    verifier.end_step({"b": [1]}, {}, ())
+    verifier.take_drafts(["b"])
+    assert link.broken is None

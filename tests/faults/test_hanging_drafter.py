@@ -1,0 +1,85 @@
+"""A drafter whose process lives, and whose links beat their hearts, but that answers nothing."""
+
+import os
+import signal
+import threading
+
+import grpc
+import pytest
+import ray
+
+from deploy.client import OutriderError
+from outrider.v1 import generation_pb2 as pb
+from tests.serving import HANG_GUARD_S, wait_until
+from tests.traffic import Traffic
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPT = list(b"round and round and round and round and round it goes")
+
+
+def hang(drafter):
+    """Runs in the drafter's process: its next draft never ends."""
+    drafter._strategy.draft = lambda keys: threading.Event().wait()
+
+
+def test_it_loses_its_link_then_its_process(ngram_pair):
+    before = ngram_pair.status().link
+    pid = ngram_pair.actors()["Drafter"].pid
+    with Traffic(ngram_pair, PROMPT, max_tokens=300) as traffic:
+        ray.get(ngram_pair.drafter().__ray_call__.remote(hang), timeout=HANG_GUARD_S)
+        wait_until(lambda: "hangs" in ngram_pair.status().link.last_error, HANG_GUARD_S, "the hang noticed")
+        wait_until(lambda: _other_pid(ngram_pair, pid), HANG_GUARD_S, "the drafter restarted")
+        wait_until(lambda: _is_up(ngram_pair, before.epoch), HANG_GUARD_S, "a new link")
+        traffic.wait_for_messages(20)
+    answer = ngram_pair.client.generate(PROMPT, temperature=0.0, max_tokens=300)
+    assert answer.metrics.speculative_decoding.num_draft_tokens > 0
+
+
+def test_its_loop_raises(ngram_pair):
+    """An exception ends the process, not silently the loop: Ray starts a new one."""
+
+    def poison(drafter):
+        def fail(keys):
+            raise RuntimeError("poisoned by a test")
+
+        drafter._strategy.draft = fail
+
+    before = ngram_pair.status().link
+    pid = ngram_pair.actors()["Drafter"].pid
+    with Traffic(ngram_pair, PROMPT, max_tokens=300) as traffic:
+        ray.get(ngram_pair.drafter().__ray_call__.remote(poison), timeout=HANG_GUARD_S)
+        wait_until(lambda: _other_pid(ngram_pair, pid), HANG_GUARD_S, "the drafter restarted")
+        wait_until(lambda: _is_up(ngram_pair, before.epoch), HANG_GUARD_S, "a new link")
+        traffic.wait_for_messages(20)
+
+
+def test_a_rank_of_the_target_dies(ngram_pair):
+    """The replica is replaced; what ran gets UNAVAILABLE, and a retry is served."""
+    stream = ngram_pair.client.stream(PROMPT, temperature=0.0, max_tokens=900)
+    next(stream)
+    os.kill(ngram_pair.actors()["Verifier"].pid, signal.SIGKILL)
+    with pytest.raises(OutriderError) as caught:
+        list(stream)
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+    def served():
+        try:
+            return ngram_pair.client.generate(PROMPT, temperature=0.0, max_tokens=20).token_ids
+        except OutriderError as error:
+            if error.code is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return None
+
+    answer = wait_until(served, 3 * HANG_GUARD_S, "the replica replaced", every_s=1.0)
+    ngram_pair.reference.check(PROMPT, answer, label="from the new replica")
+
+
+def _other_pid(deployment, pid):
+    drafter = deployment.actors().get("Drafter")
+    return drafter is not None and drafter.pid != pid
+
+
+def _is_up(deployment, epoch):
+    link = deployment.status().link
+    return link.state == pb.LINK_STATE_UP and link.epoch > epoch
