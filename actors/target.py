@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve.outrider.target")
 
 _CONTROL_TIMEOUT_S = 5.0
+_REGISTRY_ATTEMPTS = 4
 _FIRST_LINK_TIMEOUT_S = 60.0
 
 
@@ -48,7 +49,7 @@ class Target:
         self._address = ray.get_runtime_context().gcs_address
         self._registry = get_or_create_registry(config.serving.app_name)
         self._drafter = self._start_drafter() if config.drafter is not None else None
-        await self._registry.renew.remote(self._replica, self._drafter_name(), LOADING_LEASE_S)
+        await self._renew_lease(LOADING_LEASE_S)
         self._engine = self._start_engine()
         self._membership = asyncio.create_task(self._keep_membership(weakref.ref(self)))
         await self._engine.warm_up()
@@ -157,16 +158,25 @@ class Target:
             return None
         return [list(cores) for cores in getattr(self._core_plan, side)]
 
+    async def _renew_lease(self, lease_s: float) -> None:
+        """Raises RayError or TimeoutError when neither the registry nor a new one in its place answers."""
+        for attempt in range(_REGISTRY_ATTEMPTS):
+            try:
+                answer = self._registry.renew.remote(self._replica, self._drafter_name(), lease_s)
+                await asyncio.wait_for(asyncio.wrap_future(answer.future()), _CONTROL_TIMEOUT_S)
+                return
+            except (ray.exceptions.RayError, TimeoutError):
+                if attempt == _REGISTRY_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(1.0)
+                self._registry = get_or_create_registry(self._config.serving.app_name)
+
     @staticmethod
     async def _keep_membership(this: weakref.ref[Target]) -> None:
         while (target := this()) is not None:
-            registry, replica, drafter = target._registry, target._replica, target._drafter_name()
             try:
-                await asyncio.wait_for(
-                    asyncio.wrap_future(registry.renew.remote(replica, drafter, LEASE_S).future()), _CONTROL_TIMEOUT_S
-                )
+                await target._renew_lease(LEASE_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("registry not reachable: %s", error)
-                target._registry = get_or_create_registry(target._config.serving.app_name)
             del target  # a replica that is shut down must not be kept alive by its own lease
             await asyncio.sleep(LEASE_S / 6)

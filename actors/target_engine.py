@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -54,7 +55,7 @@ class TargetEngine:
                     return
                 except EngineDeadError as error:
                     raise ConnectionError("the engine is gone") from error
-                except ValueError as error:
+                except (ValueError, VLLMClientError) as error:
                     raise RequestError("sampling", str(error), "change the request") from None
                 num_tokens += len(output.outputs[0].token_ids)
                 yield round_output(output, num_tokens)

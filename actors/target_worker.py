@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.sample import rejection_sampler
 
 from actors.message_codec import frame_capacity_words, unpack
 from actors.messages import CloseReason
@@ -19,7 +21,7 @@ from actors.rounds import TrackedRequest
 from actors.verifier import Verifier
 from cluster.config import OutriderConfig
 from cluster.link_keeper import LinkKeeper, ReplicaIdentity
-from cluster.platform import worker_class
+from cluster.platform import on_gpu, worker_class
 
 
 class RemoteProposer:
@@ -76,6 +78,8 @@ class RoundRunner:
         return corrections
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        if spec_decode_metadata is not None and not spec_decode_metadata.draft_token_ids.numel():
+            spec_decode_metadata = None  # nothing to verify, and vLLM's rejection sampler fails on no rows with a top_k
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         group = get_tp_group()
         if group.world_size > 1:
@@ -138,11 +142,24 @@ class RoundRunner:
         )
 
 
+def _expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """In place of vLLM 0.32's: its CPU kernel writes into a converted copy, so that temperature, top_k and top_p of
+    drafted tokens are whatever the memory held."""
+    if replace_from != replace_to:
+        x = torch.where(x == replace_from, replace_to, x)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return x.repeat_interleave(counts, output_size=num_tokens)
+
+
 class TargetWorker(worker_class()):  # type: ignore[misc]
     """One rank of the target. Rank 0 also holds the Verifier and keeps its link."""
 
     def init_device(self) -> None:
         super().init_device()
+        if not on_gpu():
+            rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
         runner = self.model_runner
         runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
         runner.verifier = None

@@ -7,11 +7,13 @@ nothing here is on the path of a round.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.ranks import NAMESPACE
 
@@ -89,7 +91,10 @@ class Membership:
 
 
 class Registry:
-    """The Ray actor around Membership. Ends itself when the last replica's lease is over."""
+    """The Ray actor around Membership. Ends itself when the last replica's lease is over.
+
+    Ray does not restart it: whoever misses it makes a new one, which replicas and verifiers fill again within seconds.
+    """
 
     def __init__(self) -> None:
         self._members = Membership()
@@ -117,7 +122,7 @@ class Registry:
             await asyncio.sleep(LEASE_S / 6)
             self._members.expire(time.monotonic())
             if not self._members.leases:
-                ray.actor.exit_actor()
+                os._exit(0)  # exit_actor raises, which would end this task and not the actor
 
 
 def registry_name(app_name: str) -> str:
@@ -133,7 +138,8 @@ def get_or_create_registry(app_name: str) -> Any:
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
-            max_restarts=-1,  # it starts empty; replicas renew their leases within seconds
+            # Not on the bundles of the replica that happens to ask first: they go when that replica goes.
+            scheduling_strategy=PlacementGroupSchedulingStrategy(None),
             num_cpus=0,
         )
         .remote()

@@ -1,0 +1,136 @@
+"""Coupled Gumbel noise, and the token it chooses (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+
+The token at position t is argmax_x(log p_t(x) + g_t(x)), the g independent standard Gumbel, a function of (seed, t, x)
+alone. Target and drafter look at the same g, so they often choose alike; yet each choice is distributed as it should
+(Gumbel-max), and the target's does not depend on the drafter at all.
+
+g(x) = -log(-log(1 - v)), v = (word(x) + 0.5) / 2**32. A small word wins. The word's leading 8 bits come from stream
+COUPLED, one Philox block for 16 tokens, the other 24 from COUPLED_FINE, one block for 4. The leading bits alone bound
+g: below 5.55 unless they are all 0, so all but about 1/256 of a vocabulary is ruled out at a sixteenth of a block each.
+
+1 - v is exact in float64, so one float64 logarithm keeps full precision at both ends, and the float32 result differs
+by at most one unit in the last place between devices.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from actors.verification.philox import MASK32, Role, words
+from actors.verification.tiles import SEARCH_TILE, at_least, tile_maxima, tile_size
+
+MAX_GUMBEL = 22.88
+"""Above every g: word 0 gives 22.8739."""
+
+MAX_GUMBEL_ORDINARY = 5.55
+"""Above every g whose leading byte is not 0: word 2**24 gives 5.5432."""
+
+TOKENS_PER_BLOCK = 16
+MAX_BELOW_ZERO = 3.14
+"""g is above minus this: word 2**32 - 1 gives -3.1312."""
+
+CHUNK_ELEMENTS = 1 << 19  # so that a chunk's intermediate values stay in cache
+FEW_TOKENS = 256
+
+
+def leading_bytes(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """The leading 8 bits of every token's word. seed, position: int64 [R]. Returns uint8 [R, V rounded up to 16]."""
+    blocks = torch.arange(-(-vocab_size // TOKENS_PER_BLOCK), device=seed.device).unsqueeze(0)
+    packed = torch.empty(len(seed), blocks.shape[1], 4, dtype=torch.int32, device=seed.device)
+    for i, word in enumerate(words(seed.unsqueeze(1), Role.COUPLED, position.unsqueeze(1), blocks)):
+        packed[..., i] = word - ((word >> 31) << 32)
+    # Token x has byte x % 16 of its block, from the lowest byte of the first word. Every device is little endian.
+    return packed.view(torch.uint8).flatten(1)
+
+
+def leading_zeros(seed: Tensor, position: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Rows and tokens, int64 [N] each, whose leading byte is 0: those with large noise. seed, position: int64 [R]."""
+    leading = leading_bytes(seed, position, vocab_size)
+    eight = leading.view(torch.int64)
+    # Borrows run upwards, so this is not 0 exactly when one of the eight bytes is 0.
+    row, group = ((eight - 0x0101010101010101) & ~eight & -0x7F7F7F7F7F7F7F80).nonzero(as_tuple=True)
+    hit, place = (leading.unflatten(-1, (-1, 8))[row, group] == 0).nonzero(as_tuple=True)
+    row, token = row[hit], group[hit] * 8 + place
+    exists = token < vocab_size
+    return row[exists], token[exists]
+
+
+def gumbel(seed: Tensor, position: Tensor, token: Tensor, leading_zero: bool = False) -> Tensor:
+    """float32 g(x). seed, position, token: int64 [N]. leading_zero: the caller knows that all leading bytes are 0."""
+    word = fine_bits(seed, position, token)
+    return gumbel_from_word(word if leading_zero else word | (_leading_byte(seed, position, token) << 24))
+
+
+def fine_bits(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """The low 24 bits of the words, int64 [N]. Arguments as in `gumbel`."""
+    fine = torch.stack(words(seed, Role.COUPLED_FINE, position, token >> 2))
+    return fine.gather(0, (token & 3).unsqueeze(0)).squeeze(0) >> 8
+
+
+def _leading_byte(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    leading = torch.stack(words(seed, Role.COUPLED, position, token >> 4))
+    return (leading.gather(0, ((token >> 2) & 3).unsqueeze(0)).squeeze(0) >> (8 * (token & 3))) & 0xFF
+
+
+def gumbel_from_word(word: Tensor) -> Tensor:
+    """word: int64 in [0, 2**32). Returns float32, between -3.1312 and 22.8739."""
+    v = ((word & MASK32).to(torch.float64) + 0.5) * 2.0**-32
+    return (-torch.log(-torch.log(1.0 - v))).to(torch.float32)
+
+
+def coupled_choice(
+    logits: Tensor,
+    temperature: Tensor,
+    threshold: Tensor | None,
+    row_max: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    few_tokens: bool = False,
+) -> Tensor:
+    """argmax_x(logits(x) / temperature + g(x)) over the tokens at or above the threshold; the lowest id among equals.
+
+    logits: float32 [R, V]. temperature (above 0), threshold, row_max: float32 [R]; threshold is in units of logits.
+    row_max: the largest logit; a row where it is not finite gets a defined, meaningless choice.
+    seed, position: int64 [R]. few_tokens: the caller knows that few tokens of a row are at or above the threshold.
+    Returns int64 [R]. A row's choice does not depend on the other rows.
+
+    Finds candidates with `nonzero`: no cost on the CPU, a host sync on a GPU, where the Triton kernel is used.
+    """
+    rows, vocab_size = logits.shape
+    if rows == 0:
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    floor = torch.full_like(row_max, -math.inf) if threshold is None else threshold
+    maxima = tile_maxima(logits, tile_size(vocab_size, SEARCH_TILE))
+    if few_tokens or vocab_size <= FEW_TOKENS:
+        row, token = at_least(logits, maxima, floor)
+        score = logits[row, token] / temperature[row] + gumbel(seed[row], position[row], token)
+        return _best(row, token, score, rows, vocab_size)
+
+    # The likeliest token gives a first bound, the tokens with the largest noise a better one; what is left must come
+    # within MAX_GUMBEL_ORDINARY of it.
+    step = max(1, CHUNK_ELEMENTS // vocab_size)
+    chunks = [leading_zeros(seed[i : i + step], position[i : i + step], vocab_size) for i in range(0, rows, step)]
+    row = torch.cat([part + i * step for i, (part, _) in enumerate(chunks)])
+    token = torch.cat([part for _, part in chunks])
+    best = row_max / temperature - MAX_BELOW_ZERO
+    slack = row_max.abs() * 1e-6 + 1e-6  # several units in the last place of the largest logit, for rounding
+    value = logits[row, token]
+    reach = value >= torch.maximum(floor, (best - MAX_GUMBEL) * temperature - slack)[row]
+    row, token, value = row[reach], token[reach], value[reach]
+    score = value / temperature[row] + gumbel(seed[row], position[row], token, leading_zero=True)
+    best = best.scatter_reduce(0, row, score, "amax")
+    bound = torch.maximum(floor, (best - MAX_GUMBEL_ORDINARY) * temperature - slack)
+    row_2, token_2 = at_least(logits, maxima, bound)
+    score_2 = logits[row_2, token_2] / temperature[row_2] + gumbel(seed[row_2], position[row_2], token_2)
+    return _best(torch.cat([row, row_2]), torch.cat([token, token_2]), torch.cat([score, score_2]), rows, vocab_size)
+
+
+def _best(row: Tensor, token: Tensor, score: Tensor, rows: int, vocab_size: int) -> Tensor:
+    """For each row the token of the best score, the lowest id among equals. row, token, score: [N]."""
+    best = torch.full((rows,), -math.inf, device=score.device).scatter_reduce(0, row, score, "amax")
+    token = torch.where(score == best[row], token, vocab_size)
+    choice = torch.full((rows,), vocab_size, device=score.device).scatter_reduce(0, row, token, "amin")
+    return choice.clamp_max(vocab_size - 1)

@@ -1,0 +1,104 @@
+"""Philox4x32-10, a counter-based generator: noise is a pure function of what it is for.
+
+Salmon, Moraes, Dror, Shaw, «Parallel random numbers: as easy as 1, 2, 3» (SC 2011). Only integer arithmetic up to the
+last conversion, so integers and uniforms have the same bits on every device and in Triton.
+
+Key: the request's seed, 64 bits. Counter, four words of 32 bits: index // 4, position, role, round start.
+
+`position` is the token's place in the sequence, prompt included. `round_start` is the position of the first token
+of the round, and it makes the noise of every round fresh. Without it, block verification would be biased: how many
+drafts it accepts depends on all of them, so a draft that was cut off has told something about its noise, and the next
+round must not use that noise again at the same position. Coupled noise is the exception: there round_start is 0, for
+the noise must not know where a round began.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+MASK32 = 0xFFFFFFFF
+
+
+class Role(enum.IntEnum):
+    """What the noise is for. Streams of different roles are independent."""
+
+    ACCEPT = 1
+    RESIDUAL = 2
+    """The last token of a round when it is sampled: residual after a rejection, or the bonus token."""
+
+    DRAFT = 3
+    COUPLED = 4
+    """The leading bits of the coupled Gumbel noise, see `gumbel.py`."""
+
+    COUPLED_FINE = 5
+
+
+Word: TypeAlias = Tensor | int
+Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> Words:
+    """Four words of 32 bits for each counter.
+
+    counter, key: int64 tensors that broadcast together (at least one is a tensor), or ints; values in [0, 2**32).
+    Returns four int64 tensors, values in [0, 2**32).
+    """
+    c0, c1, c2, c3, *_ = torch.broadcast_tensors(*_tensors(*counter, *key))
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # int64 wraps around: the low 64 bits of the product are right, and the arithmetic shift is undone by the mask.
+        # c1 and c3 keep garbage above bit 31; they only ever meet a mask later.
+        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0 = (product_1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK32)
+        c2 = (product_0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK32)
+        c1, c3 = product_1, product_0
+        k0, k1 = (k0 + WEYL_0) & MASK32, (k1 + WEYL_1) & MASK32
+    return c0, c1.bitwise_and_(MASK32), c2, c3.bitwise_and_(MASK32)
+
+
+def _tensors(*words_or_ints: Word) -> list[Tensor]:
+    device = next(word.device for word in words_or_ints if isinstance(word, Tensor))
+    return [torch.as_tensor(word, device=device) for word in words_or_ints]
+
+
+def split_seed(seed: Tensor) -> tuple[Tensor, Tensor]:
+    """The two key words of a seed: int64, negative ones included."""
+    return seed & MASK32, (seed >> 32) & MASK32
+
+
+def words(seed: Tensor, role: Role | Tensor, position: Tensor, block: Word = 0, round_start: Word = 0) -> Words:
+    """The four words of one counter block. All int64, broadcast together."""
+    role = role if isinstance(role, Tensor) else int(role)
+    return philox4x32((block & MASK32, position & MASK32, role, round_start & MASK32), split_seed(seed))
+
+
+def uniform(seed: Tensor, role: Role, position: Tensor, index: Word = 0, round_start: Word = 0) -> Tensor:
+    """float32 in (0, 1). seed, position, index, round_start: int64, broadcast together."""
+    index = torch.as_tensor(index, device=seed.device)
+    four = torch.stack(words(seed, role, position, index >> 2, round_start))
+    word = four.gather(0, (index & 3).expand(four.shape[1:]).unsqueeze(0)).squeeze(0)
+    return to_uniform(word)
+
+
+def uniform64(seed: Tensor, role: Role, position: Tensor, round_start: Word = 0) -> Tensor:
+    """float64 in (0, 1). seed, position, round_start: int64, broadcast together."""
+    high, low, _, _ = words(seed, role, position, 0, round_start)
+    return to_uniform64(high, low)
+
+
+def to_uniform(word: Tensor) -> Tensor:
+    """float32 in (0, 1), never 0 nor 1: 23 bits and a half, the most that is exact there. word: int64 in [0, 2**32)."""
+    return ((word >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def to_uniform64(high: Tensor, low: Tensor) -> Tensor:
+    """float64 in (0, 1): 52 bits and a half. Fine enough to invert a distribution function over a whole vocabulary; 23
+    bits would never reach tokens below 1e-7. high, low: int64 in [0, 2**32)."""
+    return (((high << 20) | (low >> 12)).to(torch.float64) + 0.5) * 2.0**-52

@@ -1,0 +1,96 @@
+"""The pass over the vocabulary: all that verification needs of a row, and nothing of the size of a row is kept.
+
+For p: the largest logit and, for each tile of `TILE` tokens, the tile's mass, the sum of exp((logit - largest) / T).
+The probability of any token and a draw from p (or from p less a sparse q) need only these and one tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.verification.batch import Mode, VerificationBatch
+from actors.verification.constraints import thresholds
+from actors.verification.gumbel import FEW_TOKENS, coupled_choice
+from actors.verification.tiles import argmax, tile_size
+
+CHUNK_ELEMENTS = 1 << 19  # so that a chunk's exponentials stay in cache
+
+
+@dataclass(frozen=True, eq=False)
+class RowScan:
+    """row_max: float32 [R], not finite where the row is bad. choice: int64 [R], of GREEDY and COUPLED rows.
+    threshold: float32 [R] or None: tokens below have p = 0. tile_mass: float32 [R, ceil(V / tile)] and total: float32
+    [R], of REJECTION and BLOCK rows, or None when there are none."""
+
+    row_max: Tensor
+    choice: Tensor
+    threshold: Tensor | None
+    tile_mass: Tensor | None
+    total: Tensor | None
+
+
+def scan(batch: VerificationBatch) -> RowScan:
+    logits, constraints = batch.logits, batch.constraints
+    rows, vocab_size = logits.shape
+    row_max = logits.amax(-1)  # NaN wins
+    threshold = _thresholds(batch, row_max)
+    choice = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    tile_mass: Tensor | None = None
+    if any(group.mode in (Mode.REJECTION, Mode.BLOCK) for group in batch.groups):
+        tile = tile_size(vocab_size)
+        tile_mass = torch.zeros(rows, -(-vocab_size // tile), device=logits.device)
+    for group in batch.groups:
+        part = group.rows
+        floor = None if threshold is None else threshold[part]
+        if group.mode is Mode.GREEDY:
+            choice[part] = argmax(logits[part], row_max[part])
+        elif group.mode is Mode.COUPLED:
+            request = batch.row_request[part]
+            choice[part] = coupled_choice(
+                logits[part],
+                constraints.temperature[part],
+                floor,
+                row_max[part],
+                batch.seed[request],
+                row_position(batch, part),
+                few_tokens=constraints.all_top_k and constraints.max_top_k <= FEW_TOKENS,
+            )
+        else:
+            assert tile_mass is not None
+            _add_mass(tile_mass[part], logits[part], row_max[part], constraints.temperature[part], floor)
+    total = None if tile_mass is None else tile_mass.sum(-1)
+    return RowScan(row_max, choice, threshold, tile_mass, total)
+
+
+def row_position(batch: VerificationBatch, rows: slice) -> Tensor:
+    """int64 [rows]: the position of the token that each row predicts."""
+    request = batch.row_request[rows]
+    row = torch.arange(rows.start, rows.stop, device=request.device)
+    return batch.position[request] + row - batch.first_row[request]
+
+
+def _thresholds(batch: VerificationBatch, row_max: Tensor) -> Tensor | None:
+    """A request's thresholds do not depend on who shares the batch, only the work does."""
+    return thresholds(batch.logits, row_max, batch.constraints) if batch.constraints.any else None
+
+
+def _add_mass(tile_mass: Tensor, logits: Tensor, row_max: Tensor, temperature: Tensor, floor: Tensor | None) -> None:
+    """Fills tile_mass [R, tiles] in place."""
+    rows, vocab_size = logits.shape
+    tile = tile_size(vocab_size)
+    whole = vocab_size // tile * tile
+    step = max(1, CHUNK_ELEMENTS // vocab_size)
+    buffer = torch.empty(min(step, rows), vocab_size, device=logits.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        weight = buffer[: part.stop - start]
+        torch.sub(logits[part], row_max[part].unsqueeze(1), out=weight)
+        weight.div_(temperature[part].unsqueeze(1)).exp_()
+        if floor is not None:
+            weight.masked_fill_(logits[part] < floor[part].unsqueeze(1), 0.0)
+        torch.sum(weight[:, :whole].unflatten(-1, (-1, tile)), dim=-1, out=tile_mass[part, : whole // tile])
+        if whole < vocab_size:
+            tile_mass[part, -1] = weight[:, whole:].sum(-1)

@@ -1,0 +1,52 @@
+"""A row of logits in tiles: their maxima cost one fast pass, and most questions then need a few tiles only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 1024
+"""Tokens of a tile of mass, the unit of a draw by inversion."""
+
+SEARCH_TILE = 128
+"""Tokens of a tile when looking for a few large logits."""
+
+
+def tile_size(vocab_size: int, tile: int = TILE) -> int:
+    return min(tile, vocab_size)
+
+
+def tile_maxima(logits: Tensor, tile: int) -> Tensor:
+    """float32 [R, ceil(V / tile)]; NaN wins. logits: float32 [R, V]."""
+    vocab_size = logits.shape[1]
+    whole = vocab_size // tile * tile
+    maxima = logits[:, :whole].unflatten(-1, (-1, tile)).amax(-1)
+    if whole < vocab_size:
+        maxima = torch.cat([maxima, logits[:, whole:].amax(-1, keepdim=True)], dim=-1)
+    return maxima
+
+
+def argmax(logits: Tensor, row_max: Tensor) -> Tensor:
+    """int64 [R], the lowest id among equals; any id where row_max [R] is not finite. logits: float32 [R, V].
+
+    torch's own argmax is several times slower on a CPU.
+    """
+    vocab_size = logits.shape[1]
+    tile = tile_size(vocab_size, SEARCH_TILE)
+    first = (tile_maxima(logits, tile) == row_max.unsqueeze(1)).to(torch.uint8).argmax(-1)
+    ids = first.unsqueeze(1) * tile + torch.arange(tile, device=logits.device)
+    inside = logits.gather(1, ids.clamp_max(vocab_size - 1))
+    place = (inside == row_max.unsqueeze(1)).to(torch.uint8).argmax(-1)
+    return (first * tile + place).clamp_max(vocab_size - 1)
+
+
+def at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and ids, int64 [N] each, of all logits at or above their row's bound. logits: float32 [R, V]; maxima: of
+    tiles of SEARCH_TILE; bound: float32 [R]. Syncs with the host on a GPU."""
+    vocab_size = logits.shape[1]
+    tile = tile_size(vocab_size, SEARCH_TILE)
+    row, tile_of = (maxima >= bound.unsqueeze(1)).nonzero(as_tuple=True)
+    ids = tile_of.unsqueeze(1) * tile + torch.arange(tile, device=logits.device)
+    values = logits[row.unsqueeze(1), ids.clamp_max(vocab_size - 1)]
+    hit, place = ((values >= bound[row].unsqueeze(1)) & (ids < vocab_size)).nonzero(as_tuple=True)
+    return row[hit], ids[hit, place]

@@ -1,0 +1,138 @@
+"""A model drafter that dies while requests run, and one that serves two links at once."""
+
+import signal
+import time
+
+import pytest
+import ray
+
+from actors.message_codec import frame_capacity_words, pack, unpack
+from actors.messages import Close, CloseReason, Commit, Open, Proposals, ProposalStatus
+from cluster.link import Link, host_link
+from outrider.v1 import generation_pb2 as pb
+from tests.serving import HANG_GUARD_S, K, wait_until
+from tests.tiny_models import VOCAB_SIZE
+from tests.traffic import Traffic
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPT = list(b"The drafter may go at any time. ")
+MAX_TOKENS = 300
+BACK_WITHIN_S = 90.0
+FOREIGN_EPOCH = 1_000_000
+CAPACITY = frame_capacity_words(16, K)
+
+
+@pytest.fixture
+def second_link(pair):
+    """A verifier's end of another link to the pair's live drafter, made in this process."""
+    invitation, complete = host_link(
+        host="127.0.0.1",
+        epoch=FOREIGN_EPOCH,
+        backend="gloo",
+        capacity_words=CAPACITY,
+        round_deadline_ms=1000,
+        link_deadline_ms=20_000,
+        vocab_size=VOCAB_SIZE,
+        num_speculative_tokens=K,
+        verifier_id="test",
+    )
+    joining = pair.drafter().accept_link.remote(invitation, HANG_GUARD_S)
+    link = Link(
+        complete(HANG_GUARD_S),
+        epoch=FOREIGN_EPOCH,
+        capacity_words=CAPACITY,
+        link_deadline_s=20.0,
+        decode=lambda payload: unpack(payload, VOCAB_SIZE, K),
+        name="test",
+    )
+    link.start()
+    ray.get(joining, timeout=HANG_GUARD_S)
+    yield link
+    link.close("end of test")
+
+
+def next_answer(link):
+    received = link.poll(HANG_GUARD_S)
+    assert received is not None, f"no answer; link: {link.broken}"
+    (answer,) = received.messages
+    return answer
+
+
+def follow(link, reference, handle, prompt, rounds):
+    """Play a verifier that accepts two drafts a round; every proposal must be the drafter's own greedy text."""
+    tokens = list(prompt)
+    opened = Open(handle, len(tokens), 0, list(tokens), K, 0.0, 1.0, 0, None)
+    link.post(pack([opened], CAPACITY))
+    answer = next_answer(link)
+    assert (answer.request, answer.status) == (handle, ProposalStatus.READY)
+    committed = [65]
+    for number in range(rounds):
+        base = len(tokens)
+        link.post(pack([Commit(handle, base, committed)], CAPACITY))
+        tokens += committed
+        answer = next_answer(link)
+        assert answer == Proposals(handle, len(tokens), answer.token_ids)
+        reference.check(tokens, answer.token_ids, label=f"proposal {number}")
+        assert len(answer.token_ids) == K
+        committed = [*answer.token_ids[:2], 66 + number % 20]
+
+
+def test_one_drafter_serves_two_links(pair, second_link):
+    assert pair.drafter_status()["links"] == 2
+    before = pair.status().rounds
+    with Traffic(pair, PROMPT, MAX_TOKENS):
+        follow(second_link, pair.drafter_reference, 1, b"A prompt of the second target", rounds=12)
+        follow(second_link, pair.drafter_reference, 2, b"x" * 300, rounds=4)
+        assert second_link.broken is None
+    after = pair.status()
+    assert after.rounds.drafted_rounds > before.drafted_rounds, "the first link's requests were drafted for meanwhile"
+    assert after.link.state == pb.LINK_STATE_UP
+    wait_until(lambda: pair.drafter_status()["num_sequences"] == 2, HANG_GUARD_S, "only the second link's are left")
+    second_link.post(pack([Close(1, CloseReason.FINISHED)], CAPACITY))
+    wait_until(lambda: pair.drafter_status()["num_sequences"] == 1, HANG_GUARD_S, "one of them is closed")
+    second_link.close("enough")
+    wait_until(lambda: pair.drafter_status()["num_sequences"] == 0, HANG_GUARD_S, "a link's sequences go with it")
+    status = pair.drafter_status()
+    assert (status["links"], status["kv_cache_usage"]) == (1, 0)
+    assert pair.status().link.epoch == after.link.epoch, "the other link is untouched"
+
+
+def test_a_link_of_another_vocabulary_is_refused(pair):
+    invitation, _ = host_link(
+        host="127.0.0.1",
+        epoch=FOREIGN_EPOCH + 1,
+        backend="gloo",
+        capacity_words=CAPACITY,
+        round_deadline_ms=1000,
+        link_deadline_ms=20_000,
+        vocab_size=VOCAB_SIZE + 1,
+        num_speculative_tokens=K,
+        verifier_id="test",
+    )
+    with pytest.raises(ValueError, match=r"drafter\.model: vocabulary of 272 tokens, the target's has 273"):
+        ray.get(pair.drafter().accept_link.remote(invitation, 5.0), timeout=HANG_GUARD_S)
+    assert pair.drafter_status()["links"] == 1
+
+
+def test_the_drafter_is_killed(pair):
+    before = pair.status()
+    assert before.link.state == pb.LINK_STATE_UP
+    with Traffic(pair, PROMPT, MAX_TOKENS) as traffic:
+        killed = pair.signal_drafter(signal.SIGKILL)
+        died = time.monotonic()
+        wait_until(lambda: pair.status().link.state != pb.LINK_STATE_UP, 5.0, "the death is noticed")
+        plain = pair.client.generate(PROMPT, temperature=0.0, max_tokens=64)
+        pair.reference.check(PROMPT, plain.token_ids, label="while it loads")
+        assert plain.metrics.speculative_decoding.num_draft_tokens == 0, "nobody drafts"
+    wait_until(lambda: pair.status().link.state == pb.LINK_STATE_UP, BACK_WITHIN_S, "a new link to a new drafter")
+    print(f"back {time.monotonic() - died:.1f} s after the death, longest gap {traffic.longest_gap() * 1e3:.0f} ms")
+    after = pair.status()
+    assert after.link.epoch > before.link.epoch
+    assert after.link.reconnects > before.link.reconnects
+    assert pair.actors()["Drafter"].pid != killed
+    deadline_s = pair.config.link.round_deadline_ms / 1e3
+    assert traffic.longest_gap() < deadline_s + 1.0
+    answer = pair.client.generate(PROMPT, temperature=0.0, max_tokens=64)
+    pair.reference.check(PROMPT, answer.token_ids, label="afterwards")
+    assert answer.metrics.speculative_decoding.num_accepted_draft_tokens > 0

@@ -1,0 +1,126 @@
+"""What may happen to a drafter and its link while requests run: speed is lost, nothing else, and it comes back."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from outrider.v1 import generation_pb2 as pb
+from tests.serving import HANG_GUARD_S, wait_until
+from tests.traffic import Traffic
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPT = list(b"to be or not to be, that is the question: to be or not to be")
+MAX_TOKENS = 400
+ALLOWANCE_S = 1.0
+"""Beyond the round's deadline: target step, proxy, client and everybody else on the machine."""
+
+BACK_WITHIN_S = 10.0
+
+
+class Fault:
+    """What the tests have in common: the state before, and the proof that speculation is back."""
+
+    def __init__(self, pair):
+        self.pair = pair
+        answer = self._ask()
+        assert answer.metrics.speculative_decoding.num_draft_tokens > 0, "an ngram drafter finds something here"
+        self.before = pair.status().link
+        assert self.before.state == pb.LINK_STATE_UP
+
+    def _ask(self):
+        return self.pair.client.generate(PROMPT, temperature=0.0, max_tokens=MAX_TOKENS)
+
+    def is_noticed(self):
+        link = self.pair.status().link
+        return link.state != pb.LINK_STATE_UP or link.epoch > self.before.epoch
+
+    def is_back(self):
+        link = self.pair.status().link
+        return link.state == pb.LINK_STATE_UP and link.epoch > self.before.epoch
+
+    def check_speculation_is_back(self):
+        status = self.pair.status()
+        assert status.speculation_up
+        assert status.link.reconnects > self.before.reconnects
+        answer = self._ask()
+        self.pair.reference.check(PROMPT, answer.token_ids, label="afterwards")
+        assert answer.metrics.speculative_decoding.num_draft_tokens > 0
+        after = self.pair.status().rounds
+        assert after.drafted_rounds > status.rounds.drafted_rounds
+
+    def check_gaps(self, traffic):
+        deadline_s = self.pair.config.link.round_deadline_ms / 1e3
+        assert traffic.longest_gap() < deadline_s + ALLOWANCE_S, "a round waited longer than its deadline"
+
+
+@pytest.fixture
+def fault(ngram_pair):
+    return Fault(ngram_pair)
+
+
+def test_the_drafter_is_killed(ngram_pair, fault):
+    with Traffic(ngram_pair, PROMPT, MAX_TOKENS) as traffic:
+        killed = ngram_pair.signal_drafter(signal.SIGKILL)
+        died = time.monotonic()
+        wait_until(fault.is_back, BACK_WITHIN_S, "a new link after the drafter's death")
+        traffic.wait_for_messages(20)
+    assert ngram_pair.actors()["Drafter"].pid != killed
+    fault.check_speculation_is_back()
+    print(f"back {time.monotonic() - died:.1f} s after the death, longest gap {traffic.longest_gap() * 1e3:.0f} ms")
+    fault.check_gaps(traffic)
+
+
+def test_the_drafter_is_stopped_for_ten_seconds(ngram_pair, fault):
+    with Traffic(ngram_pair, PROMPT, MAX_TOKENS) as traffic:
+        stopped = ngram_pair.signal_drafter(signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            link_deadline_s = ngram_pair.config.link.link_deadline_ms / 1e3
+            wait_until(fault.is_noticed, link_deadline_s + 2 * ALLOWANCE_S, "the link given up at its deadline")
+            answered = len(traffic.answers)
+            wait_until(lambda: len(traffic.answers) > answered, HANG_GUARD_S, "plain decoding goes on")
+            time.sleep(max(start + 10 - time.monotonic(), 0))
+            assert not fault.is_back()
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        wait_until(fault.is_back, BACK_WITHIN_S, "a new link after the drafter went on")
+        traffic.wait_for_messages(20)
+    assert ngram_pair.actors()["Drafter"].pid == stopped, "it was stopped, not dead"
+    fault.check_speculation_is_back()
+    print(f"longest gap {traffic.longest_gap() * 1e3:.0f} ms over {len(traffic.answers)} streams")
+    fault.check_gaps(traffic)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [pytest.param(0, id="magic"), pytest.param(2, id="epoch"), pytest.param(5, id="length")]
+    + [pytest.param(16, id="first payload word"), pytest.param(19, id="payload")],
+)
+def test_a_frame_is_damaged(ngram_pair, fault, word):
+    """One bit of one DATA frame flips on its way out of the live drafter, after the checksum was written."""
+
+    def damage(drafter, word):
+        (link,) = drafter._links.values()
+        transport = link._transport
+
+        def send(buffer):
+            if buffer[4] == 1:
+                buffer[word] ^= 1 << 6
+                del transport.send  # the class's own again
+            type(transport).send(transport, buffer)
+
+        transport.send = send
+
+    with Traffic(ngram_pair, PROMPT, MAX_TOKENS) as traffic:
+        ray.get(ngram_pair.drafter().__ray_call__.remote(damage, word), timeout=HANG_GUARD_S)
+        wait_until(fault.is_back, BACK_WITHIN_S, "a new link after a damaged frame")
+        traffic.wait_for_messages(20)
+    last_error = ngram_pair.status().link.last_error
+    assert last_error.startswith("bad frame: "), "the verifier refused the frame, and says so"
+    fault.check_speculation_is_back()
+    fault.check_gaps(traffic)
+    print(f"{last_error!r}, longest gap {traffic.longest_gap() * 1e3:.0f} ms")
