@@ -1,11 +1,17 @@
-"""What every test gets: no call to a model hub, no usage report, and Outrider's home in a directory of its own."""
+"""What every test gets: no call to a model hub, no usage report, Outrider's home in a directory of its own, and, for
+those that ask by name, a deployment that is shared with every other test that asks for it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.serving import Deployment, Deployments, Models
 
 # Set before anything imports Ray, vLLM or the hub's client, which read them once.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -19,3 +25,58 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     monkeypatch.setenv("OUTRIDER_HOME", str(home))
     return home
+
+
+DEPLOYMENTS = ("pair", "ngram_pair", "target_tp2", "drafter_tp2")
+"""Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one deployment run together, after those with no part in the cluster (some start one of their own)."""
+
+    def turn(item: pytest.Item) -> int:
+        names = getattr(item, "fixturenames", ())
+        return next((number for number, name in enumerate(DEPLOYMENTS, 1) if name in names), 0)
+
+    items.sort(key=turn)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Checkpoints of a tiny target and drafter."""
+    from tests.serving import build_models
+
+    return build_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def deployments(models: Models) -> Iterator[Deployments]:
+    from tests.serving import Deployments
+
+    deployments = Deployments(models)
+    yield deployments
+    deployments.shutdown()
+
+
+@pytest.fixture
+def pair(deployments: Deployments) -> Deployment:
+    """Target and draft model, one rank each."""
+    return deployments.use("pair")
+
+
+@pytest.fixture
+def ngram_pair(deployments: Deployments) -> Deployment:
+    """Target and ngram drafter, with deadlines short enough to see pass."""
+    return deployments.use("ngram_pair")
+
+
+@pytest.fixture
+def target_tp2(deployments: Deployments) -> Deployment:
+    """A target of two ranks, a drafter of one."""
+    return deployments.use("target_tp2")
+
+
+@pytest.fixture
+def drafter_tp2(deployments: Deployments) -> Deployment:
+    """A target of one rank, a drafter of two."""
+    return deployments.use("drafter_tp2")

@@ -100,3 +100,9 @@ def test_load_names_the_file(tmp_path: Path) -> None:
 def test_a_parsed_configuration_survives_a_round_trip() -> None:
     config = parse_config(tree(link={"round_deadline_ms": 50}))
     assert parse_config(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("k", [0, -1, 33])
+def test_a_k_out_of_range_says_how_to_serve_without_speculation(k: int) -> None:
+    with pytest.raises(ConfigError, match=r"speculation\.num_speculative_tokens: must be 1 to 32; .*leave the drafter"):
+        parse_config({"target": {"model": "m"}, "speculation": {"num_speculative_tokens": k}})

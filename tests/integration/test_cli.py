@@ -1,0 +1,267 @@
+"""`outrider serve` and `outrider generate` as an operator runs them: one line, JSON, signals, wrong configurations."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from deploy.client import OutriderClient, OutriderError
+from deploy.processes import shared_memory_entries
+from tests.reference import Reference
+from tests.serving import Models, engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+STARTS_WITHIN_S = 240.0
+ENDS_WITHIN_S = 90.0
+REFUSES_WITHIN_S = 60.0
+PROMPT = "to be or not to be, that is the question: to be or not to be"
+LINE = re.compile(r"outrider: serving (?P<model>\S+) grpc=(?P<grpc>\S+:\d+) http=(?P<http>\S+:\d+)\n")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", *arguments]
+
+
+def write_config(directory: Path, models: Models, **changes: Any) -> Path:
+    """A configuration file of a tiny target and an ngram drafter. changes: sections to merge in."""
+    tree: dict[str, Any] = {"target": engine(models.target), "drafter": {"method": "ngram"}}
+    for section, values in changes.items():
+        tree[section] = values if section not in tree or "method" in values else {**tree[section], **values}
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    line: str
+    address: str
+    shared_memory_before: set[str]
+
+    def tree(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("serve")
+    before = shared_memory_entries()
+    errors = (directory / "stderr").open("w+")
+    process = subprocess.Popen(
+        command("serve", str(write_config(directory, models)), "--grpc-port", "0", "--http-port", "0"),
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()  # at its end, too, when the server fails; pytest's timeout guards the wait
+        found = LINE.fullmatch(line)
+        assert found, f"{line!r}; {(directory / 'stderr').read_text()[-2000:]}"
+        yield Server(process, line, found["grpc"], before)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        errors.close()
+
+
+def generate(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command("generate", "--address", server.address, *arguments),
+        capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+
+
+def test_generate_json_prints_one_object_with_every_documented_key(server: Server, models: Models) -> None:
+    done = generate(server, "--json", "--temperature", "0", "--max-tokens", "64", PROMPT)
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    prompt = list(PROMPT.encode())
+    Reference(models.target).check(prompt, answer["token_ids"], label="outrider generate")
+    assert answer["text"] == bytes(answer["token_ids"]).decode()
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("length", None)
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 64,
+        "total_tokens": len(prompt) + 64,
+    }
+    speculative = answer["metrics"]["speculative_decoding"]
+    assert speculative.keys() == {
+        "num_spec_steps",
+        "num_draft_tokens",
+        "num_accepted_draft_tokens",
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "acceptance_histogram",
+    }
+    assert speculative["num_spec_steps"] == sum(speculative["acceptance_histogram"]) > 0
+
+
+def test_generate_without_speculation_says_the_same(server: Server) -> None:
+    options = ("--json", "--temperature", "0", "--max-tokens", "32")
+    drafted = json.loads(generate(server, *options, PROMPT).stdout)
+    plain = json.loads(generate(server, *options, "--no-speculation", PROMPT).stdout)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert plain["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
+
+
+def test_generate_streams_text_to_stdout_and_statistics_to_stderr(server: Server) -> None:
+    done = generate(server, "--temperature", "0", "--max-tokens", "32", PROMPT)
+    assert done.returncode == 0
+    assert len(done.stdout) == 33, "32 one-byte tokens and the end of the line"
+    assert "tok/s" in done.stderr
+
+
+def test_a_bad_request_is_one_line(server: Server) -> None:
+    done = generate(server, "--temperature", "-1", PROMPT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "sampling.temperature" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_sigterm_ends_it_cleanly(server: Server) -> None:
+    """Last of those that use the server. A request is under way, and delays the end little."""
+    processes = server.tree()
+    assert len(processes) > 5
+    with OutriderClient(server.address) as client:
+        stream = client.stream(PROMPT, temperature=0.0)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(ENDS_WITHIN_S) == 0
+        with suppress(OutriderError):
+            list(stream)
+    assert server.process.stdout is not None
+    assert server.process.stdout.read() == "", "one line on stdout, no more"
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    pids = {str(process.pid) for process in processes} | {str(server.process.pid)}
+    left = shared_memory_entries() - server.shared_memory_before
+    assert {name for name in left if pids & set(re.findall(r"\d+", name))} == set()
+
+
+def other_vocabulary(models: Models, directory: Path) -> Path:
+    copy = directory / "other-vocabulary"
+    shutil.copytree(models.drafter, copy)
+    document = json.loads((copy / "config.json").read_text())
+    document["vocab_size"] += 16
+    (copy / "config.json").write_text(json.dumps(document))
+    return copy
+
+
+def drafted_by(model: Path, **changes: Any) -> dict[str, Any]:
+    return {"method": "draft_model", **engine(model), **changes}
+
+
+def refused(path: Path, *arguments: str) -> str:
+    """stderr of a server that must not start: exit code 1, one line, soon, no traceback, nothing on stdout."""
+    started = time.monotonic()
+    done = subprocess.run(
+        command("serve", str(path), *(arguments or ("--grpc-port", "0", "--http-port", "0"))),
+        capture_output=True, text=True, timeout=REFUSES_WITHIN_S, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    print(f"refused after {time.monotonic() - started:.1f} s: {done.stderr.strip()}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("outrider: ")]
+    assert len(lines) == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == lines[0], "the explanation comes last"
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "fix"),
+    [
+        pytest.param({"target": {"max_model_length": 5}}, "target.max_model_length", "unknown key", id="unknown key"),
+        pytest.param(
+            {"speculation": {"num_speculative_tokens": 0}}, "speculation.num_speculative_tokens", "", id="K=0"
+        ),
+        pytest.param(
+            {"speculation": {"num_speculative_tokens": 33}},
+            "speculation.num_speculative_tokens",
+            "32",
+            id="K over limit",
+        ),
+        pytest.param({"target": {"tensor_parallel_size": 3}}, "target.tensor_parallel_size", "allows", id="TP"),
+        pytest.param({"target": {"model": "/nowhere/at/all"}}, "target.model", "give a checkpoint", id="no checkpoint"),
+        pytest.param({"target": {"max_model_len": 4096}}, "target.max_model_len", "lower it", id="too long"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_at_once(
+    models: Models, tmp_path: Path, changes: dict[str, Any], field: str, fix: str
+) -> None:
+    line = refused(write_config(tmp_path, models, **changes))
+    assert f"{field}: " in line
+    assert fix in line
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(models: Models, tmp_path: Path) -> None:
+    drafter = drafted_by(other_vocabulary(models, tmp_path))
+    line = refused(write_config(tmp_path, models, drafter=drafter))
+    assert "drafter.model: " in line
+    assert "288" in line
+    assert "272" in line
+
+
+def test_a_drafter_whose_heads_do_not_split_is_refused(models: Models, tmp_path: Path) -> None:
+    drafter = drafted_by(models.drafter, tensor_parallel_size=3)
+    assert "drafter.tensor_parallel_size: " in refused(write_config(tmp_path, models, drafter=drafter))
+
+
+def test_a_missing_drafter_checkpoint_is_refused(models: Models, tmp_path: Path) -> None:
+    drafter = drafted_by(tmp_path / "nothing")
+    assert "drafter.model: " in refused(write_config(tmp_path, models, drafter=drafter))
+
+
+@pytest.mark.parametrize("key", ["grpc", "http"])
+def test_a_port_in_use_is_refused(models: Models, tmp_path: Path, key: str) -> None:
+    other = "http" if key == "grpc" else "grpc"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        line = refused(write_config(tmp_path, models), f"--{key}-port", port, f"--{other}-port", "0")
+    assert f"serving.{key}_port: port {port} is in use" in line
+
+
+def test_what_only_the_engine_finds_out_is_one_line_too(models: Models, tmp_path: Path) -> None:
+    """Weights that do not fit their config.json: Ray, Serve and vLLM are up by then, and all of them go again."""
+    before = shared_memory_entries()
+    broken = tmp_path / "broken"
+    shutil.copytree(models.target, broken)
+    (broken / "model.safetensors").write_bytes(b"not a checkpoint")
+    process = subprocess.Popen(
+        command("serve", str(write_config(tmp_path, models, target={"model": str(broken)})),
+                "--grpc-port", "0", "--http-port", "0"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    output, errors = process.communicate(timeout=STARTS_WITHIN_S)
+    assert (process.returncode, output) == (1, "")
+    assert "Traceback" not in errors
+    last = errors.strip().splitlines()[-1]
+    print(last)
+    assert re.match(r"outrider: target[.\w]*: ", last), last
+    left = {name for name in shared_memory_entries() - before if str(process.pid) in name}
+    assert left == set()
+    assert not [p for p in psutil.process_iter(["ppid"]) if p.info["ppid"] == process.pid]

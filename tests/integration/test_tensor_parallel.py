@@ -1,0 +1,62 @@
+"""Target and drafter each with their own tensor-parallel degree: the tokens are those of one plain vLLM engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import plain_engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PROMPTS = [list(b"Two ranks, one answer"), list(b"z"), list(b"Sharded heads see halves of everything. " * 3)]
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def plain(models):
+    """The plain engine's answers."""
+    arguments = [str(models.target), json.dumps(PROMPTS), str(NUM_TOKENS)]
+    done = subprocess.run(
+        [sys.executable, plain_engine.__file__, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def check(deployment, plain):
+    accepted = 0
+    for prompt, expected in zip(PROMPTS, plain, strict=True):
+        answer = deployment.client.generate(prompt, temperature=0.0, max_tokens=NUM_TOKENS)
+        label = f"{deployment.name}, prompt of {len(prompt)}"
+        deployment.reference.check(prompt, answer.token_ids, expected, label)
+        accepted += answer.metrics.speculative_decoding.num_accepted_draft_tokens
+    assert accepted > 0, "nothing was speculated"
+
+
+def test_a_target_of_two_ranks(target_tp2, plain):
+    check(target_tp2, plain)
+    actors = target_tp2.actors()
+    names = ["Verifier", "TargetRank-1", "Drafter", "Target", "Ingress"]
+    assert set(names) <= actors.keys()
+    assert len({actors[name].pid for name in names}) == len(names)
+    assert [actors[name].bundles for name in names[:3]] == [{1}, {2}, {3}]
+
+
+def test_a_drafter_of_two_ranks(drafter_tp2, plain):
+    check(drafter_tp2, plain)
+    actors = drafter_tp2.actors()
+    names = ["Verifier", "DrafterRank-0", "DrafterRank-1", "Drafter", "Target", "Ingress"]
+    assert set(names) <= actors.keys()
+    assert "TargetRank-1" not in actors
+    assert len({actors[name].pid for name in names}) == len(names)
+    assert [actors[name].bundles for name in names[:3]] == [{1}, {2}, {3}]

@@ -1,0 +1,218 @@
+"""One Ray + Serve cluster for a test session, and the deployments that its tests share, one at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.core.generated import gcs_pb2
+from ray.serve.config import HTTPOptions, gRPCOptions
+
+from cluster.config import OutriderConfig, parse_config
+from cluster.ranks import NAMESPACE
+from deploy.app import ReplicaPlan, build_app, plan_replica
+from deploy.client import OutriderClient
+from deploy.ports import pick_free_port
+from deploy.server import SERVICER
+from outrider.v1 import generation_pb2 as pb
+from tests.reference import Reference
+from tests.tiny_models import build_tiny_llama
+
+K = 4
+MAX_MODEL_LEN = 1024
+HANG_GUARD_S = 60.0
+"""How long a test waits for what has no deadline of its own. Nothing is measured against it."""
+
+
+@dataclass(frozen=True)
+class Models:
+    target: Path
+    drafter: Path
+
+
+def build_models(directory: Path) -> Models:
+    """A target, and a drafter that agrees with it on most tokens, not on all."""
+    target = build_tiny_llama(directory / "tiny")
+    return Models(target, build_tiny_llama(directory / "tiny-drafter", noise_of=target, noise=0.03))
+
+
+def engine(model: Path, **changes: Any) -> dict[str, Any]:
+    common = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
+    return {"model": str(model), **common, **changes}
+
+
+def configurations(models: Models) -> dict[str, dict[str, Any]]:
+    """Every deployment the tests use, by the name of its fixture."""
+    draft_model = {"method": "draft_model", **engine(models.drafter)}
+    return {
+        "pair": {
+            "target": engine(models.target),
+            "drafter": draft_model,
+            "speculation": {"num_speculative_tokens": K},
+        },
+        "ngram_pair": {
+            "target": engine(models.target),
+            "drafter": {"method": "ngram"},
+            "speculation": {"num_speculative_tokens": K},
+            "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},
+        },
+        # Ranks that share cores take seconds for their first steps.
+        "target_tp2": {
+            "target": engine(models.target, tensor_parallel_size=2),
+            "drafter": draft_model,
+            "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
+        },
+        "drafter_tp2": {
+            "target": engine(models.target),
+            "drafter": {**draft_model, "tensor_parallel_size": 2},
+            "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
+        },
+    }
+
+
+@dataclass
+class Actor:
+    """A living Ray actor, as the cluster's table has it."""
+
+    name: str
+    pid: int
+    bundles: set[int]
+    """Placement bundles whose resources it holds."""
+
+
+@dataclass
+class Deployment:
+    """A running application, and what a test needs to talk to it and to judge its answers."""
+
+    name: str
+    config: OutriderConfig
+    plan: ReplicaPlan
+    address: str
+    client: OutriderClient
+    reference: Reference
+    drafter_reference: Reference
+
+    def status(self) -> pb.GetServerStatusResponse:
+        return self.client.status(timeout_s=HANG_GUARD_S)
+
+    def actors(self) -> dict[str, Actor]:
+        """By the part of the name before the replica's id; Serve's own names by their deployment."""
+        found = {}
+        for data in ray._private.state.state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+            actor = gcs_pb2.ActorTableData.FromString(data)
+            if actor.state == gcs_pb2.ActorTableData.ALIVE and actor.name:
+                key = actor.name.split("#")[1] if "#" in actor.name else actor.name.split(":")[0]
+                resources = [name.split("_") for name in actor.required_resources if "_group_" in name]
+                found[key] = Actor(actor.name, actor.pid, {int(p[2]) for p in resources if len(p) == 4})
+        return found
+
+    def drafter(self) -> Any:
+        """Ray's handle of the drafter actor."""
+        return ray.get_actor(self.actors()["Drafter"].name, namespace=NAMESPACE)
+
+    def drafter_status(self) -> dict[str, Any]:
+        return ray.get(self.drafter().status.remote(), timeout=HANG_GUARD_S)
+
+    def signal_drafter(self, number: signal.Signals) -> int:
+        pid = self.actors()["Drafter"].pid
+        os.kill(pid, number)
+        return pid
+
+
+def wait_until(condition: Callable[[], Any], within_s: float, what: str, every_s: float = 0.05) -> Any:
+    """The first true value of condition. Fails when there is none in time."""
+    give_up = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < give_up, f"{what}: not within {within_s:g} s"
+        time.sleep(every_s)
+    return value
+
+
+def is_idle(status: pb.GetServerStatusResponse) -> bool:
+    """No request, no KV block in use, in the engine and in the drafter, which must have answered."""
+    return status.HasField("drafter") and not any(
+        (load.running, load.waiting, load.kv_cache_usage) != (0, 0, 0) for load in (status.target, status.drafter)
+    )
+
+
+def wait_until_idle(deployment: Deployment, within_s: float) -> None:
+    seen: list[pb.GetServerStatusResponse] = []
+
+    def idle() -> bool:
+        seen[:] = [deployment.status()]
+        return is_idle(seen[0])
+
+    try:
+        wait_until(idle, within_s, "everything freed")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; target {seen[0].target}, drafter {seen[0].drafter}") from None
+
+
+class Deployments:
+    """Starts the cluster with the first deployment asked for and swaps the application when another is asked for."""
+
+    def __init__(self, models: Models) -> None:
+        self._configurations = configurations(models)
+        self._references = Reference(models.target), Reference(models.drafter)
+        self._current: Deployment | None = None
+        self._grpc_port: int | None = None
+
+    def use(self, name: str) -> Deployment:
+        if self._current is not None and self._current.name == name:
+            return self._current
+        if self._grpc_port is None:
+            self._grpc_port = self._start_cluster()
+        self._take_down()
+        config = parse_config(self._configurations[name])
+        plan = plan_replica(config)
+        serve.run(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
+        address = f"127.0.0.1:{self._grpc_port}"
+        client = OutriderClient(address)
+        self._current = Deployment(name, config, plan, address, client, *self._references)
+        wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
+        return self._current
+
+    def shutdown(self) -> None:
+        if self._grpc_port is not None:
+            self._take_down()
+            serve.shutdown()
+            ray.shutdown()
+
+    def _take_down(self) -> None:
+        if self._current is not None:
+            self._current.client.close()
+            serve.delete(self._current.config.serving.app_name)
+            self._current = None
+
+    @staticmethod
+    def _start_cluster() -> int:
+        port = pick_free_port()
+        ray.init(
+            "local",
+            num_cpus=16,
+            include_dashboard=False,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            object_store_memory=256 << 20,
+        )
+        serve.start(
+            http_options=HTTPOptions(host="127.0.0.1", port=pick_free_port()),
+            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER]),
+        )
+        return port
+
+
+def _answers(client: OutriderClient) -> bool:
+    from deploy.client import OutriderError
+
+    try:
+        return bool(client.status(timeout_s=10).model)
+    except OutriderError:
+        return False

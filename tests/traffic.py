@@ -1,0 +1,72 @@
+"""Greedy streams, one after the other, while something happens to the drafter."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from tests.serving import HANG_GUARD_S, Deployment
+
+
+class Traffic:
+    """Streams the same prompt over and over from entering to leaving the with block, which waits for the last one.
+
+    Every answer is checked against the reference on leaving. gaps: seconds between two messages of one stream.
+    """
+
+    def __init__(self, deployment: Deployment, prompt: Sequence[int], max_tokens: int) -> None:
+        self._deployment, self._prompt, self._max_tokens = deployment, list(prompt), max_tokens
+        self.answers: list[list[int]] = []
+        self.errors: list[Exception] = []
+        self.gaps: list[float] = []
+        self.messages = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.wait_for_messages(5)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stopping.set()
+        self._thread.join(HANG_GUARD_S)
+        if error is not None:
+            return
+        assert not self._thread.is_alive(), "the last stream never ended"
+        assert not self.errors, f"a request failed: {self.errors[0]!r}"
+        for number, answer in enumerate(self.answers):
+            assert len(answer) == self._max_tokens
+            self._deployment.reference.check(self._prompt, answer, label=f"stream {number}")
+
+    def wait_for_messages(self, more: int) -> None:
+        """Until so many more have arrived: the stream is under way."""
+        wanted, give_up = self.messages + more, time.monotonic() + HANG_GUARD_S
+        while self.messages < wanted and not self.errors:
+            assert time.monotonic() < give_up, "the stream stands still"
+            time.sleep(0.002)
+
+    def longest_gap(self) -> float:
+        return max(self.gaps)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                tokens: list[int] = []
+                last = None
+                with self._deployment.client.stream(
+                    self._prompt, temperature=0.0, max_tokens=self._max_tokens
+                ) as stream:
+                    for message in stream:
+                        now = time.monotonic()
+                        if last is not None:
+                            self.gaps.append(now - last)
+                        last = now
+                        tokens += message.token_ids
+                        self.messages += 1
+                self.answers.append(tokens)
+        except Exception as error:  # noqa: BLE001 - shown by the test
+            self.errors.append(error)
