@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``: sizes the link's frames and the verifier's rows."""
@@ -138,6 +138,15 @@ class SpeculationConfig(_Section):
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_SPECULATIVE_TOKENS)
     """K: most tokens drafted a round. A request may ask for fewer, or none. To serve without
     speculation leave the ``drafter`` section out; K = 0 is not a way to say it."""
+
+    @field_validator("num_speculative_tokens", mode="before")
+    @classmethod
+    def _in_range(cls, value: Any) -> Any:
+        if isinstance(value, int) and not 1 <= value <= MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"must be 1 to {MAX_SPECULATIVE_TOKENS}; to serve without speculation leave the drafter section out"
+            )
+        return value
 
 
 class LinkConfig(_Section):
