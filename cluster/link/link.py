@@ -14,12 +14,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from cluster.link.frame import Frame, FrameError, FrameKind, decode, encode, next_sequence
+from cluster.link.traffic import LinkCounters, PingStats, Received
 from cluster.link.transport import LinkBroken, LinkError, Transport, TransportError, TransportTimeout
 
 logger = logging.getLogger(__name__)
@@ -28,40 +28,6 @@ T = TypeVar("T")
 
 MAX_CLOSE_REASON_BYTES = 512
 _JOIN_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Received(Generic[T]):
-    """One DATA frame, decoded."""
-
-    messages: T
-    work_us: int
-    """The sender's compute time. Of the frames of one `post` only the last carries it: sums are right."""
-
-    sequence: int
-    nbytes: int
-    """Bytes in use, header and payload."""
-
-
-@dataclass(frozen=True, slots=True)
-class PingStats:
-    """Round trips through both links' threads, microseconds."""
-
-    min_us: float
-    median_us: float
-    max_us: float
-
-
-@dataclass(slots=True)
-class LinkCounters:
-    """Frames of every kind; bytes in use (header and payload). Each field has one writing thread."""
-
-    frames_sent: int = 0
-    bytes_sent: int = 0
-    frames_received: int = 0
-    bytes_received: int = 0
-    data_frames_received: int = 0
-    last_receive_monotonic_s: float | None = None
 
 
 class _Outgoing(NamedTuple):
