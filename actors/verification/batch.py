@@ -166,9 +166,10 @@ class VerificationBatch:
             raise ValueError(f"q is {list(q_ids.shape)} for {drafts} drafts and {vocab_size} tokens")
 
         first_draft = num_drafts.cumsum(0) - num_drafts
-        draft_ids = draft_ids.to(device, torch.int64)
+        draft_ids = draft_ids.to(device, torch.int64).contiguous()
         if q_ids is not None and q_probs is not None:
-            q_ids, q_probs = q_ids.to(device, torch.int64), q_probs.to(device, torch.float32)
+            q_ids = q_ids.to(device, torch.int64).contiguous()
+            q_probs = q_probs.to(device, torch.float32).contiguous()
             if has_q is not None and not has_q.all():
                 lacks_q = (~has_q).repeat_interleave(num_drafts).to(device).unsqueeze(1)
                 column = torch.arange(q_ids.shape[1], device=device)

@@ -30,7 +30,7 @@ MAX_GUMBEL_ORDINARY = 5.55
 
 TOKENS_PER_BLOCK = 16
 MAX_BELOW_ZERO = 3.14
-"""g is above minus this: word 2**32 - 1 gives -3.1312."""
+"""g is above minus this: word 2**32 - 1 gives -3.1300."""
 
 CHUNK_ELEMENTS = 1 << 19  # so that a chunk's intermediate values stay in cache
 FEW_TOKENS = 256
@@ -41,14 +41,13 @@ def leading_bytes(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     blocks = torch.arange(-(-vocab_size // TOKENS_PER_BLOCK), device=seed.device).unsqueeze(0)
     packed = torch.empty(len(seed), blocks.shape[1], 4, dtype=torch.int32, device=seed.device)
     for i, word in enumerate(words(seed.unsqueeze(1), Role.COUPLED, position.unsqueeze(1), blocks)):
-        packed[..., i] = word - ((word >> 31) << 32)
+        packed[..., i] = word  # wraps around
     # Token x has byte x % 16 of its block, from the lowest byte of the first word. Every device is little endian.
     return packed.view(torch.uint8).flatten(1)
 
 
-def leading_zeros(seed: Tensor, position: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Rows and tokens, int64 [N] each, whose leading byte is 0: those with large noise. seed, position: int64 [R]."""
-    leading = leading_bytes(seed, position, vocab_size)
+def leading_zeros(leading: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Rows and tokens, int64 [N] each, whose leading byte is 0: large noise. leading: what `leading_bytes` gives."""
     eight = leading.view(torch.int64)
     # Borrows run upwards, so this is not 0 exactly when one of the eight bytes is 0.
     row, group = ((eight - 0x0101010101010101) & ~eight & -0x7F7F7F7F7F7F7F80).nonzero(as_tuple=True)
@@ -58,25 +57,19 @@ def leading_zeros(seed: Tensor, position: Tensor, vocab_size: int) -> tuple[Tens
     return row[exists], token[exists]
 
 
-def gumbel(seed: Tensor, position: Tensor, token: Tensor, leading_zero: bool = False) -> Tensor:
-    """float32 g(x). seed, position, token: int64 [N]. leading_zero: the caller knows that all leading bytes are 0."""
-    word = fine_bits(seed, position, token)
-    return gumbel_from_word(word if leading_zero else word | (_leading_byte(seed, position, token) << 24))
-
-
-def fine_bits(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """The low 24 bits of the words, int64 [N]. Arguments as in `gumbel`."""
+def gumbel(seed: Tensor, position: Tensor, token: Tensor, leading: Tensor | None = None) -> Tensor:
+    """float32 g(x). seed, position, token: int64 [N]. leading: the leading bytes, int64 [N], if they are known."""
+    if leading is None:
+        four = torch.stack(words(seed, Role.COUPLED, position, token >> 4))
+        word = four.gather(0, ((token >> 2) & 3).unsqueeze(0)).squeeze(0)
+        leading = (word >> (8 * (token & 3))) & 0xFF
     fine = torch.stack(words(seed, Role.COUPLED_FINE, position, token >> 2))
-    return fine.gather(0, (token & 3).unsqueeze(0)).squeeze(0) >> 8
-
-
-def _leading_byte(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    leading = torch.stack(words(seed, Role.COUPLED, position, token >> 4))
-    return (leading.gather(0, ((token >> 2) & 3).unsqueeze(0)).squeeze(0) >> (8 * (token & 3))) & 0xFF
+    fine = fine.gather(0, (token & 3).unsqueeze(0)).squeeze(0)
+    return gumbel_from_word((leading << 24) | (fine >> 8))
 
 
 def gumbel_from_word(word: Tensor) -> Tensor:
-    """word: int64 in [0, 2**32). Returns float32, between -3.1312 and 22.8739."""
+    """word: int64 in [0, 2**32). Returns float32, between -3.1300 and 22.8739."""
     v = ((word & MASK32).to(torch.float64) + 0.5) * 2.0**-32
     return (-torch.log(-torch.log(1.0 - v))).to(torch.float32)
 
@@ -112,19 +105,21 @@ def coupled_choice(
     # The likeliest token gives a first bound, the tokens with the largest noise a better one; what is left must come
     # within MAX_GUMBEL_ORDINARY of it.
     step = max(1, CHUNK_ELEMENTS // vocab_size)
-    chunks = [leading_zeros(seed[i : i + step], position[i : i + step], vocab_size) for i in range(0, rows, step)]
-    row = torch.cat([part + i * step for i, (part, _) in enumerate(chunks)])
-    token = torch.cat([part for _, part in chunks])
+    leading = torch.cat(
+        [leading_bytes(seed[i : i + step], position[i : i + step], vocab_size) for i in range(0, rows, step)]
+    )
+    row, token = leading_zeros(leading, vocab_size)
     best = row_max / temperature - MAX_BELOW_ZERO
     slack = row_max.abs() * 1e-6 + 1e-6  # several units in the last place of the largest logit, for rounding
     value = logits[row, token]
     reach = value >= torch.maximum(floor, (best - MAX_GUMBEL) * temperature - slack)[row]
     row, token, value = row[reach], token[reach], value[reach]
-    score = value / temperature[row] + gumbel(seed[row], position[row], token, leading_zero=True)
+    score = value / temperature[row] + gumbel(seed[row], position[row], token, torch.zeros_like(token))
     best = best.scatter_reduce(0, row, score, "amax")
     bound = torch.maximum(floor, (best - MAX_GUMBEL_ORDINARY) * temperature - slack)
     row_2, token_2 = at_least(logits, maxima, bound)
-    score_2 = logits[row_2, token_2] / temperature[row_2] + gumbel(seed[row_2], position[row_2], token_2)
+    noise_2 = gumbel(seed[row_2], position[row_2], token_2, leading[row_2, token_2].to(torch.int64))
+    score_2 = logits[row_2, token_2] / temperature[row_2] + noise_2
     return _best(torch.cat([row, row_2]), torch.cat([token, token_2]), torch.cat([score, score_2]), rows, vocab_size)
 
 

@@ -54,12 +54,12 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -
     k0, k1 = key
     for _ in range(ROUNDS):
         # int64 wraps around: the low 64 bits of the product are right, and the arithmetic shift is undone by the mask.
-        # c1 and c3 keep garbage above bit 31; they only ever meet a mask later.
+        # c1, c3 and the keys keep garbage above bit 31; they only ever meet a mask later.
         product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
         c0 = (product_1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK32)
         c2 = (product_0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK32)
         c1, c3 = product_1, product_0
-        k0, k1 = (k0 + WEYL_0) & MASK32, (k1 + WEYL_1) & MASK32
+        k0, k1 = k0 + WEYL_0, k1 + WEYL_1
     return c0, c1.bitwise_and_(MASK32), c2, c3.bitwise_and_(MASK32)
 
 

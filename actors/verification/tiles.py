@@ -46,7 +46,12 @@ def at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tensor, Ten
     vocab_size = logits.shape[1]
     tile = tile_size(vocab_size, SEARCH_TILE)
     row, tile_of = (maxima >= bound.unsqueeze(1)).nonzero(as_tuple=True)
-    ids = tile_of.unsqueeze(1) * tile + torch.arange(tile, device=logits.device)
-    values = logits[row.unsqueeze(1), ids.clamp_max(vocab_size - 1)]
-    hit, place = ((values >= bound[row].unsqueeze(1)) & (ids < vocab_size)).nonzero(as_tuple=True)
-    return row[hit], ids[hit, place]
+    if vocab_size % tile == 0 and logits.is_contiguous():
+        # Whole tiles are copied, several times faster than single values.
+        values = logits.view(-1, tile).index_select(0, row * (vocab_size // tile) + tile_of)
+    else:
+        ids = tile_of.unsqueeze(1) * tile + torch.arange(tile, device=logits.device)
+        values = logits[row.unsqueeze(1), ids.clamp_max(vocab_size - 1)]
+        values = values.masked_fill(ids >= vocab_size, torch.nan)  # compares false
+    hit, place = (values >= bound[row].unsqueeze(1)).nonzero(as_tuple=True)
+    return row[hit], tile_of[hit] * tile + place

@@ -155,8 +155,8 @@ def _decide(
             draft = tl.load(draft_ids + first_draft + i)
         ids, q, ok = _load_q(draft, first_draft + i, q_ids, q_probs, n, vocab_size, i < num_drafts, lane, HAS_Q)
         ok = ok | (~sampled & (draft >= 0) & (draft < vocab_size))
-        if (i < usable) & ~ok:
-            usable = i
+        if (i < num_drafts) & ~ok:
+            usable = tl.minimum(usable, i)
             status = status | BAD_PROPOSAL
         if sampled:
             p = _weight(logits, vocab_size, row, ids, row_max, temperature_R, threshold_R, HAS_THRESHOLD)

@@ -1,0 +1,83 @@
+"""Run by test_triton.py in a process of its own, with TRITON_INTERPRET=1 set before Triton is imported.
+
+Compares the two implementations on random batches of mixed modes: committed tokens, accepted lengths and status.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from actors.verification import torch_kernel, triton_kernel
+from actors.verification.batch import Sampling, VerificationBatch
+
+REQUESTS, N = 10, 5
+
+
+def random_batch(seed: int, vocab_size: int, with_q: bool, constrained: bool, damaged: bool) -> VerificationBatch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    num_drafts = integers(0, 4, REQUESTS)
+    drafts = int(num_drafts.sum())
+    n = min(N, vocab_size)
+    q_ids = torch.rand(drafts, vocab_size, generator=generator).argsort(-1)[:, :n]
+    q_logits = torch.randn(drafts, n, generator=generator)
+    q_probs = q_logits.softmax(-1)
+    draft_ids = q_ids.gather(1, torch.multinomial(q_probs, 1, generator=generator)).squeeze(1)
+    # The target mostly agrees with the drafter, so that there are accepted drafts of every length.
+    logits = torch.randn(drafts + REQUESTS, vocab_size, generator=generator) * 2
+    draft_row = (torch.arange(REQUESTS).repeat_interleave(num_drafts) + torch.arange(drafts)).unsqueeze(1)
+    logits[draft_row, q_ids] += 9 + q_logits + 0.5 * torch.randn(drafts, n, generator=generator)
+    if damaged:
+        draft_ids[integers(0, drafts, 2)] = torch.tensor([-7, vocab_size])
+        q_probs[integers(0, drafts, 1), 0] = math.nan
+        q_ids[integers(0, drafts, 1), 1] = vocab_size + 1
+        logits[integers(0, len(logits), 1), 2] = math.nan
+        logits[integers(0, len(logits), 1)] = -math.inf
+    sampling = Sampling(
+        mode=integers(0, 4, REQUESTS),
+        temperature=torch.rand(REQUESTS, generator=generator) + 0.5,
+        top_k=integers(0, 2, REQUESTS) * 20 if constrained else torch.zeros(REQUESTS),
+        top_p=1 - 0.1 * integers(0, 2, REQUESTS) if constrained else torch.ones(REQUESTS),
+        min_p=torch.zeros(REQUESTS),
+        seed=integers(-(2**62), 2**62, REQUESTS),
+        position=integers(0, 10_000, REQUESTS),
+    )
+    q = (q_ids, q_probs) if with_q else (None, None)
+    return VerificationBatch.build(logits, num_drafts, draft_ids, sampling, *q)
+
+
+def main() -> int:
+    compared = accepted = 0
+    for seed, (vocab_size, with_q, constrained, damaged) in enumerate(
+        [
+            (1500, True, False, False),
+            (1100, True, True, False),
+            (40, False, True, False),
+            (1100, False, False, True),
+            (1024, True, False, True),
+            (300, True, True, True),
+            (5, True, False, False),
+        ]
+    ):
+        batch = random_batch(seed, vocab_size, with_q, constrained, damaged)
+        expected, found = torch_kernel.verify(batch), triton_kernel.verify(batch)
+        for name, value in vars(expected).items():
+            if not torch.equal(value, getattr(found, name)):
+                print(f"batch {seed}: {name}\ntorch  {value.tolist()}\nTriton {getattr(found, name).tolist()}")
+                print(f"modes {batch.mode.tolist()}")
+                return 1
+        compared += REQUESTS
+        accepted += int(expected.accepted_len.sum())
+    print(f"{compared} requests alike, {accepted} drafts accepted")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
