@@ -76,14 +76,13 @@ class DraftLoop:
                 return
             for event in events:
                 self._apply(event)
+            idle = False
             if self._due:
                 self._answer(list(self._due))
-                idle = False
                 if self._rounds_since_prefill < _ROUNDS_BETWEEN_PREFILLS:
                     continue
-            elif events:
-                idle = False
-            idle = self._prefill_one_chunk()
+            # What did not fit in the last batch is still due.
+            idle = not self._prefill_one_chunk() and not self._due
 
     def _take_events(self, block: bool) -> list[_LinkEvent | None]:
         events: list[_LinkEvent | None] = []
@@ -163,14 +162,14 @@ class DraftLoop:
                 self._sinks[link_id].send(proposals, work_us)
 
     def _prefill_one_chunk(self) -> bool:
-        """Returns True when there was nothing to prefill, so that the loop may block."""
+        """Returns whether there was anything to prefill."""
         self._rounds_since_prefill = 0
         ready = self._strategy.prefill()
         if ready is None:
-            return True
+            return False
         for draft in ready:
             if draft.key in self._awaiting_prefill:
                 self._awaiting_prefill.discard(draft.key)
                 self._due[draft.key] = None
         self._send(ready, work_us=0)
-        return False
+        return True

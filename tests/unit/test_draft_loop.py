@@ -156,6 +156,18 @@ def test_what_does_not_fit_a_batch_is_drafted_in_the_next(loop, link, strategy):
     assert [proposal.request for proposal in answered] == [0, 1, 2, 3, 4]
 
 
+def test_what_is_left_of_many_batches_is_drafted_too_when_there_is_nothing_to_prefill(loop, link, strategy):
+    """The loop looks for prefill after some rounds; finding none, it must not sleep on what is still due."""
+    strategy.max_batch = 1
+    sink = link(1)
+    requests = range(1, 14)
+    loop.deliver(1, [opening(request, 3) for request in requests])
+    loop.deliver(1, [Commit(request, 3, [4]) for request in requests])
+    drafted = set()
+    while len(drafted) < len(requests):
+        drafted |= {proposal.request for proposal in sink.next() if proposal.status is ProposalStatus.OK}
+
+
 def test_an_unknown_request_is_said_to_be_unknown(loop, link):
     sink = link(1)
     loop.deliver(1, [Commit(7, 3, [1])])
