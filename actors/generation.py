@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,10 @@ class GenerationRequest:
 
     deadline_unix_s: float | None = None
     """Wall-clock time after which the answer is worthless; the engine then drops the request."""
+
+    def seconds_left(self) -> float | None:
+        """Until the deadline, negative once it has passed. None without one."""
+        return None if self.deadline_unix_s is None else self.deadline_unix_s - time.time()
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Ingress:
         try:
             finished = False
             while True:
-                async with asyncio.timeout(_seconds_left(request)):
+                async with asyncio.timeout(request.seconds_left()):
                     output = await anext(stream, None)
                 if output is None:
                     break
@@ -194,10 +194,6 @@ def _cancellable(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callabl
 
 def _request_id(request: GenerationMessage) -> str:
     return request.request_id if request.HasField("request_id") else uuid.uuid4().hex
-
-
-def _seconds_left(request: GenerationRequest) -> float | None:
-    return None if request.deadline_unix_s is None else request.deadline_unix_s - time.time()
 
 
 def _finish(message: pb.GenerateResponse | pb.GenerateStreamResponse, output: RoundOutput) -> None:

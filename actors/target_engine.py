@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -49,7 +48,7 @@ class TargetEngine:
         async with aclosing(stream):
             while True:
                 try:
-                    async with asyncio.timeout(_seconds_left(request)):
+                    async with asyncio.timeout(request.seconds_left()):
                         output = await anext(stream)
                 except StopAsyncIteration:
                     return
@@ -77,7 +76,3 @@ class TargetEngine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
-
-
-def _seconds_left(request: GenerationRequest) -> float | None:
-    return None if request.deadline_unix_s is None else request.deadline_unix_s - time.time()
