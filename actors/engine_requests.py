@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.exceptions import VLLMClientError
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from actors.generation import GenerationRequest, RequestError, RoundOutput, SpeculativeDecodingMetrics, Usage
+from actors.generation import (
+    GenerationRequest,
+    RequestError,
+    RoundOutput,
+    SamplingFailed,
+    SpeculativeDecodingMetrics,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
 from actors.round_settings import EXTRA_ARGS_KEY
+
+_TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+_SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
+"""What the grammar compiler puts before its messages: time, file and line of its source."""
+
+_MAX_PROBLEM = 300
 
 
 def prompt_ids(request: GenerationRequest, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[int]:
@@ -40,38 +60,144 @@ def prompt_ids(request: GenerationRequest, tokenizer: Any, vocab_size: int, max_
 def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: int) -> SamplingParams:
     """vLLM's parameters, with our own in extra_args. Raises RequestError for what vLLM refuses."""
     settings = dict(request.sampling)
-    settings.setdefault("max_tokens", max_model_len - prompt_len)
+    room = max_model_len - prompt_len
+    settings.setdefault("max_tokens", room)
+    if settings.get("min_tokens", 0) > settings["max_tokens"]:
+        raise RequestError(
+            "sampling.min_tokens",
+            f"{settings['min_tokens']} is above the {room} that max_model_len = {max_model_len} leaves room for",
+            "lower it",
+        )
+    if (constraint := settings.get("structured_outputs")) is not None:
+        settings["structured_outputs"] = StructuredOutputsParams(**constraint)
+    ours: dict[str, Any] = {}
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:
-        settings["extra_args"] = {EXTRA_ARGS_KEY: {"num_speculative_tokens": limit}}
+        ours["num_speculative_tokens"] = limit
+    if request.verification is not None:
+        ours["verification"] = request.verification
+    if ours:
+        settings["extra_args"] = {EXTRA_ARGS_KEY: ours}
     try:
         return SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
-    except (ValueError, TypeError) as error:
-        raise RequestError("sampling", str(error), "change the request") from None
+    except (ValueError, TypeError, VLLMClientError) as error:
+        raise refusal(error, request) from None
 
 
-def round_output(output: RequestOutput, num_tokens: int) -> RoundOutput:
-    """num_tokens: tokens of the answer so far, this round's included. vLLM's output is a delta."""
-    completion = output.outputs[0]
-    if not output.finished:
-        return RoundOutput(completion.text, tuple(completion.token_ids))
-    metrics = SpeculativeDecodingMetrics()
-    if completion.spec_decode_metrics is not None:
-        counted = completion.spec_decode_metrics.to_dict()
-        metrics = SpeculativeDecodingMetrics(
-            num_spec_steps=counted["num_spec_steps"],
-            num_draft_tokens=counted["num_draft_tokens"],
-            num_accepted_draft_tokens=counted["num_accepted_draft_tokens"],
-            mean_acceptance_length=counted["mean_acceptance_length"],
-            draft_acceptance_rate=counted["draft_acceptance_rate"],
-            acceptance_histogram=tuple(counted["acceptance_histogram"]),
-        )
+def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None = None) -> RequestError:
+    """What vLLM found wrong with a request, by our names. vocab_size: for the fix, when it is known."""
+    parameter = getattr(error, "parameter", None)
+    if parameter is None and "structured_outputs" in request.sampling:
+        parameter = "structured_outputs"  # the one thing that vLLM refuses without saying which it is
+    elif parameter not in request.sampling:
+        parameter = None
+    # Without what VLLMValidationError's own text adds: all of the value, however long.
+    problem = str(error.args[0] if error.args else error)
+    if error.__cause__ is not None and str(error.__cause__) not in problem:
+        problem = f"{problem}: {error.__cause__}"
+    problem = " ".join(_SOURCE_LINE.sub("", problem).split()).rstrip(".")
+    if len(problem) > _MAX_PROBLEM:
+        problem = problem[:_MAX_PROBLEM] + "…"
+    fix = "change the request"
+    if parameter == "structured_outputs":
+        fix = "send a constraint that the engine can compile"
+    elif parameter in _TOKEN_FIELDS and vocab_size is not None:
+        fix = f"send ids below {vocab_size}"
+    elif parameter is not None:
+        fix = "change it or leave it out"
+    return RequestError("sampling" if parameter is None else f"sampling.{parameter}", problem, fix)
+
+
+def round_outputs(output: RequestOutput, request: GenerationRequest, num_tokens: dict[int, int]) -> list[RoundOutput]:
+    """One per answer that vLLM's output, a delta, is about; several with n > 1.
+
+    num_tokens: tokens of each answer before this round, by index; brought up to date. Raises SamplingFailed.
+    """
+    outputs = []
+    prompt_logprobs = () if num_tokens else _prompt_logprobs(output, request)
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise SamplingFailed(request.request_id, "structured_outputs" in request.sampling)
+        index = completion.index
+        num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
+        outputs.append(_round_output(output, completion, request, num_tokens[index], prompt_logprobs))
+        prompt_logprobs = ()
+    return outputs
+
+
+def _round_output(
+    output: RequestOutput,
+    completion: CompletionOutput,
+    request: GenerationRequest,
+    num_tokens: int,
+    prompt_logprobs: tuple[TokenLogprobs | None, ...],
+) -> RoundOutput:
+    delta = RoundOutput(
+        text=completion.text,
+        token_ids=tuple(completion.token_ids),
+        index=completion.index,
+        logprobs=_logprobs(completion, request),
+        prompt_logprobs=prompt_logprobs,
+    )
+    if completion.finish_reason is None:
+        return delta
     reason = completion.stop_reason
-    return RoundOutput(
-        completion.text,
-        tuple(completion.token_ids),
-        completion.finish_reason,
-        None if reason is None else str(reason),
-        Usage(len(output.prompt_token_ids or ()), num_tokens, output.num_cached_tokens or 0),
-        metrics,
+    return replace(
+        delta,
+        finish_reason=completion.finish_reason,
+        stop_reason=None if reason is None else str(reason),
+        usage=Usage(len(output.prompt_token_ids or ()), num_tokens, output.num_cached_tokens or 0),
+        speculative_decoding=_metrics(completion),
+    )
+
+
+def _metrics(completion: CompletionOutput) -> SpeculativeDecodingMetrics:
+    if completion.spec_decode_metrics is None:
+        return SpeculativeDecodingMetrics()
+    counted = completion.spec_decode_metrics.to_dict()
+    return SpeculativeDecodingMetrics(
+        num_spec_steps=counted["num_spec_steps"],
+        num_draft_tokens=counted["num_draft_tokens"],
+        num_accepted_draft_tokens=counted["num_accepted_draft_tokens"],
+        mean_acceptance_length=counted["mean_acceptance_length"],
+        draft_acceptance_rate=counted["draft_acceptance_rate"],
+        acceptance_histogram=tuple(counted["acceptance_histogram"]),
+    )
+
+
+def _logprobs(completion: CompletionOutput, request: GenerationRequest) -> tuple[TokenLogprobs, ...]:
+    wanted = request.sampling.get("logprobs")
+    if wanted is None:
+        return ()
+    positions = completion.logprobs or ()
+    if len(positions) != len(completion.token_ids):
+        raise RuntimeError(
+            f"request {request.request_id}: {len(positions)} logprobs for {len(completion.token_ids)} tokens"
+        )
+    return tuple(
+        _token_logprobs(token_id, entries, wanted)
+        for token_id, entries in zip(completion.token_ids, positions, strict=True)
+    )
+
+
+def _prompt_logprobs(output: RequestOutput, request: GenerationRequest) -> tuple[TokenLogprobs | None, ...]:
+    """vLLM gives them once, whole, with each answer's first token: with n > 1 once per answer, all the same."""
+    wanted = request.sampling.get("prompt_logprobs")
+    if wanted is None or not output.outputs[0].token_ids:  # ended before its prompt was read
+        return ()
+    ids, positions = output.prompt_token_ids or (), output.prompt_logprobs or ()
+    if len(positions) != len(ids):
+        raise RuntimeError(f"request {request.request_id}: {len(positions)} prompt logprobs for {len(ids)} tokens")
+    return tuple(
+        None if entries is None else _token_logprobs(token_id, entries, wanted)
+        for token_id, entries in zip(ids, positions, strict=True)
+    )
+
+
+def _token_logprobs(token_id: int, entries: Mapping[int, Logprob], wanted: int) -> TokenLogprobs:
+    """entries: the token's own and the likeliest ones, by id; its own may be one of those."""
+    own = entries[token_id]
+    best = sorted((entry.rank, other, entry.logprob) for other, entry in entries.items() if entry.rank <= wanted)
+    return TokenLogprobs(
+        token_id, own.logprob, own.rank, tuple(TokenLogprob(other, logprob) for _, other, logprob in best)
     )

@@ -22,6 +22,24 @@ class RequestError(Exception):
         return f"{self.field}: {self.problem}; {self.fix}"
 
 
+class SamplingFailed(Exception):
+    """The engine gave a request up because it could not choose its next token. Other requests go on.
+
+    structured: the request has structured_outputs, whose grammar may be what failed.
+    """
+
+    def __init__(self, request_id: str, structured: bool = False) -> None:
+        super().__init__(request_id, structured)
+        self.request_id, self.structured = request_id, structured
+
+    def __str__(self) -> str:
+        text = (
+            f"request {self.request_id}: the model's logits for the next token were not finite or left no token to "
+            "choose"
+        )
+        return f"{text}, or the grammar of sampling.structured_outputs failed" if self.structured else text
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """A validated request. Exactly one of prompt_text and prompt_token_ids is set."""
@@ -31,14 +49,23 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...] | None = None
     apply_chat_template: bool = False
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of vLLM's SamplingParams: only what the client set."""
+    """Keyword arguments of vLLM's SamplingParams: only what the client set. ``structured_outputs`` is a dict with one
+    keyword argument of StructuredOutputsParams."""
 
     speculation: bool = True
     num_speculative_tokens: int | None = None
     """At most this many drafts a round; None: the deployment's."""
 
+    verification: str | None = None
+    """``rejection``, ``block`` or ``coupled``; None: as the deployment is configured (see verification.mode)."""
+
     deadline_unix_s: float | None = None
     """Wall-clock time after which the answer is worthless; the engine then drops the request."""
+
+    @property
+    def num_answers(self) -> int:
+        """n: each answer ends with a finish_reason of its own."""
+        return int(self.sampling.get("n", 1))
 
     def seconds_left(self) -> float | None:
         """Until the deadline, negative once it has passed. None without one."""
@@ -67,17 +94,49 @@ class SpeculativeDecodingMetrics:
     """Index j: rounds in which j drafts were accepted. Length K + 1."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """logprob: natural logarithm of the model's own probability, before every sampling parameter."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position of a prompt or an answer."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """In the vocabulary, 1 for the likeliest."""
+
+    top: tuple[TokenLogprob, ...] = ()
+    """The likeliest tokens, best first: as many as asked for."""
+
+
 @dataclass(frozen=True)
 class RoundOutput:
-    """What one round committed for one request. The last one has finish_reason set."""
+    """What one round committed for one answer. The answer's last one has finish_reason set."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
-    """``stop``, ``length`` or ``abort``; None while running."""
+    """``stop``, ``length`` or ``abort``; None while running. Another name of vLLM's is passed on as it is."""
 
     stop_reason: str | None = None
     """The stop string, or the stop token id as text, when one ended the answer."""
 
     usage: Usage | None = None
+    """Of this answer, the prompt's tokens counted in each."""
+
     speculative_decoding: SpeculativeDecodingMetrics | None = None
+
+    index: int = 0
+    """Which of the n answers."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry per token of token_ids, or none when they were not asked for."""
+
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One entry per token of the prompt, None for the first. In the first output of a request only."""

@@ -23,13 +23,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.generation import (
-    GenerationRequest,
-    RequestError,
-    RoundOutput,
-    SpeculativeDecodingMetrics,
-)
+from actors.generation import GenerationRequest, RequestError, RoundOutput, SamplingFailed
 from actors.request_validation import GenerationMessage, ServedModel, to_generation_request
+from actors.responses import Answers, stream_message
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 
@@ -49,18 +45,14 @@ _UNAVAILABLE = (
     ReplicaUnavailableError,
     ConnectionError,
 )
-_FINISH_REASONS = {
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-    "abort": pb.FINISH_REASON_ABORT,
-}
 
 
 class Ingress:
     """Serve calls the method named like the RPC. The target handle must offer
 
-    - ``generate(GenerationRequest)``: streams RoundOutput, the last one with finish_reason. Raises RequestError for a
-      request it refuses, TimeoutError when its deadline passed, ConnectionError when its engine is gone.
+    - ``generate(GenerationRequest)``: streams RoundOutput, each answer's last one with finish_reason. Raises
+      RequestError for a request it refuses, TimeoutError when its deadline passed, SamplingFailed when no next token
+      can be chosen, ConnectionError when its engine is gone.
     - ``status()``: GetServerStatusResponse as a nested dict with the proto's field names; model may be left out.
     """
 
@@ -81,15 +73,11 @@ class Ingress:
         with _errors_become_status(grpc_context, f"request {request_id}"):
             checked = self._check(request, request_id)
             grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
-            response = pb.GenerateResponse(request_id=request_id)
-            text = []
+            answers = Answers(request_id, checked.num_answers)
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
-                    text.append(output.text)
-                    response.token_ids.extend(output.token_ids)
-                    _finish(response, output)
-            response.text = "".join(text)
-            return response
+                    answers.add(output)
+            return answers.response()
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, grpc_context: RayServegRPCContext
@@ -100,11 +88,7 @@ class Ingress:
             grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
-                    message = pb.GenerateStreamResponse(
-                        request_id=request_id, text_delta=output.text, token_ids=output.token_ids
-                    )
-                    _finish(message, output)
-                    yield message
+                    yield stream_message(request_id, output)
 
     async def GetServerStatus(
         self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
@@ -133,16 +117,19 @@ class Ingress:
         """
         stream: DeploymentResponseGenerator[RoundOutput] = self._generate.remote(request)
         try:
-            finished = False
+            unfinished = set(range(request.num_answers))
             while True:
                 async with asyncio.timeout(request.seconds_left()):
                     output = await anext(stream, None)
                 if output is None:
                     break
-                finished = output.finish_reason is not None
+                if output.index not in unfinished:
+                    raise RuntimeError(f"the target sent a round of answer {output.index}, which is over or unknown")
+                if output.finish_reason is not None:
+                    unfinished.remove(output.index)
                 yield output
-            if not finished:
-                raise RuntimeError("the target's stream ended without a finish reason")
+            if unfinished:
+                raise RuntimeError(f"the target's stream ended without a finish reason for answers {unfinished}")
         except (asyncio.CancelledError, GeneratorExit, TimeoutError):
             stream.cancel()
             raise
@@ -196,37 +183,6 @@ def _request_id(request: GenerationMessage) -> str:
     return request.request_id if request.HasField("request_id") else uuid.uuid4().hex
 
 
-def _finish(message: pb.GenerateResponse | pb.GenerateStreamResponse, output: RoundOutput) -> None:
-    """Fill in what only the last message of an answer carries."""
-    if output.finish_reason is None:
-        return
-    message.finish_reason = _FINISH_REASONS[output.finish_reason]
-    if output.stop_reason is not None:
-        message.stop_reason = output.stop_reason
-    usage = output.usage
-    if usage is None:
-        raise RuntimeError("the target finished a request without counting its tokens")
-    message.usage.CopyFrom(
-        pb.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            total_tokens=usage.prompt_tokens + usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-        )
-    )
-    metrics = output.speculative_decoding or SpeculativeDecodingMetrics()
-    message.metrics.speculative_decoding.CopyFrom(
-        pb.SpeculativeDecodingMetrics(
-            num_spec_steps=metrics.num_spec_steps,
-            num_draft_tokens=metrics.num_draft_tokens,
-            num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
-            mean_acceptance_length=metrics.mean_acceptance_length,
-            draft_acceptance_rate=metrics.draft_acceptance_rate,
-            acceptance_histogram=metrics.acceptance_histogram,
-        )
-    )
-
-
 @contextmanager
 def _errors_become_status(grpc_context: RayServegRPCContext, call: str) -> Iterator[None]:
     """Turn an exception into status code and details. Cancellation passes through untouched.
@@ -258,5 +214,8 @@ def _status_of(error: Exception, call: str) -> tuple[grpc.StatusCode, str]:
     if isinstance(cause, _UNAVAILABLE):
         logger.warning("%s: target replica unavailable: %s", call, cause)
         return grpc.StatusCode.UNAVAILABLE, f"{call}: the target replica is not available; retry"
+    if isinstance(cause, SamplingFailed):
+        logger.error("%s", cause)
+        return grpc.StatusCode.INTERNAL, str(cause)
     logger.error("%s failed", call, exc_info=error)
     return grpc.StatusCode.INTERNAL, f"{call} failed inside the server; its log says why"

@@ -1,35 +1,28 @@
 """From a public request message to the GenerationRequest a target replica takes, without a model at hand.
 
-What needs the tokenizer (length over ``max_model_len``) is checked by the target. Ranges are vLLM's own, checked here
-so that the answer names the public field; only what the client set is passed on, so defaults stay the engine's.
+What needs the tokenizer (length over ``max_model_len``) is checked by the target. Only what the client set is passed
+on, so defaults stay the engine's.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from actors.generation import GenerationRequest, RequestError
+from actors.sampling_validation import check_vocabulary, to_sampling
 from outrider.v1 import generation_pb2 as pb
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda value: 0 <= value <= 2, "a number from 0 (greedy) to 2"),
-    "top_p": (lambda value: 0 < value <= 1, "a number above 0, at most 1 (all tokens)"),
-    "top_k": (lambda value: value >= -1, "0 (all tokens) or a positive number"),
-    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 (off) to 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "a number above 0 (1 is off)"),
-    "presence_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2 (0 is off)"),
-    "frequency_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2 (0 is off)"),
-    "max_tokens": (lambda value: value >= 1, "1 or more, or leave it out"),
+_VERIFICATIONS = {
+    pb.VERIFICATION_UNSPECIFIED: None,
+    pb.VERIFICATION_REJECTION: "rejection",
+    pb.VERIFICATION_BLOCK: "block",
+    pb.VERIFICATION_COUPLED: "coupled",
 }
-_UNRANGED = ("seed", "min_tokens", "ignore_eos")
 
 
 @dataclass(frozen=True)
@@ -64,9 +57,10 @@ def to_generation_request(
         prompt_text=text,
         prompt_token_ids=token_ids,
         apply_chat_template=message.apply_chat_template,
-        sampling=_sampling(message.sampling, served),
+        sampling=to_sampling(message.sampling, served.vocab_size),
         speculation=enabled,
         num_speculative_tokens=num_speculative_tokens,
+        verification=_verification(message),
         deadline_unix_s=_deadline(message, now_unix_s),
     )
 
@@ -96,53 +90,8 @@ def _prompt(message: GenerationMessage, served: ServedModel) -> tuple[str | None
     token_ids = tuple(message.token_ids.ids)
     if not token_ids:
         raise RequestError("token_ids", "the prompt is empty", "send at least one token id")
-    _check_vocabulary("token_ids", token_ids, served)
+    check_vocabulary("token_ids", token_ids, served.vocab_size)
     return None, token_ids
-
-
-def _sampling(sampling: pb.SamplingParameters, served: ServedModel) -> dict[str, Any]:
-    """Keyword arguments of vLLM's SamplingParams for the fields the client set."""
-    chosen: dict[str, Any] = {}
-    for name, (allowed, description) in _RANGES.items():
-        if sampling.HasField(name):
-            chosen[name] = value = getattr(sampling, name)
-            if not allowed(value):  # NaN compares false with everything, so it is refused too
-                raise RequestError(f"sampling.{name}", f"{value} is out of range", f"send {description}")
-    chosen.update({name: getattr(sampling, name) for name in _UNRANGED if sampling.HasField(name)})
-    if sampling.min_tokens > chosen.get("max_tokens", math.inf):
-        raise RequestError(
-            "sampling.min_tokens",
-            f"{sampling.min_tokens} is above max_tokens ({sampling.max_tokens})",
-            "lower min_tokens or raise sampling.max_tokens",
-        )
-    if sampling.stop:
-        if not all(sampling.stop):
-            raise RequestError("sampling.stop", "contains an empty string", "remove it")
-        chosen["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        _check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids, served)
-        chosen["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.logit_bias:
-        _check_vocabulary("sampling.logit_bias", sampling.logit_bias, served)
-        for token_id, bias in sampling.logit_bias.items():
-            if not -100 <= bias <= 100:
-                raise RequestError(
-                    "sampling.logit_bias",
-                    f"{bias} for token {token_id} is out of range",
-                    "send numbers from -100 to 100",
-                )
-        chosen["logit_bias"] = dict(sampling.logit_bias)
-    _refuse_unsupported(sampling, served)
-    return chosen
-
-
-def _refuse_unsupported(sampling: pb.SamplingParameters, served: ServedModel) -> None:
-    """vLLM does not apply these two to drafted tokens (vllm#42744) and refuses them once a drafter is configured."""
-    if served.num_speculative_tokens == 0:
-        return
-    for name, fix in (("min_p", "leave it out; top_p works"), ("logit_bias", "leave it out")):
-        if getattr(sampling, name):
-            raise RequestError(f"sampling.{name}", "is not supported together with speculation yet", fix)
 
 
 def _speculation(speculation: pb.SpeculationParameters, served: ServedModel) -> tuple[bool, int | None]:
@@ -167,23 +116,32 @@ def _speculation(speculation: pb.SpeculationParameters, served: ServedModel) -> 
     return enabled, wanted
 
 
+def _verification(message: GenerationMessage) -> str | None:
+    """The scheduler cuts drafts at the first token a grammar forbids, and a cut that depends on the token biases
+    rejection and block verification."""
+    asked = message.speculation.verification
+    if asked not in _VERIFICATIONS:
+        raise RequestError(
+            "speculation.verification",
+            f"{asked} is not known here",
+            "send VERIFICATION_REJECTION, VERIFICATION_BLOCK or VERIFICATION_COUPLED, or leave it out",
+        )
+    chosen = _VERIFICATIONS[asked]
+    if chosen in ("rejection", "block") and message.sampling.HasField("structured_outputs"):
+        raise RequestError(
+            "sampling.structured_outputs",
+            f"is not exact with {chosen} verification",
+            "use coupled or leave speculation.verification out",
+        )
+    return chosen
+
+
 def _deadline(message: GenerationMessage, now_unix_s: float) -> float | None:
     if not message.HasField("timeout_ms"):
         return None
     if message.timeout_ms == 0:
         raise RequestError("timeout_ms", "0 leaves no time to answer", "send 1 or more, or leave it out")
     return now_unix_s + message.timeout_ms / 1000
-
-
-def _check_vocabulary(field: str, token_ids: Iterable[int], served: ServedModel) -> None:
-    """Ids are unsigned in the schema, so only the upper end can be wrong."""
-    if served.vocab_size is None:
-        return
-    for token_id in token_ids:
-        if token_id >= served.vocab_size:
-            raise RequestError(
-                field, f"{token_id} is not in the vocabulary", f"send ids from 0 to {served.vocab_size - 1}"
-            )
 
 
 def _shown(text: str, limit: int = 60) -> str:

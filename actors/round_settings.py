@@ -1,4 +1,8 @@
-"""Per-request settings of the round, as they ride in vLLM's SamplingParams.extra_args from replica to rank 0."""
+"""What our requests carry through vLLM to the ranks."""
 
 EXTRA_ARGS_KEY = "outrider"
-"""Holds ``{"num_speculative_tokens": n}`` when a request wants fewer drafts than the deployment, 0 for none."""
+"""In SamplingParams.extra_args. A dict with any of
+
+- ``num_speculative_tokens``: fewer drafts than the deployment's, 0 for none;
+- ``verification``: ``rejection``, ``block`` or ``coupled``, the request's own choice.
+"""

@@ -12,11 +12,11 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.engine_load import EngineLoad
-from actors.engine_requests import prompt_ids, round_output, sampling_params
-from actors.generation import GenerationRequest, RequestError, RoundOutput
+from actors.engine_requests import prompt_ids, refusal, round_outputs, sampling_params
+from actors.generation import GenerationRequest, RoundOutput
 
 
 class TargetEngine:
@@ -25,6 +25,9 @@ class TargetEngine:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._load = EngineLoad()
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+        # vLLM's front door refuses min_p and logit_bias under speculation, since its own rejection sampler does not
+        # apply them to drafted tokens (vllm#42744). Ours does, on every row; nothing else we use there looks at this.
+        self._llm.input_processor.speculative_config = None
         self._tokenizer = self._llm.get_tokenizer()
         self._max_model_len = self._llm.model_config.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
@@ -36,15 +39,16 @@ class TargetEngine:
             pass
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
-        """One RoundOutput per round, the last one with finish_reason. Closing the generator aborts the request.
+        """One RoundOutput per round and answer, an answer's last one with finish_reason; those of n answers are
+        interleaved. Closing the generator aborts the request, all of its answers.
 
         Raises RequestError for what the model cannot serve, TimeoutError when the request's deadline passes,
-        ConnectionError when the engine is gone.
+        SamplingFailed when no next token can be chosen, ConnectionError when the engine is gone.
         """
         ids = prompt_ids(request, self._tokenizer, self._vocab_size, self._max_model_len)
         params = sampling_params(request, len(ids), self._max_model_len)
         stream = self._llm.generate(TokensPrompt(prompt_token_ids=ids), params, request.request_id)
-        num_tokens = 0
+        num_tokens: dict[int, int] = {}
         async with aclosing(stream):
             while True:
                 try:
@@ -54,10 +58,15 @@ class TargetEngine:
                     return
                 except EngineDeadError as error:
                     raise ConnectionError("the engine is gone") from error
-                except (ValueError, VLLMClientError) as error:
-                    raise RequestError("sampling", str(error), "change the request") from None
-                num_tokens += len(output.outputs[0].token_ids)
-                yield round_output(output, num_tokens)
+                except VLLMClientError as error:
+                    raise refusal(error, request, self._vocab_size) from None
+                except EngineGenerateError as error:
+                    # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
+                    if num_tokens or not isinstance(error.__cause__, ValueError):
+                        raise
+                    raise refusal(error.__cause__, request, self._vocab_size) from None
+                for round_output in round_outputs(output, request, num_tokens):
+                    yield round_output
                 if output.finished:
                     return
 

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,16 @@ from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 
 from actors import ingress
-from actors.generation import GenerationRequest, RequestError, RoundOutput, SpeculativeDecodingMetrics, Usage
+from actors.generation import (
+    GenerationRequest,
+    RequestError,
+    RoundOutput,
+    SamplingFailed,
+    SpeculativeDecodingMetrics,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
 from actors.ingress import REQUEST_ID_METADATA, Ingress
 from deploy.client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
@@ -65,6 +75,24 @@ def stand_in_target(meeting_point: str) -> serve.Application:
                 raise TimeoutError
             if script == "die":
                 os._exit(1)
+            if script == "two":
+                own = TokenLogprobs(1, -0.5, 2, (TokenLogprob(9, -0.25), TokenLogprob(1, -0.5)))
+                yield RoundOutput("a", (1,), index=1, logprobs=(own,), prompt_logprobs=(None, own))
+                yield RoundOutput("b", (2,), index=0)
+                last = RoundOutput(
+                    "c", (3, 4), "stop", "END", Usage(5, 2, 1), SpeculativeDecodingMetrics(1, 4, 1), 0, (own, own)
+                )
+                yield last
+                if script_ends := request.sampling.get("max_tokens"):
+                    yield {1: last, 2: replace(last, index=2)}.get(script_ends, last)
+                yield RoundOutput("d", (), "length", usage=Usage(5, 1, 1), index=1)
+                return
+            if script == "no token":
+                yield RoundOutput("one ", (1,))
+                raise SamplingFailed(request.request_id)
+            if script == "new reason":
+                yield RoundOutput("one", (1,), "repetition", usage=Usage(5, 1))
+                return
             yield RoundOutput("one ", (1,))
             if script == "hang":
                 try:
@@ -182,6 +210,68 @@ def test_the_unary_answer_is_the_stream_joined(client: OutriderClient) -> None:
     assert response.request_id != client.generate("go").request_id
 
 
+OWN_LOGPROBS = pb.TokenLogprobs(
+    token_id=1,
+    logprob=-0.5,
+    rank=2,
+    top=[pb.TokenLogprob(token_id=9, logprob=-0.25), pb.TokenLogprob(token_id=1, logprob=-0.5)],
+)
+
+
+def test_a_stream_goes_on_until_every_answer_has_ended(client: OutriderClient) -> None:
+    messages = list(client.stream("two", n=2, logprobs=2, prompt_logprobs=2))
+    assert [(message.index, message.text_delta) for message in messages] == [(1, "a"), (0, "b"), (0, "c"), (1, "d")]
+    ends = [message for message in messages if message.finish_reason]
+    assert [(end.index, end.finish_reason, end.usage.completion_tokens) for end in ends] == [
+        (0, pb.FINISH_REASON_STOP, 2),
+        (1, pb.FINISH_REASON_LENGTH, 1),
+    ]
+    assert [end.usage.total_tokens for end in ends] == [7, 6]
+    assert [end.HasField("stop_reason") for end in ends] == [True, False]
+    assert list(messages[0].logprobs) == [OWN_LOGPROBS]
+    assert list(messages[0].prompt_logprobs) == [pb.TokenLogprobs(), OWN_LOGPROBS]
+    assert [len(message.prompt_logprobs) for message in messages[1:]] == [0, 0, 0]
+
+
+def test_the_unary_answer_holds_every_answer_by_index(client: OutriderClient) -> None:
+    response = client.generate("two", n=2, logprobs=2, prompt_logprobs=2)
+    first, second = response.completions
+    assert (first.text, list(first.token_ids), first.finish_reason) == ("bc", [2, 3, 4], pb.FINISH_REASON_STOP)
+    assert (first.stop_reason, list(first.logprobs)) == ("END", [OWN_LOGPROBS] * 2)
+    assert first.metrics.speculative_decoding.num_draft_tokens == 4
+    assert (second.text, list(second.token_ids), second.finish_reason) == ("ad", [1], pb.FINISH_REASON_LENGTH)
+    assert not second.HasField("stop_reason")
+    assert list(second.logprobs) == [OWN_LOGPROBS]
+    assert (response.text, response.token_ids, response.finish_reason) == (
+        first.text, first.token_ids, first.finish_reason,
+    )  # fmt: skip
+    assert (response.stop_reason, response.metrics) == (first.stop_reason, first.metrics)
+    assert response.usage == pb.Usage(prompt_tokens=5, completion_tokens=3, total_tokens=8, cached_tokens=1)
+    assert list(response.prompt_logprobs) == [pb.TokenLogprobs(), OWN_LOGPROBS]
+
+
+@pytest.mark.parametrize("options", [{"n": 3}, {"n": 2, "max_tokens": 1}, {"n": 2, "max_tokens": 2}, {}])
+def test_answers_that_are_missing_repeated_or_not_asked_for_are_a_failure(client: OutriderClient, options: Any) -> None:
+    assert failure(lambda: client.generate("two", **options)).code is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize("way", ["unary", "stream"])
+def test_a_request_no_token_can_be_chosen_for_says_so(client: OutriderClient, way: str) -> None:
+    if way == "unary":
+        error = failure(lambda: client.generate("no token", request_id="r-nan"))
+    else:
+        error = failure(lambda: list(client.stream("no token", request_id="r-nan")))
+    assert error.code is grpc.StatusCode.INTERNAL
+    assert error.message == (
+        "request r-nan: the model's logits for the next token were not finite or left no token to choose"
+    )
+
+
+def test_an_end_without_a_name_of_ours_is_an_abort_with_its_reason(client: OutriderClient) -> None:
+    response = client.generate("new reason")
+    assert (response.finish_reason, response.stop_reason) == (pb.FINISH_REASON_ABORT, "repetition")
+
+
 @pytest.mark.parametrize("name", ["Generate", "GenerateStream"])
 def test_the_request_id_is_in_the_trailing_metadata(address: str, name: str) -> None:
     with grpc.insecure_channel(address) as channel:
@@ -219,7 +309,12 @@ def test_a_status_with_a_wrong_name_is_an_error_not_a_gap(client: OutriderClient
         ("sampling.temperature", "go", {"temperature": math.nan}),
         ("sampling.top_p", "go", {"top_p": 0.0}),
         ("sampling.max_tokens", "go", {"max_tokens": 0}),
-        ("sampling.min_p", "go", {"min_p": 0.5}),
+        ("sampling.min_p", "go", {"min_p": 1.5}),
+        ("sampling.n", "go", {"n": 2, "temperature": 0.0}),
+        ("sampling.logprobs", "go", {"logprobs": 21}),
+        ("sampling.allowed_token_ids", "go", {"allowed_token_ids": [VOCAB_SIZE]}),
+        ("sampling.structured_outputs.json", "go", {"json_schema": "{"}),
+        ("sampling.structured_outputs", "go", {"regex": "a", "verification": "rejection"}),
         ("speculation.num_speculative_tokens", "go", {"num_speculative_tokens": K + 1}),
         ("model", "go", {"model": "another"}),
         ("request_id", "go", {"request_id": "a b"}),

@@ -107,16 +107,49 @@ def test_every_option_reaches_the_field_of_its_name() -> None:
             "stop": ["a", "b"],
             "stop_token_ids": [3],
             "num_speculative_tokens": 2,
+            "verification": "coupled",
             "timeout_s": 0.0001,
+            "n": 3,
+            "logprobs": 0,
+            "prompt_logprobs": 5,
+            "allowed_token_ids": [4, 5],
+            "bad_words": "word",
         },
     )
     assert list(request.token_ids.ids) == [1, 2]
     assert request.WhichOneof("prompt") == "token_ids"
     assert (request.request_id, request.model, request.HasField("apply_chat_template")) == ("r", "m", True)
-    assert request.sampling == pb.SamplingParameters(top_k=-1, stop=["a", "b"], stop_token_ids=[3])
+    assert request.sampling == pb.SamplingParameters(
+        top_k=-1,
+        stop=["a", "b"],
+        stop_token_ids=[3],
+        n=3,
+        logprobs=0,
+        prompt_logprobs=5,
+        allowed_token_ids=[4, 5],
+        bad_words=["word"],
+    )
+    assert request.speculation.verification == pb.VERIFICATION_COUPLED
     assert request.speculation.num_speculative_tokens == 2
     assert not request.speculation.HasField("enabled")
     assert request.timeout_ms == 1, "a timeout below a millisecond must not become none at all"
+
+
+@pytest.mark.parametrize(
+    ("options", "constraint"),
+    [
+        ({"json_schema": '{"type": "object"}'}, pb.StructuredOutputs(json='{"type": "object"}')),
+        ({"json_schema": {"type": "object"}}, pb.StructuredOutputs(json='{"type": "object"}')),
+        ({"json_object": True}, pb.StructuredOutputs(json_object=True)),
+        ({"regex": "a+"}, pb.StructuredOutputs(regex="a+")),
+        ({"grammar": 'root ::= "a"'}, pb.StructuredOutputs(grammar='root ::= "a"')),
+        ({"choice": ["a", "b"]}, pb.StructuredOutputs(choice=pb.Choices(values=["a", "b"]))),
+        ({"choice": []}, pb.StructuredOutputs(choice=pb.Choices())),
+    ],
+)
+def test_a_constraint_becomes_structured_outputs(options: dict, constraint: pb.StructuredOutputs) -> None:
+    request = build_request(pb.GenerateRequest(), "x", options)
+    assert request.sampling == pb.SamplingParameters(structured_outputs=constraint)
 
 
 def test_an_empty_prompt_of_ids_is_still_a_prompt_of_ids() -> None:
@@ -148,6 +181,13 @@ def test_a_passed_deadline_is_an_error_with_its_code(client: OutriderClient) -> 
         ({"top_k": 2.5}, "sampling.top_k"),
         ({"stop": [1]}, "sampling.stop"),
         ({"num_speculative_tokens": -1}, "speculation.num_speculative_tokens"),
+        ({"n": -1}, "sampling.n"),
+        ({"temperature": [1.0]}, "sampling.temperature"),
+        ({"allowed_token_ids": [-1]}, "sampling.allowed_token_ids"),
+        ({"verification": "greedy"}, "speculation.verification"),
+        ({"json_schema": {"type": {1}}}, "sampling.structured_outputs.json"),
+        ({"choice": "abc"}, "sampling.structured_outputs.choice"),
+        ({"regex": "a", "choice": ["a"]}, "sampling.structured_outputs"),
         ({"timeout_s": 0.0}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
         ({"timeout_s": float("inf")}, "timeout_s"),
@@ -169,6 +209,8 @@ def test_a_prompt_that_cannot_be_sent_is_refused_by_name(prompt: str | list[int]
 def test_an_unknown_option_is_a_mistake_of_the_caller(client: OutriderClient) -> None:
     with pytest.raises(TypeError, match="temprature"):
         client.generate("hi", temprature=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="structured_outputs"):
+        client.generate("hi", structured_outputs={"regex": "a"})  # type: ignore[call-arg]
 
 
 def test_the_servers_words_are_kept(client: OutriderClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -42,6 +43,15 @@ class ScriptedService(rpc.GenerationServiceServicer):
         self.requests.append(request)
         if request.text == "bad":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: -1.0 is out of range;\nsend more")
+        if request.text == "two":
+            own = pb.TokenLogprobs(
+                token_id=5, logprob=-0.5, rank=1, top=[pb.TokenLogprob(token_id=6, logprob=-math.inf)]
+            )
+            first = pb.Completion(text="a", token_ids=[5], finish_reason=pb.FINISH_REASON_LENGTH, logprobs=[own])
+            second = pb.Completion(text="b", token_ids=[6], finish_reason=pb.FINISH_REASON_STOP, stop_reason="END")
+            return pb.GenerateResponse(
+                request_id="r-3", completions=[first, second], prompt_logprobs=[pb.TokenLogprobs(), own]
+            )
         if request.text == "short":
             return pb.GenerateResponse(request_id="r-2", text="", finish_reason=pb.FINISH_REASON_LENGTH)
         return pb.GenerateResponse(
@@ -54,6 +64,15 @@ class ScriptedService(rpc.GenerationServiceServicer):
     ) -> Iterator[pb.GenerateStreamResponse]:
         self.requests.append(request)
         context.add_callback(self.cancelled.set)
+        if request.sampling.n > 1:
+            end = pb.GenerateStreamResponse(usage=USAGE, metrics=METRICS)
+            yield pb.GenerateStreamResponse(text_delta="sec", index=1)
+            yield pb.GenerateStreamResponse(text_delta="fir", index=0)
+            end.index, end.text_delta, end.finish_reason = 1, "ond", pb.FINISH_REASON_STOP
+            yield end
+            end.index, end.text_delta, end.finish_reason = 0, "st", pb.FINISH_REASON_LENGTH
+            yield end
+            return
         yield pb.GenerateStreamResponse(text_delta="grü", token_ids=[5, 6])
         if request.text == "hang":
             self.cancelled.wait(HANG_GUARD_S)
@@ -116,7 +135,38 @@ def test_json_is_one_object_with_every_key(address: str, capsys: pytest.CaptureF
                 "acceptance_histogram": [1, 0, 1, 0, 0],
             }
         },
+        "completions": [],
+        "prompt_logprobs": [],
     }
+
+
+def test_json_has_every_answer_and_its_logprobs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outrider_generate("--address", address, "--json", "--n", "2", "--logprobs", "1", "two") == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    first, second = printed["completions"]
+    token = {"token_id": 5, "logprob": -0.5, "rank": 1, "top": [{"token_id": 6, "logprob": None}]}
+    assert (first["text"], first["finish_reason"], first["stop_reason"], first["logprobs"]) == (
+        "a", "length", None, [token],
+    )  # fmt: skip
+    assert (second["text"], second["token_ids"], second["stop_reason"], second["logprobs"]) == ("b", [6], "END", [])
+    assert printed["prompt_logprobs"] == [None, token]
+
+
+def test_several_answers_are_labelled_and_printed_whole(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outrider_generate("--address", address, "--n", "2", "hello") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "--- answer 1 (stop)\nsecond\n--- answer 0 (length)\nfirst\n"
+    assert "8 tokens in" in printed.err
+    assert "4 drafted rounds: 4 of 16 drafts accepted, mean acceptance length 2.00" in printed.err
+
+
+@pytest.mark.parametrize("flag", ["--logprobs", "--prompt-logprobs"])
+def test_logprobs_are_not_asked_for_where_they_would_not_be_seen(
+    address: str, service: ScriptedService, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert outrider_generate("--address", address, flag, "1", "hello") == 2
+    assert "--json" in capsys.readouterr().err
+    assert service.requests == []
 
 
 def test_json_keeps_its_keys_when_there_is_nothing_to_report(address: str, capsys: pytest.CaptureFixture[str]) -> None:

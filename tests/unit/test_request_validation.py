@@ -30,6 +30,10 @@ def sampling(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(**fields))
 
 
+def structured(**fields: Any) -> pb.GenerateRequest:
+    return sampling(structured_outputs=pb.StructuredOutputs(**fields))
+
+
 def speculation(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text="x", speculation=pb.SpeculationParameters(**fields))
 
@@ -58,20 +62,30 @@ def test_every_field_arrives(message_type: type[GenerationMessage]) -> None:
         "ignore_eos": True,
         "stop": ["\n\n", "END"],
         "stop_token_ids": [0, 99],
+        "min_p": 0.1,
+        "logit_bias": {7: -100.0, 8: 100.0},
+        "n": 64,
+        "logprobs": 20,
+        "prompt_logprobs": 0,
+        "allowed_token_ids": [1, 99],
+        "bad_words": ["word", " two words"],
     }
     request = translate(
         message_type(
             token_ids=pb.TokenIds(ids=[0, 99]),
             model="pair",
             sampling=pb.SamplingParameters(**chosen),
-            speculation=pb.SpeculationParameters(enabled=True, num_speculative_tokens=3),
+            speculation=pb.SpeculationParameters(
+                enabled=True, num_speculative_tokens=3, verification=pb.VERIFICATION_BLOCK
+            ),
             timeout_ms=1500,
         )
     )
     assert request.prompt_token_ids == (0, 99)
     assert request.prompt_text is None
     assert request.sampling == chosen
-    assert (request.speculation, request.num_speculative_tokens) == (True, 3)
+    assert request.num_answers == 64
+    assert (request.speculation, request.num_speculative_tokens, request.verification) == (True, 3, "block")
     assert request.deadline_unix_s == pytest.approx(1001.5)
 
 
@@ -106,7 +120,24 @@ def test_speculation_can_be_switched_off_and_the_template_asked_for() -> None:
         ("sampling.top_k", sampling(top_k=-2)),
         ("sampling.min_p", sampling(min_p=-0.1)),
         ("sampling.min_p", sampling(min_p=math.nan)),
-        ("sampling.min_p", sampling(min_p=0.1)),
+        ("sampling.min_p", sampling(min_p=1.1)),
+        ("sampling.n", sampling(n=0)),
+        ("sampling.n", sampling(n=65)),
+        ("sampling.n", sampling(n=2, temperature=0.0)),
+        ("sampling.seed", sampling(n=3, seed=-2)),
+        ("sampling.logprobs", sampling(logprobs=21)),
+        ("sampling.prompt_logprobs", sampling(prompt_logprobs=21)),
+        ("sampling.allowed_token_ids", sampling(allowed_token_ids=[1, 100])),
+        ("sampling.bad_words", sampling(bad_words=["ok", ""])),
+        ("sampling.structured_outputs", structured()),
+        ("sampling.structured_outputs.json", structured(json="")),
+        ("sampling.structured_outputs.json", structured(json="{")),
+        ("sampling.structured_outputs.json", structured(json="[1]")),
+        ("sampling.structured_outputs.json", structured(json="[" * 100_000)),
+        ("sampling.structured_outputs.json_object", structured(json_object=False)),
+        ("sampling.structured_outputs.grammar", structured(grammar=" \n")),
+        ("sampling.structured_outputs.regex", structured(regex="a\0")),
+        ("sampling.structured_outputs.choice", structured(choice=pb.Choices())),
         ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
         ("sampling.repetition_penalty", sampling(repetition_penalty=math.inf)),
         ("sampling.repetition_penalty", sampling(repetition_penalty=math.nan)),
@@ -117,12 +148,13 @@ def test_speculation_can_be_switched_off_and_the_template_asked_for() -> None:
         ("sampling.min_tokens", sampling(min_tokens=6, max_tokens=5)),
         ("sampling.stop", sampling(stop=["ok", ""])),
         ("sampling.stop_token_ids", sampling(stop_token_ids=[100])),
-        ("sampling.logit_bias", sampling(logit_bias={1: 0.5})),
+        ("sampling.logit_bias", sampling(logit_bias={1: 100.5})),
         ("sampling.logit_bias", sampling(logit_bias={100: 0.5})),
         ("sampling.logit_bias", sampling(logit_bias={1: math.nan})),
         ("speculation.num_speculative_tokens", speculation(num_speculative_tokens=0)),
         ("speculation.num_speculative_tokens", speculation(num_speculative_tokens=5)),
         ("speculation.num_speculative_tokens", speculation(num_speculative_tokens=2, enabled=False)),
+        ("speculation.verification", speculation(verification=4)),
     ],
 )
 def test_each_bad_value_is_refused_by_its_public_name(field: str, message: pb.GenerateRequest) -> None:
@@ -137,6 +169,11 @@ def test_each_bad_value_is_refused_by_its_public_name(field: str, message: pb.Ge
         sampling(temperature=2.0, top_p=1.0, top_k=-1, min_p=0.0, max_tokens=1, min_tokens=1),
         sampling(presence_penalty=-2.0, frequency_penalty=-2.0, repetition_penalty=0.01),
         sampling(min_tokens=5),
+        sampling(n=1, temperature=0.0, logprobs=0, prompt_logprobs=20, min_p=1.0),
+        sampling(n=2),
+        sampling(n=2, seed=-1),
+        sampling(n=2, seed=-3),
+        sampling(n=2, seed=2**63 - 1),
         speculation(num_speculative_tokens=4),
         speculation(num_speculative_tokens=1),
     ],
@@ -160,10 +197,49 @@ def test_the_error_says_what_is_served_and_shortens_what_was_sent() -> None:
     assert len(str(error)) < 200
 
 
-def test_without_a_drafter_what_speculation_forbids_is_allowed() -> None:
-    request = translate(sampling(min_p=0.1, logit_bias={7: -100.0}), PLAIN)
-    assert request.sampling == {"min_p": 0.1, "logit_bias": {7: -100.0}}
+def test_without_a_drafter_there_is_nothing_to_limit() -> None:
     assert "no drafter" in str(refused(speculation(num_speculative_tokens=1), PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "passed_on"),
+    [
+        ({"json": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": ""}, {"regex": ""}),
+        ({"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"choice": pb.Choices(values=["a", ""])}, {"choice": ["a", ""]}),
+    ],
+)
+def test_a_constraint_is_passed_on_under_its_own_name(constraint: dict[str, Any], passed_on: dict[str, Any]) -> None:
+    assert translate(structured(**constraint)).sampling == {"structured_outputs": passed_on}
+
+
+@pytest.mark.parametrize("served", [SERVED, PLAIN])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_verification_is_chosen_with_and_without_drafts(served: ServedModel, enabled: bool) -> None:
+    chosen = [
+        translate(speculation(enabled=enabled, verification=value), served).verification
+        for value in pb.Verification.values()
+    ]
+    assert chosen == [None, "rejection", "block", "coupled"]
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_a_constraint_is_not_combined_with_what_it_would_bias(name: str) -> None:
+    message = structured(regex="a+")
+    message.speculation.verification = pb.Verification.Value(f"VERIFICATION_{name.upper()}")
+    error = refused(message)
+    assert error.field == "sampling.structured_outputs"
+    assert name in str(error)
+    assert "coupled" in error.fix
+
+
+@pytest.mark.parametrize("value", [pb.VERIFICATION_UNSPECIFIED, pb.VERIFICATION_COUPLED])
+def test_a_constraint_goes_with_coupled_verification(value: pb.Verification) -> None:
+    message = structured(regex="a+")
+    message.speculation.verification = value
+    assert translate(message).sampling["structured_outputs"] == {"regex": "a+"}
 
 
 def test_zero_drafts_points_to_the_switch() -> None:

@@ -1,0 +1,122 @@
+"""From what a target's rounds gave to the public response messages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from actors.generation import RoundOutput, SpeculativeDecodingMetrics, TokenLogprobs, Usage
+from outrider.v1 import generation_pb2 as pb
+
+logger = logging.getLogger("ray.serve.outrider.ingress")
+
+_FINISH_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+}
+
+
+class Answers:
+    """The n answers of a unary call while their rounds come in."""
+
+    def __init__(self, request_id: str, n: int) -> None:
+        self._request_id = request_id
+        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._completions = [pb.Completion() for _ in range(n)]
+        self._usages: list[Usage | None] = [None] * n
+        self._prompt_logprobs: list[pb.TokenLogprobs] = []
+
+    def add(self, output: RoundOutput) -> None:
+        completion = self._completions[output.index]
+        self._texts[output.index].append(output.text)
+        completion.token_ids.extend(output.token_ids)
+        completion.logprobs.extend(_token_logprobs(output.logprobs))
+        self._prompt_logprobs += _token_logprobs(output.prompt_logprobs)
+        if output.finish_reason is not None:
+            self._usages[output.index] = _finish(completion, output)
+
+    def response(self) -> pb.GenerateResponse:
+        """Raises RuntimeError for an answer without an end."""
+        usages = [usage for usage in self._usages if usage is not None]
+        if len(usages) != len(self._completions):
+            raise RuntimeError("an answer has no end")
+        for completion, text in zip(self._completions, self._texts, strict=True):
+            completion.text = "".join(text)
+        first = self._completions[0]
+        response = pb.GenerateResponse(
+            request_id=self._request_id,
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            metrics=first.metrics,
+            usage=_usage(usages[0], sum(usage.completion_tokens for usage in usages)),
+            completions=self._completions,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+        if first.HasField("stop_reason"):
+            response.stop_reason = first.stop_reason
+        return response
+
+
+def stream_message(request_id: str, output: RoundOutput) -> pb.GenerateStreamResponse:
+    message = pb.GenerateStreamResponse(
+        request_id=request_id,
+        text_delta=output.text,
+        token_ids=output.token_ids,
+        index=output.index,
+        logprobs=_token_logprobs(output.logprobs),
+        prompt_logprobs=_token_logprobs(output.prompt_logprobs),
+    )
+    if output.finish_reason is not None:
+        usage = _finish(message, output)
+        message.usage.CopyFrom(_usage(usage, usage.completion_tokens))
+    return message
+
+
+def _finish(message: pb.Completion | pb.GenerateStreamResponse, output: RoundOutput) -> Usage:
+    """Fill in what an answer has at its end, all but the returned count of its tokens."""
+    reason, stop_reason = output.finish_reason or "", output.stop_reason
+    if reason not in _FINISH_REASONS:
+        logger.warning("the engine ended an answer for a reason this API has no name for: %s", reason)
+        stop_reason = stop_reason or reason
+    message.finish_reason = _FINISH_REASONS.get(reason, pb.FINISH_REASON_ABORT)
+    if stop_reason is not None:
+        message.stop_reason = stop_reason
+    metrics = output.speculative_decoding or SpeculativeDecodingMetrics()
+    message.metrics.speculative_decoding.CopyFrom(
+        pb.SpeculativeDecodingMetrics(
+            num_spec_steps=metrics.num_spec_steps,
+            num_draft_tokens=metrics.num_draft_tokens,
+            num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
+            mean_acceptance_length=metrics.mean_acceptance_length,
+            draft_acceptance_rate=metrics.draft_acceptance_rate,
+            acceptance_histogram=metrics.acceptance_histogram,
+        )
+    )
+    if output.usage is None:
+        raise RuntimeError("the target finished an answer without counting its tokens")
+    return output.usage
+
+
+def _usage(usage: Usage, completion_tokens: int) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=usage.prompt_tokens + completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def _token_logprobs(entries: Iterable[TokenLogprobs | None]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs()
+        if entry is None
+        else pb.TokenLogprobs(
+            token_id=entry.token_id,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            top=[pb.TokenLogprob(token_id=likely.token_id, logprob=likely.logprob) for likely in entry.top],
+        )
+        for entry in entries
+    ]

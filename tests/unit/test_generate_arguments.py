@@ -1,0 +1,77 @@
+"""Flags of ``outrider generate`` that say how to sample: the options they become."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from deploy.client import build_request
+from deploy.client_request import GenerationOptions
+from deploy.generate_arguments import add_arguments, options_of
+from outrider.v1 import generation_pb2 as pb
+
+
+def options(*flags: str) -> GenerationOptions:
+    parser = argparse.ArgumentParser(prog="outrider generate")
+    add_arguments(parser)
+    return options_of(parser.parse_args([*flags, "hello"]))
+
+
+def test_every_flag_becomes_the_field_of_its_name() -> None:
+    flags = (
+        "--n 2 --min-p 0.1 --min-tokens 3 --repetition-penalty 1.1 --presence-penalty 0.5 --frequency-penalty -0.5 "
+        "--logit-bias 5=-2.5 --logit-bias 6=1 --stop-token-ids 7,8 --allowed-token-ids 9 --bad-words no "
+        "--bad-words never --logprobs 0 --prompt-logprobs 2 --regex a+ --verification block"
+    )
+    assert build_request(pb.GenerateRequest(), "hello", options(*flags.split())) == pb.GenerateRequest(
+        text="hello",
+        sampling=pb.SamplingParameters(
+            n=2, min_p=0.1, min_tokens=3, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5,
+            logit_bias={5: -2.5, 6: 1.0}, stop_token_ids=[7, 8], allowed_token_ids=[9], bad_words=["no", "never"],
+            logprobs=0, prompt_logprobs=2, structured_outputs=pb.StructuredOutputs(regex="a+"),
+        ),
+        speculation=pb.SpeculationParameters(verification=pb.VERIFICATION_BLOCK),
+    )  # fmt: skip
+
+
+def test_there_is_a_flag_for_every_sampling_parameter() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = {action.dest for action in parser._actions}
+    assert set(pb.SamplingParameters.DESCRIPTOR.fields_by_name) - {"structured_outputs"} <= flags
+
+
+def test_a_schema_and_a_grammar_are_texts_or_files(tmp_path: Path) -> None:
+    schema, grammar = '{"type": "object"}', 'root ::= "ä"'
+    (tmp_path / "schema.json").write_text(schema)
+    (tmp_path / "grammar.ebnf").write_text(grammar, encoding="utf-8")
+    assert options("--json-schema", schema) == {"json_schema": schema}
+    assert options("--json-schema", str(tmp_path / "schema.json")) == {"json_schema": schema}
+    assert options("--grammar", grammar) == {"grammar": grammar}
+    assert options("--grammar", str(tmp_path / "grammar.ebnf")) == {"grammar": grammar}
+
+
+def test_the_other_constraints() -> None:
+    assert options("--json-object") == {"json_object": True}
+    assert options("--choice", "a", "--choice", "b") == {"choice": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--regex", "a", "--json-object"],
+        ["--json-schema", "/no/such/file"],
+        ["--grammar", "no such file"],
+        ["--allowed-token-ids", "1,x"],
+        ["--logit-bias", "5"],
+        ["--logit-bias", "5=much"],
+        ["--verification", "greedy"],
+    ],
+)
+def test_what_no_option_can_hold_is_a_wrong_command_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        options(*flags)
+    assert exit_.value.code == 2
+    capsys.readouterr()
