@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import DraftStrategy
 from actors.message_codec import pack, unpack
-from actors.messages import Proposals
+from actors.messages import DraftSampling, Proposals
+from actors.verification.mode import Mode
 from cluster.config import DrafterConfig, DraftModelConfig
 from cluster.cores import bind_to, rank_environment
 from cluster.link import Link, LinkBroken, LinkInvitation, join_link
@@ -97,7 +98,9 @@ class Drafter:
             epoch=invitation.epoch,
             capacity_words=invitation.capacity_words,
             link_deadline_s=invitation.link_deadline_ms / 1e3,
-            decode=lambda payload: unpack(payload, invitation.vocab_size, invitation.num_speculative_tokens),
+            decode=lambda payload: unpack(
+                payload, invitation.vocab_size, invitation.num_speculative_tokens, invitation.capacity_words
+            ),
             name=f"{invitation.verifier_id}#{invitation.epoch}",
             on_broken=lambda reason: self._drop(link_id, reason),
             on_receive=lambda received: self._loop.deliver(link_id, received.messages),
@@ -165,13 +168,15 @@ def launch_drafter(
 
 
 def _warm_up(strategy: DraftStrategy) -> None:
-    """One prefill and one draft before anybody waits for them: the first steps pay for what is set up lazily."""
+    """Prefill and draft before anybody waits for it, in the two ways that differ most: the first steps pay for what is
+    set up lazily."""
     key = (0, 0)
-    strategy.open(key, [0] * 64, num_speculative_tokens=2)
-    while strategy.prefill() is not None:
-        pass
-    strategy.draft([key])
-    strategy.close(key)
+    for sampling in (DraftSampling(), DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9)):
+        strategy.open(key, [0] * 64, num_speculative_tokens=2, sampling=sampling)
+        while strategy.prefill() is not None:
+            pass
+        strategy.draft([key])
+        strategy.close(key)
     strategy.prefill()
 
 

@@ -3,13 +3,15 @@
 A payload is ``[message count, message, message, ...]``; a message starts with its type, its length in words and its
 request:
 
-    Open       type length request | prompt_len offset K top_k has_seed | seed temperature top_p | token ids
+    Open       type length request | prompt_len offset K mode top_n top_k only_biased b | seed temperature top_p min_p
+               | b biased ids | b biases | token ids
     Commit     type length request | base_committed_len | token ids
     Close      type length request | reason
     Proposals  type length request | base_committed_len status k n | k token ids | [k*n q ids | k*n q probabilities]
 
-seed is an int64, temperature and top_p are float64, two words each, low word first; q probabilities are float32 bits.
-`unpack` checks what only the link knows, the vocabulary and K; the messages check the rest as they are made.
+seed is an int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q probabilities
+are float32 bits. Of a prompt cut into pieces the one at offset 0 carries the biases, the others say only_biased 0, b 0.
+`unpack` checks what only the link knows, the vocabulary, K and the frame; the messages check the rest as they are made.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.messages import (
+    MAX_BIASED_TOKENS,
     Close,
     CloseReason,
     Commit,
+    DraftSampling,
     Message,
     MessageError,
     Open,
@@ -30,6 +34,7 @@ from actors.messages import (
     ProposalStatus,
     SparseQ,
 )
+from actors.verification.mode import Mode
 from cluster.link.frame import HEADER_WORDS
 
 MIN_FRAME_WORDS = 4096
@@ -38,10 +43,11 @@ _MIN_OPEN_CHUNK_TOKENS = 64
 """An Open starts in the rest of a frame only if this many of its tokens, or all of them, fit there."""
 
 _OPEN, _COMMIT, _CLOSE, _PROPOSALS = 1, 2, 3, 4
-_FIXED_WORDS = {_OPEN: 14, _COMMIT: 4, _CLOSE: 4, _PROPOSALS: 7}
-_SAMPLING = struct.Struct("<qdd")
-_SAMPLING_WORDS = struct.Struct("<6i")
-_SAMPLING_AT_BYTE = 32
+_FIXED_WORDS = {_OPEN: 19, _COMMIT: 4, _CLOSE: 4, _PROPOSALS: 7}
+_OPEN_INTEGERS = 11
+_SAMPLING = struct.Struct("<qddd")
+_SAMPLING_WORDS = struct.Struct("<8i")
+_MODES = {int(mode): mode for mode in Mode}
 _REASONS = {int(reason): reason for reason in CloseReason}
 _STATUSES = {int(status): status for status in ProposalStatus}
 
@@ -49,10 +55,14 @@ _STATUSES = {int(status): status for status in ProposalStatus}
 def frame_capacity_words(max_num_seqs: int, num_speculative_tokens: int, q_top_n: int = 0) -> int:
     """Words of a frame, header included, that holds a whole round for `max_num_seqs` requests in either direction."""
     k = num_speculative_tokens
-    proposals = _FIXED_WORDS[_PROPOSALS] + k + 2 * k * q_top_n
+    proposals = _proposals_words(k, q_top_n)
     commit_and_close = _FIXED_WORDS[_COMMIT] + k + 1 + _FIXED_WORDS[_CLOSE]
     words = HEADER_WORDS + 1 + max_num_seqs * max(proposals, commit_and_close)
     return max(MIN_FRAME_WORDS, -(-words // _FRAME_ROUNDING_WORDS) * _FRAME_ROUNDING_WORDS)
+
+
+def _proposals_words(k: int, n: int) -> int:
+    return _FIXED_WORDS[_PROPOSALS] + k + 2 * k * n
 
 
 def pack(messages: Sequence[Message], capacity_words: int) -> list[np.ndarray]:
@@ -75,9 +85,10 @@ def pack(messages: Sequence[Message], capacity_words: int) -> list[np.ndarray]:
     return writer.finish()
 
 
-def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int) -> list[Message]:
+def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_words: int | None = None) -> list[Message]:
     """The messages of one payload, int32 [words]. Nothing of the payload is kept; token ids come as lists.
 
+    capacity_words: of the frames that answers go into; an Open that asks for a q too large for them is refused.
     Any words at all are safe to pass: whatever is not a valid payload raises MessageError naming the field.
     """
     total = len(payload)
@@ -103,7 +114,7 @@ def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int) -> list[Mess
         elif kind == _CLOSE:
             messages.append(_read_close(head, words))
         else:
-            messages.append(_read_open(head, words, vocab_size, max_tokens_k))
+            messages.append(_read_open(words, vocab_size, max_tokens_k, capacity_words))
         position += length
     if position != total:
         raise MessageError("payload.count", f"{total - position} words after the last of {count} messages")
@@ -159,25 +170,30 @@ class _PayloadWriter:
 
 
 def _write_open(message: Open, writer: _PayloadWriter) -> None:
-    ids = message.token_ids
-    sampling = _SAMPLING_WORDS.unpack(_SAMPLING.pack(message.seed or 0, message.temperature, message.top_p))
-    fixed = _FIXED_WORDS[_OPEN]
+    ids, sampling = message.token_ids, message.sampling
+    doubles = _SAMPLING.pack(sampling.seed, sampling.temperature, sampling.top_p, sampling.min_p)
     start = 0
     while start < len(ids):
+        offset = message.offset + start
+        biases = () if offset else sampling.biases
+        fixed = _FIXED_WORDS[_OPEN] + 2 * len(biases)
         if writer.room - fixed < min(len(ids) - start, _MIN_OPEN_CHUNK_TOKENS):
             writer.next_frame()
         chunk = ids[start : start + max(writer.room - fixed, 1)]
-        head = [_OPEN, fixed + len(chunk), message.request, message.prompt_len, message.offset + start]
-        head += [message.num_speculative_tokens, message.top_k, int(message.seed is not None), *sampling]
-        writer.add("Open", head + list(chunk))
+        words = [_OPEN, fixed + len(chunk), message.request, message.prompt_len, offset, message.num_speculative_tokens]
+        words += [sampling.mode, sampling.top_n, sampling.top_k, int(sampling.only_biased and not offset), len(biases)]
+        words += _SAMPLING_WORDS.unpack(doubles)
+        words += [token for token, _ in biases]
+        words += np.array([bias for _, bias in biases], np.float32).view(np.int32).tolist()
+        writer.add("Open", words + list(chunk))
         start += len(chunk)
 
 
 def _write_proposals(message: Proposals, writer: _PayloadWriter) -> None:
     ids, q = message.token_ids, message.q
     n = 0 if q is None else q.ids.shape[1]
-    length = _FIXED_WORDS[_PROPOSALS] + len(ids) + 2 * len(ids) * n
-    words = [_PROPOSALS, length, message.request, message.base_committed_len, message.status, len(ids), n, *ids]
+    head = [_PROPOSALS, _proposals_words(len(ids), n), message.request, message.base_committed_len]
+    words = [*head, message.status, len(ids), n, *ids]
     if q is None:
         writer.add("Proposals", words)
     else:
@@ -185,25 +201,38 @@ def _write_proposals(message: Proposals, writer: _PayloadWriter) -> None:
         writer.add("Proposals", words, (q.ids.reshape(-1), probs.reshape(-1)))
 
 
-def _read_open(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> Open:
-    _, _, request, prompt_len, offset, num_speculative_tokens, top_k = head
-    has_seed = int(words[7])
-    if has_seed not in (0, 1):
-        raise MessageError("Open.seed", f"has_seed is {has_seed}, neither 0 nor 1")
-    if num_speculative_tokens > max_tokens_k:
-        raise MessageError("Open.num_speculative_tokens", f"{num_speculative_tokens} is over {max_tokens_k}")
-    seed, temperature, top_p = _SAMPLING.unpack_from(words, _SAMPLING_AT_BYTE)
-    return Open(
-        request=request,
-        prompt_len=prompt_len,
-        offset=offset,
-        token_ids=_token_ids("Open.token_ids", words[_FIXED_WORDS[_OPEN] :], vocab_size),
-        num_speculative_tokens=num_speculative_tokens,
+def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_words: int | None) -> Open:
+    _, length, request, prompt_len, offset, k, mode, top_n, top_k, only_biased, b = words[:_OPEN_INTEGERS].tolist()
+    if k > max_tokens_k:
+        raise MessageError("Open.num_speculative_tokens", f"{k} is over {max_tokens_k}")
+    if mode not in _MODES:
+        raise MessageError("Open.mode", f"unknown mode {mode}")
+    if only_biased not in (0, 1) or (only_biased and offset):
+        raise MessageError("Open.only_biased", f"{only_biased} at offset {offset}")
+    biases_at = _FIXED_WORDS[_OPEN]
+    if not 0 <= b <= MAX_BIASED_TOKENS or (b and offset) or biases_at + 2 * b > length:
+        raise MessageError("Open.biases", f"{b} of them at offset {offset} in {length} words")
+    tokens_at = biases_at + 2 * b
+    biased = _token_ids("Open.biases", words[biases_at : biases_at + b], vocab_size)
+    biases = words[biases_at + b : tokens_at].view(np.float32).tolist()
+    seed, temperature, top_p, min_p = _SAMPLING.unpack_from(words, 4 * _OPEN_INTEGERS)
+    sampling = DraftSampling(
+        mode=_MODES[mode],
         temperature=temperature,
-        top_p=top_p,
         top_k=top_k,
-        seed=seed if has_seed else None,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        top_n=top_n,
+        biases=tuple(zip(biased, biases, strict=True)),
+        only_biased=bool(only_biased),
     )
+    if capacity_words is not None and sampling.mode.samples_q:
+        answer, room = _proposals_words(k, min(top_n, vocab_size)), capacity_words - HEADER_WORDS - 1
+        if answer > room:
+            raise MessageError("Open.top_n", f"answers of {answer} words do not fit frames with room for {room}")
+    token_ids = _token_ids("Open.token_ids", words[tokens_at:], vocab_size)
+    return Open(request, prompt_len, offset, token_ids, k, sampling)
 
 
 def _read_commit(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> Commit:
@@ -226,7 +255,7 @@ def _read_proposals(head: list[int], words: np.ndarray, vocab_size: int, max_tok
         raise MessageError("Proposals.status", f"unknown status {status}")
     if not 0 <= k <= max_tokens_k:
         raise MessageError("Proposals.token_ids", f"{k} tokens, at most {max_tokens_k} are allowed")
-    if n < 0 or (n and not k) or length != 7 + k + 2 * k * n:
+    if n < 0 or (n and not k) or length != _proposals_words(k, n):
         raise MessageError("Proposals.q_ids", f"{k} drafts with top {n} do not make {length} words")
     q = None
     if n:

@@ -14,9 +14,15 @@ from typing import TypeAlias
 
 import numpy as np
 
+from actors.verification.mode import Mode
 from cluster.link.frame import MAX_INT31
 
 Q_SUM_TOLERANCE = 1e-3
+MAX_TOP_N = 1024
+MAX_BIASED_TOKENS = 512
+"""Of one request: a longer list stays with the verifier, which costs acceptance only."""
+
+MAX_BIAS = float(np.finfo(np.float32).max)
 
 
 class MessageError(ValueError):
@@ -52,6 +58,57 @@ class ProposalStatus(enum.IntEnum):
     """Prefilled: from now on commits of this request are answered with drafts."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How a request's drafts are to be drawn. Only mode, seed and top_n bear on exactness; the rest helps acceptance.
+
+    mode: how the drafts will be verified. temperature: above 0, ignored in GREEDY. top_k: 0 for none.
+    seed: the request's, the same as the verifier uses: a client's or a random one, never shared by requests.
+    top_n: rejection and block: tokens in a row of q, 0 for greedy drafts, which have a one-hot q that need not travel.
+    biases: (token id, added to its logit) pairs, no id twice; float32 on the wire; minus infinity forbids a token.
+    only_biased: every token not listed is forbidden.
+    """
+
+    mode: Mode = Mode.GREEDY
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    top_n: int = 64
+    biases: tuple[tuple[int, float], ...] = ()
+    only_biased: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mode, Mode):
+            raise MessageError("Open.mode", f"unknown mode {self.mode}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise MessageError("Open.temperature", f"{self.temperature} is not a finite number from 0 up")
+        if self.mode is not Mode.GREEDY and self.temperature == 0:
+            raise MessageError("Open.temperature", f"0 with mode {self.mode.name}")
+        if not 0 <= self.top_k <= MAX_INT31:
+            raise MessageError("Open.top_k", f"{self.top_k} is not in 0 to {MAX_INT31}")
+        if not 0 < self.top_p <= 1:
+            raise MessageError("Open.top_p", f"{self.top_p} is not in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise MessageError("Open.min_p", f"{self.min_p} is not in [0, 1]")
+        if not -(2**63) <= self.seed < 2**63:
+            raise MessageError("Open.seed", f"{self.seed} is no 64-bit integer")
+        if not 0 <= self.top_n <= MAX_TOP_N:
+            raise MessageError("Open.top_n", f"{self.top_n} is not in 0 to {MAX_TOP_N}")
+        if len(self.biases) > MAX_BIASED_TOKENS:
+            raise MessageError("Open.biases", f"{len(self.biases)} tokens, at most {MAX_BIASED_TOKENS} are allowed")
+        if len({token for token, _ in self.biases}) < len(self.biases):
+            raise MessageError("Open.biases", "a token stands twice")
+        if any(not 0 <= token <= MAX_INT31 for token, _ in self.biases):
+            raise MessageError("Open.biases", "an id is negative or has more than 31 bits")
+        # Written so that NaN fails.
+        if not all(-MAX_BIAS <= bias <= MAX_BIAS or bias == -math.inf for _, bias in self.biases):
+            raise MessageError("Open.biases", "a bias is neither a finite float32 nor minus infinity")
+        if self.only_biased and not any(bias > -math.inf for _, bias in self.biases):
+            raise MessageError("Open.only_biased", "set, but no token is left")
+
+
 @dataclass(slots=True)
 class Open:
     """A request the drafter shall follow, or the next piece of its prompt. `pack` does the cutting.
@@ -60,7 +117,8 @@ class Open:
         after preemption gets a new one, and its prompt then contains the output committed so far.
     prompt_len: tokens of the whole prompt, all pieces together.
     offset: tokens of the prompt before this piece.
-    top_k: 0 or -1 for no limit, as in vLLM.
+    sampling: that of the piece at offset 0 counts. Its biases travel with that piece only: `unpack` gives later
+        pieces the same without biases.
     """
 
     request: int
@@ -68,10 +126,7 @@ class Open:
     offset: int
     token_ids: Sequence[int]
     num_speculative_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
+    sampling: DraftSampling
 
     def __post_init__(self) -> None:
         _check_int31("Open.request", self.request)
@@ -84,14 +139,6 @@ class Open:
                 "Open.offset", f"{self.offset} with {count} tokens is outside a prompt of {self.prompt_len}"
             )
         _check_int31("Open.num_speculative_tokens", self.num_speculative_tokens)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise MessageError("Open.temperature", f"{self.temperature} is not a finite number from 0 up")
-        if not 0 < self.top_p <= 1:
-            raise MessageError("Open.top_p", f"{self.top_p} is not in (0, 1]")
-        if not -1 <= self.top_k <= MAX_INT31:
-            raise MessageError("Open.top_k", f"{self.top_k} is below -1 or over {MAX_INT31}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise MessageError("Open.seed", f"{self.seed} is no 64-bit integer")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
-from actors.drafting.draft_plan import DraftPlan
+from actors.drafting.draft_plan import Drafted, DraftPlan
 from cluster.config import ConfigError
 
 
@@ -83,8 +83,8 @@ class DraftEngine:
         self._unallocated.discard(request_id)
         self._kv.free(self._requests.pop(request_id))
 
-    def run(self, plan: DraftPlan) -> dict[str, list[int]]:
-        """Execute a plan on every rank. Returns request_id -> drafted ids."""
+    def run(self, plan: DraftPlan) -> dict[str, Drafted]:
+        """Execute a plan on every rank. Returns request_id -> what rank 0 drafted, for rows with num_drafts."""
         result: list[Any] = self._core.model_executor.collective_rpc("draft", args=(plan,))
         return result[0]
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
-from actors.drafting.draft_plan import DraftPlan, PlanRow
+from actors.drafting.draft_plan import Drafted, DraftPlan, PlanRow
 from actors.drafting.sequence import DraftSequence
 from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence
-from actors.messages import ProposalStatus
+from actors.messages import DraftSampling, ProposalStatus, SparseQ
 
 if TYPE_CHECKING:
     from actors.drafting.draft_engine import DraftEngine
+
+logger = logging.getLogger(__name__)
 
 _CATCH_UP_TOKENS = 32
 """Committed tokens a draft step may feed per sequence; further behind, it is prefill."""
@@ -30,7 +33,7 @@ class Engine(Protocol):
         self, request_id: str, num_computed: int, num_new: int, num_lookahead: int
     ) -> tuple[list[int], ...] | None: ...
     def finish(self, request_id: str) -> None: ...
-    def run(self, plan: DraftPlan) -> dict[str, list[int]]: ...
+    def run(self, plan: DraftPlan) -> dict[str, Drafted]: ...
     @property
     def kv_cache_usage(self) -> float: ...
 
@@ -38,8 +41,8 @@ class Engine(Protocol):
 class _Resident:
     """A sequence, and what the engine and its ranks hold of it."""
 
-    def __init__(self, sequence: DraftSequence) -> None:
-        self.sequence = sequence
+    def __init__(self, sequence: DraftSequence, sampling: DraftSampling) -> None:
+        self.sequence, self.sampling = sequence, sampling
         self.request_id = f"{sequence.key[0]}-{sequence.key[1]}"
         self.retired = False
         """Too long for the draft model: followed, so that commits stay known, but no longer in the engine."""
@@ -56,17 +59,20 @@ class _Resident:
 
 
 class DraftModelStrategy:
-    """Greedy drafts from a draft model. Implements DraftStrategy."""
+    """Drafts drawn from a draft model as each request asks. Implements DraftStrategy."""
 
     def __init__(self, engine: DraftEngine | Engine, prefill_chunk_tokens: int) -> None:
         self._engine = engine
         self._chunk = min(prefill_chunk_tokens, engine.max_num_batched_tokens)
         self._residents: dict[SequenceKey, _Resident] = {}
         self._finished: list[str] = []
+        self._saw_bad_logits = False
 
-    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> bool:
+    def open(
+        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
+    ) -> bool:
         self.close(key)
-        resident = _Resident(DraftSequence(key, list(token_ids), num_speculative_tokens))
+        resident = _Resident(DraftSequence(key, list(token_ids), num_speculative_tokens), sampling)
         if len(token_ids) >= self._engine.max_model_len:
             resident.retired = True
         else:
@@ -104,6 +110,9 @@ class DraftModelStrategy:
                 if len(batch) == self._engine.max_num_seqs or sequence.num_uncomputed > room:
                     continue
                 k = min(sequence.num_speculative_tokens, self._engine.max_model_len - sequence.committed_len)
+                if k == 0:
+                    answers.append(Draft(key, sequence.committed_len, [], ProposalStatus.OK))
+                    continue
                 row = self._row(resident, sequence.num_uncomputed, num_drafts=k)
                 if row is not None:
                     room -= row.num_scheduled
@@ -117,11 +126,23 @@ class DraftModelStrategy:
             return answers
         drafted = self._run([row for _, row in batch])
         for resident, row in batch:
-            sequence, ids = resident.sequence, drafted[row.request_id]
-            sequence.drafted(ids)
-            resident.holds_drafts = True
-            answers.append(Draft(sequence.key, sequence.committed_len, ids, ProposalStatus.OK))
+            answers.append(self._answer(resident, row, drafted[row.request_id]))
         return answers
+
+    def _answer(self, resident: _Resident, row: PlanRow, drafted: Drafted) -> Draft:
+        """Raises RuntimeError when the ranks dropped drafts for another reason than bad logits: see DraftStrategy."""
+        sequence, ids = resident.sequence, drafted.token_ids
+        if len(ids) != row.num_drafts and not (drafted.bad_logits and len(ids) < row.num_drafts):
+            raise RuntimeError(f"sequence {sequence.key}: {len(ids)} drafts where {row.num_drafts} were to be drawn")
+        if drafted.bad_logits and not self._saw_bad_logits:
+            self._saw_bad_logits = True
+            logger.warning("sequence %s: the draft model's logits are not finite: drafts end there", sequence.key)
+        sequence.drafted(ids)
+        resident.holds_drafts = True
+        q = None
+        if drafted.q_ids is not None and drafted.q_probs is not None:
+            q = SparseQ(drafted.q_ids, drafted.q_probs)
+        return Draft(sequence.key, sequence.committed_len, ids, ProposalStatus.OK, q)
 
     def prefill(self) -> list[Draft] | None:
         """The oldest sequences first, prefill_chunk_tokens over all of them a call."""
@@ -174,7 +195,7 @@ class DraftModelStrategy:
         )
         if blocks is None:
             return None
-        row = PlanRow(resident.request_id, sequence.num_computed, num_scheduled, blocks, num_drafts)
+        row = PlanRow(resident.request_id, sequence.num_computed, num_scheduled, blocks, num_drafts, resident.sampling)
         if not resident.on_ranks:
             row.start_token_ids = list(sequence.token_ids)
             resident.on_ranks = True
@@ -185,6 +206,6 @@ class DraftModelStrategy:
         resident.holds_drafts = False
         return row
 
-    def _run(self, rows: list[PlanRow]) -> dict[str, list[int]]:
+    def _run(self, rows: list[PlanRow]) -> dict[str, Drafted]:
         finished, self._finished = self._finished, []
         return self._engine.run(DraftPlan(rows, finished))

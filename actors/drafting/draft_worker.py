@@ -8,31 +8,64 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
 
-from actors.drafting.draft_plan import DraftPlan, PlanRow
+from actors.drafting.draft_plan import Drafted, DraftPlan, PlanRow
+from actors.drafting.draw import PlanDraws
 from cluster.platform import worker_class
 
-_GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 30, ignore_eos=True, detokenize=False)
+# How tokens are really chosen stands in the plan.
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=1 << 30, ignore_eos=True, detokenize=False)
+
+
+class DrawingRunner:
+    """Mixed in front of the platform's model runner: drafts are drawn as their requests ask.
+
+    draws: of the plan that runs; None on every rank but 0, whose ids the others take, so ranks cannot disagree.
+    """
+
+    draws: PlanDraws | None
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> SamplerOutput:
+        request_ids, device = self.input_batch.req_ids, self.device  # type: ignore[attr-defined]
+        if self.draws is not None:
+            ids = self.draws.draw(logits, request_ids)
+        else:
+            ids = torch.zeros(len(request_ids), 1, dtype=torch.int32, device=device)
+        group = get_tp_group()
+        if group.world_size > 1:
+            ids = group.broadcast(ids.contiguous(), src=0)
+        return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
 
 
 class DraftWorker(worker_class()):  # type: ignore[misc]
-    def draft(self, plan: DraftPlan) -> dict[str, list[int]]:
-        """Run every row's prefill chunk or drafts. Returns request_id -> drafted ids, of length num_drafts.
+    def init_device(self) -> None:
+        super().init_device()
+        runner = self.model_runner
+        runner.__class__ = type("DraftModelRunner", (DrawingRunner, type(runner)), {})
+        runner.draws = None
 
-        All tensor-parallel ranks run the same plan and arrive at the same ids: drafts are the argmax of logits
-        that vLLM gathers on every rank.
+    def draft(self, plan: DraftPlan) -> dict[str, Drafted]:
+        """Run every row's prefill chunk or drafts. Rank 0 returns request_id -> what was drafted for each row with
+        num_drafts; nothing elsewhere.
+
+        All tensor-parallel ranks run the same plan, all of it: bad logits, which rank 0 alone looks for, shorten the
+        answer and not the steps.
         """
         runner = self.model_runner
-        drafts: dict[str, list[int]] = {row.request_id: [] for row in plan.rows if row.num_drafts}
-        for row in plan.rows:
+        rows = plan.rows
+        drafts: dict[str, list[int]] = {row.request_id: [] for row in rows if row.num_drafts}
+        runner.draws = PlanDraws(rows) if self.rank == 0 else None
+        for row in rows:
             if row.rewrite_from is not None:
                 _rewrite(runner, row)
-        if not plan.rows:
+        if not rows:
             runner.execute_model(_scheduler_output([], [], {}, plan.finished))
-            return drafts
-        rows = plan.rows
+            return {}
         new = [_new_request(row) for row in rows if row.start_token_ids is not None]
         cached = [(row, row.num_computed, row.new_block_ids) for row in rows if row.start_token_ids is None]
         step = _scheduler_output(new, cached, {r.request_id: r.num_scheduled for r in rows}, plan.finished, runner)
@@ -41,7 +74,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
             live = [row for row in rows if row.num_drafts > index]
             cached = [(row, row.num_computed + row.num_scheduled + index - 1, None) for row in live]
             self._step(_scheduler_output([], cached, {r.request_id: 1 for r in live}, [], runner), drafts)
-        return drafts
+        return {} if runner.draws is None else runner.draws.results(drafts)
 
     def _step(self, step: SchedulerOutput, drafts: dict[str, list[int]]) -> None:
         runner = self.model_runner
@@ -59,7 +92,7 @@ def _new_request(row: PlanRow) -> NewRequestData:
         req_id=row.request_id,
         prompt_token_ids=row.start_token_ids,
         mm_features=[],
-        sampling_params=_GREEDY,
+        sampling_params=_PARAMS,
         pooling_params=None,
         block_ids=row.new_block_ids,
         num_computed_tokens=row.num_computed,

@@ -9,11 +9,11 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from actors.drafting.strategy import Draft, DraftStrategy, SequenceKey, UnknownSequence
-from actors.messages import Close, Commit, Message, Open, Proposals, ProposalStatus
+from actors.messages import Close, Commit, DraftSampling, Message, Open, Proposals, ProposalStatus
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,14 @@ class _LinkEvent:
     sink: ProposalSink | None = None
 
 
+@dataclass(slots=True)
+class _Opening:
+    """A prompt that arrives in pieces. sampling: the first piece's, the only one with the biases."""
+
+    token_ids: list[int] = field(default_factory=list)
+    sampling: DraftSampling = field(default_factory=DraftSampling)
+
+
 class DraftLoop:
     """attach, detach and deliver may be called from any thread; run owns everything else."""
 
@@ -45,7 +53,7 @@ class DraftLoop:
         self._events: queue.SimpleQueue[_LinkEvent | None] = queue.SimpleQueue()
         self._sinks: dict[int, ProposalSink] = {}
         self._keys: dict[int, set[SequenceKey]] = {}
-        self._opening: dict[SequenceKey, list[int]] = {}
+        self._opening: dict[SequenceKey, _Opening] = {}
         self._due: dict[SequenceKey, None] = {}
         self._awaiting_prefill: set[SequenceKey] = set()
         self._rounds_since_prefill = 0
@@ -121,15 +129,18 @@ class DraftLoop:
             self._forget(key)
 
     def _open(self, key: SequenceKey, message: Open) -> None:
-        tokens = self._opening.setdefault(key, [])
+        opening = self._opening.setdefault(key, _Opening())
+        tokens = opening.token_ids
         self._keys[key[0]].add(key)
         if message.offset != len(tokens):
             logger.warning("sequence %s: prompt part at %d, expected %d: ignored", key, message.offset, len(tokens))
             return
+        if message.offset == 0:
+            opening.sampling = message.sampling
         tokens.extend(message.token_ids)
         if len(tokens) == message.prompt_len:
-            tokens = self._opening.pop(key)
-            if self._strategy.open(key, tokens, message.num_speculative_tokens):
+            del self._opening[key]
+            if self._strategy.open(key, tokens, message.num_speculative_tokens, opening.sampling):
                 self._send([Draft(key, len(tokens), [], ProposalStatus.READY)], work_us=0)
 
     def _forget(self, key: SequenceKey) -> None:
@@ -155,7 +166,7 @@ class DraftLoop:
         by_link: dict[int, list[Proposals]] = {}
         for draft in drafts:
             link_id, request = draft.key
-            proposal = Proposals(request, draft.base_committed_len, draft.token_ids, draft.status)
+            proposal = Proposals(request, draft.base_committed_len, draft.token_ids, draft.status, draft.q)
             by_link.setdefault(link_id, []).append(proposal)
         for link_id, proposals in by_link.items():
             if link_id in self._sinks:

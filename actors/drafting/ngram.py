@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence
-from actors.messages import ProposalStatus
+from actors.messages import DraftSampling, ProposalStatus
 
 
 class NgramIndex:
@@ -45,13 +45,15 @@ class NgramIndex:
 
 
 class NgramStrategy:
-    """Implements DraftStrategy without a model: always ready, no KV."""
+    """Implements DraftStrategy without a model: always ready, no KV. The text alone decides, so q is one-hot."""
 
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._min_n, self._max_n = prompt_lookup_min, prompt_lookup_max
         self._sequences: dict[SequenceKey, tuple[NgramIndex, int]] = {}
 
-    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> bool:
+    def open(
+        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
+    ) -> bool:
         self._sequences[key] = (NgramIndex(token_ids, self._min_n, self._max_n), num_speculative_tokens)
         return True
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.messages import ProposalStatus
+from actors.messages import DraftSampling, ProposalStatus, SparseQ
 
 SequenceKey = tuple[int, int]
 """(link, request handle): unique over every target linked to one drafter."""
@@ -14,12 +14,16 @@ SequenceKey = tuple[int, int]
 
 @dataclass(slots=True)
 class Draft:
-    """The answer for one sequence: up to K token ids that continue its committed length."""
+    """The answer for one sequence: up to K token ids that continue its committed length.
+
+    q: what they were drawn from; None: each was the only choice (a one-hot q), or verification needs no q.
+    """
 
     key: SequenceKey
     base_committed_len: int
     token_ids: list[int]
     status: ProposalStatus
+    q: SparseQ | None = None
 
 
 class UnknownSequence(KeyError):
@@ -27,11 +31,18 @@ class UnknownSequence(KeyError):
 
 
 class DraftStrategy(Protocol):
-    """Holds the sequences of all linked targets and drafts for many of them at once. Single-threaded."""
+    """Holds the sequences of all linked targets and drafts for many of them at once. Single-threaded.
 
-    def open(self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int) -> bool:
+    How many tokens are drafted may depend on anything before a token, never on the token itself: drafts that are
+    kept or dropped for what they are no longer come from q, and rejection against q would be biased.
+    """
+
+    def open(
+        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
+    ) -> bool:
         """A new sequence with its committed tokens (the prompt, or all of a resumed request's text).
 
+        sampling: how its drafts are to be drawn. Drafts that are a function of the text alone may ignore it.
         Returns whether it can be drafted for at once, without prefill.
         """
 

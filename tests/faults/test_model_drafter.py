@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from actors.message_codec import frame_capacity_words, pack, unpack
-from actors.messages import Close, CloseReason, Commit, Open, Proposals, ProposalStatus
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus
 from cluster.link import Link, host_link
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, K, wait_until
@@ -62,7 +62,7 @@ def next_answer(link):
 def follow(link, reference, handle, prompt, rounds):
     """Play a verifier that accepts two drafts a round; every proposal must be the drafter's own greedy text."""
     tokens = list(prompt)
-    opened = Open(handle, len(tokens), 0, list(tokens), K, 0.0, 1.0, 0, None)
+    opened = Open(handle, len(tokens), 0, list(tokens), K, DraftSampling())
     link.post(pack([opened], CAPACITY))
     answer = next_answer(link)
     assert (answer.request, answer.status) == (handle, ProposalStatus.READY)

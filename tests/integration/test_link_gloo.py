@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from actors.message_codec import pack, unpack
-from actors.messages import Close, CloseReason, Commit, Open, Proposals
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
+from actors.verification.mode import Mode
 from cluster.link import Link, LinkError, LinkInvitation, TransportClosed, host_link, join_link
 from cluster.link.frame import HEADER_WORDS
 
@@ -168,7 +169,7 @@ def mortal_peer():
 pytestmark = pytest.mark.timeout(120)
 
 ROUND = [
-    Open(1, 3, 0, [1, 2, 3], K, 0.7, 1.0, -1, 42),
+    Open(1, 3, 0, [1, 2, 3], K, DraftSampling(Mode.COUPLED, 0.7, seed=42)),
     Commit(1, 3, [4]),
     Proposals(1, 4, [5, 6, 7, 8]),
     Close(1, CloseReason.FINISHED),

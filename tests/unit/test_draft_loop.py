@@ -3,28 +3,33 @@
 import queue
 import threading
 
+import numpy as np
 import pytest
 
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import Draft, UnknownSequence
-from actors.messages import Close, CloseReason, Commit, Open, Proposals, ProposalStatus
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus, SparseQ
+from actors.verification.mode import Mode
 
 pytestmark = pytest.mark.timeout(30)
 
 SOON_S = 10.0
+BIASED = DraftSampling(Mode.REJECTION, temperature=1.0, biases=((1, 2.0),))
 
 
 class FakeStrategy:
     """Drafts [committed length, 0]. Prompts of 100 tokens and more take one prefill call per 100."""
 
     def __init__(self):
-        self.lengths, self.pending, self.calls = {}, {}, []
+        self.lengths, self.pending, self.calls, self.samplings = {}, {}, [], {}
+        self.q = None
         self.max_batch = 100
         self.gate = threading.Event()
         self.gate.set()
         self.drafting = threading.Event()
 
-    def open(self, key, token_ids, num_speculative_tokens):
+    def open(self, key, token_ids, num_speculative_tokens, sampling):
+        self.samplings[key] = sampling
         self.calls.append(("open", key))
         self.lengths[key], self.pending[key] = len(token_ids), len(token_ids) // 100
         return not self.pending[key]
@@ -48,7 +53,7 @@ class FakeStrategy:
             if self.pending[key]:
                 answers.append(Draft(key, self.lengths[key], [], ProposalStatus.NOT_READY))
             else:
-                answers.append(Draft(key, self.lengths[key], [self.lengths[key], 0], ProposalStatus.OK))
+                answers.append(Draft(key, self.lengths[key], [self.lengths[key], 0], ProposalStatus.OK, self.q))
         return answers
 
     def prefill(self):
@@ -104,9 +109,9 @@ def link(loop):
     return attach
 
 
-def opening(request, tokens, offset=0, prompt_len=None):
+def opening(request, tokens, offset=0, prompt_len=None, sampling=DraftSampling()):  # noqa: B008
     ids = list(range(tokens))
-    return Open(request, prompt_len or tokens, offset, ids, 4, 0.0, 1.0, 0, None)
+    return Open(request, prompt_len or tokens, offset, ids, 4, sampling)
 
 
 def test_open_commit_propose(loop, link):
@@ -184,6 +189,25 @@ def test_a_prompt_in_pieces_opens_when_it_is_whole_and_a_piece_out_of_order_is_i
     loop.deliver(1, [opening(7, 3, offset=3, prompt_len=6)])
     assert sink.next() == [Proposals(7, 6, [], ProposalStatus.READY)]
     assert strategy.calls.count(("open", (1, 7))) == 1
+
+
+def test_a_prompt_in_pieces_is_drafted_as_its_first_piece_says(loop, link, strategy):
+    sink = link(1)
+    loop.deliver(1, [opening(7, 2, offset=4, prompt_len=6)])
+    loop.deliver(1, [opening(7, 4, prompt_len=6, sampling=BIASED)])
+    loop.deliver(1, [opening(7, 2, offset=4, prompt_len=6), opening(8, 3)])
+    sink.next()
+    sink.next()
+    assert strategy.samplings == {(1, 7): BIASED, (1, 8): DraftSampling()}
+
+
+def test_q_goes_with_the_drafts(loop, link, strategy):
+    strategy.q = SparseQ(np.array([[4, 1], [0, 2]], np.int32), np.array([[0.5, 0.5], [1.0, 0.0]], np.float32))
+    sink = link(1)
+    loop.deliver(1, [opening(7, 3, sampling=BIASED)])
+    assert sink.next() == [Proposals(7, 3, [], ProposalStatus.READY)]
+    loop.deliver(1, [Commit(7, 3, [9])])
+    assert sink.next() == [Proposals(7, 4, [4, 0], q=strategy.q)]
 
 
 def test_a_prefill_that_ends_answers_the_commit_that_had_to_wait(loop, link):

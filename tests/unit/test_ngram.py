@@ -6,9 +6,11 @@ import pytest
 
 from actors.drafting.ngram import NgramIndex, NgramStrategy
 from actors.drafting.strategy import Draft, UnknownSequence
-from actors.messages import ProposalStatus
+from actors.messages import DraftSampling, ProposalStatus
+from actors.verification.mode import Mode
 
 KEY, OTHER = (1, 1), (2, 1)
+SAMPLING = DraftSampling(Mode.REJECTION, temperature=1.0)
 
 
 def reference_lookup(tokens, min_n, max_n, count):
@@ -58,8 +60,8 @@ def test_no_match_no_proposal(tokens):
 
 def test_a_strategy_answers_each_sequence_at_its_own_length_and_k():
     strategy = NgramStrategy(2, 4)
-    assert strategy.open(KEY, [1, 2, 3, 1, 2], 4) is True
-    assert strategy.open(OTHER, [5, 6, 5, 6], 1) is True
+    assert strategy.open(KEY, [1, 2, 3, 1, 2], 4, SAMPLING) is True
+    assert strategy.open(OTHER, [5, 6, 5, 6], 1, SAMPLING) is True
     assert strategy.draft([KEY, OTHER, (9, 9)]) == [
         Draft(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK),
         Draft(OTHER, 4, [5], ProposalStatus.OK),
@@ -77,12 +79,12 @@ def test_a_commit_for_an_unknown_sequence_or_length_is_refused():
     strategy = NgramStrategy(2, 4)
     with pytest.raises(UnknownSequence):
         strategy.commit(KEY, 0, [1])
-    strategy.open(KEY, [1, 2], 4)
+    strategy.open(KEY, [1, 2], 4, SAMPLING)
     with pytest.raises(UnknownSequence):
         strategy.commit(KEY, 3, [1])
 
 
 def test_nothing_to_prefill():
     strategy = NgramStrategy(2, 4)
-    strategy.open(KEY, [1] * 1000, 4)
+    strategy.open(KEY, [1] * 1000, 4, SAMPLING)
     assert strategy.prefill() is None
