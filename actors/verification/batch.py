@@ -10,25 +10,16 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.verification.constraints import Constraints
-
-
-class Mode(enum.IntEnum):
-    """How a request's drafts are verified. Modes mix freely in a batch."""
-
-    GREEDY = 0
-    REJECTION = 1
-    """Standard rejection (Leviathan et al. 2023, arXiv 2211.17192)."""
-
-    BLOCK = 2
-    """Block verification (Sun et al. 2024, arXiv 2403.10444)."""
-
-    COUPLED = 3
-    """Drafter-invariant (Daliri et al. 2024, arXiv 2408.07978)."""
+from actors.verification.mode import Mode
+from actors.verification.transfer import to_device
 
 
 class Status(enum.IntFlag):
@@ -86,18 +77,49 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ValueError naming the parameter that is out of its range."""
-        drawn = self.mode != Mode.GREEDY
-        for name, wrong in (
-            ("mode", (self.mode < 0) | (self.mode > Mode.COUPLED)),
-            ("temperature", drawn & ~((self.temperature > 0) & self.temperature.isfinite())),
-            ("top_k", self.top_k < -1),
-            ("top_p", ~((self.top_p > 0) & (self.top_p <= 1))),
-            ("min_p", ~((self.min_p >= 0) & (self.min_p <= 1))),
-            ("position", (self.position < 0) | (self.position >= 2**31)),
-        ):
-            if wrong.any():
-                request = int(wrong.nonzero()[0])
-                raise ValueError(f"{name} of request {request} is out of range: {getattr(self, name)[request].item()}")
+        self.on_host(len(self.mode))
+
+    def on_host(self, requests: int) -> HostSampling:
+        """The parameters of so many requests. Raises ValueError naming one that is out of its range."""
+        for name, value in vars(self).items():
+            if len(value) != requests:
+                raise ValueError(f"{name} of {len(value)} requests for {requests}")
+        integer, real = torch.int64, torch.float32
+        host = HostSampling(
+            self.mode.to(integer).numpy(),
+            self.temperature.to(real).numpy(),
+            self.top_k.to(integer).numpy(),
+            self.top_p.to(real).numpy(),
+            self.min_p.to(real).numpy(),
+            self.seed.to(integer).numpy(),
+            self.position.to(integer).numpy(),
+        )
+        mode, temperature, top_k, top_p, min_p, _, position = host
+        # Written so that NaN fails.
+        right = {
+            "mode": (mode >= 0) & (mode <= 3),
+            "temperature": (mode == 0) | ((temperature > 0) & (temperature < np.inf)),
+            "top_k": top_k >= -1,
+            "top_p": (top_p > 0) & (top_p <= 1),
+            "min_p": (min_p >= 0) & (min_p <= 1),
+            "position": (position >= 0) & (position < 2**31),
+        }
+        if not np.logical_and.reduce(list(right.values()), axis=None):
+            name, request = next((name, int(good.argmin())) for name, good in right.items() if not good.all())
+            raise ValueError(f"{name} of request {request} is out of range: {getattr(self, name)[request].item()}")
+        return host
+
+
+class HostSampling(NamedTuple):
+    """`Sampling` as int64 and float32 arrays [B], every value in its range. They may share memory with the tensors."""
+
+    mode: NDArray[np.int64]
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seed: NDArray[np.int64]
+    position: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,48 +172,54 @@ class VerificationBatch:
         Raises ValueError for shapes and parameters that do not fit, which are mistakes of the caller. Bad contents
         of logits and proposals are not: they end up in `VerificationResult.status`.
         """
-        sampling.check()
         device, (rows, vocab_size) = logits.device, logits.shape
         requests, drafts = len(num_drafts), len(draft_ids)
-        num_drafts = num_drafts.to(torch.int64)
-        if (num_drafts < 0).any() or int(num_drafts.sum()) != drafts or rows != drafts + requests:
+        host = sampling.on_host(requests)
+        counts = num_drafts.to(torch.int64).numpy()
+        if (counts < 0).any() or int(counts.sum()) != drafts or rows != drafts + requests:
             raise ValueError(f"{rows} rows of logits and {drafts} drafts do not fit num_drafts of {requests} requests")
         if logits.dtype != torch.float32:
             raise ValueError(f"logits must be float32, found {logits.dtype}")
-        if len(sampling.mode) != requests:
-            raise ValueError(f"sampling parameters of {len(sampling.mode)} requests for {requests}")
         if (q_ids is None) != (q_probs is None) or (q_ids is not None and q_ids.shape != q_probs.shape):  # type: ignore[union-attr]
             raise ValueError("q_ids and q_probs must have the same shape")
         if q_ids is not None and (q_ids.shape[0] != drafts or q_ids.shape[1] > vocab_size):
             raise ValueError(f"q is {list(q_ids.shape)} for {drafts} drafts and {vocab_size} tokens")
 
-        first_draft = num_drafts.cumsum(0) - num_drafts
         draft_ids = draft_ids.to(device, torch.int64).contiguous()
         if q_ids is not None and q_probs is not None:
             q_ids = q_ids.to(device, torch.int64).contiguous()
             q_probs = q_probs.to(device, torch.float32).contiguous()
             if has_q is not None and not has_q.all():
-                lacks_q = (~has_q).repeat_interleave(num_drafts).to(device).unsqueeze(1)
+                lacks_q = (~has_q).repeat_interleave(num_drafts.to(torch.int64)).to(device).unsqueeze(1)
                 column = torch.arange(q_ids.shape[1], device=device)
                 q_ids = torch.where(lacks_q, (draft_ids.unsqueeze(1) + column) % vocab_size, q_ids)
                 q_ids[:, :1] = torch.where(lacks_q, draft_ids.unsqueeze(1), q_ids[:, :1])
                 q_probs = torch.where(lacks_q, (column == 0).to(torch.float32), q_probs)
-        row_request = torch.arange(requests).repeat_interleave(num_drafts + 1)
+        # numpy, because this is the host's work of every step and a small torch operation costs several times as much.
+        index = np.arange(requests)
+        first_draft = counts.cumsum() - counts
+        row_request = index.repeat(counts + 1)
+        limits, known = _constraints(host, vocab_size)
+        parts = to_device(
+            [counts, first_draft + index, first_draft, row_request, host.mode, host.seed, host.position]
+            + [limit[row_request] for limit in limits],
+            device,
+        )
         return cls(
             logits=logits,
             draft_ids=draft_ids,
             q_ids=q_ids,
             q_probs=q_probs,
-            num_drafts=num_drafts.to(device, non_blocking=True),
-            first_row=(first_draft + torch.arange(requests)).to(device, non_blocking=True),
-            first_draft=first_draft.to(device, non_blocking=True),
-            row_request=row_request.to(device, non_blocking=True),
-            max_drafts=int(num_drafts.max()) if requests else 0,
-            mode=sampling.mode.to(device, torch.int64, non_blocking=True),
-            seed=sampling.seed.to(device, torch.int64, non_blocking=True),
-            position=sampling.position.to(device, torch.int64, non_blocking=True),
-            constraints=_row_constraints(sampling, row_request, vocab_size, device),
-            groups=_groups(sampling.mode, num_drafts),
+            num_drafts=parts[0],
+            first_row=parts[1],
+            first_draft=parts[2],
+            row_request=parts[3],
+            max_drafts=int(counts.max()) if requests else 0,
+            mode=parts[4],
+            seed=parts[5],
+            position=parts[6],
+            constraints=Constraints(parts[7], parts[8], parts[9], parts[10], *known),
+            groups=_groups(host.mode, counts),
         )
 
     @property
@@ -210,31 +238,28 @@ class VerificationResult:
     status: Tensor
 
 
-def _row_constraints(s: Sampling, row_request: Tensor, vocab_size: int, device: torch.device) -> Constraints:
-    greedy = s.mode == Mode.GREEDY
-    top_k = torch.where(greedy | (s.top_k < 0) | (s.top_k >= vocab_size), 0, s.top_k).to(torch.int64)
-    top_p = torch.where(greedy, 1.0, s.top_p).to(torch.float32)
-    min_p = torch.where(greedy, 0.0, s.min_p).to(torch.float32)
-    temperature = torch.where(greedy, 1.0, s.temperature).to(torch.float32)
-    return Constraints(
-        temperature=temperature[row_request].to(device, non_blocking=True),
-        top_k=top_k[row_request].to(device, non_blocking=True),
-        top_p=top_p[row_request].to(device, non_blocking=True),
-        min_p=min_p[row_request].to(device, non_blocking=True),
-        max_top_k=int(top_k.max()) if len(top_k) else 0,
-        all_top_k=bool((top_k > 0).all()),
-        any_top_p=bool((top_p < 1).any()),
-        any_min_p=bool((min_p > 0).any()),
-    )
+def _constraints(s: HostSampling, vocab_size: int) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:
+    """`Constraints` of requests, before they are repeated for rows: the arrays, and what the host knows of them."""
+    greedy = s.mode == 0
+    top_k = np.where(greedy | (s.top_k < 0) | (s.top_k >= vocab_size), 0, s.top_k)
+    top_p, min_p, temperature = s.top_p, s.min_p, s.temperature
+    if greedy.any():
+        one, zero = np.float32(1), np.float32(0)
+        top_p, min_p = np.where(greedy, one, top_p), np.where(greedy, zero, min_p)
+        temperature = np.where(greedy, one, temperature)
+    max_top_k = int(top_k.max(initial=0))
+    known = max_top_k, max_top_k > 0 and bool((top_k > 0).all()), bool((top_p < 1).any()), bool((min_p > 0).any())
+    return [temperature, top_k, top_p, min_p], known
 
 
-def _groups(mode: Tensor, num_drafts: Tensor) -> tuple[RowGroup, ...]:
+def _groups(mode: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> tuple[RowGroup, ...]:
     """Runs of equal modes. REJECTION and BLOCK scan their rows alike, but the run's mode is kept."""
-    modes, counts = mode.unique_consecutive(return_counts=True)
-    ends = counts.cumsum(0)
-    row_ends = (num_drafts + 1).cumsum(0)[ends - 1] if len(ends) else ends
-    bounds = itertools.pairwise([(0, 0), *zip(ends.tolist(), row_ends.tolist(), strict=True)])
+    requests = len(mode)
+    if not requests:
+        return ()
+    starts = [0, *((mode[1:] != mode[:-1]).nonzero()[0] + 1).tolist(), requests]
+    ends = (num_drafts + 1).cumsum().tolist()
     return tuple(
-        RowGroup(Mode(m), slice(row0, row1), slice(b0, b1))
-        for m, ((b0, row0), (b1, row1)) in zip(modes.tolist(), bounds, strict=True)
+        RowGroup(Mode(int(mode[start])), slice(ends[start - 1] if start else 0, ends[stop - 1]), slice(start, stop))
+        for start, stop in itertools.pairwise(starts)
     )

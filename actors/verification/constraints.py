@@ -15,6 +15,7 @@ from torch import Tensor
 PREFIX = 1024  # tokens that hold the mass asked for in most rows; ordering these is 14 times cheaper than all on a CPU
 BINS, BIN_RANGE = 4096, 24.0  # of log-probability below the likeliest token; the last bin takes what is below
 CHUNK_ELEMENTS = 1 << 19  # so that a chunk's intermediate values stay in cache
+GPU_CHUNK_ELEMENTS = 1 << 25  # sorting takes up to a gigabyte for a chunk, whatever the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def thresholds(logits: Tensor, row_max: Tensor, constraints: Constraints) -> Ten
     """The logit from which a token is kept. logits: float32 [R, V]; row_max: float32 [R]. Returns float32 [R], -inf
     where nothing is cut. The likeliest token is always kept. Nothing here syncs with a GPU."""
     rows, vocab_size = logits.shape
-    step = max(1, CHUNK_ELEMENTS // vocab_size) if logits.device.type == "cpu" else max(1, rows)
+    step = max(1, (CHUNK_ELEMENTS if logits.device.type == "cpu" else GPU_CHUNK_ELEMENTS) // vocab_size)
     parts = [slice(start, start + step) for start in range(0, rows, step)]
     return torch.cat([row_max[:0], *(_thresholds(logits[p], row_max[p], constraints.rows(p)) for p in parts)])
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Mode
 from actors.verification.constraints import Constraints, thresholds
 from actors.verification.gumbel import coupled_choice
+from actors.verification.mode import Mode
 from actors.verification.philox import Role, uniform64
 from actors.verification.tiles import argmax
 

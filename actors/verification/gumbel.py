@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from actors.verification.philox import MASK32, Role, words
-from actors.verification.tiles import SEARCH_TILE, at_least, tile_maxima, tile_size
+from actors.verification.tiles import at_least, search_maxima
 
 MAX_GUMBEL = 22.88
 """Above every g: word 0 gives 22.8739."""
@@ -48,11 +49,15 @@ def leading_bytes(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 def leading_zeros(leading: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Rows and tokens, int64 [N] each, whose leading byte is 0: large noise. leading: what `leading_bytes` gives."""
-    eight = leading.view(torch.int64)
-    # Borrows run upwards, so this is not 0 exactly when one of the eight bytes is 0.
-    row, group = ((eight - 0x0101010101010101) & ~eight & -0x7F7F7F7F7F7F7F80).nonzero(as_tuple=True)
-    hit, place = (leading.unflatten(-1, (-1, 8))[row, group] == 0).nonzero(as_tuple=True)
-    row, token = row[hit], group[hit] * 8 + place
+    width = leading.shape[1]
+    if leading.device.type == "cpu":
+        # A third of torch's nonzero.
+        flat = torch.from_numpy(np.flatnonzero(leading.numpy() == 0))
+    else:
+        flat = (leading.flatten() == 0).nonzero().squeeze(1)
+    row, token = flat // width, flat % width
+    if width == vocab_size:
+        return row, token
     exists = token < vocab_size
     return row[exists], token[exists]
 
@@ -82,13 +87,15 @@ def coupled_choice(
     seed: Tensor,
     position: Tensor,
     few_tokens: bool = False,
+    maxima: Tensor | None = None,
 ) -> Tensor:
     """argmax_x(logits(x) / temperature + g(x)) over the tokens at or above the threshold; the lowest id among equals.
 
     logits: float32 [R, V]. temperature (above 0), threshold, row_max: float32 [R]; threshold is in units of logits.
     row_max: the largest logit; a row where it is not finite gets a defined, meaningless choice.
     seed, position: int64 [R]. few_tokens: the caller knows that few tokens of a row are at or above the threshold.
-    Returns int64 [R]. A row's choice does not depend on the other rows.
+    maxima: what `search_maxima` gives, if the caller has it. Returns int64 [R]. A row's choice does not depend on the
+    other rows.
 
     Finds candidates with `nonzero`: no cost on the CPU, a host sync on a GPU, where the Triton kernel is used.
     """
@@ -96,7 +103,8 @@ def coupled_choice(
     if rows == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     floor = torch.full_like(row_max, -math.inf) if threshold is None else threshold
-    maxima = tile_maxima(logits, tile_size(vocab_size, SEARCH_TILE))
+    if maxima is None:
+        maxima = search_maxima(logits)
     if few_tokens or vocab_size <= FEW_TOKENS:
         row, token = at_least(logits, maxima, floor)
         score = logits[row, token] / temperature[row] + gumbel(seed[row], position[row], token)
@@ -105,10 +113,12 @@ def coupled_choice(
     # The likeliest token gives a first bound, the tokens with the largest noise a better one; what is left must come
     # within MAX_GUMBEL_ORDINARY of it.
     step = max(1, CHUNK_ELEMENTS // vocab_size)
-    leading = torch.cat(
-        [leading_bytes(seed[i : i + step], position[i : i + step], vocab_size) for i in range(0, rows, step)]
-    )
-    row, token = leading_zeros(leading, vocab_size)
+    zeros = []
+    for start in range(0, rows, step):
+        leading = leading_bytes(seed[start : start + step], position[start : start + step], vocab_size)
+        row, token = leading_zeros(leading, vocab_size)
+        zeros.append((row + start if start else row, token))
+    row, token = zeros[0] if len(zeros) == 1 else (torch.cat(part) for part in zip(*zeros, strict=True))
     best = row_max / temperature - MAX_BELOW_ZERO
     slack = row_max.abs() * 1e-6 + 1e-6  # several units in the last place of the largest logit, for rounding
     value = logits[row, token]
@@ -118,7 +128,9 @@ def coupled_choice(
     best = best.scatter_reduce(0, row, score, "amax")
     bound = torch.maximum(floor, (best - MAX_GUMBEL_ORDINARY) * temperature - slack)
     row_2, token_2 = at_least(logits, maxima, bound)
-    noise_2 = gumbel(seed[row_2], position[row_2], token_2, leading[row_2, token_2].to(torch.int64))
+    # Bytes of one chunk are at hand; of many, they would have taken more memory than the few are worth.
+    known = leading[row_2, token_2].to(torch.int64) if len(zeros) == 1 else None
+    noise_2 = gumbel(seed[row_2], position[row_2], token_2, known)
     score_2 = logits[row_2, token_2] / temperature[row_2] + noise_2
     return _best(torch.cat([row, row_2]), torch.cat([token, token_2]), torch.cat([score, score_2]), rows, vocab_size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 Q_SUM_TOLERANCE = 1e-3
@@ -10,7 +9,7 @@ Q_SUM_TOLERANCE = 1e-3
 
 def valid_ids(draft_ids: Tensor, vocab_size: int) -> Tensor:
     """bool [D]: the id exists. draft_ids: int64 [D]."""
-    return (draft_ids >= 0) & (draft_ids < vocab_size)
+    return draft_ids.clamp(0, vocab_size - 1) == draft_ids
 
 
 def valid_q(draft_ids: Tensor, q_ids: Tensor, q_probs: Tensor, vocab_size: int) -> Tensor:
@@ -28,7 +27,6 @@ def valid_q(draft_ids: Tensor, q_ids: Tensor, q_probs: Tensor, vocab_size: int) 
     return in_range & distinct & proper & drawn
 
 
-def usable_drafts(valid: Tensor, num_drafts: Tensor) -> Tensor:
-    """How many drafts stand before the first that is not valid. valid: bool [B, K], False past a request's k.
-    num_drafts: int64 [B]. Returns int64 [B]."""
-    return torch.minimum(valid.to(torch.int64).cumprod(-1).sum(-1), num_drafts)
+def leading(true: Tensor) -> Tensor:
+    """How many stand before the first that is not true: int64 [B]. true: bool [B, K]."""
+    return true.cumprod(-1).sum(-1)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Mode, VerificationBatch
+from actors.verification.batch import VerificationBatch
 from actors.verification.constraints import thresholds
 from actors.verification.gumbel import FEW_TOKENS, coupled_choice
-from actors.verification.tiles import argmax, tile_size
+from actors.verification.mode import Mode
+from actors.verification.tiles import argmax, search_maxima, tile_size
 
+CHOOSES = (Mode.GREEDY, Mode.COUPLED)
 CHUNK_ELEMENTS = 1 << 19  # so that a chunk's exponentials stay in cache
 
 
@@ -35,32 +37,40 @@ class RowScan:
 def scan(batch: VerificationBatch) -> RowScan:
     logits, constraints = batch.logits, batch.constraints
     rows, vocab_size = logits.shape
-    row_max = logits.amax(-1)  # NaN wins
-    threshold = _thresholds(batch, row_max)
-    choice = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    # One pass gives the maxima of rows and, where a mode looks for single tokens, of tiles. NaN wins.
+    maxima = search_maxima(logits) if any(group.mode in CHOOSES for group in batch.groups) else None
+    row_max = (logits if maxima is None else maxima).amax(-1)
+    threshold = thresholds(logits, row_max, constraints) if constraints.any else None
+    choices: list[Tensor] = []
     tile_mass: Tensor | None = None
-    if any(group.mode in (Mode.REJECTION, Mode.BLOCK) for group in batch.groups):
+    if any(group.mode not in CHOOSES for group in batch.groups):
         tile = tile_size(vocab_size)
         tile_mass = torch.zeros(rows, -(-vocab_size // tile), device=logits.device)
     for group in batch.groups:
         part = group.rows
         floor = None if threshold is None else threshold[part]
+        part_maxima = None if maxima is None else maxima[part]
         if group.mode is Mode.GREEDY:
-            choice[part] = argmax(logits[part], row_max[part])
+            choices.append(argmax(logits[part], row_max[part], part_maxima))
         elif group.mode is Mode.COUPLED:
             request = batch.row_request[part]
-            choice[part] = coupled_choice(
-                logits[part],
-                constraints.temperature[part],
-                floor,
-                row_max[part],
-                batch.seed[request],
-                row_position(batch, part),
-                few_tokens=constraints.all_top_k and constraints.max_top_k <= FEW_TOKENS,
+            choices.append(
+                coupled_choice(
+                    logits[part],
+                    constraints.temperature[part],
+                    floor,
+                    row_max[part],
+                    batch.seed[request],
+                    row_position(batch, part),
+                    few_tokens=constraints.all_top_k and constraints.max_top_k <= FEW_TOKENS,
+                    maxima=part_maxima,
+                )
             )
         else:
             assert tile_mass is not None
             _add_mass(tile_mass[part], logits[part], row_max[part], constraints.temperature[part], floor)
+            choices.append(batch.row_request.new_zeros(part.stop - part.start))
+    choice = choices[0] if len(choices) == 1 else torch.cat([batch.row_request[:0], *choices])
     total = None if tile_mass is None else tile_mass.sum(-1)
     return RowScan(row_max, choice, threshold, tile_mass, total)
 
@@ -70,11 +80,6 @@ def row_position(batch: VerificationBatch, rows: slice) -> Tensor:
     request = batch.row_request[rows]
     row = torch.arange(rows.start, rows.stop, device=request.device)
     return batch.position[request] + row - batch.first_row[request]
-
-
-def _thresholds(batch: VerificationBatch, row_max: Tensor) -> Tensor | None:
-    """A request's thresholds do not depend on who shares the batch, only the work does."""
-    return thresholds(batch.logits, row_max, batch.constraints) if batch.constraints.any else None
 
 
 def _add_mass(tile_mass: Tensor, logits: Tensor, row_max: Tensor, temperature: Tensor, floor: Tensor | None) -> None:

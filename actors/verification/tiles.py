@@ -26,17 +26,29 @@ def tile_maxima(logits: Tensor, tile: int) -> Tensor:
     return maxima
 
 
-def argmax(logits: Tensor, row_max: Tensor) -> Tensor:
-    """int64 [R], the lowest id among equals; any id where row_max [R] is not finite. logits: float32 [R, V].
+def search_maxima(logits: Tensor) -> Tensor:
+    """Of tiles of SEARCH_TILE, for `argmax` and `at_least`."""
+    return tile_maxima(logits, tile_size(logits.shape[1], SEARCH_TILE))
+
+
+def argmax(logits: Tensor, row_max: Tensor, maxima: Tensor | None = None) -> Tensor:
+    """int64 [R], the lowest id among equals; any id where row_max [R] is not finite. logits: float32 [R, V]. maxima:
+    what `search_maxima` gives, if the caller has it.
 
     torch's own argmax is several times slower on a CPU.
     """
-    vocab_size = logits.shape[1]
+    rows, vocab_size = logits.shape
     tile = tile_size(vocab_size, SEARCH_TILE)
-    first = (tile_maxima(logits, tile) == row_max.unsqueeze(1)).to(torch.uint8).argmax(-1)
-    ids = first.unsqueeze(1) * tile + torch.arange(tile, device=logits.device)
-    inside = logits.gather(1, ids.clamp_max(vocab_size - 1))
-    place = (inside == row_max.unsqueeze(1)).to(torch.uint8).argmax(-1)
+    maxima = search_maxima(logits) if maxima is None else maxima
+    largest = row_max.unsqueeze(1)
+    first = (maxima == largest).view(torch.uint8).argmax(-1)
+    if vocab_size % tile == 0 and logits.is_contiguous():
+        tiles = torch.arange(0, rows * (vocab_size // tile), vocab_size // tile, device=logits.device)
+        inside = logits.view(-1, tile).index_select(0, tiles + first)
+    else:
+        ids = first.unsqueeze(1) * tile + torch.arange(tile, device=logits.device)
+        inside = logits.gather(1, ids.clamp_max(vocab_size - 1))
+    place = (inside == largest).view(torch.uint8).argmax(-1)
     return (first * tile + place).clamp_max(vocab_size - 1)
 
 

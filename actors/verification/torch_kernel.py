@@ -5,12 +5,15 @@ Two steps: `row_scan.scan` reads the logits once; what follows works on [B, K] a
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Mode, Status, VerificationBatch, VerificationResult
+from actors.verification.batch import Status, VerificationBatch, VerificationResult
+from actors.verification.mode import Mode
 from actors.verification.philox import Role, to_uniform, to_uniform64, words
-from actors.verification.proposals import usable_drafts, valid_ids, valid_q
+from actors.verification.proposals import leading, valid_ids, valid_q
 from actors.verification.residual import sample_residual
 from actors.verification.row_scan import RowScan, scan
 
@@ -18,79 +21,103 @@ from actors.verification.row_scan import RowScan, scan
 def verify(batch: VerificationBatch) -> VerificationResult:
     """See `interface.Verification`."""
     scanned = scan(batch)
-    requests, K = len(batch.num_drafts), batch.max_drafts
-    column = torch.arange(K, device=batch.logits.device).unsqueeze(0)
-    inside = column < batch.num_drafts.unsqueeze(1)
-    # [B, K], clamped where the request has no such draft: never used.
-    draft = (batch.first_draft.unsqueeze(1) + column).clamp_max(max(len(batch.draft_ids) - 1, 0))
-    row = (batch.first_row.unsqueeze(1) + column).clamp_max(len(batch.logits) - 1)
-
-    draft_ids = batch.draft_ids[draft] if K else batch.draft_ids.new_zeros(requests, 0)
-    good_row = scanned.row_max.isfinite()
-    sampled = (batch.mode == Mode.REJECTION) | (batch.mode == Mode.BLOCK)
-    valid = valid_ids(draft_ids, batch.vocab_size) & inside
-    if K and batch.q_ids is not None and batch.q_probs is not None:
-        proper = valid_q(batch.draft_ids, batch.q_ids, batch.q_probs, batch.vocab_size)
-        valid = valid & (proper[draft] | ~sampled.unsqueeze(1))
-    usable = usable_drafts(valid, batch.num_drafts)
-    bad_proposal = usable < batch.num_drafts
+    K, layout = batch.max_drafts, Layout(batch)
+    draft_ids = layout.of_drafts(batch.draft_ids)
+    good_row = layout.of_rows(scanned.row_max.abs() < math.inf)
+    choice = layout.of_rows(scanned.choice)
+    sampled = None
+    valid = valid_ids(draft_ids, batch.vocab_size)
+    if layout.inside is not None:
+        valid &= layout.inside
+    if scanned.tile_mass is not None:
+        sampled = (batch.mode == Mode.REJECTION) | (batch.mode == Mode.BLOCK)
+        if batch.q_ids is not None and batch.q_probs is not None:
+            proper = valid_q(batch.draft_ids, batch.q_ids, batch.q_probs, batch.vocab_size)
+            valid &= layout.of_drafts(proper) | ~sampled.unsqueeze(1)
+    bad_proposal = leading(valid) < batch.num_drafts
     # A bad row ends the drafts too. Whether it is one depends on the tokens before it only, so nothing is biased.
-    usable = torch.minimum(usable, usable_drafts(good_row[row] & inside, batch.num_drafts))
-    considered = column < usable.unsqueeze(1)
+    usable = valid & good_row[:, :K]
 
     # Greedy; coupled (Daliri et al. 2024): accept while the draft is the target's own choice.
-    accepted = (scanned.choice[row] == draft_ids) & considered
-    accepted_len = accepted.to(torch.int64).cumprod(-1).sum(-1)
-    last = scanned.choice[batch.first_row + accepted_len]
-    if scanned.tile_mass is not None:
-        rejection_len, rejection_last = _rejection(batch, scanned, draft, row, considered, usable)
-        accepted_len = torch.where(sampled, rejection_len, accepted_len)
-        last = torch.where(sampled, rejection_last, last)
+    length = leading((choice[:, :K] == draft_ids) & usable).unsqueeze(1)
+    last = choice.gather(1, length)
+    if sampled is not None:
+        rejection_len, rejection_last = _rejection(batch, scanned, layout, leading(usable))
+        sampled = sampled.unsqueeze(1)
+        length = torch.where(sampled, rejection_len.unsqueeze(1), length)
+        last = torch.where(sampled, rejection_last.unsqueeze(1), last)
 
-    bad_logits = ~good_row[batch.first_row + accepted_len]
-    wide = torch.arange(K + 1, device=batch.logits.device).unsqueeze(0)
-    length = accepted_len.unsqueeze(1)
-    drafts_then_last = torch.where(wide < length, torch.nn.functional.pad(draft_ids, (0, 1)), last.unsqueeze(1))
-    committed = (wide <= length) & ~bad_logits.unsqueeze(1)
+    bad_logits = ~good_row.gather(1, length)
+    tokens = torch.cat([draft_ids, last], dim=1).scatter_(1, length, last)
+    absent = (layout.column > length) | bad_logits
+    bad_logits = bad_logits.squeeze(1)
     return VerificationResult(
-        token_ids=torch.where(committed, drafts_then_last, -1).to(torch.int32),
-        accepted_len=torch.where(bad_logits, 0, accepted_len),
+        token_ids=tokens.masked_fill_(absent, -1).to(torch.int32),
+        accepted_len=length.squeeze(1).masked_fill(bad_logits, 0),
         status=bad_proposal * int(Status.BAD_PROPOSAL) + bad_logits * int(Status.BAD_LOGITS),
     )
 
 
-def _rejection(
-    batch: VerificationBatch, scanned: RowScan, draft: Tensor, row: Tensor, considered: Tensor, usable: Tensor
-) -> tuple[Tensor, Tensor]:
+class Layout:
+    """Where a request's rows and drafts are. Without index tensors when all requests have K drafts.
+
+    column: int64 [K + 1], 0, 1 and so on. inside: bool [B, K], or None when all requests have K drafts.
+    """
+
+    def __init__(self, batch: VerificationBatch) -> None:
+        requests, K, device = len(batch.num_drafts), batch.max_drafts, batch.logits.device
+        self.shape = requests, K
+        self.even = len(batch.draft_ids) == requests * K
+        self.inside: Tensor | None = None
+        self.column = torch.arange(K + 1, device=device)
+        if not self.even:
+            # Clamped where the request has no such draft: never used.
+            self.row = (batch.first_row.unsqueeze(1) + self.column).clamp_max(len(batch.logits) - 1)
+            self.draft = (batch.first_draft.unsqueeze(1) + self.column[:K]).clamp_max(len(batch.draft_ids) - 1)
+            self.inside = self.column[:K] < batch.num_drafts.unsqueeze(1)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """[B, K + 1, ...] from [R, ...]."""
+        requests, K = self.shape
+        return values.view(requests, K + 1, *values.shape[1:]) if self.even else values[self.row]
+
+    def of_drafts(self, values: Tensor) -> Tensor:
+        """[B, K, ...] from [D, ...]."""
+        return values.view(*self.shape, *values.shape[1:]) if self.even else values[self.draft]
+
+
+def _rejection(batch: VerificationBatch, scanned: RowScan, layout: Layout, usable: Tensor) -> tuple[Tensor, Tensor]:
     """Accepted length [B] and last token [B] by rejection, standard or block, for every request as if it were in one
-    of these modes. draft, row: int64 [B, K]; considered: bool [B, K]; usable: int64 [B]."""
+    of these modes. usable: int64 [B], the drafts that can be considered."""
     assert scanned.tile_mass is not None
     assert scanned.total is not None
     V, logits, temperature = batch.vocab_size, batch.logits, batch.constraints.temperature
-    requests, K = row.shape
+    requests, K = layout.shape
+    considered = layout.column[:K] < usable.unsqueeze(1)
+    draft_ids = layout.of_drafts(batch.draft_ids).unsqueeze(2)
     if batch.q_ids is None or batch.q_probs is None:
-        q_ids_D, q_D = batch.draft_ids.unsqueeze(1), torch.ones(len(batch.draft_ids), 1, device=logits.device)
+        q_ids, q = draft_ids, considered.unsqueeze(2).to(torch.float32)
     else:
-        q_ids_D, q_D = batch.q_ids, batch.q_probs
-    n = q_ids_D.shape[1]
-    if K == 0:
-        q_ids, q, p = (torch.zeros(requests, 0, n, dtype=kind, device=logits.device) for kind in KINDS)
-    else:
-        q_ids = q_ids_D[draft].clamp(0, V - 1)  # a bad q is never considered
-        q = torch.where(considered.unsqueeze(2), q_D[draft], 0.0)
-        value = logits[row.unsqueeze(2), q_ids]
-        p = ((value - scanned.row_max[row].unsqueeze(2)) / temperature[row].unsqueeze(2)).exp()
-        if scanned.threshold is not None:
-            p = torch.where(value >= scanned.threshold[row].unsqueeze(2), p, 0.0)
-        p = p / scanned.total[row].unsqueeze(2)
-    own = (q_ids == batch.draft_ids[draft].unsqueeze(2)) & (q > 0) if K else q > 0
+        q_ids, q = layout.of_drafts(batch.q_ids), layout.of_drafts(batch.q_probs)
+        q = torch.where(considered.unsqueeze(2), q, 0.0)
+    n = q_ids.shape[2]
+    q_ids = q_ids.clamp(0, V - 1)  # a bad q is never considered
+
+    def of_draft_rows(values: Tensor) -> Tensor:
+        return layout.of_rows(values)[:, :K].unsqueeze(2)
+
+    value = logits[(batch.first_row.unsqueeze(1) + layout.column[:K]).clamp_max(len(logits) - 1).unsqueeze(2), q_ids]
+    p = ((value - of_draft_rows(scanned.row_max)) / of_draft_rows(temperature)).exp()
+    if scanned.threshold is not None:
+        p = torch.where(value >= of_draft_rows(scanned.threshold), p, 0.0)
+    p = p / of_draft_rows(scanned.total)
+    own = (q_ids == draft_ids) & (q > 0)
     p_draft = torch.where(own, p, 0.0).sum(-1)
     q_draft = torch.where(own, q, 0.0).sum(-1)
 
     u, u_last = _noise(batch)
     # Leviathan et al. 2023: accept with probability min(1, p / q), until the first rejection.
-    kept = (u * q_draft < p_draft) & considered
-    accepted_len = kept.to(torch.int64).cumprod(-1).sum(-1)
+    accepted_len = leading((u * q_draft < p_draft) & considered)
     scale = torch.ones(requests, device=logits.device)
     block = batch.mode == Mode.BLOCK
     if any(group.mode is Mode.BLOCK for group in batch.groups):
@@ -118,12 +145,9 @@ def _rejection(
     return accepted_len, last
 
 
-KINDS = (torch.int64, torch.float32, torch.float32)
-
-
 def _noise(batch: VerificationBatch) -> tuple[Tensor, Tensor]:
     """Accept noise, float32 [B, K], and residual noise, float64 [B, K + 1], of every position of the round. One call,
-    because on a CPU a small Philox call costs its hundred torch operations and little else."""
+    because on a CPU a small Philox call costs its hundred operations and little else."""
     K, device = batch.max_drafts, batch.seed.device
     place = torch.cat([torch.arange(K, device=device), torch.arange(K + 1, device=device)])
     role = torch.full((2 * K + 1,), int(Role.RESIDUAL), device=device)

@@ -2,11 +2,14 @@
 
     python -m tests.bench.verification_speed --repeats 5
 
-Both sides take the target's logits after the model and give committed tokens; the two alternate, and each gets a
-fresh copy of the logits outside the clock, because vLLM's changes them. Building our batch is inside the clock,
-building vLLM's metadata is not. Modes: `greedy`; `rejection` and `block` with a top-64 q, against vLLM with the same q
-as dense probabilities (built outside the clock); `one-hot`, without a q on both sides; `coupled`, against vLLM's
-sampling without a q, for it has no coupled mode; `top-p`, rejection with the sparse q, temperature 0.7, top_p 0.95.
+Both sides take the target's logits after the model and give committed tokens, in inference mode as in vLLM's model
+runner; the two alternate, take turns in being first, and each gets a fresh copy of the logits outside the clock. vLLM's
+side is all of `RejectionSampler.forward`, bonus token and sampling constraints included. Building our batch is inside
+the clock, building vLLM's metadata is not. In `greedy` the tokens of both are compared.
+
+Modes: `greedy`; `rejection` and `block` with a top-64 q, against vLLM with the same q as dense probabilities (built
+outside the clock); `one-hot`, without a q on both sides; `coupled`, against vLLM's sampling without a q and without
+seeds, for it has no coupled mode; `top-p`, rejection with the sparse q, temperature 0.7, top_p 0.95.
 
 `floor` is reading the logits once at the memory bandwidth measured here by a large copy; `of floor` is how much of that
 bandwidth our side's one reading reaches.
@@ -21,11 +24,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Mode, Sampling, VerificationBatch
+from actors.verification.batch import Sampling, VerificationBatch
 from actors.verification.interface import choose
+from actors.verification.mode import Mode
 
 N = 64
 
@@ -112,7 +117,13 @@ def vllm_side(case: Case, inputs: Inputs, B: int, K: int) -> Callable[[Tensor], 
         bad_words_token_ids={},
         logitsprocs=LogitsProcessors(),
     )
-    drafts = SpecDecodeMetadata.make_dummy(inputs.draft_ids.view(B, K).tolist(), device)
+    # As the model runner's _calc_spec_decode_metadata; make_dummy's indices are all 0, so only one row would be read.
+    rows = np.arange(B * (K + 1), dtype=np.int32).reshape(B, K + 1)
+    ends = np.arange(1, B + 1, dtype=np.int32)
+    indices = [ends * K, ends * (K + 1), rows[:, :K].flatten(), rows[:, K].copy(), rows.flatten()]
+    drafts = SpecDecodeMetadata(
+        inputs.draft_ids.to(torch.int32), [K] * B, *(torch.from_numpy(index).to(device) for index in indices)
+    )
     dense = None
     if case.with_q:
         dense = torch.zeros(B * K, inputs.logits.shape[1], device=device).scatter_(1, inputs.q_ids, inputs.q_probs)
@@ -141,16 +152,20 @@ def timed(run: Callable[[], object], device: str) -> float:
 def compare(case: Case, inputs: Inputs, B: int, K: int, repeats: int, device: str) -> tuple[float, float]:
     """Median seconds, ours and vLLM's, alternating; one unclocked run of each first."""
     sides = [our_side(case, inputs, B, K), vllm_side(case, inputs, B, K)]
+    if case.mode is Mode.GREEDY:
+        ours, theirs = (run(inputs.logits.clone()) for run in sides)
+        assert torch.equal(ours, theirs), "greedy tokens differ"
     seconds: list[list[float]] = [[], []]
     for repeat in range(repeats + 1):
-        for side, run in enumerate(sides):
+        for side in (0, 1) if repeat % 2 else (1, 0):
             logits = inputs.logits.clone()
-            taken = timed(lambda run=run, logits=logits: run(logits), device)  # type: ignore[misc]
+            taken = timed(lambda run=sides[side], logits=logits: run(logits), device)  # type: ignore[misc]
             if repeat:
                 seconds[side].append(taken)
     return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 
+@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verification against vLLM's rejection sampler.")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from actors.verification.batch import Mode, Sampling, Status, VerificationBatch
+from actors.verification.batch import Sampling, Status, VerificationBatch
+from actors.verification.mode import Mode
 from actors.verification.torch_kernel import verify
 
 V, K, N = 50, 3, 4
@@ -146,6 +147,12 @@ def test_sampling_parameters_out_of_range_are_named(field, value):
     getattr(sampling, field)[1] = value
     with pytest.raises(ValueError, match=f"{field} of request 1"):
         sampling.check()
+
+
+def test_sampling_parameters_of_too_few_requests():
+    sampling = Sampling.uniform(Mode.GREEDY, torch.arange(1), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="mode of 1 requests for 2"):
+        VerificationBatch.build(torch.zeros(2, V), torch.zeros(2), torch.zeros(0, dtype=torch.int64), sampling)
 
 
 def test_shapes_that_do_not_fit():

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from actors.verification import gumbel, torch_kernel
-from actors.verification.batch import Mode, VerificationBatch, VerificationResult
+from actors.verification.batch import VerificationBatch, VerificationResult
+from actors.verification.mode import Mode
 from actors.verification.philox import Role
 from actors.verification.torch_kernel import verify
 from tests.unit.verification.toy_target import FULL_LENGTH, START, Rounds, Toy, V, any_length, p_value, ragged

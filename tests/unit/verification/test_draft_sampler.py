@@ -1,9 +1,10 @@
 import torch
 
 from actors.verification import torch_kernel
-from actors.verification.batch import Mode, Sampling, VerificationBatch
+from actors.verification.batch import Sampling, VerificationBatch
 from actors.verification.draft_sampler import sample_drafts
 from actors.verification.interface import choose
+from actors.verification.mode import Mode
 from tests.unit.verification.toy_target import plain_constraints
 
 

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from actors.verification import gumbel as gumbel_module
 from actors.verification.gumbel import (
     MAX_BELOW_ZERO,
     MAX_GUMBEL,
@@ -13,7 +14,7 @@ from actors.verification.gumbel import (
     leading_bytes,
     leading_zeros,
 )
-from actors.verification.philox import Role, philox4x32, uniform, uniform64, words
+from actors.verification.philox import Role, _rounds, philox4x32, uniform, uniform64, words
 
 # From the Random123 distribution's known answers for philox4x32, 10 rounds.
 KNOWN = [
@@ -108,3 +109,21 @@ def test_pruning_never_changes_the_coupled_choice(vocab_size, spread, temperatur
     assert torch.equal(coupled_choice(logits, t, threshold, row_max, seed, position), masked.argmax(-1))
     few = coupled_choice(logits, t, threshold, row_max, seed, position, few_tokens=True)
     assert torch.equal(few, masked.argmax(-1))
+
+
+def test_coupled_choice_does_not_depend_on_how_rows_are_chunked(monkeypatch):
+    logits = torch.randn(7, 1000, generator=torch.Generator().manual_seed(1)) * 3
+    more = torch.ones(7), None, logits.amax(-1), torch.arange(7) - 3, torch.arange(7)
+    together = coupled_choice(logits, *more)
+    monkeypatch.setattr(gumbel_module, "CHUNK_ELEMENTS", 2000)
+    assert torch.equal(coupled_choice(logits, *more), together)
+
+
+def test_words_have_the_same_bits_on_arrays_and_tensors():
+    """The CPU's numpy and what runs elsewhere; counter and key each vary in one dimension of their own."""
+    shapes = torch.eye(6, dtype=torch.int64) * 2 + 1
+    parts = [torch.randint(0, 2**32, shape.tolist(), generator=torch.Generator().manual_seed(2)) for shape in shapes]
+    words_of_arrays = philox4x32((parts[0], parts[1], parts[2], parts[3]), (parts[4], parts[5]))
+    for found, expected in zip(words_of_arrays, _rounds(*parts), strict=True):
+        assert found.shape == (3,) * 6
+        assert torch.equal(found, expected)

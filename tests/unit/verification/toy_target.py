@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Mode, Sampling, VerificationBatch, VerificationResult
+from actors.verification.batch import Sampling, VerificationBatch, VerificationResult
 from actors.verification.constraints import Constraints, processed_probs
 from actors.verification.draft_sampler import DraftSample, sample_drafts
+from actors.verification.mode import Mode
 
 V = 5
 K = 2
