@@ -43,6 +43,10 @@ class RoundStatistics:
     late_rounds: int = 0
     """Rounds that decoded plainly because their proposals came after the deadline."""
 
+    proposals: int = 0
+    proposal_bytes: int = 0
+    """Of the frames that carried proposals, headers included."""
+
     _times: deque[RoundTimes] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def count(self, num_drafts: int, num_committed: int) -> None:
@@ -52,6 +56,12 @@ class RoundStatistics:
             self.drafted_rounds += 1
             self.drafted += num_drafts
             self.accepted += num_committed - 1
+
+    def count_frame(self, num_proposals: int, nbytes: int) -> None:
+        """A frame of the drafter's arrived with so many proposals that hold drafts."""
+        if num_proposals:
+            self.proposals += num_proposals
+            self.proposal_bytes += nbytes
 
     def add_times(self, times: RoundTimes) -> None:
         self._times.append(times)
@@ -69,5 +79,7 @@ class RoundStatistics:
             "mean_acceptance_length": 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else 1.0,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
             "late_rounds": self.late_rounds,
+            "proposals": self.proposals,
+            "proposal_bytes": self.proposal_bytes,
             **({"median": {**medians, "samples": len(times)}} if times else {}),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from actors.messages import Close, CloseReason, Commit, Message, Open, Proposals, ProposalStatus
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Message, Open, Proposals, ProposalStatus, SparseQ
 
 
 @dataclass(slots=True)
@@ -19,10 +19,7 @@ class TrackedRequest:
     """Committed: prompt and output."""
 
     num_speculative_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
+    sampling: DraftSampling = field(default_factory=DraftSampling)
     handle: int | None = None
     """None while no link is up."""
 
@@ -36,7 +33,14 @@ class TrackedRequest:
     """A commit is out, the answer is not in, and the round waits for it."""
 
     drafts: list[int] = field(default_factory=list)
-    """Proposed continuation of exactly token_ids."""
+    """Proposed continuation of exactly token_ids. Kept until the next commit, whatever becomes of the link: the
+    scheduler may hold them, and verification needs the q they were drawn from."""
+
+    q: SparseQ | None = None
+    """What the drafts were drawn from. None: not drawn, or verification need not know."""
+
+    def propose(self, drafts: list[int], q: SparseQ | None) -> None:
+        self.drafts, self.q = drafts, q
 
 
 class RoundBook:
@@ -50,6 +54,9 @@ class RoundBook:
         self._linked = False
         self.stale = 0
         """Proposals dropped because they continue another committed length than the request's."""
+
+        self.unusable = 0
+        """Proposals that cannot have been drawn as the request asked, or that the scheduler changed."""
 
         self.refused: dict[ProposalStatus, int] = {}
         """Answers without drafts, by reason."""
@@ -72,7 +79,7 @@ class RoundBook:
         self._by_handle.clear()
         self._outbox.clear()
         for request in self._requests.values():
-            request.handle, request.drafts = None, []
+            request.handle = None
             request.ready = request.awaited = request.commit_is_out = False
 
     def track(self, request: TrackedRequest) -> None:
@@ -92,7 +99,8 @@ class RoundBook:
             return
         base = len(request.token_ids)
         request.token_ids.extend(token_ids)
-        request.drafts, request.awaited, request.commit_is_out = [], False, False
+        request.propose([], None)
+        request.awaited = request.commit_is_out = False
         if request.handle is not None and not finished:
             request.commit_is_out, request.awaited = True, request.ready
             self._outbox.append(Commit(request.handle, base, token_ids))
@@ -116,7 +124,7 @@ class RoundBook:
             request.ready = True
             if message.status is ProposalStatus.OK and message.base_committed_len == len(request.token_ids):
                 request.awaited = request.commit_is_out = False
-                request.drafts = [int(token) for token in message.token_ids][: request.num_speculative_tokens]
+                self._take(request, message)
                 continue
             self.stale += message.status is ProposalStatus.OK
             # Prefilled, or busy with an older commit until now: the answer to the last commit comes next.
@@ -138,14 +146,27 @@ class RoundBook:
         return late
 
     def take_drafts(self, request_ids: Collection[str]) -> list[list[int]]:
-        """Drafts of each request, [] where there are none. They are handed out once."""
-        taken = []
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            taken.append(request.drafts if request is not None else [])
-            if request is not None:
-                request.drafts = []
-        return taken
+        """Drafts of each request, [] where there are none. Those of a request that then sits a step out are handed
+        out again."""
+        return [list(r.drafts) if (r := self._requests.get(i)) is not None else [] for i in request_ids]
+
+    def q_of(self, request_id: str, drafts: Sequence[int], position: int) -> tuple[bool, SparseQ | None]:
+        """For verification: whether these scheduled drafts, whose first stands at `position`, are the request's
+        proposal (the beginning of it: the scheduler may cut), and what it was drawn from."""
+        request = self._requests.get(request_id)
+        known = (
+            request is not None and position == len(request.token_ids) and list(drafts) == request.drafts[: len(drafts)]
+        )
+        return known, request.q if known and request is not None else None
+
+    def _take(self, request: TrackedRequest, message: Proposals) -> None:
+        sampling, q = request.sampling, message.q
+        if not sampling.mode.samples_q:
+            q = None
+        elif q is not None and q.ids.shape[1] != sampling.top_n:
+            self.unusable += 1
+            return
+        request.propose([int(token) for token in message.token_ids][: request.num_speculative_tokens], q)
 
     def _refused(self, request: TrackedRequest, status: ProposalStatus) -> None:
         self.refused[status] = self.refused.get(status, 0) + 1
@@ -159,7 +180,6 @@ class RoundBook:
     def _open(self, request: TrackedRequest) -> None:
         request.handle, self._next_handle = self._next_handle, self._next_handle + 1
         request.ready = request.awaited = request.commit_is_out = False
-        request.drafts = []
         self._by_handle[request.handle] = request
         self._outbox.append(
             Open(
@@ -168,10 +188,7 @@ class RoundBook:
                 offset=0,
                 token_ids=list(request.token_ids),
                 num_speculative_tokens=request.num_speculative_tokens,
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                seed=request.seed,
+                sampling=request.sampling,
             )
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import weakref
 from collections.abc import AsyncGenerator
@@ -22,7 +23,7 @@ from cluster.config import ConfigError, OutriderConfig
 from cluster.cores import CorePlan, rank_environment
 from cluster.membership import LEASE_S, LOADING_LEASE_S, get_or_create_registry, registry_name
 from cluster.placement import ReplicaPlacement
-from cluster.ranks import RankPlacement
+from cluster.ranks import V1_RUNNER, RankPlacement
 
 if TYPE_CHECKING:
     from actors.target_engine import TargetEngine
@@ -140,11 +141,16 @@ class Target:
         from actors.target_engine import TargetEngine
         from cluster.engine_args import target_vllm_config
 
+        os.environ.update(V1_RUNNER)
         cores = self._cores("target")
         names = [f"Verifier:{self._replica}"]
         names += [f"TargetRank-{rank}:{self._replica}" for rank in range(1, self._config.target.tensor_parallel_size)]
         ranks = RankPlacement(
-            self._address, names, list(self._placement.target_bundle_indices), cores, rank_environment(cores)
+            self._address,
+            names,
+            list(self._placement.target_bundle_indices),
+            cores,
+            {**rank_environment(cores), **V1_RUNNER},
         )
         vllm_config = target_vllm_config(self._config, ranks, self._group)
         vllm_config.additional_config["outrider_replica"] = {

@@ -1,27 +1,33 @@
 """The target's ranks: vLLM's worker and model runner with the round built in.
 
-Rank 0 is the Verifier. Every rank samples, then takes rank 0's committed ids by broadcast, so ranks cannot disagree.
-Only names that vLLM's engine or runner calls are overridden here; what they do is in ``actors/verifier.py``.
+Rank 0 is the Verifier: it alone chooses tokens, and every rank takes its committed ids by broadcast, in every step.
+Only names that vLLM's engine or runner calls are overridden here; what they do is in ``actors/verifier.py`` and
+``actors/target_sampler.py``.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.sample import rejection_sampler
+from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
 from actors.message_codec import frame_capacity_words, unpack
 from actors.messages import CloseReason
+from actors.request_sampling import RequestSampling
 from actors.round_settings import EXTRA_ARGS_KEY
 from actors.rounds import TrackedRequest
+from actors.target_sampler import UNUSABLE, StepRequest, TargetSampler
+from actors.verification.batch import Status
 from actors.verifier import Verifier
-from cluster.config import OutriderConfig
+from cluster.config import OutriderConfig, SpeculationConfig
 from cluster.link_keeper import LinkKeeper, ReplicaIdentity
-from cluster.platform import on_gpu, worker_class
+from cluster.platform import worker_class
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteProposer:
@@ -36,11 +42,23 @@ class RemoteProposer:
 
 
 class RoundRunner:
-    """Mixed in front of the platform's model runner. verifier is None on every rank but 0."""
+    """Mixed in front of the platform's model runner by `install`."""
 
     verifier: Verifier | None
+    """None on every rank but 0, and without a drafter."""
+
+    def install(self, speculation: SpeculationConfig, is_rank_0: bool, verifier: Verifier | None) -> None:
+        self.verifier = verifier
+        self._speculation = speculation
+        self._target_sampler = (
+            TargetSampler(self.vllm_config, self.sampler, self.device) if is_rank_0 else None  # type: ignore[attr-defined]
+        )
+        self._samplings: dict[str, RequestSampling] = {}
+        self._status: torch.Tensor | None = None
+        self._step: Any = None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step = scheduler_output
         verifier = self.verifier
         if verifier is None or not scheduler_output.total_num_scheduled_tokens:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -48,21 +66,23 @@ class RoundRunner:
         started = time.perf_counter()
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         verifier.add_target_time(time.perf_counter() - started)
-        self._scheduled_drafts = {
-            request_id: len(ids) for request_id, ids in scheduler_output.scheduled_spec_decode_tokens.items()
-        }
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        verifier = self.verifier
-        if verifier is None:
-            return super().sample_tokens(grammar_output)  # type: ignore[misc]
         started = time.perf_counter()
+        self._status = None
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        verifier.add_target_time(time.perf_counter() - started)
-        committed = dict(zip(output.req_ids, output.sampled_token_ids, strict=False))
-        finished = [request_id for request_id, ids in committed.items() if ids and self._is_finished(request_id, ids)]
-        verifier.end_step(committed, self._scheduled_drafts, finished)
+        if self._status is not None:
+            self._report(output, self._status.tolist())
+        verifier = self.verifier
+        if verifier is not None:
+            verifier.add_target_time(time.perf_counter() - started)
+            committed = dict(zip(output.req_ids, output.sampled_token_ids, strict=False))
+            finished = [
+                request_id for request_id, ids in committed.items() if ids and self._is_finished(request_id, ids)
+            ]
+            drafted = {i: len(ids) for i, ids in self._step.scheduled_spec_decode_tokens.items()}
+            verifier.end_step(committed, drafted, finished)
         return output
 
     def take_draft_token_ids(self) -> Any:
@@ -72,19 +92,65 @@ class RoundRunner:
         return DraftTokenIds(request_ids, self.verifier.take_drafts(request_ids))
 
     def _update_states(self, scheduler_output: Any) -> Any:
+        for request_id in scheduler_output.finished_req_ids:
+            self._samplings.pop(request_id, None)
         corrections = super()._update_states(scheduler_output)  # type: ignore[misc]
         if self.verifier is not None:
             self._update_book(scheduler_output)
         return corrections
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        if spec_decode_metadata is not None and not spec_decode_metadata.draft_token_ids.numel():
-            spec_decode_metadata = None  # nothing to verify, and vLLM's rejection sampler fails on no rows with a top_k
-        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        request_ids = self.input_batch.req_ids  # type: ignore[attr-defined]
+        drafts = self._step.scheduled_spec_decode_tokens
+        # Two columns at least: with one, vLLM takes what is in it for a token, and -1 says that there is none.
+        width = max([1, *(len(drafts.get(request_id, ())) for request_id in request_ids)]) + 1
         group = get_tp_group()
+        if self._target_sampler is not None:
+            requests = [self._step_request(index, request_id) for index, request_id in enumerate(request_ids)]
+            metadata = self.input_batch.sampling_metadata  # type: ignore[attr-defined]
+            output, self._status = self._target_sampler(logits, requests, metadata, width)
+        else:
+            shape = (len(request_ids), width)
+            output = SamplerOutput(torch.empty(shape, dtype=torch.int32, device=self.device), None)  # type: ignore[attr-defined]
         if group.world_size > 1:
             output.sampled_token_ids = group.broadcast(output.sampled_token_ids.contiguous(), src=0)
         return output
+
+    def _step_request(self, index: int, request_id: str) -> StepRequest:
+        state = self.requests[request_id]  # type: ignore[attr-defined]
+        drafts = list(self._step.scheduled_spec_decode_tokens.get(request_id, ()))
+        computed = int(self.input_batch.num_computed_tokens_cpu[index])  # type: ignore[attr-defined]
+        request = StepRequest(
+            params=state.sampling_params,
+            sampling=self._sampling(request_id, state.sampling_params),
+            output_token_ids=state.output_token_ids,
+            drafts=drafts,
+            position=computed + self._step.num_scheduled_tokens[request_id] - len(drafts),
+        )
+        if drafts and self.verifier is not None and request.sampling.mode.samples_q:
+            known, request.q = self.verifier.q_of(request_id, drafts, request.position)
+            if not known:
+                request.drafts = [UNUSABLE] * len(drafts)
+        return request
+
+    def _sampling(self, request_id: str, params: Any) -> RequestSampling:
+        """Made once a request, since those without a seed get a random one, and kept through preemption."""
+        sampling = self._samplings.get(request_id)
+        if sampling is None:
+            sampling = self._samplings[request_id] = RequestSampling.of(params, self._speculation.verification)
+        return sampling
+
+    def _report(self, output: Any, statuses: list[int]) -> None:
+        """Tell the scheduler of requests that have no next token, and count proposals that could not be used."""
+        failed = {}
+        for index, status in enumerate(statuses):
+            if status & Status.BAD_LOGITS and not self.discard_request_mask.np[index]:  # type: ignore[attr-defined]
+                failed[output.req_ids[index]] = 1
+            if status & Status.BAD_PROPOSAL and self.verifier is not None:
+                self.verifier.proposal_was_bad(output.req_ids[index])
+        if failed:
+            logger.error("no token can be chosen for %s: its logits are not finite or all masked", ", ".join(failed))
+            output.num_nans_in_logits = failed
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # The stock answer decides for the whole batch at once; here length is each request's own matter.
@@ -118,15 +184,13 @@ class RoundRunner:
         if k <= 0 or state.prompt_token_ids is None:
             return  # decodes plainly
         assert self.verifier is not None
+        top_n = min(self._speculation.draft_top_n, self.input_batch.vocab_size)  # type: ignore[attr-defined]
         self.verifier.track(
             TrackedRequest(
                 request_id=state.req_id,
                 token_ids=[*state.prompt_token_ids, *state.output_token_ids],
                 num_speculative_tokens=k,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=max(params.top_k, 0),
-                seed=params.seed,
+                sampling=self._sampling(state.req_id, params).drafting(params, top_n),
             )
         )
 
@@ -142,40 +206,29 @@ class RoundRunner:
         )
 
 
-def _expand_batch_to_tokens(
-    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> torch.Tensor:
-    """In place of vLLM 0.32's: its CPU kernel writes into a converted copy, so that temperature, top_k and top_p of
-    drafted tokens are whatever the memory held."""
-    if replace_from != replace_to:
-        x = torch.where(x == replace_from, replace_to, x)
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    return x.repeat_interleave(counts, output_size=num_tokens)
-
-
 class TargetWorker(worker_class()):  # type: ignore[misc]
     """One rank of the target. Rank 0 also holds the Verifier and keeps its link."""
 
     def init_device(self) -> None:
         super().init_device()
-        if not on_gpu():
-            rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+        settings = self.vllm_config.additional_config
+        config = OutriderConfig.model_validate(settings["outrider"])
         runner = self.model_runner
         runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
-        runner.verifier = None
+        verifier = Verifier(config.link) if self.rank == 0 and config.drafter is not None else None
+        runner.install(config.speculation, self.rank == 0, verifier)
         self._keeper: LinkKeeper | None = None
-        if self.rank == 0:
-            settings = self.vllm_config.additional_config
-            config = OutriderConfig.model_validate(settings["outrider"])
-            runner.verifier = Verifier(config.link)
+        if verifier is not None:
             vocab_size, k = self.model_config.get_vocab_size(), config.num_speculative_tokens
             self._keeper = LinkKeeper(
                 config,
                 ReplicaIdentity(**settings["outrider_replica"]),
                 vocab_size=vocab_size,
-                capacity_words=frame_capacity_words(self.scheduler_config.max_num_seqs, k),
+                capacity_words=frame_capacity_words(
+                    self.scheduler_config.max_num_seqs, k, config.speculation.draft_top_n
+                ),
                 decode=lambda payload: unpack(payload, vocab_size, k),
-                on_link=runner.verifier.offer_link,
+                on_link=verifier.offer_link,
                 device=None if self.device.type == "cpu" else str(self.device),
             )
 

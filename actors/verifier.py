@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from actors.message_codec import pack
-from actors.messages import CloseReason, Message
+from actors.messages import CloseReason, Message, Proposals, SparseQ
 from actors.round_statistics import RoundStatistics, RoundTimes
 from actors.rounds import RoundBook, TrackedRequest
 from cluster.config import LinkConfig
@@ -39,6 +39,7 @@ class Verifier:
         self._silent_since: float | None = None
         """Since when commits are out and nothing at all has come back."""
 
+        self._warned_of_bad_proposals = False
         self.statistics = RoundStatistics()
         self._step_started: float | None = None
         self._target_s = self._wait_s = 0.0
@@ -86,6 +87,8 @@ class Verifier:
                 self._lagging, self._silent_since = False, None
                 deadline = started + self._round_deadline_s
                 self._work_us += received.work_us
+                drafted = sum(bool(m.token_ids) for m in received.messages if isinstance(m, Proposals))
+                self.statistics.count_frame(drafted, received.nbytes)
                 self._book.receive(received.messages)
                 continue
             self._check_link()
@@ -99,6 +102,17 @@ class Verifier:
         self._flush()
         self._wait_s += time.perf_counter() - started
         return self._book.take_drafts(request_ids)
+
+    def q_of(self, request_id: str, drafts: Sequence[int], position: int) -> tuple[bool, SparseQ | None]:
+        """See RoundBook.q_of."""
+        return self._book.q_of(request_id, drafts, position)
+
+    def proposal_was_bad(self, request_id: str) -> None:
+        """Verification could not use a proposal: its request decoded plainly this round."""
+        self._book.unusable += 1
+        if not self._warned_of_bad_proposals:
+            self._warned_of_bad_proposals = True
+            logger.warning("request %s: a proposal was not usable; further ones are only counted", request_id)
 
     def step_starts(self) -> None:
         """Close the books on the last round's time and open the next."""
@@ -129,7 +143,7 @@ class Verifier:
     def status(self) -> dict[str, Any]:
         return {
             **self.statistics.snapshot(),
-            "dropped_proposals": self._book.stale,
+            "dropped_proposals": self._book.stale + self._book.unusable,
             "refused_proposals": sum(self._book.refused.values()),
         }
 

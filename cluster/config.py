@@ -139,6 +139,16 @@ class SpeculationConfig(_Section):
     """K: most tokens drafted a round. A request may ask for fewer, or none. To serve without
     speculation leave the ``drafter`` section out; K = 0 is not a way to say it."""
 
+    verification: Literal["rejection", "block", "coupled"] = "rejection"
+    """How drafts of sampled requests are verified; every way is exact. ``rejection`` and ``block`` accept most, and
+    the drafter ships its distribution. ``coupled`` ships token ids only and gives the same tokens whatever the drafter
+    did; requests with a seed or structured output always use it, unless a seeded request asks for another. Temperature
+    0 is greedy in any case."""
+
+    draft_top_n: int = Field(64, ge=0, le=1024)
+    """rejection, block: likeliest tokens the drafter samples from and ships with probabilities, per position. 0:
+    greedy drafts, nothing but ids travels."""
+
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod
     def _in_range(cls, value: Any) -> Any:

@@ -37,7 +37,9 @@ def _common(config: EngineConfig) -> dict[str, Any]:
 
 
 def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_group: Any) -> VllmConfig:
-    """The target's engine: our executor, our worker, and drafts from a drafter actor when one is configured.
+    """The target's engine: our executor and worker, and drafts from a drafter actor when one is configured.
+
+    Without one, tokens are chosen by the same sampler, so a seed gives the same answer with a drafter and without.
 
     Raises ConfigError, naming the section, for what vLLM refuses.
     """
@@ -48,16 +50,19 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     args["distributed_executor_backend"] = RayRanksExecutor
     args["additional_config"] = ranks.as_additional_config()
     args["disable_log_stats"] = False
+    args["worker_cls"] = "actors.target_worker.TargetWorker"
+    args["scheduler_cls"] = "actors.target_scheduler.RoundScheduler"
+    args["async_scheduling"] = False
+    # "auto" keeps whatever the first request needed for all that come after it.
+    args["structured_outputs_config"] = {"backend": "xgrammar"}
+    args["additional_config"]["outrider"] = config.model_dump(mode="json")
     if config.drafter is not None:
-        args["worker_cls"] = "actors.target_worker.TargetWorker"
-        args["async_scheduling"] = False
         args["per_request_spec_decode_metrics"] = "summary"
         args["speculative_config"] = {
             "method": "custom_class",
             "model": "actors.target_worker.RemoteProposer",
             "num_speculative_tokens": config.num_speculative_tokens,
         }
-        args["additional_config"]["outrider"] = config.model_dump(mode="json")
     return _create(AsyncEngineArgs(**args), placement_group, "target")
 
 

@@ -8,6 +8,10 @@ from typing import Any
 NAMESPACE = "outrider"
 """Ray namespace of every named actor: an engine's own Ray job would otherwise get an anonymous one."""
 
+V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""Environment of whoever builds or runs an engine: our runners extend vLLM's V1 model runner, and with Triton vLLM
+would take V2."""
+
 _KEY = "outrider_ranks"
 
 

@@ -27,7 +27,7 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-DEPLOYMENTS = ("pair", "ngram_pair", "target_tp2", "drafter_tp2")
+DEPLOYMENTS = ("pair", "ngram_pair", "small_kv", "no_drafter", "target_tp2", "drafter_tp2")
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
 
@@ -68,6 +68,18 @@ def pair(deployments: Deployments) -> Deployment:
 def ngram_pair(deployments: Deployments) -> Deployment:
     """Target and ngram drafter, with deadlines short enough to see pass."""
     return deployments.use("ngram_pair")
+
+
+@pytest.fixture
+def small_kv(deployments: Deployments) -> Deployment:
+    """The pair with so little KV cache that a few long requests fill it, on either side."""
+    return deployments.use("small_kv")
+
+
+@pytest.fixture
+def no_drafter(deployments: Deployments) -> Deployment:
+    """The target alone: no drafter is configured."""
+    return deployments.use("no_drafter")
 
 
 @pytest.fixture

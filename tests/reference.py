@@ -1,69 +1,134 @@
-"""Greedy tokens from another implementation (transformers, float32), and what to make of a difference."""
+"""The tokens that greedy and coupled sampling must give, from another implementation (transformers, float32), and what
+to make of a difference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from actors.verification.gumbel import gumbel
 
 TIE = 1e-3
-"""A top-two gap of logits below this is a tie: batch shapes round differently, either token is right."""
+"""A top-two gap (of logits, noise included) below this is a tie: batch shapes round differently, either token is
+right."""
+
+TOP_P_TIE = 1e-5
+"""So is a token whose place is this close to where top_p ends."""
+
+
+@dataclass(frozen=True)
+class Greedy:
+    def options(self) -> dict[str, float]:
+        """The client's options that ask for this choice."""
+        return {"temperature": 0.0}
+
+    def scores(self, logits: Tensor, position: int) -> Tensor:
+        """The chosen token has the largest. logits: float32 [V]; position: of the token chosen."""
+        return logits
+
+    def is_on_the_edge(self, logits: Tensor) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """argmax of log p plus the request's own Gumbel noise (Daliri et al. 2024), constraints spelled out with a sort."""
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def options(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+
+    def scores(self, logits: Tensor, position: int) -> Tensor:
+        size = len(logits)
+        noise = gumbel(torch.full((size,), self.seed), torch.full((size,), position), torch.arange(size))
+        scores = logits.double() / self.temperature + noise
+        return scores.masked_fill(self._before(logits) >= self.top_p, -torch.inf)
+
+    def is_on_the_edge(self, logits: Tensor) -> bool:
+        return self.top_p < 1 and bool(((self._before(logits) - self.top_p).abs() < TOP_P_TIE).any())
+
+    def _before(self, logits: Tensor) -> Tensor:
+        """float64 [V]: the probability of all tokens likelier than each. Equals stand or fall together."""
+        probs = (logits.double() / self.temperature).softmax(-1)
+        return torch.stack([probs[logits > logit].sum() for logit in logits])
+
+
+GREEDY = Greedy()
+Choice = Greedy | Coupled
 
 
 class Reference:
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         self._model = None
-        self._answers: dict[tuple[int, ...], list[int]] = {}
+        self._answers: dict[tuple[Choice, tuple[int, ...]], list[int]] = {}
         self.ties: list[str] = []
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        return self.answer(prompt, num_tokens, GREEDY)
+
+    def answer(self, prompt: Sequence[int], num_tokens: int, choice: Choice) -> list[int]:
         """The answer's first num_tokens tokens, end tokens included like any other."""
-        key = tuple(prompt)
+        key = (choice, tuple(prompt))
         known = self._answers.get(key, [])
         if len(known) < num_tokens:
-            known = self._answers[key] = self._generate(key, num_tokens)
+            known = self._answers[key] = self._generate(tuple(prompt), num_tokens, choice)
         return known[:num_tokens]
 
-    def gap(self, tokens: Sequence[int]) -> float:
-        """Between the two largest logits after tokens."""
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """float32 [V] after tokens."""
         with torch.inference_mode():
-            logits = self._loaded()(torch.tensor([list(tokens)])).logits[0, -1]
-        first, second = logits.topk(2).values.tolist()
-        return first - second
+            logits: Tensor = self._loaded()(torch.tensor([list(tokens)])).logits[0, -1]
+        return logits
+
+    def gap(self, tokens: Sequence[int], choice: Choice = GREEDY) -> float:
+        """Between the two largest scores after tokens, 0 where top_p could end on either side of a token."""
+        logits = self.logits(tokens)
+        first, second = choice.scores(logits, len(tokens)).topk(2).values.tolist()
+        return 0.0 if choice.is_on_the_edge(logits) else first - second
 
     def behind_best(self, tokens: Sequence[int], token: int) -> float:
         """How far below the largest logit after tokens that of token is."""
-        with torch.inference_mode():
-            logits = self._loaded()(torch.tensor([list(tokens)])).logits[0, -1]
+        logits = self.logits(tokens)
         return float(logits.max() - logits[token])
 
     def check(
-        self, prompt: Sequence[int], answer: Sequence[int], expected: Sequence[int] | None = None, label: str = ""
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        expected: Sequence[int] | None = None,
+        label: str = "",
+        choice: Choice = GREEDY,
     ) -> None:
-        """Fail unless answer is expected, this reference's own greedy answer by default.
+        """Fail unless answer is expected, this reference's own by default.
 
         A first difference at a tie is printed and counted, and what follows it is another text, not compared.
         """
-        expected = self.greedy(prompt, len(answer)) if expected is None else expected
+        expected = self.answer(prompt, len(answer), choice) if expected is None else expected
         for position, (found, wanted) in enumerate(zip(answer, expected, strict=False)):
             if found != wanted:
-                gap = self.gap([*prompt, *answer[:position]])
+                gap = self.gap([*prompt, *answer[:position]], choice)
                 assert gap < TIE, f"{label}: token {position} is {found}, not {wanted}, and no tie (gap {gap:.3g})"
                 self.ties.append(f"{label}: near-tie at token {position}, gap {gap:.2g}")
                 print(self.ties[-1])
                 return
         assert len(answer) == len(expected), f"{label}: {len(answer)} tokens, not {len(expected)}"
 
-    def _generate(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    def _generate(self, prompt: tuple[int, ...], num_tokens: int, choice: Choice) -> list[int]:
         model, tokens, past = self._loaded(), list(prompt), None
         fed = torch.tensor([tokens])
         with torch.inference_mode():
             for _ in range(num_tokens):
                 output = model(fed, past_key_values=past, use_cache=True)
                 past = output.past_key_values
-                tokens.append(int(output.logits[0, -1].argmax()))
+                tokens.append(int(choice.scores(output.logits[0, -1], len(tokens)).argmax()))
                 fed = torch.tensor([tokens[-1:]])
         return tokens[len(prompt) :]
 

@@ -25,7 +25,7 @@ from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
 from tests.tiny_models import build_tiny_llama
 
-K = 4
+K = 8
 MAX_MODEL_LEN = 1024
 HANG_GUARD_S = 60.0
 """How long a test waits for what has no deadline of its own. Nothing is measured against it."""
@@ -63,6 +63,13 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
             "speculation": {"num_speculative_tokens": K},
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},
         },
+        # Both sides run out of KV long before the requests end: 16 blocks of 128 tokens each, as sized on CPU.
+        "small_kv": {
+            "target": engine(models.target, kv_cache_memory_bytes=2 << 20),
+            "drafter": {**draft_model, "kv_cache_memory_bytes": 3 << 19},
+            "speculation": {"num_speculative_tokens": K},
+        },
+        "no_drafter": {"target": engine(models.target)},
         # Ranks that share cores take seconds for their first steps.
         "target_tp2": {
             "target": engine(models.target, tensor_parallel_size=2),

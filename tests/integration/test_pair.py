@@ -208,3 +208,20 @@ def test_the_threads_that_compute_are_bound_to_their_cores(pair):
 def test_nothing_is_held_when_nothing_runs(pair):
     wait_until_idle(pair, within_s=2.0)
     assert pair.drafter_status()["num_sequences"] == 0
+
+
+@pytest.mark.parametrize(
+    ("verification", "limit"), [("rejection", 3072), ("block", 3072), ("coupled", 256), ("greedy", 256)]
+)
+def test_a_proposal_takes_little_room_on_the_link(pair, verification, limit):
+    """Bytes a round and request at K=5, frame header included: top-64 q, or ids alone."""
+    how = {"temperature": 0.0} if verification == "greedy" else {"temperature": 1.0, "verification": verification}
+    before = pair.status().rounds
+    answer = pair.client.generate(list(PROMPTS[2]), max_tokens=NUM_TOKENS, num_speculative_tokens=5, **how)
+    after = pair.status().rounds
+    count = after.proposals - before.proposals
+    size = (after.proposal_bytes - before.proposal_bytes) / count
+    print(f"{verification}: {size:.0f} bytes a proposal over {count} rounds")
+    assert count >= answer.metrics.speculative_decoding.num_spec_steps > 0
+    assert size <= limit
+    assert (size > 2560) == (verification in ("rejection", "block")), "64 ids and probabilities, five times"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import plain_engine
+from tests.reference import TIE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -60,3 +61,27 @@ def test_a_drafter_of_two_ranks(drafter_tp2, plain):
     assert "TargetRank-1" not in actors
     assert len({actors[name].pid for name in names}) == len(names)
     assert [actors[name].bundles for name in names[:3]] == [{1}, {2}, {3}]
+
+
+def check_drawn(deployment):
+    """vllm#17498: ranks that draw for themselves disagree, and attend to different texts from then on. Tokens outside
+    the two likeliest, by another implementation's count, would show it."""
+    prompt = PROMPTS[0]
+    answer = deployment.client.generate(
+        prompt, temperature=1.5, top_k=2, max_tokens=NUM_TOKENS, ignore_eos=True, verification="rejection"
+    )
+    assert answer.metrics.speculative_decoding.num_draft_tokens > 0
+    not_the_likeliest = 0
+    for position, token in enumerate(answer.token_ids):
+        logits = deployment.reference.logits([*prompt, *answer.token_ids[:position]])
+        assert logits[token] >= logits.topk(2).values[-1] - TIE, f"token {position}"
+        not_the_likeliest += bool(logits[token] < logits.max())
+    assert not_the_likeliest > 0, "nothing was drawn"
+
+
+def test_two_ranks_of_the_target_agree_on_every_drawn_token(target_tp2):
+    check_drawn(target_tp2)
+
+
+def test_two_ranks_of_the_drafter_agree_on_every_drawn_token(drafter_tp2):
+    check_drawn(drafter_tp2)

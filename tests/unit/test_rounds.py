@@ -1,9 +1,11 @@
 """The verifier's book: what is told to the drafter, whose answer counts, whom a round waits for."""
 
+import numpy as np
 import pytest
 
-from actors.messages import Close, CloseReason, Commit, Open, Proposals, ProposalStatus
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus, SparseQ
 from actors.rounds import RoundBook, TrackedRequest
+from actors.verification.mode import Mode
 
 PROMPT = [5, 6, 7]
 
@@ -33,12 +35,12 @@ def opened(book, request_id="a", k=4, ready=True):
 
 
 def test_tracking_opens_with_the_request_s_own_settings(book):
-    book.track(request(temperature=0.7, top_p=0.9, top_k=3, seed=-5))
+    sampling = DraftSampling(Mode.REJECTION, temperature=0.7, top_p=0.9, top_k=3, seed=-5)
+    book.track(request(sampling=sampling))
     (message,) = book.take_outbox()
     assert isinstance(message, Open)
     assert (message.prompt_len, message.offset, list(message.token_ids)) == (3, 0, PROMPT)
-    assert (message.num_speculative_tokens, message.temperature, message.top_p) == (4, 0.7, 0.9)
-    assert (message.top_k, message.seed) == (3, -5)
+    assert (message.num_speculative_tokens, message.sampling) == (4, sampling)
     assert book.take_outbox() == [], "the outbox is taken once"
 
 
@@ -78,12 +80,78 @@ def test_ready_without_a_commit_out_waits_for_nothing(book):
     assert not book.awaited()
 
 
-def test_drafts_are_handed_out_once_and_capped_at_the_request_s_own_k(book):
+def test_drafts_are_capped_at_the_request_s_own_k(book):
     handle = opened(book, k=2)
     book.commit("a", [8], finished=False)
     book.receive([Proposals(handle, 4, [1, 2, 3, 4])])
     assert book.take_drafts(["a", "unknown"]) == [[1, 2], []]
+
+
+def test_a_request_that_sits_a_step_out_keeps_its_drafts_for_the_next(book):
+    handle = opened(book)
+    book.commit("a", [8], finished=False)
+    book.receive([Proposals(handle, 4, [1, 2])])
+    assert book.take_drafts(["a"]) == [[1, 2]]
+    assert book.take_drafts(["a"]) == [[1, 2]], "the scheduler had no room for it"
+    book.commit("a", [1], finished=False)
     assert book.take_drafts(["a"]) == [[]]
+
+
+def q(drafts, columns=2, vocab=100):
+    ids = np.array([[draft, *range(vocab, vocab + columns - 1)] for draft in drafts], dtype=np.int32)
+    probs = np.full(ids.shape, 1 / columns, dtype=np.float32)
+    return SparseQ(ids, probs)
+
+
+def sampled(book, mode=Mode.REJECTION, top_n=2):
+    """A request whose drafts are drawn, committed to length 4. Returns its handle."""
+    book.track(request(sampling=DraftSampling(mode, temperature=1.0, top_n=top_n)))
+    handle = handle_of(book.take_outbox())
+    book.receive([Proposals(handle, len(PROMPT), [], ProposalStatus.READY)])
+    book.commit("a", [8], finished=False)
+    return handle
+
+
+def test_q_stays_with_the_drafts_until_they_are_verified(book):
+    handle, drawn = sampled(book), q([1, 2, 3])
+    book.receive([Proposals(handle, 4, [1, 2, 3], q=drawn)])
+    assert book.take_drafts(["a"]) == [[1, 2, 3]]
+    assert book.q_of("a", [1, 2, 3], 4) == (True, drawn)
+    assert book.q_of("a", [1], 4) == (True, drawn), "the scheduler may cut the end off"
+    book.commit("a", [1, 9], finished=False)
+    assert book.q_of("a", [1, 2, 3], 4) == (False, None)
+
+
+def test_a_link_that_breaks_after_drafts_were_handed_out_leaves_their_q(book):
+    handle, drawn = sampled(book), q([1, 2])
+    book.receive([Proposals(handle, 4, [1, 2], q=drawn)])
+    assert book.take_drafts(["a"]) == [[1, 2]]
+    book.link_down()
+    assert book.q_of("a", [1, 2], 4) == (True, drawn)
+    book.link_up()
+    assert book.q_of("a", [1, 2], 4) == (True, drawn)
+
+
+@pytest.mark.parametrize(("drafts", "position"), [([2, 1], 4), ([1, 2, 3], 4), ([1, 2], 5), ([7], 4)])
+def test_drafts_that_are_not_the_proposal_are_told_apart(book, drafts, position):
+    handle = sampled(book)
+    book.receive([Proposals(handle, 4, [1, 2], q=q([1, 2]))])
+    assert book.q_of("a", drafts, position) == (False, None)
+    assert book.q_of("nobody", [1], 4) == (False, None)
+
+
+def test_a_q_of_another_width_than_asked_for_costs_the_proposal(book):
+    handle = sampled(book, top_n=3)
+    book.receive([Proposals(handle, 4, [1, 2], q=q([1, 2], columns=2))])
+    assert book.take_drafts(["a"]) == [[]]
+    assert book.unusable == 1
+    assert not book.awaited()
+
+
+def test_coupled_and_greedy_drafts_have_no_use_for_a_q(book):
+    handle = sampled(book, mode=Mode.COUPLED, top_n=0)
+    book.receive([Proposals(handle, 4, [1, 2], q=q([1, 2]))])
+    assert book.q_of("a", [1, 2], 4) == (True, None)
 
 
 def test_a_commit_throws_away_drafts_that_were_not_taken(book):
@@ -202,7 +270,7 @@ def test_an_unknown_request_is_opened_anew_with_all_its_tokens(book):
     assert not book.awaited()
 
 
-def test_a_link_that_goes_down_takes_drafts_waits_and_unsent_messages_with_it(book):
+def test_a_link_that_goes_down_takes_waits_and_unsent_messages_with_it(book):
     handle = opened(book)
     book.commit("a", [8], finished=False)
     book.receive([Proposals(handle, 4, [1])])

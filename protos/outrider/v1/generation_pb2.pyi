@@ -324,7 +324,7 @@ class LinkStatus(_message.Message):
     def __init__(self, state: _Optional[_Union[LinkState, str]] = ..., epoch: _Optional[int] = ..., reconnects: _Optional[int] = ..., drafter: _Optional[str] = ..., rtt_us: _Optional[float] = ..., last_error: _Optional[str] = ...) -> None: ...
 
 class RoundStatistics(_message.Message):
-    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals")
+    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals", "proposals", "proposal_bytes")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +335,8 @@ class RoundStatistics(_message.Message):
     DROPPED_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     MEDIAN_FIELD_NUMBER: _ClassVar[int]
     REFUSED_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     drafted_rounds: int
     drafted: int
@@ -345,7 +347,9 @@ class RoundStatistics(_message.Message):
     dropped_proposals: int
     median: RoundTime
     refused_proposals: int
-    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ...) -> None: ...
+    proposals: int
+    proposal_bytes: int
+    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ..., proposals: _Optional[int] = ..., proposal_bytes: _Optional[int] = ...) -> None: ...
 
 class RoundTime(_message.Message):
     __slots__ = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms", "samples")
@@ -364,11 +368,13 @@ class RoundTime(_message.Message):
     def __init__(self, period_ms: _Optional[float] = ..., target_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., wait_ms: _Optional[float] = ..., other_ms: _Optional[float] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("running", "waiting", "kv_cache_usage")
+    __slots__ = ("running", "waiting", "kv_cache_usage", "preemptions")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_cache_usage: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., preemptions: _Optional[int] = ...) -> None: ...

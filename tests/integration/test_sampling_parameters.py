@@ -1,0 +1,251 @@
+"""Every sampling parameter holds for every committed token, accepted, recovered and bonus alike: an answer with
+speculation equals the one without (coupled and greedy), and shows the parameter's own effect.
+
+vllm#9834, #19482 and #42744 are about parameters that drafted tokens escaped.
+"""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from deploy.client import OutriderError
+from outrider.v1 import generation_pb2 as pb
+from tests.reference import TIE, Coupled
+from tests.serving import wait_until_idle
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPT = list(b"It was the best of times, it was the worst of times, it was")
+NUM_TOKENS = 48
+EOS = 256
+SAMPLED = {"temperature": 1.0, "seed": 21}
+GREEDY = {"temperature": 0.0}
+
+
+def ask(pair, speculation=True, **options):
+    settings = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **options}
+    return pair.client.generate(PROMPT, speculation=speculation, **settings)
+
+
+@pytest.fixture
+def on_and_off(pair):
+    """The answer with speculation. Fails unless it is the answer without, and drafts were accepted on the way."""
+
+    def both(must_accept=True, **options):
+        on, off = ask(pair, **options), ask(pair, speculation=False, **options)
+        same = list(on.token_ids) == list(off.token_ids)
+        if not same:
+            at = next(i for i, (a, b) in enumerate(zip(on.token_ids, off.token_ids, strict=False)) if a != b)
+            raise AssertionError(
+                f"different from token {at} on: {on.token_ids[at : at + 4]} and {off.token_ids[at : at + 4]}"
+            )
+        assert (on.finish_reason, on.stop_reason, on.text) == (off.finish_reason, off.stop_reason, off.text)
+        assert on.usage.completion_tokens == off.usage.completion_tokens == len(on.token_ids)
+        assert off.metrics.speculative_decoding.num_draft_tokens == 0
+        if must_accept:
+            assert on.metrics.speculative_decoding.num_accepted_draft_tokens > 0, "no drafted token was committed"
+        return on
+
+    return both
+
+
+@pytest.fixture
+def free(pair):
+    """The answers without any further parameter: what a parameter has to change."""
+    return {"sampled": list(ask(pair, **SAMPLED).token_ids), "greedy": list(ask(pair, **GREEDY).token_ids)}
+
+
+@pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_a_constraint_that_leaves_one_token_is_greedy(on_and_off, free, only_the_likeliest):
+    assert list(on_and_off(**SAMPLED, **only_the_likeliest).token_ids) == free["greedy"] != free["sampled"]
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+@pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_it_is_greedy_under_rejection_too(pair, free, verification, only_the_likeliest):
+    answer = ask(pair, temperature=1.0, verification=verification, **only_the_likeliest)
+    assert list(answer.token_ids) == free["greedy"]
+    assert answer.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("constraint", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}], ids=str)
+def test_no_token_comes_from_outside_the_constraint(pair, verification, constraint):
+    """vllm#42744: min_p did not reach drafted tokens. Checked against another implementation's probabilities."""
+    answer = list(ask(pair, temperature=1.2, verification=verification, **constraint).token_ids)
+    for position, token in enumerate(answer):
+        logits = pair.reference.logits([*PROMPT, *answer[:position]]).double() / 1.2
+        probs = logits.softmax(-1)
+        likelier = probs[probs > probs[token]]
+        if "top_k" in constraint:
+            allowed = logits[token] >= logits.topk(constraint["top_k"]).values[-1] - TIE
+        elif "top_p" in constraint:
+            allowed = likelier.sum() < constraint["top_p"] + TIE
+        else:
+            allowed = probs[token] > constraint["min_p"] * probs.max() - TIE
+        assert allowed, f"token {position} is {token}, with probability {probs[token]:.3g}"
+
+
+@pytest.mark.parametrize("constraint", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.4}], ids=str)
+def test_constraints_and_seed(on_and_off, free, constraint):
+    assert list(on_and_off(**{**SAMPLED, **constraint}).token_ids) != free["sampled"]
+
+
+@pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_logit_bias(on_and_off, free, how):
+    """vllm#42744."""
+    kind = "greedy" if how is GREEDY else "sampled"
+    forbidden = free[kind][3]
+    assert forbidden not in on_and_off(**how, logit_bias={forbidden: -100.0}).token_ids
+    assert set(on_and_off(**how, logit_bias={65: 100.0}).token_ids) == {65}
+    pushed = on_and_off(**how, logit_bias={65: 3.0, 66: 3.0})
+    assert free[kind].count(65) + free[kind].count(66) < sum(token in (65, 66) for token in pushed.token_ids)
+
+
+@pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties(on_and_off, free, how, penalty):
+    answer = list(on_and_off(**how, **{penalty: 5.0 if penalty == "repetition_penalty" else 2.0}).token_ids)
+    unpenalised = free["greedy" if how is GREEDY else "sampled"]
+    assert len(set(answer)) > len(set(unpenalised)), "penalised answers repeat themselves less"
+
+
+@pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_min_tokens_holds_the_stop_back_inside_a_block(on_and_off, free, how):
+    unstopped = free["greedy" if how is GREEDY else "sampled"]
+    at = next(i for i in range(2, NUM_TOKENS) if unstopped[i] not in unstopped[:i])
+    stop = unstopped[at]
+    early = on_and_off(must_accept=False, **how, stop_token_ids=[stop])
+    assert list(early.token_ids) == unstopped[: at + 1]
+    assert early.finish_reason == pb.FINISH_REASON_STOP
+    late = on_and_off(**how, stop_token_ids=[stop], min_tokens=20)
+    assert stop not in list(late.token_ids)[:20]
+    assert len(late.token_ids) >= 20
+
+
+@pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_allowed_token_ids(on_and_off, how):
+    allowed = list(range(97, 107))
+    answer = on_and_off(**how, allowed_token_ids=allowed)
+    assert set(answer.token_ids) <= set(allowed)
+    assert len(set(answer.token_ids)) > 1
+
+
+@pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_bad_words_of_one_and_of_several_tokens(on_and_off, how):
+    free = on_and_off(**how, allowed_token_ids=list(range(97, 107)))
+    pair_of_letters, letter = free.text[4:6], free.text[9]
+    answer = on_and_off(**how, allowed_token_ids=list(range(97, 107)), bad_words=[pair_of_letters, letter])
+    assert pair_of_letters in free.text
+    assert pair_of_letters not in answer.text
+    assert letter not in answer.text
+
+
+def test_stop_token_ids_and_ignore_eos(on_and_off):
+    bias = {EOS: 6.0}
+    ended = on_and_off(must_accept=False, **SAMPLED, logit_bias=bias, ignore_eos=False)
+    assert ended.finish_reason == pb.FINISH_REASON_STOP
+    assert ended.token_ids[-1] == EOS
+    went_on = on_and_off(**SAMPLED, logit_bias=bias)
+    assert list(went_on.token_ids)[: len(ended.token_ids)] == list(ended.token_ids)
+    assert len(went_on.token_ids) == NUM_TOKENS
+
+
+def test_logprobs_are_the_model_s_own_for_every_token(pair):
+    options = {**SAMPLED, "logprobs": 3, "logit_bias": {65: 2.0}, "top_p": 0.9}
+    on, off = ask(pair, **options), ask(pair, speculation=False, **options)
+    entries, plain = on.completions[0].logprobs, off.completions[0].logprobs
+    assert len(entries) == len(plain) == NUM_TOKENS
+    for position, (entry, other) in enumerate(zip(entries, plain, strict=True)):
+        token = on.token_ids[position]
+        raw = pair.reference.logits([*PROMPT, *on.token_ids[:position]]).log_softmax(-1)
+        assert entry.token_id == other.token_id == token
+        assert entry.logprob == pytest.approx(float(raw[token]), abs=1e-3)
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert len(entry.top) == 3
+        assert entry.top[0].logprob == pytest.approx(float(raw.max()), abs=1e-3)
+        assert int((raw > raw[token] + TIE).sum()) < entry.rank <= int((raw > raw[token] - TIE).sum())
+    assert on.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+def test_prompt_logprobs(pair):
+    answer = ask(pair, **SAMPLED, prompt_logprobs=1)
+    entries = answer.prompt_logprobs
+    assert len(entries) == len(PROMPT)
+    assert entries[0].rank == 0
+    for position in (1, 7, len(PROMPT) - 1):
+        raw = pair.reference.logits(PROMPT[:position]).log_softmax(-1)
+        assert entries[position].token_id == PROMPT[position]
+        assert entries[position].logprob == pytest.approx(float(raw[PROMPT[position]]), abs=1e-3)
+
+
+def test_n_answers_are_those_of_the_seeds_that_follow(pair):
+    """vllm#6038, #9441, #13196: seeds ignored, or mixed up in a batch."""
+    together = ask(pair, temperature=1.0, seed=40, n=3)
+    assert len(together.completions) == 3
+    for index, completion in enumerate(together.completions):
+        assert completion.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+        pair.reference.check(PROMPT, completion.token_ids, label=f"answer {index}", choice=Coupled(40 + index))
+    assert together.usage.completion_tokens == 3 * NUM_TOKENS
+    unseeded = ask(pair, temperature=1.0, n=3)
+    assert len({tuple(completion.token_ids) for completion in unseeded.completions}) == 3
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["alpha", "beta"]}, "count": {"enum": [1, 22, 333]}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+TURNS, FRUIT = ("go left now", "go right now"), ["red apple", "red pear", "green pear"]
+STRUCTURES = {
+    "json": ({"json_schema": SCHEMA}, lambda text: json.loads(text)["count"] in (1, 22, 333)),
+    "regex": ({"regex": r"[a-c]{6}-[0-9]{4}"}, lambda text: re.fullmatch(r"[a-c]{6}-[0-9]{4}", text)),
+    "grammar": ({"grammar": 'root ::= "go " ("left" | "right") " now"'}, lambda text: text in TURNS),
+    "choice": ({"choice": FRUIT}, lambda text: text in FRUIT),
+}
+
+
+@pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_structured_outputs(on_and_off, kind, how):
+    """vllm#49694, #54437: the scheduler cuts drafts where the grammar forbids them, and what is cut must not matter."""
+    constraint, is_valid = STRUCTURES[kind]
+    answer = on_and_off(must_accept=False, **how, **constraint, ignore_eos=False)
+    assert is_valid(answer.text), answer.text
+    assert answer.finish_reason == pb.FINISH_REASON_STOP
+
+
+def test_everything_at_once(on_and_off):
+    answer = on_and_off(
+        **{**SAMPLED, "temperature": 1.4},
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
+        logit_bias={65: 2.0, 66: -100.0},
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        allowed_token_ids=list(range(60, 120)),
+        bad_words=["a"],
+        min_tokens=30,
+        stop_token_ids=[100],
+    )
+    assert set(answer.token_ids) <= set(range(60, 120)) - {66, 97}
+    assert len(answer.token_ids) >= 30
+
+
+def test_a_request_that_forbids_every_token_fails_alone(pair):
+    """No token is left to choose: the request ends with a clear error, and the ones beside it with their answers."""
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(ask, pair, **GREEDY)
+        for how in (SAMPLED, GREEDY):
+            with pytest.raises(OutriderError, match="left no token to choose") as failure:
+                ask(pair, **how, allowed_token_ids=[65], bad_words=["A"])
+            assert failure.value.code is grpc.StatusCode.INTERNAL
+        answer = beside.result()
+    pair.reference.check(PROMPT, answer.token_ids, label="beside it")
+    wait_until_idle(pair, within_s=5.0)

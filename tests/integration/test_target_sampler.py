@@ -1,0 +1,223 @@
+"""The target's sampling pipeline on tensors, with vLLM's own processors and no engine: every row, drafted or not, is
+treated as the plain sampler treats a request whose output so far ends there."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from actors.messages import SparseQ
+from actors.request_sampling import RequestSampling
+from actors.verification.batch import Status
+
+vllm = pytest.importorskip("vllm")
+
+V, K = 40, 3
+DRAFTS = [7, 8, 9]
+OUTPUT = [4, 5, 5]
+PROMPT = [1, 2, 3]
+POSITION = len(PROMPT) + len(OUTPUT)
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.sampler import Sampler
+
+    from actors.target_sampler import TargetSampler
+
+    return TargetSampler(VllmConfig(), Sampler(), torch.device("cpu"))
+
+
+def params(**changes):
+    from vllm import SamplingParams
+
+    made = SamplingParams(**{"temperature": 0.0, **changes})
+    made._all_stop_token_ids = set(made.stop_token_ids)
+    return made
+
+
+def requests_of(*all_params, drafts=DRAFTS, q=None):
+    from actors.target_sampler import StepRequest
+
+    return [
+        StepRequest(p, RequestSampling.of(p, "rejection"), list(OUTPUT), list(drafts), POSITION, q) for p in all_params
+    ]
+
+
+def metadata_of(requests):
+    """vLLM's metadata for these requests, as its input batch makes it."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    all_params = [request.params for request in requests]
+    no_penalties = all(
+        (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) == (0.0, 0.0, 1.0) for p in all_params
+    )
+    mask = None
+    if any(p.allowed_token_ids for p in all_params):
+        mask = torch.zeros(len(requests), V, dtype=torch.bool)
+        for row, p in zip(mask, all_params, strict=True):
+            if p.allowed_token_ids:
+                row[:] = True
+                row[p.allowed_token_ids] = False
+    logprobs = [p.logprobs for p in all_params if p.logprobs is not None]
+    return SamplingMetadata(
+        temperature=None,
+        all_greedy=False,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=max(logprobs, default=None),
+        no_penalties=no_penalties,
+        prompt_token_ids=None if no_penalties else torch.tensor([PROMPT] * len(requests)),
+        frequency_penalties=torch.tensor([p.frequency_penalty for p in all_params]),
+        presence_penalties=torch.tensor([p.presence_penalty for p in all_params]),
+        repetition_penalties=torch.tensor([p.repetition_penalty for p in all_params]),
+        output_token_ids=[],
+        allowed_token_ids_mask=mask,
+        bad_words_token_ids={i: p.bad_words_token_ids for i, p in enumerate(all_params) if p.bad_words_token_ids},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
+def by_hand(logits, p, output):
+    """One row's logits after allowed ids, bad words, min_tokens, logit_bias and penalties, in that order."""
+    logits = logits.clone()
+    if p.allowed_token_ids:
+        forbidden = torch.ones(V, dtype=torch.bool)
+        forbidden[p.allowed_token_ids] = False
+        logits[forbidden] = -math.inf
+    for word in p.bad_words_token_ids or ():
+        if len(word) == 1 or output[-(len(word) - 1) :] == word[:-1]:
+            logits[word[-1]] = -math.inf
+    if len(output) < p.min_tokens:
+        logits[list(p.all_stop_token_ids)] = -math.inf
+    for token, bias in (p.logit_bias or {}).items():
+        logits[token] += bias
+    for token in {*PROMPT, *output}:
+        logits[token] = (
+            logits[token] / p.repetition_penalty if logits[token] > 0 else logits[token] * p.repetition_penalty
+        )
+    for token in set(output):
+        logits[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty
+    return logits
+
+
+def bad_words(*words):
+    made = params()
+    made._bad_words_token_ids = [list(word) for word in words]
+    return made
+
+
+CASES = {
+    "plain": params(),
+    "repetition_penalty": params(repetition_penalty=1.7),
+    "presence_penalty": params(presence_penalty=1.5),
+    "frequency_penalty": params(frequency_penalty=0.9),
+    "logit_bias": params(logit_bias={7: 5.0, 11: -2.0}),
+    "allowed_token_ids": params(allowed_token_ids=[2, 7, 8, 20]),
+    "min_tokens": params(min_tokens=len(OUTPUT) + 2, stop_token_ids=[6, 30]),
+    "bad_words": bad_words([12], [5, 7], [7, 8], [5, 7, 13]),
+    "all": params(
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+        logit_bias={7: 3.0, 8: -3.0},
+        allowed_token_ids=list(range(1, 30)),
+        min_tokens=len(OUTPUT) + 1,
+        stop_token_ids=[6],
+    ),
+}
+
+
+def wanted_rows(logits, requests):
+    rows = []
+    for request in requests:
+        for count in range(len(request.drafts) + 1):
+            rows.append(by_hand(logits[len(rows)], request.params, [*OUTPUT, *request.drafts[:count]]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("drafts", [[], DRAFTS], ids=["plain", "drafted"])
+def test_every_row_is_processed_like_a_request_of_its_own(sampler, name, drafts):
+    requests = requests_of(CASES["plain"], CASES[name], drafts=drafts)
+    logits = torch.randn(2 * (len(drafts) + 1), V, generator=torch.Generator().manual_seed(1)) * 3
+    wanted = wanted_rows(logits, requests)
+    processed = sampler._process(logits.clone(), requests, metadata_of(requests))
+    torch.testing.assert_close(processed, wanted)
+    changed = (wanted != logits).any(-1)
+    assert not changed[: len(drafts) + 1].any(), "the request beside it is left alone"
+    assert changed[len(drafts) + 1 :].any() == (name != "plain"), "a case that changes nothing tests nothing"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_tokens_chosen_are_those_of_rows_without_drafts(sampler, name):
+    """Greedy with drafts that are all right commits what one step after the other would have."""
+    logits = torch.randn(K + 1, V, generator=torch.Generator().manual_seed(2)) * 3
+    p, output, wanted = CASES[name], list(OUTPUT), []
+    for row in logits:
+        wanted.append(int(by_hand(row, p, output).argmax()))
+        output.append(wanted[-1])
+    requests = requests_of(p, drafts=wanted[:K])
+    result, status = sampler(logits.clone(), requests, metadata_of(requests), width=K + 2)
+    assert result.sampled_token_ids.tolist() == [[*wanted, -1]]
+    assert status.tolist() == [Status.OK]
+
+
+def test_logprobs_are_of_the_raw_logits_and_of_the_tokens_committed(sampler):
+    requests = requests_of(params(logprobs=2, logit_bias={7: 50.0}), params())
+    logits = torch.randn(2 * (K + 1), V, generator=torch.Generator().manual_seed(3))
+    result, _ = sampler(logits.clone(), requests, metadata_of(requests), width=K + 1)
+    committed = result.sampled_token_ids[0]
+    assert committed[0] == 7, "the bias decides"
+    raw = logits.log_softmax(-1)
+    tensors = result.logprobs_tensors
+    assert tensors.logprobs.shape == (2 * (K + 1), 3)
+    for place, token in enumerate(committed.tolist()):
+        if token >= 0:
+            assert tensors.logprob_token_ids[place, 0] == token
+            assert tensors.logprobs[place, 0] == pytest.approx(float(raw[place, token]), abs=1e-5)
+            assert tensors.logprobs[place, 1] == pytest.approx(float(raw[place].max()), abs=1e-5)
+    second_row = tensors.logprob_token_ids[K + 1, 0]
+    assert second_row == result.sampled_token_ids[1, 0], "the second request's rows start where its columns do"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_request_without_a_next_token_commits_nothing_and_the_others_go_on(sampler, bad):
+    requests = requests_of(params(), params(), drafts=[])
+    logits = torch.randn(2, V)
+    logits[0] = bad
+    result, status = sampler(logits, requests, metadata_of(requests), width=2)
+    assert result.sampled_token_ids[0].tolist() == [-1, -1]
+    assert status.tolist() == [Status.BAD_LOGITS, Status.OK]
+    assert result.sampled_token_ids[1].tolist() == [int(logits[1].argmax()), -1]
+
+
+def test_drafts_that_are_not_the_proposal_leave_a_plain_round(sampler):
+    from actors.target_sampler import UNUSABLE
+
+    p = params(temperature=1.0, seed=3, extra_args={"outrider": {"verification": "rejection"}})
+    logits = torch.randn(K + 1, V)
+    plain = requests_of(p, drafts=[])
+    alone, _ = sampler(logits[:1].clone(), plain, metadata_of(plain), width=K + 1)
+    dropped = requests_of(p, drafts=[UNUSABLE] * K)
+    result, status = sampler(logits.clone(), dropped, metadata_of(dropped), width=K + 1)
+    assert result.sampled_token_ids.tolist() == alone.sampled_token_ids.tolist()
+    assert status.tolist() == [Status.BAD_PROPOSAL]
+
+
+def test_q_of_a_cut_proposal_is_cut_with_it(sampler):
+    """A request with q beside one without: each is verified against its own."""
+    ids = np.array([[7, 8], [8, 9], [9, 10]], dtype=np.int32)
+    drawn = SparseQ(ids, np.array([[1, 0], [1, 0], [1, 0]], dtype=np.float32))
+    p = params(temperature=1.0, seed=3, extra_args={"outrider": {"verification": "rejection"}})
+    logits = torch.zeros(5, V)
+    logits[range(5), [7, 8, 20, 9, 21]] = 100.0
+    requests = [*requests_of(p, drafts=[7, 8], q=drawn), *requests_of(p, drafts=[9])]
+    result, status = sampler(logits, requests, metadata_of(requests), width=4)
+    assert result.sampled_token_ids.tolist() == [[7, 8, 20, -1], [9, 21, -1, -1]]
+    assert status.tolist() == [Status.OK, Status.OK]
