@@ -130,7 +130,7 @@ class Ingress:
                 yield output
             if unfinished:
                 raise RuntimeError(f"the target's stream ended without a finish reason for answers {unfinished}")
-        except (asyncio.CancelledError, GeneratorExit, TimeoutError):
+        except BaseException:  # whatever ended it, nobody listens any more
             stream.cancel()
             raise
 

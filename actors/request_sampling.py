@@ -15,6 +15,9 @@ from actors.verification.mode import Mode, mode_for
 _GREEDY_BELOW = 1e-5
 """vLLM's own limit: a lower temperature is greedy."""
 
+_LEAST_TOP_P = 1e-30
+"""The kernels take float32, where less could become 0. The likeliest token alone is left long before."""
+
 
 def random_seed() -> int:
     """A seed for a request that brought none. From the operating system: requests must never share one."""
@@ -54,14 +57,14 @@ class RequestSampling:
             mode=mode,
             temperature=0.0 if greedy else params.temperature,
             top_k=0 if greedy else max(params.top_k, 0),
-            top_p=1.0 if greedy else params.top_p,
+            top_p=1.0 if greedy else max(params.top_p, _LEAST_TOP_P),
             min_p=0.0 if greedy else params.min_p,
             seed=_as_int64(params.seed) if params.seed is not None else make_seed(),
         )
 
-    def drafting(self, params: Any, top_n: int) -> DraftSampling:
+    def drafting(self, params: Any, top_n: int, vocab_size: int) -> DraftSampling:
         """What the drafter is told. params: the same as for `of`; top_n: the configured ``draft_top_n``."""
-        biases, only_biased = _biases(params)
+        biases, only_biased = _biases(params, vocab_size)
         return DraftSampling(
             mode=self.mode,
             temperature=self.temperature,
@@ -80,7 +83,7 @@ def _as_int64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _biases(params: Any) -> tuple[tuple[tuple[int, float], ...], bool]:
+def _biases(params: Any, vocab_size: int) -> tuple[tuple[tuple[int, float], ...], bool]:
     """logit_bias, allowed_token_ids and bad words of one token, as far as a message has room for them. What the
     drafter is not told costs acceptance only."""
     biases: dict[int, float] = {}
@@ -91,7 +94,8 @@ def _biases(params: Any) -> tuple[tuple[tuple[int, float], ...], bool]:
         if not only_biased or token in biases:
             biases[token] = bias
     for word in params.bad_words_token_ids or ():
-        if len(word) == 1 and (not only_biased or word[0] in biases):
+        # A tokenizer may know ids that the model has no logits for.
+        if len(word) == 1 and word[0] < vocab_size and (not only_biased or word[0] in biases):
             biases[word[0]] = -math.inf
     if only_biased and all(bias == -math.inf for bias in biases.values()):
         return (), False  # nothing can be chosen: the verifier will say so

@@ -10,10 +10,12 @@ apply to drafted positions unchanged.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -28,6 +30,7 @@ from actors.messages import SparseQ
 from actors.request_sampling import RequestSampling
 from actors.verification.batch import Sampling, VerificationBatch
 from actors.verification.interface import choose
+from actors.verification.mode import Mode
 
 UNUSABLE = -1
 """In place of a draft's id: verification ends the request's drafts there."""
@@ -77,6 +80,24 @@ class TargetSampler:
         if metadata.max_num_logprobs is not None:
             logprobs = self._logprobs(raw, batch, token_ids, metadata.max_num_logprobs)
         return SamplerOutput(token_ids, logprobs), result.status
+
+    def warm_up(self, vocab_size: int, num_drafts: int, top_n: int) -> None:
+        """Compile what verification compiles on first use, so that no request waits for it. num_drafts, top_n: of the
+        deployment, 0 without a drafter."""
+        draws = {mode: RequestSampling(mode, float(mode is not Mode.GREEDY), 0, 1.0, 0.0, 0) for mode in Mode}
+        n = min(top_n, vocab_size)
+        q = None
+        if num_drafts and n:
+            ids = np.tile(np.arange(n, dtype=np.int32), (num_drafts, 1))
+            q = SparseQ(ids, np.full(ids.shape, 1 / n, dtype=np.float32))
+        for modes in ([Mode.GREEDY], [Mode.REJECTION], [Mode.COUPLED], list(Mode)):
+            for top_p, proposed, k in itertools.product((1.0, 0.9), (None, q), {0, num_drafts}):
+                requests = [
+                    StepRequest(None, replace(draws[mode], top_p=top_p), [], [0] * k, 0, proposed if k else None)
+                    for mode in modes
+                ]
+                logits = torch.zeros(len(modes) * (k + 1), vocab_size, device=self._device)
+                self._verify(_verification_batch(logits, requests))
 
     def _process(self, logits: Tensor, requests: Sequence[StepRequest], metadata: SamplingMetadata) -> Tensor:
         num_rows = [len(request.drafts) + 1 for request in requests]

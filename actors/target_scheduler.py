@@ -17,4 +17,6 @@ class RoundScheduler(Scheduler):
         failed = model_runner_output.num_nans_in_logits
         if failed:
             self.grammar_compile_error_reqs.update(failed)
+            for request_id in failed:  # their prompt is done, but there is no output for its logprobs to go with
+                model_runner_output.prompt_logprobs_dict.pop(request_id, None)
         return super().update_from_output(scheduler_output, model_runner_output)

@@ -57,6 +57,11 @@ class RoundRunner:
         self._status: torch.Tensor | None = None
         self._step: Any = None
 
+    def warm_up_sampler(self) -> None:
+        if self._target_sampler is not None:
+            drafts, top_n = (self.num_spec_tokens, self._speculation.draft_top_n) if self.verifier else (0, 0)  # type: ignore[attr-defined]
+            self._target_sampler.warm_up(self.input_batch.vocab_size, drafts, top_n)  # type: ignore[attr-defined]
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._step = scheduler_output
         verifier = self.verifier
@@ -100,6 +105,9 @@ class RoundRunner:
         return corrections
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        # vLLM winds a seeded request's generator back after a partial prefill, which torch refuses on CPU. Nothing
+        # here draws from it.
+        self.input_batch.generators.clear()  # type: ignore[attr-defined]
         request_ids = self.input_batch.req_ids  # type: ignore[attr-defined]
         drafts = self._step.scheduled_spec_decode_tokens
         # Two columns at least: with one, vLLM takes what is in it for a token, and -1 says that there is none.
@@ -150,7 +158,7 @@ class RoundRunner:
                 self.verifier.proposal_was_bad(output.req_ids[index])
         if failed:
             logger.error("no token can be chosen for %s: its logits are not finite or all masked", ", ".join(failed))
-            output.num_nans_in_logits = failed
+        output.num_nans_in_logits = failed  # also where vLLM was asked to count: RoundScheduler ends who is in here
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # The stock answer decides for the whole batch at once; here length is each request's own matter.
@@ -184,13 +192,14 @@ class RoundRunner:
         if k <= 0 or state.prompt_token_ids is None:
             return  # decodes plainly
         assert self.verifier is not None
-        top_n = min(self._speculation.draft_top_n, self.input_batch.vocab_size)  # type: ignore[attr-defined]
+        vocab_size = self.input_batch.vocab_size  # type: ignore[attr-defined]
+        top_n = min(self._speculation.draft_top_n, vocab_size)
         self.verifier.track(
             TrackedRequest(
                 request_id=state.req_id,
                 token_ids=[*state.prompt_token_ids, *state.output_token_ids],
                 num_speculative_tokens=k,
-                sampling=self._sampling(state.req_id, params).drafting(params, top_n),
+                sampling=self._sampling(state.req_id, params).drafting(params, top_n, vocab_size),
             )
         )
 
@@ -231,6 +240,11 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
                 on_link=verifier.offer_link,
                 device=None if self.device.type == "cpu" else str(self.device),
             )
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.warm_up_sampler()
+        return times
 
     def open_link(self) -> bool:
         """Start keeping the link. Called once, by the target replica, when the engine is ready to serve."""

@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``: sizes the link's frames and the verifier's rows."""
 
+MAX_DRAFT_TOP_N = 128
+"""Upper limit of ``draft_top_n``: sizes the link's frames and what a GPU program holds of q. 64 loses nothing."""
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CoreSet = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
@@ -145,7 +148,7 @@ class SpeculationConfig(_Section):
     did; requests with a seed or structured output always use it, unless a seeded request asks for another. Temperature
     0 is greedy in any case."""
 
-    draft_top_n: int = Field(64, ge=0, le=1024)
+    draft_top_n: int = Field(64, ge=0, le=MAX_DRAFT_TOP_N)
     """rejection, block: likeliest tokens the drafter samples from and ships with probabilities, per position. 0:
     greedy drafts, nothing but ids travels."""
 

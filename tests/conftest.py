@@ -31,6 +31,10 @@ DEPLOYMENTS = ("pair", "ngram_pair", "small_kv", "no_drafter", "target_tp2", "dr
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
 
+MOST_TIES = 8
+"""Differences from the references that may be put down to rounding, over a whole session."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one deployment run together, after those with no part in the cluster (some start one of their own)."""
 
@@ -56,6 +60,8 @@ def deployments(models: Models) -> Iterator[Deployments]:
     deployments = Deployments(models)
     yield deployments
     deployments.shutdown()
+    ties = deployments.ties()
+    assert len(ties) <= MOST_TIES, f"too many near-ties to be chance: {ties}"
 
 
 @pytest.fixture

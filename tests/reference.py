@@ -84,8 +84,12 @@ class Reference:
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """float32 [V] after tokens."""
+        return self.logits_along(torch.tensor([list(tokens)]))[0, -1]
+
+    def logits_along(self, texts: Tensor) -> Tensor:
+        """float32 [N, L, V] after every token of int64 [N, L]."""
         with torch.inference_mode():
-            logits: Tensor = self._loaded()(torch.tensor([list(tokens)])).logits[0, -1]
+            logits: Tensor = self._loaded()(texts).logits
         return logits
 
     def gap(self, tokens: Sequence[int], choice: Choice = GREEDY) -> float:
@@ -93,6 +97,12 @@ class Reference:
         logits = self.logits(tokens)
         first, second = choice.scores(logits, len(tokens)).topk(2).values.tolist()
         return 0.0 if choice.is_on_the_edge(logits) else first - second
+
+    def outside_top(self, prompt: Sequence[int], answer: Sequence[int], count: int) -> list[int]:
+        """Positions in answer of tokens that are none of the count likeliest there: in one pass over the text."""
+        logits = self.logits_along(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor([list(answer)]).T).squeeze(1)
+        return (chosen < logits.topk(count).values[:, -1] - TIE).nonzero().flatten().tolist()
 
     def behind_best(self, tokens: Sequence[int], token: int) -> float:
         """How far below the largest logit after tokens that of token is."""

@@ -65,7 +65,7 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
         },
         # Both sides run out of KV long before the requests end: 16 blocks of 128 tokens each, as sized on CPU.
         "small_kv": {
-            "target": engine(models.target, kv_cache_memory_bytes=2 << 20),
+            "target": engine(models.target, kv_cache_memory_bytes=2 << 20, max_num_batched_tokens=96),
             "drafter": {**draft_model, "kv_cache_memory_bytes": 3 << 19},
             "speculation": {"num_speculative_tokens": K},
         },
@@ -185,6 +185,9 @@ class Deployments:
         self._current = Deployment(name, config, plan, address, client, *self._references)
         wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
         return self._current
+
+    def ties(self) -> list[str]:
+        return [tie for reference in self._references for tie in reference.ties]
 
     def shutdown(self) -> None:
         if self._grpc_port is not None:

@@ -94,6 +94,11 @@ def _top_p_thresholds(
 
     on_cpu = logits.device.type == "cpu"
     mass = weight(logits if ordered is None else ordered).sum(-1, dtype=torch.float64)
+    if ordered is not None:
+        # Tokens that tie with the last of the top k are kept without being listed.
+        floor = threshold.unsqueeze(1)
+        unlisted = (logits >= floor).sum(-1) - (ordered >= floor).sum(-1)
+        mass = mass + unlisted * weight(floor).squeeze(1).to(torch.float64)
     if ordered is None:
         if on_cpu:
             ordered = logits.topk(min(PREFIX, logits.shape[1]), dim=-1).values

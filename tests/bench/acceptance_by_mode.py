@@ -16,8 +16,10 @@ they measure the same, up to sampling noise; ``along`` has far less of it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +36,26 @@ def served(args: argparse.Namespace) -> dict[str, Any]:
 
     rows = []
     chosen = prompts(args.dataset, args.count)
-    with OutriderClient(args.address) as client:
+    with OutriderClient(args.address) as client, ThreadPoolExecutor(len(MODES) * len(TEMPERATURES)) as pool:
         k = client.status().num_speculative_tokens
+
+        def ask(prompt: str, temperature: float, mode: str) -> dict[str, Any]:
+            answer = client.generate(
+                prompt, temperature=temperature, verification=mode, max_tokens=args.max_tokens, prompt_logprobs=0
+            )
+            return {
+                "mode": mode,
+                "temperature": temperature,
+                "prompt_token_ids": [entry.token_id for entry in answer.prompt_logprobs],
+                "token_ids": list(answer.token_ids),
+                "histogram": list(answer.metrics.speculative_decoding.acceptance_histogram),
+            }
+
         for index, prompt in enumerate(chosen):
-            for temperature in TEMPERATURES:
-                for mode in MODES:  # alternating, so that a change of the machine meets all of them
-                    started = time.perf_counter()
-                    answer = client.generate(
-                        prompt,
-                        temperature=temperature,
-                        verification=mode,
-                        max_tokens=args.max_tokens,
-                        prompt_logprobs=0,
-                    )
-                    rows.append(
-                        {
-                            "mode": mode,
-                            "temperature": temperature,
-                            "prompt_token_ids": [entry.token_id for entry in answer.prompt_logprobs],
-                            "token_ids": list(answer.token_ids),
-                            "histogram": list(answer.metrics.speculative_decoding.acceptance_histogram),
-                            "seconds": time.perf_counter() - started,
-                        }
-                    )
-            print(f"{index + 1} of {len(chosen)} prompts", flush=True)
+            started = time.perf_counter()
+            kinds = itertools.product(TEMPERATURES, MODES)
+            rows += [job.result() for job in [pool.submit(ask, prompt, *kind) for kind in kinds]]
+            print(f"{index + 1} of {len(chosen)} prompts, {time.perf_counter() - started:.0f} s", flush=True)
     return {"k": k, "rows": rows}
 
 

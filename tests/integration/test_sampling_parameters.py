@@ -14,7 +14,7 @@ import pytest
 from deploy.client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import TIE, Coupled
-from tests.serving import wait_until_idle
+from tests.serving import K, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -182,6 +182,19 @@ def test_prompt_logprobs(pair):
         assert entries[position].logprob == pytest.approx(float(raw[PROMPT[position]]), abs=1e-3)
 
 
+def test_requests_with_and_without_logprobs_share_a_batch(pair):
+    alone = list(ask(pair, **SAMPLED).token_ids)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [{}, {"logprobs": 0}, {"logprobs": 5}, {"prompt_logprobs": 2}]
+        answers = [job.result() for job in [pool.submit(ask, pair, **SAMPLED, **options) for options in asked]]
+    for answer, width in zip(answers, (None, 0, 5, None), strict=True):
+        assert list(answer.token_ids) == alone
+        entries = answer.completions[0].logprobs
+        assert [entry.token_id for entry in entries] == ([] if width is None else alone)
+        assert all(len(entry.top) == width for entry in entries)
+    assert len(answers[3].prompt_logprobs) == len(PROMPT)
+
+
 def test_n_answers_are_those_of_the_seeds_that_follow(pair):
     """vllm#6038, #9441, #13196: seeds ignored, or mixed up in a batch."""
     together = ask(pair, temperature=1.0, seed=40, n=3)
@@ -219,6 +232,23 @@ def test_structured_outputs(on_and_off, kind, how):
     assert answer.finish_reason == pb.FINISH_REASON_STOP
 
 
+@pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_a_grammar_cuts_drafts_and_changes_no_token(on_and_off, how):
+    """vllm#49694, #54437: the drafter does not know the grammar, so many of its drafts are cut, and some are not."""
+    push = {**dict.fromkeys(range(97, 102), 9.0), 33: 8.0}
+    answer = on_and_off(**how, regex=r"[a-e]{40}", ignore_eos=False, logit_bias=push)
+    assert re.fullmatch(r"[a-e]{40}", answer.text)
+    speculative = answer.metrics.speculative_decoding
+    assert 0 < speculative.num_draft_tokens < K * (speculative.num_spec_steps - 1), "nothing was cut"
+
+
+def test_min_tokens_under_a_grammar(on_and_off):
+    """The grammar may end the text from the first letter on, min_tokens not before the tenth."""
+    answer = on_and_off(must_accept=False, **SAMPLED, regex=r"[a-e]{1,20}", min_tokens=10, ignore_eos=False)
+    assert re.fullmatch(r"[a-e]{1,20}", answer.text)
+    assert len(answer.token_ids) >= 10
+
+
 def test_everything_at_once(on_and_off):
     answer = on_and_off(
         **{**SAMPLED, "temperature": 1.4},
@@ -244,7 +274,7 @@ def test_a_request_that_forbids_every_token_fails_alone(pair):
         beside = pool.submit(ask, pair, **GREEDY)
         for how in (SAMPLED, GREEDY):
             with pytest.raises(OutriderError, match="left no token to choose") as failure:
-                ask(pair, **how, allowed_token_ids=[65], bad_words=["A"])
+                ask(pair, **how, allowed_token_ids=[65], bad_words=["A"], prompt_logprobs=1)
             assert failure.value.code is grpc.StatusCode.INTERNAL
         answer = beside.result()
     pair.reference.check(PROMPT, answer.token_ids, label="beside it")

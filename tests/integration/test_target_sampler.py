@@ -10,6 +10,7 @@ import torch
 from actors.messages import SparseQ
 from actors.request_sampling import RequestSampling
 from actors.verification.batch import Status
+from actors.verification.mode import Mode
 
 vllm = pytest.importorskip("vllm")
 
@@ -221,3 +222,17 @@ def test_q_of_a_cut_proposal_is_cut_with_it(sampler):
     result, status = sampler(logits, requests, metadata_of(requests), width=4)
     assert result.sampled_token_ids.tolist() == [[7, 8, 20, -1], [9, 21, -1, -1]]
     assert status.tolist() == [Status.OK, Status.OK]
+
+
+@pytest.mark.parametrize("num_drafts", [0, K])
+def test_the_warm_up_covers_every_mode(sampler, monkeypatch, num_drafts):
+    seen, verify = set(), sampler._verify
+
+    def watch(batch):
+        seen.update((mode, batch.q_ids is not None, batch.constraints.any_top_p) for mode in batch.mode.tolist())
+        return verify(batch)
+
+    monkeypatch.setattr(sampler, "_verify", watch)
+    sampler.warm_up(V, num_drafts, 64)
+    wanted = {(int(mode), bool(q), top_p) for mode in Mode for q in {0, num_drafts} for top_p in (False, True)}
+    assert {case for case in wanted if case[0] != Mode.GREEDY} <= seen

@@ -61,6 +61,8 @@ def test_drafter_is_told_apart_by_method() -> None:
         (tree(link={"round_deadline_ms": float("inf")}), "link.round_deadline_ms"),
         (tree(serving={"grpc_port": 65536}), "serving.grpc_port.*found 65536"),
         (tree(serving={"app_name": "a b"}), "serving.app_name"),
+        (tree(speculation={"draft_top_n": 129}), "speculation.draft_top_n.*found 129"),
+        (tree(speculation={"verification": "greedy"}), "speculation.verification.*'rejection', 'block' or 'coupled'"),
         ([], "expected a mapping"),
         (None, "expected a mapping"),
     ],

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from actors.messages import MAX_BIASED_TOKENS
@@ -71,7 +72,7 @@ def test_seeds_stay_within_64_bits(seed, kept):
 def test_the_drafter_is_told_the_request_s_own_constraints_and_seed():
     given = params(temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, seed=4, extra_args=asked("rejection"))
     sampling = RequestSampling.of(given, "coupled")
-    drafting = sampling.drafting(given, top_n=16)
+    drafting = sampling.drafting(given, top_n=16, vocab_size=2000)
     assert (drafting.mode, drafting.temperature, drafting.top_p, drafting.min_p) == (Mode.REJECTION, 0.7, 0.9, 0.1)
     assert (drafting.top_k, drafting.seed, drafting.top_n) == (0, 4, 16)
     assert (drafting.biases, drafting.only_biased) == ((), False)
@@ -79,12 +80,12 @@ def test_the_drafter_is_told_the_request_s_own_constraints_and_seed():
 
 def test_only_modes_that_need_q_ask_for_it():
     given = params(seed=4)
-    assert RequestSampling.of(given, "rejection").drafting(given, top_n=16).top_n == 0
+    assert RequestSampling.of(given, "rejection").drafting(given, top_n=16, vocab_size=2000).top_n == 0
 
 
 def drafting(**changes):
     given = params(**changes)
-    return RequestSampling.of(given, "rejection").drafting(given, 64)
+    return RequestSampling.of(given, "rejection").drafting(given, 64, 2000)
 
 
 def test_bias_and_single_token_bad_words_reach_the_drafter():
@@ -109,3 +110,13 @@ def test_too_long_a_list_of_allowed_tokens_stays_here():
 def test_a_request_that_forbids_every_token_is_left_to_the_verifier():
     told = drafting(allowed_token_ids=[3], bad_words_token_ids=[[3]])
     assert (told.biases, told.only_biased) == ((), False)
+
+
+def test_bad_words_that_the_model_has_no_logits_for_stay_here():
+    assert dict(drafting(bad_words_token_ids=[[1999], [2000]]).biases) == {1999: -math.inf}
+
+
+def test_a_top_p_too_small_for_float32_stays_above_zero():
+    """The kernels refuse a top_p of 0, and an exception there would end the engine."""
+    sampling = RequestSampling.of(params(top_p=1e-300), "rejection")
+    assert float(np.float32(sampling.top_p)) > 0

@@ -58,6 +58,22 @@ def test_rows_of_different_requests_do_not_touch_each_other():
         assert torch.equal(together[part], alone)
 
 
+def test_ties_at_the_kth_place_count_whoever_shares_the_batch():
+    """Rows of half-precision logits are full of ties. top_p's mass is that of all tokens that top_k keeps."""
+    logits = (torch.randn(300, 500, generator=torch.Generator().manual_seed(5)) * 3).bfloat16().float()
+    logits[0] = -10.0
+    logits[0, :4] = torch.tensor([5.0, 4.0, 4.0, 4.0])
+    top_k, top_p = torch.full((300,), 20), torch.full((300,), 0.8)
+    top_k[0], top_p[0] = 2, 0.7
+    alone = constrain_logits(logits, constraints(300, 1.0, top_k, top_p))
+    assert alone[0].isfinite().tolist()[:5] == [True, True, True, True, False]
+    with_neighbour = constrain_logits(
+        torch.cat([logits, logits[:1]]),
+        constraints(301, 1.0, torch.cat([top_k, torch.tensor([0])]), torch.cat([top_p, torch.tensor([1.0])])),
+    )
+    assert torch.equal(with_neighbour[:300], alone)
+
+
 @pytest.mark.parametrize("spread", [0.1, 5.0])
 def test_top_p_beyond_the_sorted_prefix(spread):
     """Flat rows need more than the prefix, peaked ones do not: the same rule."""
