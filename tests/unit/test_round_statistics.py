@@ -23,7 +23,17 @@ def test_plain_rounds_count_as_rounds_and_as_nothing_else():
         "mean_acceptance_length": 1.0,
         "acceptance_rate": 0.0,
         "late_rounds": 0,
+        "proposals": 0,
+        "proposal_bytes": 0,
     }
+
+
+def test_frames_count_when_they_bring_drafts():
+    statistics = RoundStatistics()
+    statistics.count_frame(2, 300)
+    statistics.count_frame(0, 84)  # READY and the like
+    snapshot = statistics.snapshot()
+    assert (snapshot["proposals"], snapshot["proposal_bytes"]) == (2, 300)
 
 
 def test_the_bonus_token_is_not_an_accepted_draft():
