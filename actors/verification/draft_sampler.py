@@ -45,8 +45,18 @@ def sample_drafts(
         return DraftSample(argmax(logits, row_max))
     threshold = thresholds(logits, row_max, constraints) if constraints.any else None
     if mode is Mode.COUPLED:
-        return DraftSample(coupled_choice(logits, constraints.temperature, threshold, row_max, seed, position))
+        return DraftSample(_coupled(logits, constraints.temperature, threshold, row_max, seed, position))
     return truncated(logits, constraints.temperature, threshold, seed, position, round_start, n)
+
+
+def _coupled(
+    logits: Tensor, temperature: Tensor, threshold: Tensor | None, row_max: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    if logits.device.type == "cuda":
+        from actors.verification import triton_kernel
+
+        return triton_kernel.coupled_choice(logits, temperature, threshold, seed, position)
+    return coupled_choice(logits, temperature, threshold, row_max, seed, position)
 
 
 def truncated(

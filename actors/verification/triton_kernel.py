@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 import triton  # type: ignore[import-untyped]
+from torch import Tensor
 
 from actors.verification.batch import VerificationBatch, VerificationResult
 from actors.verification.constraints import thresholds
@@ -46,3 +47,23 @@ def verify(batch: VerificationBatch) -> VerificationResult:
             TILES=triton.next_power_of_2(tiles), N=triton.next_power_of_2(n),
         )  # fmt: skip
     return result
+
+
+def coupled_choice(
+    logits: Tensor, temperature: Tensor, threshold: Tensor | None, seed: Tensor, position: Tensor
+) -> Tensor:
+    """What `gumbel.coupled_choice` gives, without its host syncs. Shapes as there; returns int64 [R]."""
+    logits = logits.contiguous()
+    rows, vocab_size = logits.shape
+    tiles = triton.cdiv(vocab_size, TILE)
+    tile_max, tile_value = (torch.empty(rows, tiles, device=logits.device) for _ in range(2))
+    tile_token = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
+    row = torch.arange(rows, device=logits.device)
+    mode = torch.full((rows,), int(Mode.COUPLED), device=logits.device)
+    if rows:
+        scan[(rows * tiles,)](
+            logits, vocab_size, temperature, threshold, row, mode, seed, position, row, tile_max, tile_value,
+            tile_token, tiles, HAS_THRESHOLD=threshold is not None, HAS_COUPLED=True, TILE=TILE,
+        )  # fmt: skip
+    best = tile_value.amax(-1, keepdim=True)
+    return torch.where(tile_value == best, tile_token, vocab_size - 1).amin(-1).to(torch.int64)

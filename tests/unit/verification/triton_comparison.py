@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from actors.verification import torch_kernel, triton_kernel
+from actors.verification import gumbel, torch_kernel, triton_kernel
 from actors.verification.batch import Sampling, VerificationBatch
 
 REQUESTS, N = 10, 5
@@ -53,7 +53,27 @@ def random_batch(seed: int, vocab_size: int, with_q: bool, constrained: bool, da
     return VerificationBatch.build(logits, num_drafts, draft_ids, sampling, *q)
 
 
+def compare_choices() -> int:
+    """The drafter's own coupled choice. Returns how many rows chose differently."""
+    different = 0
+    for vocab_size, top_p in ((1500, 1.0), (1500, 0.9), (1024, 0.9), (40, 1.0)):
+        generator = torch.Generator().manual_seed(vocab_size)
+        logits = torch.randn(12, vocab_size, generator=generator) * 2
+        temperature = torch.rand(12, generator=generator) + 0.5
+        seed = torch.randint(-(2**62), 2**62, (12,), generator=generator)
+        position = torch.randint(0, 10_000, (12,), generator=generator)
+        row_max = logits.amax(-1)
+        threshold = None if top_p == 1.0 else row_max - 4.0
+        expected = gumbel.coupled_choice(logits, temperature, threshold, row_max, seed, position)
+        found = triton_kernel.coupled_choice(logits, temperature, threshold, seed, position)
+        different += int((expected != found).sum())
+    return different
+
+
 def main() -> int:
+    if different := compare_choices():
+        print(f"{different} coupled choices of the drafter differ")
+        return 1
     compared = accepted = 0
     for seed, (vocab_size, with_q, constrained, damaged) in enumerate(
         [
