@@ -13,7 +13,7 @@ from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, wait_until
 from tests.traffic import Traffic
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"round and round and round and round and round it goes")
 

@@ -11,14 +11,14 @@ from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, wait_until
 from tests.traffic import Traffic
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"to be or not to be, that is the question: to be or not to be")
 MAX_TOKENS = 400
 ALLOWANCE_S = 1.0
 """Beyond the round's deadline: target step, proxy, client and everybody else on the machine."""
 
-BACK_WITHIN_S = 10.0
+BACK_WITHIN_S = 60.0
 
 
 class Fault:

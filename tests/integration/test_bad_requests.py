@@ -9,7 +9,7 @@ from deploy.client import OutriderError
 from tests.serving import MAX_MODEL_LEN, K, is_idle
 from tests.tiny_models import VOCAB_SIZE
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"good")
 

@@ -12,7 +12,7 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.serving import HANG_GUARD_S, wait_until, wait_until_idle
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"Once upon a time there was a request that nobody waited for. " * 4)
 WITHIN_S = 1.5

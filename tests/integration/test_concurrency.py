@@ -9,7 +9,7 @@ from deploy.client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, K, wait_until_idle
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 LENGTHS = (1, 5, 16, 33, 64, 100, 127, 128, 129, 200, 300, 450, 513, 640, 799, 800)

@@ -12,7 +12,7 @@ import pytest
 from tests.reference import GREEDY, Coupled
 from tests.serving import HANG_GUARD_S, Deployment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 NUM_TOKENS = 64
 CHOICES = {"greedy": GREEDY, "T=1": Coupled(seed=11), "T=0.7, top_p=0.95": Coupled(-12, temperature=0.7, top_p=0.95)}

@@ -54,7 +54,7 @@ STATUS = {
     "target": {"running": 1, "waiting": 0, "kv_cache_usage": 0.25},
 }
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 def stand_in_target(meeting_point: str) -> serve.Application:

@@ -9,7 +9,7 @@ import pytest
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import K, wait_until_idle
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPTS = [b"Hello world, this is", b"a", b"The quick brown fox jumps over the lazy dog. " * 5]
 NUM_TOKENS = 96

@@ -11,7 +11,7 @@ import pytest
 from tests.reference import GREEDY, Coupled
 from tests.serving import HANG_GUARD_S, wait_until_idle
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 STREAMS, NUM_TOKENS = 8, 300

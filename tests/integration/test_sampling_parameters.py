@@ -16,7 +16,7 @@ from outrider.v1 import generation_pb2 as pb
 from tests.reference import TIE, Coupled
 from tests.serving import K, wait_until_idle
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"It was the best of times, it was the worst of times, it was")
 NUM_TOKENS = 48

@@ -13,7 +13,7 @@ import torch
 
 from tests.serving import K
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(range(33, 127, 2))
 CALLS, N, NUM_TOKENS = 16, 12, 32

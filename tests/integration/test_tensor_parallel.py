@@ -10,7 +10,7 @@ import pytest
 
 from tests import plain_engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPTS = [list(b"Two ranks, one answer"), list(b"z"), list(b"Sharded heads see halves of everything. " * 3)]
 NUM_TOKENS = 24
@@ -24,7 +24,7 @@ def plain(models):
         [sys.executable, plain_engine.__file__, *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         cwd=Path(__file__).parents[2],
         check=False,
