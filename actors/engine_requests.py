@@ -23,6 +23,7 @@ from actors.generation import (
     TokenLogprobs,
     Usage,
 )
+from actors.request_sampling import RequestSampling
 from actors.round_settings import EXTRA_ARGS_KEY
 
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
@@ -79,9 +80,14 @@ def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: 
     if ours:
         settings["extra_args"] = {EXTRA_ARGS_KEY: ours}
     try:
-        return SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
     except (ValueError, TypeError, VLLMClientError) as error:
         raise refusal(error, request) from None
+    try:  # what rank 0 will make of it: an exception there would end the engine
+        RequestSampling.of(params, "coupled")
+    except (ValueError, KeyError) as error:
+        raise RequestError("speculation.verification", str(error), "leave it out, or use coupled") from None
+    return params
 
 
 def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None = None) -> RequestError:

@@ -256,3 +256,14 @@ def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:
 def test_errors_of_vllm_are_the_clients_only_where_they_are(script: list[Any], expected: type[Exception]) -> None:
     with pytest.raises(expected):
         answers(ScriptedLLM(*script), request())
+
+
+@pytest.mark.parametrize(
+    ("verification", "structured"), [("rejection", {"regex": "a+"}), ("block", {"regex": "a+"}), ("greedy", None)]
+)
+def test_a_verification_that_rank_0_would_raise_for_is_refused_before_it(verification: str, structured: Any) -> None:
+    """Callers of the replica's handle do not come through the ingress and its checks."""
+    sampling = {} if structured is None else {"structured_outputs": structured}
+    with pytest.raises(RequestError) as refused:
+        sampling_params(request(sampling=sampling, verification=verification), 2, 10)
+    assert refused.value.field == "speculation.verification"
