@@ -102,6 +102,39 @@ class DraftModelConfig(EngineConfig):
     prefill_chunk_tokens: int = Field(128, ge=1)
     """Prompt tokens the drafter runs between two rounds: bounds how long a prefill delays a proposal."""
 
+    draft_vocab_size: int | None = Field(None, ge=0)
+    """Tokens that the drafter's output head is cut to, which makes a draft step cheaper: the lowest ids at first, then
+    those that prompts hold and answers use. Exact all the same. 0: all of them. None: 32768 where the vocabulary is at
+    least twice as large and the drafter has one rank, else all."""
+
+    prompt_lookup_min: int = Field(3, ge=1)
+    """Shortest n-gram of the text whose continuation is taken for a guess of the next drafts: the model then checks
+    several in one step."""
+
+    prompt_lookup_max: int = Field(5, ge=0)
+    """Longest such n-gram; 0: no guesses."""
+
+    max_draft_rows: int = Field(64, ge=1, le=4096)
+    """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
+
+    block_size: int | None = Field(None, ge=1)
+    """Tokens in a KV block. A side branch copies one, so small blocks branch quickly. None on CPU: 32; on GPU: vLLM's
+    own."""
+
+    @model_validator(mode="after")
+    def _can_work(self) -> DraftModelConfig:
+        if self.prompt_lookup_max and self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
+                f"({self.prompt_lookup_max}); swap or equal them, or set prompt_lookup_max: 0 for no guesses"
+            )
+        if self.draft_vocab_size and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"draft_vocab_size ({self.draft_vocab_size}) needs the output head on one rank, the drafter has "
+                f"{self.tensor_parallel_size}; leave it out, or set tensor_parallel_size: 1"
+            )
+        return self
+
 
 class NgramConfig(_Section):
     """Prompt lookup: propose what followed the last occurrence of the current n-gram."""
@@ -151,6 +184,15 @@ class SpeculationConfig(_Section):
     draft_top_n: int = Field(64, ge=0, le=MAX_DRAFT_TOP_N)
     """rejection, block: likeliest tokens the drafter samples from and ships with probabilities, per position. 0:
     greedy drafts, nothing but ids travels."""
+
+    adaptive: bool = True
+    """Choose 0 to K tokens for each request and round, from measured acceptance and step times; false: always K."""
+
+    draft_ahead: bool = True
+    """Draft the next round while the target verifies this one."""
+
+    max_side_branches: int = Field(8, ge=0, le=64)
+    """draft_ahead: side branches a request, for outcomes other than the main line's. Bounds the drafter's memory."""
 
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod

@@ -24,6 +24,14 @@ def test_defaults_are_complete() -> None:
     assert config.serving.grpc_port == 9000
 
 
+def test_lengths_adapt_and_drafts_run_ahead_unless_switched_off() -> None:
+    speculation = parse_config(tree()).speculation
+    assert (speculation.adaptive, speculation.draft_ahead, speculation.max_side_branches) == (True, True, 8)
+    off = {"adaptive": False, "draft_ahead": False, "max_side_branches": 0}
+    speculation = parse_config(tree(speculation=off)).speculation
+    assert speculation.model_dump(include=set(off)) == off
+
+
 def test_served_name_of_a_path_ignores_a_trailing_slash() -> None:
     assert parse_config({"target": {"model": "/models/tiny/"}}).served_model_name == "tiny"
 
@@ -63,6 +71,9 @@ def test_drafter_is_told_apart_by_method() -> None:
         (tree(serving={"app_name": "a b"}), "serving.app_name"),
         (tree(speculation={"draft_top_n": 129}), "speculation.draft_top_n.*found 129"),
         (tree(speculation={"verification": "greedy"}), "speculation.verification.*'rejection', 'block' or 'coupled'"),
+        (tree(speculation={"max_side_branches": -1}), "speculation.max_side_branches.*found -1"),
+        (tree(speculation={"max_side_branches": 65}), "speculation.max_side_branches.*found 65"),
+        (tree(speculation={"adaptive": "often"}), "speculation.adaptive.*found 'often'"),
         ([], "expected a mapping"),
         (None, "expected a mapping"),
     ],

@@ -1,0 +1,1 @@
+"""How many tokens to draft: for each request and round, from what was measured. Pure."""
