@@ -13,25 +13,30 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.drafting.draft_vocabulary import DraftVocabulary
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import DraftStrategy
 from actors.message_codec import pack, unpack
-from actors.messages import DraftSampling, Proposals
+from actors.messages import Commit, DraftSampling, Proposals
 from actors.verification.mode import Mode
-from cluster.config import DrafterConfig, DraftModelConfig
+from cluster.config import ConfigError, DrafterConfig, DraftModelConfig, SpeculationConfig
 from cluster.cores import bind_to, rank_environment
 from cluster.link import Link, LinkBroken, LinkInvitation, join_link
 from cluster.placement import ReplicaPlacement
 from cluster.ranks import NAMESPACE, RankPlacement
 
+if TYPE_CHECKING:
+    from actors.drafting.draft_engine import DraftEngine
+
 logger = logging.getLogger(__name__)
 
 _RESTART_PAUSE_S = 5.0
+_CUT_VOCAB_SIZE = 32768
 
 _ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
@@ -54,13 +59,18 @@ class Drafter:
     """Loads its strategy at construction. Ray restarts it when it dies; verifiers then link anew."""
 
     def __init__(
-        self, config: DrafterConfig, cores: list[int] | None, ranks: RankPlacement | None, placement_group: Any
+        self,
+        config: DrafterConfig,
+        speculation: SpeculationConfig,
+        cores: list[int] | None,
+        ranks: RankPlacement | None,
+        placement_group: Any,
     ) -> None:
         if cores is not None:
             bind_to(cores)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         try:
-            self._strategy, self._vocab_size = _strategy(config, ranks, placement_group)
+            self._strategy, self._vocab_size = _strategy(config, speculation, ranks, placement_group)
             _warm_up(self._strategy)
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
@@ -133,6 +143,7 @@ class Drafter:
 
 def launch_drafter(
     config: DrafterConfig,
+    speculation: SpeculationConfig,
     *,
     replica: str,
     ray_address: str,
@@ -163,7 +174,7 @@ def launch_drafter(
             max_restarts=-1,
             runtime_env={"env_vars": env_vars},
         )
-        .remote(config, None if cores is None or ranks else cores[0], ranks, group)
+        .remote(config, speculation, None if cores is None or ranks else cores[0], ranks, group)
     )
 
 
@@ -173,26 +184,57 @@ def _warm_up(strategy: DraftStrategy) -> None:
     key = (0, 0)
     for sampling in (DraftSampling(), DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9)):
         strategy.open(key, [0] * 64, num_speculative_tokens=2, sampling=sampling)
-        while strategy.prefill() is not None:
-            pass
-        strategy.draft([key])
+        _work_off(strategy)
+        strategy.commit(key, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
+        _work_off(strategy)
         strategy.close(key)
-    strategy.prefill()
+    _work_off(strategy)
+
+
+def _work_off(strategy: DraftStrategy) -> None:
+    while (work := strategy.plan()[0]) is not None:
+        work.execute()
+        strategy.complete(work)
 
 
 def _strategy(
-    config: DrafterConfig, ranks: RankPlacement | None, placement_group: Any
+    config: DrafterConfig, speculation: SpeculationConfig, ranks: RankPlacement | None, placement_group: Any
 ) -> tuple[DraftStrategy, int | None]:
     if not isinstance(config, DraftModelConfig):
         from actors.drafting.ngram import NgramStrategy
 
         return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max), None
     from actors.drafting.draft_engine import DraftEngine
-    from actors.drafting.draft_model import DraftModelStrategy
+    from actors.drafting.draft_model import DraftModelStrategy, LookaheadLimits
     from cluster.engine_args import drafter_vllm_config
 
     if ranks is not None and ray.get_runtime_context().was_current_actor_reconstructed:
         # The ranks of the life before may still be on their way out, and hold their names.
         ranks = replace(ranks, actor_names=[f"{name}#{os.getpid()}" for name in ranks.actor_names])
     engine = DraftEngine(drafter_vllm_config(config, ranks, placement_group), in_process=ranks is None)
-    return DraftModelStrategy(engine, config.prefill_chunk_tokens), engine.vocab_size
+    limits = LookaheadLimits(
+        ahead=speculation.draft_ahead,
+        max_side_branches=speculation.max_side_branches,
+        max_rows=config.max_draft_rows,
+        prompt_lookup_min=config.prompt_lookup_min,
+        prompt_lookup_max=config.prompt_lookup_max,
+    )
+    vocabulary = _vocabulary(config, engine)
+    return DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary), engine.vocab_size
+
+
+def _vocabulary(config: DraftModelConfig, engine: DraftEngine) -> DraftVocabulary | None:
+    """What the output head is cut to; None: it stays whole."""
+    size = config.draft_vocab_size
+    if size is None:
+        big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE and config.tensor_parallel_size == 1
+        size = _CUT_VOCAB_SIZE if big else 0
+    if size == 0:
+        return None
+    if size > engine.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size: {size}, the model has {engine.vocab_size} tokens; set fewer, or 0 for all"
+        )
+    vocabulary = DraftVocabulary(engine.vocab_size, size, always=engine.end_token_ids)
+    engine.cut_head(vocabulary.token_ids)
+    return vocabulary

@@ -5,9 +5,10 @@ request:
 
     Open       type length request | prompt_len offset K mode top_n top_k only_biased b | seed temperature top_p min_p
                | b biased ids | b biases | token ids
-    Commit     type length request | base_committed_len | token ids
+    Commit     type length request | base_committed_len num_wanted num_on_miss | token ids
     Close      type length request | reason
-    Proposals  type length request | base_committed_len status k n | k token ids | [k*n q ids | k*n q probabilities]
+    Proposals  type length request | base_committed_len status k n origin step_us | k token ids
+               | [k*n q ids | k*n q probabilities]
 
 seed is an int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q probabilities
 are float32 bits. Of a prompt cut into pieces the one at offset 0 carries the biases, the others say only_biased 0, b 0.
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from actors.length.origin import Origin
 from actors.messages import (
     MAX_BIASED_TOKENS,
     Close,
@@ -43,12 +45,13 @@ _MIN_OPEN_CHUNK_TOKENS = 64
 """An Open starts in the rest of a frame only if this many of its tokens, or all of them, fit there."""
 
 _OPEN, _COMMIT, _CLOSE, _PROPOSALS = 1, 2, 3, 4
-_FIXED_WORDS = {_OPEN: 19, _COMMIT: 4, _CLOSE: 4, _PROPOSALS: 7}
+_FIXED_WORDS = {_OPEN: 19, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9}
 _OPEN_INTEGERS = 11
 _SAMPLING = struct.Struct("<qddd")
 _SAMPLING_WORDS = struct.Struct("<8i")
 _MODES = {int(mode): mode for mode in Mode}
 _REASONS = {int(reason): reason for reason in CloseReason}
+_ORIGINS = {int(origin): origin for origin in Origin}
 _STATUSES = {int(status): status for status in ProposalStatus}
 
 
@@ -75,7 +78,8 @@ def pack(messages: Sequence[Message], capacity_words: int) -> list[np.ndarray]:
     for message in messages:
         if isinstance(message, Commit):
             ids = message.token_ids
-            writer.add("Commit", [_COMMIT, 4 + len(ids), message.request, message.base_committed_len, *ids])
+            head = [_COMMIT, _FIXED_WORDS[_COMMIT] + len(ids), message.request, message.base_committed_len]
+            writer.add("Commit", [*head, message.num_wanted, message.num_on_miss, *ids])
         elif isinstance(message, Proposals):
             _write_proposals(message, writer)
         elif isinstance(message, Close):
@@ -98,7 +102,7 @@ def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_wor
     messages: list[Message] = []
     position = 1
     for _ in range(count):
-        head = payload[position : position + 7].tolist()
+        head = payload[position : position + 9].tolist()
         if len(head) < 4:
             raise MessageError("payload.count", f"{count} messages announced, {len(messages)} found")
         kind, length = head[0], head[1]
@@ -193,7 +197,7 @@ def _write_proposals(message: Proposals, writer: _PayloadWriter) -> None:
     ids, q = message.token_ids, message.q
     n = 0 if q is None else q.ids.shape[1]
     head = [_PROPOSALS, _proposals_words(len(ids), n), message.request, message.base_committed_len]
-    words = [*head, message.status, len(ids), n, *ids]
+    words = [*head, message.status, len(ids), n, message.origin, message.step_us, *ids]
     if q is None:
         writer.add("Proposals", words)
     else:
@@ -236,9 +240,12 @@ def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_w
 
 
 def _read_commit(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> Commit:
-    if len(words) - 4 > max_tokens_k + 1:
-        raise MessageError("Commit.token_ids", f"{len(words) - 4} tokens are over {max_tokens_k} drafts and one")
-    return Commit(head[2], head[3], _token_ids("Commit.token_ids", words[4:], vocab_size))
+    fixed = _FIXED_WORDS[_COMMIT]
+    if len(words) - fixed > max_tokens_k + 1:
+        raise MessageError("Commit.token_ids", f"{len(words) - fixed} tokens are over {max_tokens_k} drafts and one")
+    if head[4] > max_tokens_k:
+        raise MessageError("Commit.num_wanted", f"{head[4]} is over {max_tokens_k}")
+    return Commit(head[2], head[3], _token_ids("Commit.token_ids", words[fixed:], vocab_size), head[4], head[5])
 
 
 def _read_close(head: list[int], words: np.ndarray) -> Close:
@@ -250,21 +257,23 @@ def _read_close(head: list[int], words: np.ndarray) -> Close:
 
 
 def _read_proposals(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> Proposals:
-    _, length, request, base_committed_len, status, k, n = head
+    _, length, request, base_committed_len, status, k, n, origin, step_us = head
+    if origin not in _ORIGINS:
+        raise MessageError("Proposals.origin", f"unknown origin {origin}")
     if status not in _STATUSES:
         raise MessageError("Proposals.status", f"unknown status {status}")
     if not 0 <= k <= max_tokens_k:
         raise MessageError("Proposals.token_ids", f"{k} tokens, at most {max_tokens_k} are allowed")
     if n < 0 or (n and not k) or length != _proposals_words(k, n):
         raise MessageError("Proposals.q_ids", f"{k} drafts with top {n} do not make {length} words")
-    q = None
+    q, at = None, _FIXED_WORDS[_PROPOSALS]
     if n:
-        ids = words[7 + k : 7 + k + k * n].reshape(k, n).copy()
+        ids = words[at + k : at + k + k * n].reshape(k, n).copy()
         if ids.max() >= vocab_size:
             raise MessageError("Proposals.q_ids", f"id {ids.max()} is outside a vocabulary of {vocab_size}")
-        q = SparseQ(ids, words[7 + k + k * n :].reshape(k, n).copy().view(np.float32))
-    token_ids = _token_ids("Proposals.token_ids", words[7 : 7 + k], vocab_size)
-    return Proposals(request, base_committed_len, token_ids, _STATUSES[status], q)
+        q = SparseQ(ids, words[at + k + k * n :].reshape(k, n).copy().view(np.float32))
+    token_ids = _token_ids("Proposals.token_ids", words[at : at + k], vocab_size)
+    return Proposals(request, base_committed_len, token_ids, _STATUSES[status], q, _ORIGINS[origin], step_us)
 
 
 def _token_ids(field: str, words: np.ndarray, vocab_size: int) -> list[int]:

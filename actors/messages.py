@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from actors.length.origin import Origin
 from actors.verification.mode import Mode
 from cluster.link.frame import MAX_INT31
 
@@ -147,11 +148,15 @@ class Commit:
 
     base_committed_len: tokens committed before these, prompt included. The ids travel, so the drafter need not
     remember what was verified.
+    num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: if this outcome was not foreseen,
+    drafts worth waiting for; with 0 such a commit is answered at once, without drafts.
     """
 
     request: int
     base_committed_len: int
     token_ids: Sequence[int]
+    num_wanted: int
+    num_on_miss: int
 
     def __post_init__(self) -> None:
         _check_int31("Commit.request", self.request)
@@ -159,6 +164,9 @@ class Commit:
             raise MessageError("Commit.token_ids", "empty: a round commits at least the next token")
         if self.base_committed_len < 0 or self.committed_len > MAX_INT31:
             raise MessageError("Commit.base_committed_len", f"{self.base_committed_len} is no length")
+        _check_int31("Commit.num_wanted", self.num_wanted)
+        if not 0 <= self.num_on_miss <= self.num_wanted:
+            raise MessageError("Commit.num_on_miss", f"{self.num_on_miss} is not in 0 to {self.num_wanted} wanted")
 
     @property
     def accepted_len(self) -> int:
@@ -232,6 +240,8 @@ class Proposals:
     base_committed_len: the committed length the drafts continue, `Commit.committed_len` of the commit answered. It
     tells a late answer from a current one.
     q: what the drafts were sampled from, when the verifier shall reject against it.
+    origin: whether the outcome was drafted for ahead. step_us: what a step of the drafter takes now, microseconds; 0
+    where nothing is known.
     """
 
     request: int
@@ -239,10 +249,13 @@ class Proposals:
     token_ids: Sequence[int]
     status: ProposalStatus = ProposalStatus.OK
     q: SparseQ | None = None
+    origin: Origin = Origin.NONE
+    step_us: int = 0
 
     def __post_init__(self) -> None:
         _check_int31("Proposals.request", self.request)
         _check_int31("Proposals.base_committed_len", self.base_committed_len)
+        _check_int31("Proposals.step_us", self.step_us)
         if len(self.token_ids) and self.status is not ProposalStatus.OK:
             raise MessageError("Proposals.token_ids", f"{len(self.token_ids)} ids with status {self.status.name}")
         if self.q is not None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from actors.length.origin import Origin
+
 _WINDOW = 512
 
 
@@ -47,6 +49,14 @@ class RoundStatistics:
     proposal_bytes: int = 0
     """Of the frames that carried proposals, headers included."""
 
+    main_line_hits: int = 0
+    """Commits whose outcome had been drafted for ahead, all drafts accepted and the bonus token guessed."""
+
+    side_branch_hits: int = 0
+    misses: int = 0
+    draft_step_ms: float = 0.0
+    """What a step of the drafter takes, as it last said."""
+
     _times: deque[RoundTimes] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def count(self, num_drafts: int, num_committed: int) -> None:
@@ -62,6 +72,13 @@ class RoundStatistics:
         if num_proposals:
             self.proposals += num_proposals
             self.proposal_bytes += nbytes
+
+    def count_answer(self, origin: Origin, step_us: int) -> None:
+        self.main_line_hits += origin is Origin.MAIN_LINE
+        self.side_branch_hits += origin is Origin.SIDE_BRANCH
+        self.misses += origin is Origin.MISS
+        if step_us:
+            self.draft_step_ms = step_us / 1e3
 
     def add_times(self, times: RoundTimes) -> None:
         self._times.append(times)
@@ -81,5 +98,9 @@ class RoundStatistics:
             "late_rounds": self.late_rounds,
             "proposals": self.proposals,
             "proposal_bytes": self.proposal_bytes,
+            "main_line_hits": self.main_line_hits,
+            "side_branch_hits": self.side_branch_hits,
+            "misses": self.misses,
+            "draft_step_ms": self.draft_step_ms,
             **({"median": {**medians, "samples": len(times)}} if times else {}),
         }

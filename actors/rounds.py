@@ -92,8 +92,13 @@ class RoundBook:
         if request is not None:
             self._close(request, reason)
 
-    def commit(self, request_id: str, token_ids: Sequence[int], finished: bool) -> None:
-        """A step committed token_ids (accepted drafts and the next token). finished: nothing more will be needed."""
+    def commit(
+        self, request_id: str, token_ids: Sequence[int], finished: bool, num_wanted: int, num_on_miss: int
+    ) -> None:
+        """A step committed token_ids (accepted drafts and the next token). finished: nothing more will be needed.
+
+        num_wanted, num_on_miss: as in Commit, cut to what the request allows.
+        """
         request = self._requests.get(request_id)
         if request is None or not token_ids:
             return
@@ -102,15 +107,18 @@ class RoundBook:
         request.propose([], None)
         request.awaited = request.commit_is_out = False
         if request.handle is not None and not finished:
-            request.commit_is_out, request.awaited = True, request.ready
-            self._outbox.append(Commit(request.handle, base, token_ids))
+            wanted = min(num_wanted, request.num_speculative_tokens)
+            request.commit_is_out, request.awaited = wanted > 0, wanted > 0 and request.ready
+            self._outbox.append(Commit(request.handle, base, token_ids, wanted, min(num_on_miss, wanted)))
 
     def take_outbox(self) -> list[Message]:
         outbox, self._outbox = self._outbox, []
         return outbox
 
-    def receive(self, messages: Iterable[Message]) -> None:
-        """Apply the drafter's answers. Those of a closed handle or another committed length are dropped."""
+    def receive(self, messages: Iterable[Message]) -> list[tuple[str, Proposals]]:
+        """Apply the drafter's answers. Those of a closed handle or another committed length are dropped. Returns the
+        answers to last commits, with whose they are."""
+        answers = []
         for message in messages:
             if not isinstance(message, Proposals):
                 continue
@@ -125,10 +133,12 @@ class RoundBook:
             if message.status is ProposalStatus.OK and message.base_committed_len == len(request.token_ids):
                 request.awaited = request.commit_is_out = False
                 self._take(request, message)
+                answers.append((request.request_id, message))
                 continue
             self.stale += message.status is ProposalStatus.OK
             # Prefilled, or busy with an older commit until now: the answer to the last commit comes next.
             request.awaited = request.commit_is_out
+        return answers
 
     def unanswered(self) -> bool:
         """A commit is out that a drafter in good health would answer, if only with NOT_READY."""
@@ -137,12 +147,11 @@ class RoundBook:
     def awaited(self) -> bool:
         return any(request.awaited for request in self._requests.values())
 
-    def give_up_waiting(self) -> int:
-        """Stop waiting in this round. Returns for how many requests the answer is late."""
-        late = 0
-        for request in self._requests.values():
-            late += request.awaited
-            request.awaited = False
+    def give_up_waiting(self) -> list[str]:
+        """Stop waiting in this round. Returns whose answers are late."""
+        late = [request.request_id for request in self._requests.values() if request.awaited]
+        for request_id in late:
+            self._requests[request_id].awaited = False
         return late
 
     def take_drafts(self, request_ids: Collection[str]) -> list[list[int]]:

@@ -130,6 +130,7 @@ class Target:
         assert self._config.drafter is not None
         return launch_drafter(
             self._config.drafter,
+            self._config.speculation,
             replica=self._replica,
             ray_address=self._address,
             group=self._group,

@@ -15,6 +15,9 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
+from actors.length.fixed import FixedLengths
+from actors.length.length_controller import LengthController
+from actors.length.limits import LengthLimits
 from actors.message_codec import frame_capacity_words, unpack
 from actors.messages import CloseReason
 from actors.request_sampling import RequestSampling
@@ -67,7 +70,10 @@ class RoundRunner:
         verifier = self.verifier
         if verifier is None or not scheduler_output.total_num_scheduled_tokens:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        verifier.step_starts()
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        scheduled = scheduler_output.num_scheduled_tokens
+        decodes_only = all(count == 1 + len(drafts.get(request_id, ())) for request_id, count in scheduled.items())
+        verifier.step_starts(len(scheduled), scheduler_output.total_num_scheduled_tokens, decodes_only)
         started = time.perf_counter()
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         verifier.add_target_time(time.perf_counter() - started)
@@ -224,7 +230,9 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         config = OutriderConfig.model_validate(settings["outrider"])
         runner = self.model_runner
         runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
-        verifier = Verifier(config.link) if self.rank == 0 and config.drafter is not None else None
+        verifier = None
+        if self.rank == 0 and config.drafter is not None:
+            verifier = Verifier(config.link, self._lengths(config))
         runner.install(config.speculation, self.rank == 0, verifier)
         self._keeper: LinkKeeper | None = None
         if verifier is not None:
@@ -240,6 +248,19 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
                 on_link=verifier.offer_link,
                 device=None if self.device.type == "cpu" else str(self.device),
             )
+
+    def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:
+        k = config.num_speculative_tokens
+        if not config.speculation.adaptive:
+            return FixedLengths(k)
+        return LengthController(
+            LengthLimits(
+                max_tokens=k,
+                max_requests=self.scheduler_config.max_num_seqs,
+                draft_ahead=config.speculation.draft_ahead,
+                uniform_steps=self.device.type != "cpu",
+            )
+        )
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

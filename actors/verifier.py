@@ -13,6 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from actors.length.fixed import FixedLengths
+from actors.length.length_controller import LengthController
+from actors.length.limits import Lengths
+from actors.length.origin import Origin
 from actors.message_codec import pack
 from actors.messages import CloseReason, Message, Proposals, SparseQ
 from actors.round_statistics import RoundStatistics, RoundTimes
@@ -23,11 +27,14 @@ from cluster.link_keeper import HANG
 
 logger = logging.getLogger(__name__)
 
+NO_DRAFTS = Lengths(0, 0)
+
 
 class Verifier:
     """All methods but offer_link are for the engine's step thread."""
 
-    def __init__(self, config: LinkConfig) -> None:
+    def __init__(self, config: LinkConfig, lengths: LengthController | FixedLengths) -> None:
+        self._lengths = lengths
         self._round_deadline_s = config.round_deadline_ms / 1e3
         self._book = RoundBook()
         self._offered: queue.SimpleQueue[Link] = queue.SimpleQueue()
@@ -42,6 +49,9 @@ class Verifier:
         self._warned_of_bad_proposals = False
         self.statistics = RoundStatistics()
         self._step_started: float | None = None
+        self._step_load: tuple[int, int] | None = None
+        """Requests and tokens of the step that runs; None when prefill is among them."""
+
         self._target_s = self._wait_s = 0.0
         self._work_us = 0
 
@@ -51,9 +61,11 @@ class Verifier:
 
     def track(self, request: TrackedRequest) -> None:
         self._book.track(request)
+        self._lengths.track(request.request_id, request.num_speculative_tokens)
 
     def untrack(self, request_id: str, reason: CloseReason) -> None:
         self._book.untrack(request_id, reason)
+        self._lengths.untrack(request_id)
 
     def begin_step(self) -> None:
         """Adopt a new link, drop a broken one, and let opened and closed requests reach the drafter now."""
@@ -65,11 +77,22 @@ class Verifier:
     def end_step(
         self, committed: Mapping[str, Sequence[int]], num_drafts: Mapping[str, int], finished: Collection[str]
     ) -> None:
-        """Tell the drafter what each request's part of the step committed. Requests without tokens are left out."""
+        """Tell the drafter what each request's part of the step committed, and what the next round needs of it.
+        Requests without tokens are left out."""
+        going_on = []
         for request_id, token_ids in committed.items():
             if token_ids:
-                self.statistics.count(num_drafts.get(request_id, 0), len(token_ids))
-                self._book.commit(request_id, token_ids, request_id in finished)
+                drafted = num_drafts.get(request_id, 0)
+                self.statistics.count(drafted, len(token_ids))
+                if drafted:
+                    self._lengths.observe_round(request_id, drafted, len(token_ids) - 1)
+                if request_id not in finished:
+                    going_on.append(request_id)
+        lengths = self._lengths.choose(going_on)
+        for request_id, token_ids in committed.items():
+            if token_ids:
+                wanted = lengths.get(request_id, NO_DRAFTS)
+                self._book.commit(request_id, token_ids, request_id in finished, wanted.k, wanted.k_miss)
         self._flush()
 
     def take_drafts(self, request_ids: Collection[str]) -> list[list[int]]:
@@ -89,15 +112,18 @@ class Verifier:
                 self._work_us += received.work_us
                 drafted = sum(bool(m.token_ids) for m in received.messages if isinstance(m, Proposals))
                 self.statistics.count_frame(drafted, received.nbytes)
-                self._book.receive(received.messages)
+                self._take_answers(received.messages, time.perf_counter() - started)
                 continue
             self._check_link()
             if not self._book.awaited() or time.perf_counter() >= deadline:
                 break
         late = self._book.give_up_waiting()
         if late:
-            self.statistics.late_rounds += late
+            self.statistics.late_rounds += len(late)
             self._lagging = True
+            waited_s = time.perf_counter() - started
+            for request_id in late:
+                self._lengths.observe_answer(request_id, Origin.NONE, 0, 0.0, waited_s)
         self._check_silence()
         self._flush()
         self._wait_s += time.perf_counter() - started
@@ -114,19 +140,26 @@ class Verifier:
             self._warned_of_bad_proposals = True
             logger.warning("request %s: a proposal was not usable; further ones are only counted", request_id)
 
-    def step_starts(self) -> None:
-        """Close the books on the last round's time and open the next."""
+    def step_starts(self, num_requests: int, num_tokens: int, decodes_only: bool) -> None:
+        """Close the books on the last round's time and open the next.
+
+        num_tokens: scheduled in the step that starts, for num_requests. decodes_only: no prefill is among them.
+        """
         now = time.perf_counter()
         if self._step_started is not None:
+            period_s = now - self._step_started
             self.statistics.add_times(
                 RoundTimes(
-                    period_ms=(now - self._step_started) * 1e3,
+                    period_ms=period_s * 1e3,
                     target_ms=self._target_s * 1e3,
                     draft_ms=self._work_us / 1e3,
                     wait_ms=self._wait_s * 1e3,
                 )
             )
+            if self._step_load is not None:
+                self._lengths.observe_step(*self._step_load, period_s - self._wait_s)
         self._step_started, self._target_s, self._wait_s, self._work_us = now, 0.0, 0.0, 0
+        self._step_load = (num_requests, num_tokens) if decodes_only else None
 
     def add_target_time(self, seconds: float) -> None:
         self._target_s += seconds
@@ -141,11 +174,19 @@ class Verifier:
         self._step_started = None
 
     def status(self) -> dict[str, Any]:
+        lengths = self._lengths.snapshot()
         return {
             **self.statistics.snapshot(),
             "dropped_proposals": self._book.stale + self._book.unusable,
             "refused_proposals": sum(self._book.refused.values()),
+            **({"lengths": lengths} if lengths else {}),
         }
+
+    def _take_answers(self, messages: Sequence[Message], waited_s: float) -> None:
+        for request_id, answer in self._book.receive(messages):
+            self.statistics.count_answer(answer.origin, answer.step_us)
+            step_s = answer.step_us / 1e6
+            self._lengths.observe_answer(request_id, answer.origin, len(answer.token_ids), step_s, waited_s)
 
     def _check_silence(self) -> None:
         """A drafter that beats its heart but answers no commit for a whole link deadline hangs."""

@@ -7,12 +7,15 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
-from cluster.config import ConfigError, EngineConfig, OutriderConfig
+from cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from cluster.platform import on_gpu
 from cluster.ranks import RankPlacement
 
 CPU_KV_CACHE_BYTES = 512 * 2**20
 """vLLM's CPU default is 92% of the machine, which two engines on one machine cannot both have."""
+
+CPU_DRAFTER_BLOCK_SIZE = 32
+"""The smallest that vLLM's CPU attention takes."""
 
 
 def _common(config: EngineConfig) -> dict[str, Any]:
@@ -66,9 +69,14 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     return _create(AsyncEngineArgs(**args), placement_group, "target")
 
 
-def drafter_vllm_config(config: EngineConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
+def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
     """The draft model's engine. Without ranks it runs in the calling process."""
     args = _common(config)
+    # A row of the drafter's is a request to vLLM, wherever it sizes its buffers and CUDA graphs.
+    args["max_num_seqs"] = max(config.max_num_seqs, config.max_draft_rows)
+    block_size = config.block_size or (None if on_gpu() else CPU_DRAFTER_BLOCK_SIZE)
+    if block_size is not None:
+        args["block_size"] = block_size
     args["worker_cls"] = "actors.drafting.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True

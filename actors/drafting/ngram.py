@@ -6,10 +6,11 @@ length, extended as tokens are committed, so a draft costs a few look-ups whatev
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence
-from actors.messages import DraftSampling, ProposalStatus
+from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence, Work
+from actors.length.origin import Origin
+from actors.messages import Commit, DraftSampling, ProposalStatus
 
 
 class NgramIndex:
@@ -29,14 +30,15 @@ class NgramIndex:
                 self._next[n][tuple(tokens[-n:])] = len(tokens)
             tokens.append(token)
 
-    def lookup(self, count: int) -> list[int]:
-        """Up to count ids that followed the longest known suffix; empty without a match.
+    def lookup(self, count: int, suffix: Sequence[int] | None = None) -> list[int]:
+        """Up to count ids that followed the longest known end of `suffix` (None: of the text); empty without a match.
 
         A match that reaches the end of the text goes on through its own proposal, so a loop is continued as a loop.
         """
         tokens = self.token_ids
-        for n in range(min(self._max_n, len(tokens)), self._min_n - 1, -1):
-            start = self._next[n].get(tuple(tokens[-n:]))
+        end = tokens[-self._max_n :] if suffix is None else suffix
+        for n in range(min(self._max_n, len(end)), self._min_n - 1, -1):
+            start = self._next[n].get(tuple(end[-n:]))
             if start is not None:
                 window = tokens[start : start + count]
                 period = len(tokens) - start
@@ -45,37 +47,40 @@ class NgramIndex:
 
 
 class NgramStrategy:
-    """Implements DraftStrategy without a model: always ready, no KV. The text alone decides, so q is one-hot."""
+    """Implements DraftStrategy without a model: always ready, no KV. The text alone decides, so q is one-hot. A look-up
+    is quicker than any lookahead would be, so nothing is drafted ahead, and every answer leaves at once."""
 
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._min_n, self._max_n = prompt_lookup_min, prompt_lookup_max
-        self._sequences: dict[SequenceKey, tuple[NgramIndex, int]] = {}
+        self._sequences: dict[SequenceKey, NgramIndex] = {}
 
     def open(
         self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
-    ) -> bool:
-        self._sequences[key] = (NgramIndex(token_ids, self._min_n, self._max_n), num_speculative_tokens)
-        return True
+    ) -> Draft | None:
+        self._sequences[key] = NgramIndex(token_ids, self._min_n, self._max_n)
+        return Draft(key, len(token_ids), [], ProposalStatus.READY)
 
-    def commit(self, key: SequenceKey, base_committed_len: int, token_ids: list[int]) -> None:
-        entry = self._sequences.get(key)
-        if entry is None or len(entry[0].token_ids) != base_committed_len:
+    def commit(self, key: SequenceKey, commit: Commit) -> Draft | None:
+        index = self._sequences.get(key)
+        if index is None or len(index.token_ids) != commit.base_committed_len:
             raise UnknownSequence(key)
-        entry[0].extend(token_ids)
+        index.extend(commit.token_ids)
+        if commit.num_wanted == 0:
+            return None
+        ids = index.lookup(commit.num_wanted)
+        return Draft(key, len(index.token_ids), ids, ProposalStatus.OK, origin=Origin.MISS)
 
     def close(self, key: SequenceKey) -> None:
         self._sequences.pop(key, None)
 
-    def draft(self, keys: Collection[SequenceKey]) -> list[Draft]:
-        answers = []
-        for key in keys:
-            if key in self._sequences:
-                index, k = self._sequences[key]
-                answers.append(Draft(key, len(index.token_ids), index.lookup(k), ProposalStatus.OK))
-        return answers
+    def plan(self) -> tuple[Work | None, list[Draft]]:
+        return None, []
 
-    def prefill(self) -> list[Draft] | None:
-        return None
+    def complete(self, work: Work) -> list[Draft]:
+        raise RuntimeError("an n-gram drafter plans no work")
+
+    def step_us(self) -> int:
+        return 0
 
     def usage(self) -> dict[str, float]:
         return {"num_sequences": len(self._sequences), "num_prefilling": 0, "kv_cache_usage": 0.0}

@@ -1,58 +1,243 @@
-"""One sequence in the drafter: committed tokens, and how much of their KV is valid. Pure."""
+"""One sequence in the drafter: its committed text, the drafts that continue it, and side branches. Pure.
+
+At any time the sequence is in one of two states. *Due*: a commit waits for its answer, and the main line's tokens
+after the text are the drafts of the round that starts there. *Answered*: `sent` of them went out, and what is drafted
+now is for the outcomes of their verification. The main line assumes that all are accepted and goes on with a guess of
+the bonus token, then the next round's drafts; a side branch assumes another token at one of the positions.
+
+The outcome of a round is (accepted length, next token), the key of Speculative Speculative Decoding's cache (Kumar et
+al. 2026); here the main line's outcomes need no key, because they are a prefix of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from actors.drafting.strategy import SequenceKey, UnknownSequence
+from actors.drafting.line import Drawn, Line, stacked_q
+from actors.drafting.step_plan import Draw
+from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence
+from actors.length.origin import Origin
+from actors.messages import DraftSampling, ProposalStatus
+
+NUM_ALTERNATIVES = 2
+"""Named with every draw. One covers about nine outcomes in ten, two 97 in a hundred."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
+class SideBranch:
+    """line.tokens[0] is the outcome's next token, at position line.start. value: the outcome's probability.
+
+    private: of each KV group, block index -> the branch's own block; all other blocks are the sequence's.
+    """
+
+    line: Line
+    value: float
+    private: tuple[dict[int, int], ...] = ()
+
+
 class DraftSequence:
-    key: SequenceKey
-    token_ids: list[int]
-    num_speculative_tokens: int
-    num_computed: int = 0
-    """Leading committed tokens whose KV entries are valid."""
+    """Single-threaded; the drafter's loop guards it."""
 
-    drafts: list[int] = field(default_factory=list)
-    """What was drafted last, continuing token_ids. KV of all but the last of them is valid."""
+    def __init__(
+        self, key: SequenceKey, token_ids: list[int], num_wanted: int, sampling: DraftSampling, max_len: int
+    ) -> None:
+        """max_len: of the draft model; neither text nor drafts go beyond."""
+        self.key, self.sampling, self.max_len = key, sampling, max_len
+        self.text = token_ids
+        self.main = Line(len(token_ids))
+        self.sides: dict[tuple[int, int], SideBranch] = {}
+        """By (position, token) of the outcome's next token."""
+
+        self.dropped: list[SideBranch] = []
+        """Pointless since the last commit; whoever owns their blocks frees them."""
+
+        self.adopted: SideBranch | None = None
+        """Became the main line; its private blocks are not yet copied into the sequence's."""
+
+        self.num_wanted = self.num_on_miss = num_wanted
+        self.sent: int | None = 0
+        """Drafts proposed for the text as it is; None: due."""
+
+        self.origin = Origin.NONE
+        self.spawned_to = len(token_ids)
+        """Side branches have been chosen for outcomes at positions below this."""
+
+        samples_q = sampling.mode.samples_q and sampling.top_n > 0
+        self._free_of_rounds = not samples_q
+        """Drafts are a function of text and seed alone, whatever round they are for."""
+
+        likeliest = DraftSampling(biases=sampling.biases, only_biased=sampling.only_biased)
+        self._guess_sampling = likeliest if samples_q else sampling
 
     @property
     def committed_len(self) -> int:
-        return len(self.token_ids)
+        return len(self.text)
+
+    @property
+    def due(self) -> bool:
+        return self.sent is None
 
     @property
     def num_uncomputed(self) -> int:
-        """Committed tokens the next step must feed: at least the last one, whose logits draft the next."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens of text and main line that the main line's next step feeds: at least the last one."""
+        return self.main.end - self.main.num_computed
 
-    def drafted(self, token_ids: list[int]) -> None:
-        """Note what was drafted after all committed tokens were fed."""
-        # Without a commit in between, drafting again feeds the last token again.
-        self.num_computed = len(self.token_ids) - 1
-        self.drafts = token_ids
+    @property
+    def num_drafted(self) -> int:
+        """Main line tokens after the text."""
+        return self.main.end - self.committed_len
 
-    def commit(self, base_committed_len: int, token_ids: Sequence[int]) -> None:
-        """Append committed tokens and roll the KV back to where drafts and commit agree.
+    def token_ids(self, line: Line, start: int, end: int) -> list[int]:
+        """The tokens at positions start to end - 1 as `line` sees them: text, main line up to where it starts, line."""
+        ids = self.text[start : min(end, len(self.text))]
+        if end > len(self.text):
+            shared = min(end, line.start) if line is not self.main else end
+            if shared > len(self.text):
+                ids = ids + self.main.ids(max(start, len(self.text)), shared)
+            if line is not self.main and end > line.start:
+                ids = ids + line.ids(max(start, line.start), end)
+        return ids
+
+    # What to draft next.
+
+    def next_draws(self, line: Line, count: int = 1) -> list[Draw]:
+        """How `line` goes on, `count` tokens at most; none: it is long enough, or must not."""
+        draws: list[Draw] = []
+        if not line.ended:
+            for position in range(line.end, min(line.end + count, self.max_len)):
+                draw = self._draw_at(line, position)
+                if draw is None:
+                    break
+                draws.append(draw)
+        return draws
+
+    def _draw_at(self, line: Line, position: int) -> Draw | None:
+        base = self.committed_len
+        if line is not self.main:
+            start = line.start + 1
+            return None if position - start >= self.num_wanted else self._draw(self.sampling, position, start)
+        if self.sent is None:
+            return None if position - base >= self.num_wanted else self._draw(self.sampling, position, base)
+        guess_at = base + self.sent
+        if self.num_wanted == 0:
+            return None
+        if position <= guess_at:
+            return self._draw(self._guess_sampling, position, base)
+        start = guess_at + 1
+        return None if position - start >= self.num_wanted else self._draw(self.sampling, position, start)
+
+    def _draw(self, sampling: DraftSampling, position: int, round_start: int) -> Draw:
+        return Draw(sampling, position, position if self._free_of_rounds else round_start, NUM_ALTERNATIVES)
+
+    def drew(self, line: Line, draws: Sequence[Draw], drawn: Sequence[Drawn]) -> bool:
+        """Take the results of a step that fed all of `line`, and the tokens drawn but the last. False: a commit has
+        made them pointless meanwhile."""
+        taken = False
+        for draw, token in zip(draws, drawn, strict=False):
+            if not self.holds(line) or line.end != draw.position:
+                break
+            if not self._free_of_rounds and self._draw_at(line, line.end) != draw:
+                break
+            line.num_computed = draw.position
+            line.append(token)
+            taken = True
+        return taken
+
+    def holds(self, line: Line) -> bool:
+        if line is self.main:
+            return True
+        side = self.sides.get((line.start, line.tokens[0])) if line.tokens else None
+        return side is not None and side.line is line
+
+    def open_outcomes(self) -> list[tuple[int, Drawn]]:
+        """Positions at which verification may choose otherwise, and what the main line has there, from the first for
+        which no side branches have been chosen. Asking settles them."""
+        if self.sent is None or self.num_wanted == 0:
+            return []
+        end = min(self.main.end, self.committed_len + self.sent + 1, self.main.num_computed + 1)
+        found = [(position, self.main.at(position)) for position in range(self.spawned_to, end)]
+        self.spawned_to = max(self.spawned_to, end)
+        return [(position, drawn) for position, drawn in found if drawn is not None]
+
+    # What was committed, and the answer.
+
+    def commit(self, base_committed_len: int, token_ids: Sequence[int], num_wanted: int, num_on_miss: int) -> None:
+        """Append committed tokens and keep of the drafts what continues them. The sequence is due afterwards, unless
+        num_wanted is 0.
 
         Raises UnknownSequence when base_committed_len is not this sequence's length.
         """
-        if base_committed_len != len(self.token_ids):
+        base = self.committed_len
+        if base_committed_len != base:
             raise UnknownSequence(self.key)
-        if self.drafts:
-            accepted = _common_prefix(self.drafts, token_ids)
-            # The last committed token is always fed again: its logits are what the next draft comes from.
-            self.num_computed = len(self.token_ids) + min(accepted, len(self.drafts) - 1, len(token_ids) - 1)
-        self.token_ids.extend(token_ids)
-        self.drafts = []
+        sent = self.sent
+        main, matched = self.main, 0
+        drafted = main.ids(base, main.end)
+        while matched < len(token_ids) and matched < len(drafted) and drafted[matched] == token_ids[matched]:
+            matched += 1
+        end = base + len(token_ids)
+        side = self.sides.pop((end - 1, token_ids[-1]), None) if matched == len(token_ids) - 1 else None
+        self.text.extend(token_ids)
+        self.origin = Origin.MISS
+        if side is not None:
+            self._adopt(side)
+        elif matched == len(token_ids) and (self._free_of_rounds or sent == matched - 1):
+            # Drawn for the round that starts here, or for any.
+            self.origin = Origin.MAIN_LINE if self.num_drafted > 0 else Origin.MISS
+        else:
+            line = Line(end, num_computed=min(main.num_computed, base + matched, end - 1))
+            self.main = line
+        self._drop_sides()
+        self.num_wanted, self.num_on_miss = num_wanted, num_on_miss
+        self.sent = None
+        if num_wanted == 0:
+            self._answered(0)
 
+    def _adopt(self, side: SideBranch) -> None:
+        assert self.adopted is None, "side branches are chosen after the last adoption's blocks are back"
+        self.main, self.adopted = side.line, side
+        self.origin = Origin.SIDE_BRANCH if self.num_drafted > 0 else Origin.MISS
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    def _drop_sides(self) -> None:
+        self.dropped.extend(self.sides.values())
+        self.sides.clear()
+        self.spawned_to = self.committed_len
+
+    def answer(self) -> Draft | None:
+        """The answer to the commit, once as many drafts are there as are worth waiting for. None: not yet."""
+        if not self.due:
+            return None
+        room = max(self.max_len - self.committed_len, 0)
+        enough = min(self.num_on_miss, self.num_wanted, room)
+        if self.num_drafted < enough and not self.main.ended:
+            return None
+        count = min(self.num_drafted, self.num_wanted, room)
+        start = self.committed_len
+        drawn = [self.main.at(start + index) for index in range(count)]
+        draft = Draft(
+            self.key,
+            start,
+            self.main.ids(start, start + count),
+            ProposalStatus.OK,
+            stacked_q(drawn) if self.sampling.mode.samples_q else None,
+            self.origin,
+        )
+        self._answered(count)
+        return draft
+
+    def give_up(self) -> None:
+        """No answer can be made for this commit."""
+        self._answered(0)
+
+    def drop_everything(self) -> None:
+        self._drop_sides()
+        if self.adopted is not None:
+            self.dropped.append(self.adopted)
+            self.adopted = None
+
+    def _answered(self, count: int) -> None:
+        self.sent = count
+        if not self._free_of_rounds:
+            # Anything beyond was drawn for this round, not for the next one.
+            self.main.cut(self.committed_len + count)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.messages import DraftSampling, ProposalStatus, SparseQ
+from actors.length.origin import Origin
+from actors.messages import Commit, DraftSampling, ProposalStatus, SparseQ
 
 SequenceKey = tuple[int, int]
 """(link, request handle): unique over every target linked to one drafter."""
@@ -24,14 +24,24 @@ class Draft:
     token_ids: list[int]
     status: ProposalStatus
     q: SparseQ | None = None
+    origin: Origin = Origin.NONE
 
 
 class UnknownSequence(KeyError):
     """A commit for a sequence that is not open here or is at another length: the verifier must open it again."""
 
 
+class Work(Protocol):
+    """One unit of model work, planned. execute runs without the loop's lock: it must touch no sequence."""
+
+    def execute(self) -> None: ...
+
+
 class DraftStrategy(Protocol):
-    """Holds the sequences of all linked targets and drafts for many of them at once. Single-threaded.
+    """Holds the sequences of all linked targets and drafts for many of them at once.
+
+    Every method is called under the loop's lock, by any thread; work is planned, executed and completed by the loop's
+    thread alone, so while a step runs, commits are applied and answered from what has been drafted ahead.
 
     How many tokens are drafted may depend on anything before a token, never on the token itself: drafts that are
     kept or dropped for what they are no longer come from q, and rejection against q would be biased.
@@ -39,27 +49,28 @@ class DraftStrategy(Protocol):
 
     def open(
         self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
-    ) -> bool:
+    ) -> Draft | None:
         """A new sequence with its committed tokens (the prompt, or all of a resumed request's text).
 
         sampling: how its drafts are to be drawn. Drafts that are a function of the text alone may ignore it.
-        Returns whether it can be drafted for at once, without prefill.
+        Returns a READY answer if it can be drafted for at once, without prefill.
         """
 
-    def commit(self, key: SequenceKey, base_committed_len: int, token_ids: list[int]) -> None:
-        """Append committed tokens. Raises UnknownSequence."""
+    def commit(self, key: SequenceKey, commit: Commit) -> Draft | None:
+        """Append committed tokens. Returns the answer if it is at hand, or why there is none. Raises
+        UnknownSequence."""
 
     def close(self, key: SequenceKey) -> None:
         """Forget a sequence and free what it holds. Unknown keys are ignored."""
 
-    def draft(self, keys: Collection[SequenceKey]) -> list[Draft]:
-        """Draft for many sequences as one batch. Sequences whose prefill is not done answer NOT_READY.
+    def plan(self) -> tuple[Work | None, list[Draft]]:
+        """The most urgent model work, and answers that need none. (None, []): nothing to do until something arrives."""
 
-        Keys that did not fit in the batch get no answer: ask again.
-        """
+    def complete(self, work: Work) -> list[Draft]:
+        """Take the results of executed work. Returns the answers that are ready now."""
 
-    def prefill(self) -> list[Draft] | None:
-        """Run one bounded chunk of pending prefill. None: nothing to do. Otherwise a READY answer per sequence done."""
+    def step_us(self) -> int:
+        """What a step takes now, microseconds; 0: not known."""
 
     def usage(self) -> dict[str, float]:
         """``num_sequences``, ``num_prefilling`` and ``kv_cache_usage`` (0..1)."""

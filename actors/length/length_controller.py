@@ -123,7 +123,7 @@ class LengthController:
         return {
             "speculating": self._speculating,
             "switches": self._switches,
-            "chosen_lengths": {k: count for k, count in enumerate(self._histogram) if count},
+            "chosen_lengths": {str(k): count for k, count in enumerate(self._histogram) if count},
             "step_fixed_ms": float(plain_s - per_token_s * num_requests) * 1e3,
             "step_per_token_ms": float(per_token_s) * 1e3,
             "step_uneven_ms": self._step_cost.uneven_s * 1e3,

@@ -50,9 +50,15 @@ def verify(batch: VerificationBatch) -> VerificationResult:
 
 
 def coupled_choice(
-    logits: Tensor, temperature: Tensor, threshold: Tensor | None, seed: Tensor, position: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    threshold: Tensor | None,
+    seed: Tensor,
+    position: Tensor,
+    token_ids: Tensor | None = None,
 ) -> Tensor:
-    """What `gumbel.coupled_choice` gives, without its host syncs. Shapes as there; returns int64 [R]."""
+    """What `gumbel.coupled_choice` gives, without its host syncs. Shapes as there; token_ids: int64 [V], of its
+    subset. Returns int64 [R]."""
     logits = logits.contiguous()
     rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, TILE)
@@ -63,7 +69,9 @@ def coupled_choice(
     if rows:
         scan[(rows * tiles,)](
             logits, vocab_size, temperature, threshold, row, mode, seed, position, row, tile_max, tile_value,
-            tile_token, tiles, HAS_THRESHOLD=threshold is not None, HAS_COUPLED=True, TILE=TILE,
+            tile_token, tiles, token_ids, HAS_THRESHOLD=threshold is not None, HAS_COUPLED=True, TILE=TILE,
+            HAS_TOKEN_IDS=token_ids is not None,
         )  # fmt: skip
     best = tile_value.amax(-1, keepdim=True)
-    return torch.where(tile_value == best, tile_token, vocab_size - 1).amin(-1).to(torch.int64)
+    last = vocab_size - 1 if token_ids is None else token_ids.amax().to(torch.int32)
+    return torch.where(tile_value == best, tile_token, last).amin(-1).to(torch.int64)

@@ -64,6 +64,16 @@ def leading_bytes(seed, position, start, TILE: tl.constexpr):
 
 
 @triton.jit
+def leading_bytes_of(seed, position, token):
+    """int32 [N]: the leading byte of each of N tokens, int32, wherever they lie. A Philox block a token."""
+    block = (token // 16).to(tl.uint32)
+    w0, w1, w2, w3 = philox_words(seed, block, position, COUPLED, tl.full([1], 0, tl.uint32))
+    lane = (token // 4) % 4
+    word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
+    return ((word >> ((token % 4) * 8).to(tl.uint32)) & 0xFF).to(tl.int32)
+
+
+@triton.jit
 def gumbel(seed, position, token, leading):
     """float32 scalar g of one token, given its leading byte (int32 scalar)."""
     block = (token // 4).to(tl.uint32) + tl.full([1], 0, tl.uint32)

@@ -6,7 +6,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from actors.verification.mode import Mode
-from actors.verification.triton_noise import gumbel, leading_bytes
+from actors.verification.triton_noise import gumbel, leading_bytes, leading_bytes_of
 
 GREEDY, COUPLED = tl.constexpr(int(Mode.GREEDY)), tl.constexpr(int(Mode.COUPLED))
 NO_SCORE = tl.constexpr(-float("inf"))
@@ -15,12 +15,14 @@ NO_SCORE = tl.constexpr(-float("inf"))
 @triton.jit
 def scan(
     logits, vocab_size, temperature_R, threshold_R, row_request, mode_B, seed_B, position_B, first_row_B,
-    tile_max, tile_value, tile_token, tiles,
-    HAS_THRESHOLD: tl.constexpr, HAS_COUPLED: tl.constexpr, TILE: tl.constexpr,
+    tile_max, tile_value, tile_token, tiles, token_ids=None,
+    HAS_THRESHOLD: tl.constexpr = False, HAS_COUPLED: tl.constexpr = False, TILE: tl.constexpr = 1024,
+    HAS_TOKEN_IDS: tl.constexpr = False,
 ):  # fmt: skip
     """tile_max [R, tiles]: the largest logit, NaN if one is. tile_value, tile_token: by mode the argmax (token only),
     the mass in units of exp(tile_max / T) (value only), or the best score of the coupled choice and its token. Without
-    HAS_COUPLED no row is COUPLED: its branch takes registers, and so occupancy, from all modes."""
+    HAS_COUPLED no row is COUPLED: its branch takes registers, and so occupancy, from all modes.
+    With HAS_TOKEN_IDS the columns stand for token_ids, int64 [V], in any order; in COUPLED mode only."""
     # Neighbours read neighbouring memory. 64 bits, because R x V may pass 2**31.
     program = tl.program_id(0)
     row, tile = (program // tiles).to(tl.int64), program % tiles
@@ -43,7 +45,11 @@ def scan(
             seed = tl.load(seed_B + request)
             position = tl.load(position_B + request) + row - tl.load(first_row_B + request)
             scaled = tl.div_rn(z, temperature)
-            leading = leading_bytes(seed, position, start, TILE)
+            if HAS_TOKEN_IDS:
+                ids = tl.load(token_ids + ids, mask=ids < vocab_size, other=2147483647).to(tl.int32)
+                leading = leading_bytes_of(seed, position, ids)
+            else:
+                leading = leading_bytes(seed, position, start, TILE)
             # Bounds of g from the leading byte alone, 1e-3 for rounding: v is between leading / 256 and one more.
             upper = scaled + tl.where(leading == 0, 22.88, _bound(tl.maximum(leading, 1)) + 1e-3)
             upper = tl.where(scaled > NO_SCORE, upper, NO_SCORE)
@@ -55,7 +61,7 @@ def scan(
             # Exact scores, most promising first, until no other bound reaches the best. Each turn takes one token out,
             # so this ends; NaN compares false.
             while (top > NO_SCORE) & (top >= worth) & (top >= best):
-                candidate = tl.min(tl.where(upper == top, ids, start + TILE), axis=0)
+                candidate = tl.min(tl.where(upper == top, ids, 2147483647), axis=0)
                 here = ids == candidate
                 byte = tl.max(tl.where(here, leading, 0), axis=0)
                 score = tl.max(tl.where(here, scaled, float("-inf")), axis=0) + gumbel(seed, position, candidate, byte)

@@ -69,7 +69,7 @@ def follow(link, reference, handle, prompt, rounds):
     committed = [65]
     for number in range(rounds):
         base = len(tokens)
-        link.post(pack([Commit(handle, base, committed)], CAPACITY))
+        link.post(pack([Commit(handle, base, committed, 4, 4)], CAPACITY))
         tokens += committed
         answer = next_answer(link)
         assert answer == Proposals(handle, len(tokens), answer.token_ids)

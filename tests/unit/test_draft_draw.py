@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from actors.drafting.draft_plan import PlanRow
-from actors.drafting.draw import PlanDraws
+from actors.drafting.draw import DrawRow, Draws
 from actors.messages import DraftSampling, SparseQ
 from actors.verification.constraints import Constraints
 from actors.verification.draft_sampler import sample_drafts
+from actors.verification.gumbel import TokenSubset
 from actors.verification.mode import Mode
 
 VOCAB = 500
@@ -32,8 +32,9 @@ SAMPLINGS = {
 }
 
 
-def plan_row(name, sampling, committed_len=10, num_drafts=1):
-    return PlanRow(name, committed_len - 1, 1, None, num_drafts, sampling)
+def first_row(name, sampling, committed_len=10):
+    """A row whose first token is the first of its round."""
+    return DrawRow(name, sampling, committed_len, committed_len)
 
 
 def random_logits(rows, seed=0, vocab=VOCAB):
@@ -41,9 +42,9 @@ def random_logits(rows, seed=0, vocab=VOCAB):
 
 
 def run(rows, steps):
-    """steps: (request ids, logits) of each. Returns Drafted by request."""
-    draws = PlanDraws(rows)
-    ids = {row.request_id: [] for row in rows if row.num_drafts}
+    """steps: (request ids, logits) of each. Returns DrawnRow by request."""
+    draws = Draws(rows)
+    ids = {row.row_id: [] for row in rows}
     for request_ids, logits in steps:
         before = logits.clone()
         drawn = draws.draw(logits, request_ids)
@@ -102,14 +103,14 @@ def check_against_hand(drafted, sampling, rows_of_logits, committed_len):
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_row_alone(name):
     logits = random_logits(1)
-    (drafted,) = run([plan_row("a", SAMPLINGS[name])], [(["a"], logits)]).values()
+    (drafted,) = run([first_row("a", SAMPLINGS[name])], [(["a"], logits)]).values()
     check_against_hand(drafted, SAMPLINGS[name], logits, 10)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_rows_of_all_kinds_in_one_batch_are_drawn_as_each_alone(seed):
     names = list(SAMPLINGS)
-    rows = [plan_row(name, SAMPLINGS[name], committed_len=10 + place) for place, name in enumerate(names)]
+    rows = [first_row(name, SAMPLINGS[name], committed_len=10 + place) for place, name in enumerate(names)]
     logits = random_logits(len(names), seed)
     drafted = run(rows, [(names, logits)])
     assert drafted.keys() == set(names)
@@ -119,36 +120,29 @@ def test_rows_of_all_kinds_in_one_batch_are_drawn_as_each_alone(seed):
 
 def test_steps_move_the_position_and_not_the_round_and_rows_may_end_and_move():
     rows = [
-        plan_row("a", SAMPLINGS["rejection"], 10, num_drafts=4),
-        plan_row("b", SAMPLINGS["rejection"], 20, num_drafts=2),
-        plan_row("c", SAMPLINGS["coupled"], 30, num_drafts=3),
-        PlanRow("prefill", 0, 16, None, 0, SAMPLINGS["rejection"]),
+        first_row("a", SAMPLINGS["rejection"], 10),
+        first_row("b", SAMPLINGS["rejection"], 20),
+        first_row("c", SAMPLINGS["coupled"], 30),
     ]
     orders = [["a", "prefill", "b", "c"], ["b", "a", "c"], ["c", "a"], ["a"]]
     steps = [(order, random_logits(len(order), seed)) for seed, order in enumerate(orders)]
     drafted = run(rows, steps)
     assert drafted.keys() == {"a", "b", "c"}
-    for row in rows[:3]:
-        seen = [logits[order.index(row.request_id)] for order, logits in steps if row.request_id in order]
-        check_against_hand(drafted[row.request_id], row.sampling, seen, row.num_computed + row.num_scheduled)
-
-
-def test_the_committed_length_counts_what_the_first_step_feeds():
-    logits = random_logits(1)
-    row = PlanRow("a", 70, 7, None, 1, SAMPLINGS["rejection"])
-    check_against_hand(run([row], [(["a"], logits)])["a"], row.sampling, logits, 77)
+    for row in rows:
+        seen = [logits[order.index(row.row_id)] for order, logits in steps if row.row_id in order]
+        check_against_hand(drafted[row.row_id], row.sampling, seen, row.position)
 
 
 def test_a_batch_without_drafts_draws_nothing():
-    assert run([PlanRow("a", 0, 16, None, 0, SAMPLINGS["rejection"])], [(["a"], random_logits(1))]) == {}
+    assert run([], [(["a"], random_logits(1))]) == {}
 
 
 def test_half_precision_logits_and_slices_of_wider_rows_are_taken():
     wide = random_logits(2, vocab=VOCAB + 12).to(torch.bfloat16)
-    rows = [plan_row("a", SAMPLINGS["rejection"]), plan_row("b", SAMPLINGS["coupled"])]
+    rows = [first_row("a", SAMPLINGS["rejection"]), first_row("b", SAMPLINGS["coupled"])]
     drafted = run(rows, [(["a", "b"], wide[:, :VOCAB])])
     for place, row in enumerate(rows):
-        check_against_hand(drafted[row.request_id], row.sampling, wide[place : place + 1, :VOCAB].float(), 10)
+        check_against_hand(drafted[row.row_id], row.sampling, wide[place : place + 1, :VOCAB].float(), 10)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -158,7 +152,7 @@ def test_forbidden_tokens_are_never_drawn_and_have_no_q(mode):
         DraftSampling(mode, temperature=3.0, seed=seed, top_n=8, biases=ONLY, only_biased=True) for seed in seeds
     ]
     names = [str(seed) for seed in seeds]
-    rows = [plan_row(name, sampling) for name, sampling in zip(names, samplings, strict=True)]
+    rows = [first_row(name, sampling) for name, sampling in zip(names, samplings, strict=True)]
     drafted = run(rows, [(names, random_logits(len(names), 3))])
     tokens = {drafted[name].token_ids[0] for name in names}
     assert tokens == {3, 50, 77}
@@ -172,7 +166,7 @@ def test_a_bias_moves_the_choice_of_its_own_row_only():
     logits = random_logits(1).repeat(3, 1)
     likeliest = int(logits[0].argmax())
     samplings = [DraftSampling(), DraftSampling(biases=((likeliest, -INF),)), DraftSampling(biases=((9, 100.0),))]
-    drafted = run([plan_row(str(i), s) for i, s in enumerate(samplings)], [(["0", "1", "2"], logits)])
+    drafted = run([first_row(str(i), s) for i, s in enumerate(samplings)], [(["0", "1", "2"], logits)])
     second = int(logits[0].topk(2).indices[1])
     assert [drafted[str(i)].token_ids for i in range(3)] == [[likeliest], [second], [9]]
 
@@ -180,7 +174,7 @@ def test_a_bias_moves_the_choice_of_its_own_row_only():
 @pytest.mark.parametrize("bad", ["nan", "one nan", "inf", "-inf"])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_row_ends_where_its_logits_are_bad_and_the_others_go_on(name, bad):
-    rows = [plan_row("bad", SAMPLINGS[name], 10, 3), plan_row("good", SAMPLINGS[name], 20, 3)]
+    rows = [first_row("bad", SAMPLINGS[name], 10), first_row("good", SAMPLINGS[name], 20)]
     steps = [(["bad", "good"], random_logits(2, seed)) for seed in range(3)]
     row = steps[1][1][0]
     if bad == "one nan":
@@ -197,7 +191,7 @@ def test_a_row_ends_where_its_logits_are_bad_and_the_others_go_on(name, bad):
 
 
 def test_nothing_is_left_of_a_row_that_is_bad_at_once():
-    (drafted,) = run([plan_row("a", SAMPLINGS["rejection"])], [(["a"], torch.full((1, VOCAB), math.nan))]).values()
+    (drafted,) = run([first_row("a", SAMPLINGS["rejection"])], [(["a"], torch.full((1, VOCAB), math.nan))]).values()
     assert (drafted.token_ids, drafted.q_ids, drafted.q_probs, drafted.bad_logits) == ([], None, None, True)
 
 
@@ -205,7 +199,7 @@ def test_biases_that_forbid_all_there_is_end_the_row():
     logits = torch.full((1, VOCAB), -INF)
     logits[0, 5] = 1.0
     sampling = DraftSampling(Mode.REJECTION, temperature=1.0, biases=((5, -INF),))
-    assert run([plan_row("a", sampling)], [(["a"], logits)])["a"].bad_logits
+    assert run([first_row("a", sampling)], [(["a"], logits)])["a"].bad_logits
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-3, 1.0])
@@ -213,7 +207,7 @@ def test_a_probability_that_underflows_is_never_drawn(temperature):
     logits = torch.full((1, VOCAB), -1000.0)
     logits[0, 4], logits[0, 2] = 0.0, -90.0  # exp(-90) is no normal float32
     names = [str(seed) for seed in range(200)]
-    rows = [plan_row(name, DraftSampling(Mode.BLOCK, temperature, seed=int(name), top_n=8)) for name in names]
+    rows = [first_row(name, DraftSampling(Mode.BLOCK, temperature, seed=int(name), top_n=8)) for name in names]
     for drafted in run(rows, [(names, logits.repeat(len(names), 1))]).values():
         assert drafted.token_ids == [4]
         SparseQ(drafted.q_ids, drafted.q_probs)
@@ -223,7 +217,7 @@ def test_a_probability_that_underflows_is_never_drawn(temperature):
 @pytest.mark.parametrize("mode", [Mode.REJECTION, Mode.COUPLED])
 def test_extreme_temperatures_are_no_harm(mode, temperature):
     sampling = DraftSampling(mode, temperature, top_k=30, top_p=0.9, min_p=1e-300, seed=3)
-    drafted = run([plan_row("a", sampling)], [(["a"], random_logits(1))])["a"]
+    drafted = run([first_row("a", sampling)], [(["a"], random_logits(1))])["a"]
     assert not drafted.bad_logits
     assert len(drafted.token_ids) == 1
     if drafted.q_ids is not None:
@@ -231,7 +225,198 @@ def test_extreme_temperatures_are_no_harm(mode, temperature):
 
 
 def test_ids_that_do_not_match_the_draws_are_an_error():
-    draws = PlanDraws([plan_row("a", SAMPLINGS["rejection"], num_drafts=2)])
+    draws = Draws([first_row("a", SAMPLINGS["rejection"])])
     draws.draw(random_logits(1), ["a"])
     with pytest.raises(RuntimeError, match="0 draft ids of 1 drawn"):
         draws.results({"a": []})
+
+
+def draw_row(name, sampling, position=10, round_start=10):
+    return DrawRow(name, sampling, position, round_start)
+
+
+def draw_steps(rows, steps, vocab_ids=None):
+    """steps: (row ids, logits, alternatives) of each. Returns DrawnRow by row."""
+    draws = Draws(rows, vocab_ids)
+    ids = {}
+    for row_ids, logits, alternatives in steps:
+        drawn = draws.draw(logits, row_ids, alternatives=alternatives)
+        for row_id, (token,) in zip(row_ids, drawn.tolist(), strict=True):
+            ids.setdefault(row_id, []).append(token)
+    return draws.results(ids)
+
+
+def test_a_row_that_joins_late_starts_at_its_own_position_and_one_that_pauses_goes_on_at_its_own():
+    rows = [
+        draw_row("main", SAMPLINGS["rejection"], 10, 10),
+        draw_row("branch", SAMPLINGS["rejection"], 33, 31),
+        draw_row("coupled", SAMPLINGS["coupled"], 50, 50),
+    ]
+    orders = [
+        ["main", "coupled"],
+        ["main", "coupled"],
+        ["coupled", "branch"],
+        ["branch", "main", "coupled"],
+        ["branch"],
+    ]
+    steps = [(order, random_logits(len(order), seed), 0) for seed, order in enumerate(orders)]
+    drawn = draw_steps(rows, steps)
+    for row in rows:
+        seen = [logits[order.index(row.row_id)] for order, logits, _ in steps if row.row_id in order]
+        assert len(drawn[row.row_id].token_ids) == len(seen)
+        for index, (token, logits) in enumerate(zip(drawn[row.row_id].token_ids, seen, strict=True)):
+            assert token == int(by_hand(row.sampling, logits, row.position + index, row.round_start).ids)
+
+
+def subset_and_full(seed, rows, size, spread=3.0, vocab=2000):
+    """Ids in any order, logits over them, and logits over the whole vocabulary with the others forbidden."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(vocab, generator=generator)[:size]
+    logits = torch.randn(rows, size, generator=generator) * spread
+    full = torch.full((rows, vocab), -INF)
+    full[:, ids] = logits
+    return ids, logits, full
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 3])
+@pytest.mark.parametrize("size", [1500, 1024, 200])
+@pytest.mark.parametrize("name", [name for name in SAMPLINGS if "only" not in name])
+def test_a_cut_vocabulary_draws_as_the_full_one_with_the_other_tokens_forbidden(name, size, alternatives):
+    sampling = SAMPLINGS[name]
+    rows = [draw_row(str(i), sampling, 10 + i, 10 + i) for i in range(6)]
+    names = [row.row_id for row in rows]
+    ids, logits, full = subset_and_full(size, 6, size)
+    steps, full_steps = [(names, logits, alternatives)] * 2, [(names, full, alternatives)] * 2
+    cut, whole = draw_steps(rows, steps, ids), draw_steps(rows, full_steps)
+    kept = draw_steps(rows, steps, TokenSubset(ids))
+    for row_id in names:
+        assert cut[row_id].token_ids == whole[row_id].token_ids == kept[row_id].token_ids
+        assert set(cut[row_id].token_ids) <= set(ids.tolist())
+        both = cut[row_id], whole[row_id]
+        for field in ("q_ids", "q_probs", "alternatives", "confidence"):
+            left, right = (getattr(row, field) for row in both)
+            assert (left is None) == (right is None)
+            if left is None:
+                continue
+            assert left.dtype == right.dtype
+            if field == "q_ids":
+                left, right = (
+                    torch.where(torch.from_numpy(r.q_probs) > 0, torch.from_numpy(r.q_ids), -1) for r in both
+                )
+            else:
+                left, right = torch.from_numpy(left), torch.from_numpy(right)
+            width = min(left.shape[1], right.shape[1])  # q is no wider than the vocabulary
+            torch.testing.assert_close(left[:, :width], right[:, :width], atol=1e-6, rtol=1e-5)
+        if cut[row_id].q_ids is not None:
+            SparseQ(cut[row_id].q_ids, cut[row_id].q_probs)
+
+
+def test_equal_logits_are_drawn_by_the_lowest_id_wherever_it_stands():
+    ids = torch.tensor([70, 9, 400, 3, 80])
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]])
+    drawn = draw_steps([draw_row("a", DraftSampling())], [(["a"], logits, 2)], ids)["a"]
+    assert drawn.token_ids == [9]
+    assert sorted(drawn.alternatives[0].tolist()) == [80, 400]
+
+
+ENDLESS = {
+    "rejection": DraftSampling(Mode.REJECTION, temperature=1.0, biases=((3, 1.0),), only_biased=True),
+    "coupled": DraftSampling(Mode.COUPLED, temperature=1.0, biases=((3, 0.0), (4, -INF)), only_biased=True),
+    "greedy": DraftSampling(biases=((3, 0.0), (9, -INF)), only_biased=True),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_row_whose_allowed_tokens_are_all_outside_ends_without_a_draft_or_a_warning(name):
+    ids, logits, _ = subset_and_full(1, 2, 300, vocab=VOCAB)
+    ids = torch.where(ids == 3, VOCAB, ids)
+    rows = [draw_row("none", ENDLESS[name]), draw_row("some", SAMPLINGS["biased"])]
+    drawn = draw_steps(rows, [(["none", "some"], logits, 1)] * 2, ids)
+    none, some = drawn["none"], drawn["some"]
+    assert (none.token_ids, none.q_ids, none.q_probs, none.alternatives, none.confidence) == (
+        [],
+        None,
+        None,
+        None,
+        None,
+    )
+    assert (none.exhausted, none.bad_logits) == (True, False)
+    assert (len(some.token_ids), some.exhausted, some.bad_logits) == (2, False, False)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_biases_of_tokens_outside_are_dropped_and_the_others_count(mode):
+    ids = torch.tensor([77, 400, 5, 3, 60])
+    sampling = DraftSampling(mode, temperature=3.0, seed=1, top_n=8, biases=ONLY, only_biased=True)
+    names = [str(i) for i in range(40)]
+    rows = [draw_row(name, sampling, position) for position, name in enumerate(names)]
+    drawn = draw_steps(rows, [(names, torch.zeros(40, 5), 0)], ids)
+    tokens = {drawn[name].token_ids[0] for name in names}
+    assert tokens == ({3} if mode is Mode.GREEDY else {3, 77})
+    assert not any(drawn[name].exhausted for name in names)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLINGS if name not in ("greedy-only", "coupled-only", "only")])
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_bad_logits_of_a_cut_vocabulary_end_the_row_with_a_valid_id(name, bad):
+    ids, logits, _ = subset_and_full(2, 2, 400)
+    logits[0, 7 if bad > 0 else slice(None)] = bad
+    rows = [draw_row("bad", SAMPLINGS[name]), draw_row("good", SAMPLINGS[name])]
+    draws = Draws(rows, ids)
+    tokens = draws.draw(logits, ["bad", "good"], alternatives=2)
+    assert int(tokens[0]) in ids.tolist()
+    drawn = draws.results({"bad": [int(tokens[0])], "good": [int(tokens[1])]})
+    assert (drawn["bad"].token_ids, drawn["bad"].bad_logits, drawn["bad"].exhausted) == ([], True, False)
+    assert len(drawn["good"].token_ids) == 1
+
+
+def test_a_vocabulary_of_another_size_than_the_logits_is_an_error():
+    draws = Draws([draw_row("a", DraftSampling())], torch.arange(7))
+    with pytest.raises(ValueError, match="vocab_ids: 7 tokens for 500 columns of logits"):
+        draws.draw(random_logits(1), ["a"])
+
+
+def test_greedy_alternatives_are_the_next_logits_with_plain_probabilities():
+    logits = random_logits(1)
+    drawn = draw_steps([draw_row("a", DraftSampling(temperature=0.0))], [(["a"], logits, 3)])["a"]
+    top = logits[0].topk(4)
+    assert [drawn.token_ids[0], *drawn.alternatives[0].tolist()] == top.indices.tolist()
+    torch.testing.assert_close(torch.from_numpy(drawn.confidence[0]), logits[0].softmax(-1)[top.indices])
+    assert (drawn.alternatives.dtype, drawn.confidence.dtype) == ("int32", "float32")
+
+
+def test_alternatives_of_rejection_are_the_likeliest_of_q_without_the_token_drawn():
+    names = [str(i) for i in range(50)]
+    rows = [draw_row(name, SAMPLINGS["rejection"], position) for position, name in enumerate(names)]
+    drawn = draw_steps(rows, [(names, random_logits(1).repeat(50, 1) * 0.3, 2)])
+    assert len({drawn[name].token_ids[0] for name in names}) > 2
+    for name in names:
+        row = drawn[name]
+        q = dict(zip(row.q_ids[0].tolist(), row.q_probs[0].tolist(), strict=True))
+        others = [token for token in q if token != row.token_ids[0]][:2]
+        assert row.alternatives[0].tolist() == others
+        assert row.confidence[0].tolist() == [q[row.token_ids[0]], *(q[token] for token in others)]
+
+
+def test_alternatives_beyond_what_may_be_drawn_are_none():
+    samplings = {
+        "coupled": DraftSampling(Mode.COUPLED, temperature=1.0, top_k=2, seed=3),
+        "rejection": DraftSampling(Mode.REJECTION, temperature=1.0, top_k=2, seed=3, top_n=2),
+        "greedy": DraftSampling(biases=((5, 0.0), (6, 0.0), (7, -INF)), only_biased=True),
+    }
+    drawn = draw_steps([draw_row(n, s) for n, s in samplings.items()], [(list(samplings), random_logits(3), 3)])
+    for row in drawn.values():
+        assert row.alternatives[0, 1:].tolist() == [-1, -1]
+        assert row.alternatives[0, 0] not in (-1, row.token_ids[0])
+        assert row.confidence[0, 2:].tolist() == [0, 0]
+        assert row.confidence[0].sum() == pytest.approx(1)
+
+
+def test_steps_may_ask_for_more_and_fewer_alternatives():
+    logits = random_logits(1)
+    steps = [(["a"], logits, 1), (["a"], logits, 0), (["a"], logits, 2)]
+    drawn = draw_steps([draw_row("a", DraftSampling())], steps)["a"]
+    second, third = logits[0].topk(3).indices.tolist()[1:]
+    assert drawn.alternatives.tolist() == [[second, -1], [-1, -1], [second, third]]
+    assert (drawn.confidence[:, 0] > 0).tolist() == [True, False, True]
+    assert draw_steps([draw_row("a", DraftSampling())], [(["a"], logits, 0)])["a"].alternatives is None

@@ -68,8 +68,8 @@ EVERY_KIND = [
     open_request(sampling=drawn(biases=((7, 1.5), (999, -INF), (0, -MAX_BIAS)))),
     open_request(sampling=drawn(mode=Mode.GREEDY, biases=((7, 1.5), (8, -INF)), only_biased=True)),
     open_request(offset=1, prompt_len=6, sampling=drawn(top_n=0)),
-    Commit(3, 5, [7]),
-    Commit(3, 6, [1, 2, 3, 4, 999]),
+    Commit(3, 5, [7], 2, 1),
+    Commit(3, 6, [1, 2, 3, 4, 999], 2, 1),
     Close(3, CloseReason.FINISHED),
     Close(0, CloseReason.ABORTED),
     Close(1, CloseReason.PREEMPTED),
@@ -109,13 +109,13 @@ def test_biases_arrive_rounded_to_float32():
 
 
 def test_arrays_of_ids_are_taken_and_lists_come_out():
-    (message,) = repack([Commit(1, 1, np.array([5, 6], dtype=np.int64))])
-    assert message == Commit(1, 1, [5, 6])
+    (message,) = repack([Commit(1, 1, np.array([5, 6], dtype=np.int64), 2, 1)])
+    assert message == Commit(1, 1, [5, 6], 2, 1)
     assert type(message.token_ids) is list
 
 
 def test_commit_properties():
-    commit = Commit(1, 10, [4, 5, 6])
+    commit = Commit(1, 10, [4, 5, 6], 2, 1)
     assert (commit.accepted_len, commit.next_token, commit.committed_len) == (2, 6, 13)
 
 
@@ -137,9 +137,9 @@ def test_long_prompt_is_cut_at_growing_offsets(prompt_len, num_biases):
     sampling = drawn(biases=tuple((i, 1.0) for i in range(num_biases)), only_biased=num_biases > 0)
     later = drawn()
     whole = open_request(prompt_len=prompt_len, token_ids=ids, sampling=sampling)
-    pieces = repack([Commit(9, 1, [1]), whole, Commit(9, 2, [2])])
-    assert pieces[0] == Commit(9, 1, [1])
-    assert pieces[-1] == Commit(9, 2, [2])
+    pieces = repack([Commit(9, 1, [1], 2, 1), whole, Commit(9, 2, [2], 2, 1)])
+    assert pieces[0] == Commit(9, 1, [1], 2, 1)
+    assert pieces[-1] == Commit(9, 2, [2], 2, 1)
     offset = 0
     for piece in pieces[1:-1]:
         part = ids[offset : offset + len(piece.token_ids)]
@@ -157,7 +157,7 @@ def test_the_most_biases_fit_the_smallest_frame_whatever_is_before_them():
     sampling = drawn(biases=tuple((i, -float(i)) for i in range(MAX_BIASED_TOKENS)), only_biased=True)
     opening = open_request(sampling=sampling)
     assert repack([opening], MIN_FRAME_WORDS) == [opening]
-    before = [Commit(1, 1, [1])] * 700
+    before = [Commit(1, 1, [1], 2, 1)] * 700
     assert repack([*before, opening, opening], MIN_FRAME_WORDS) == [*before, opening, opening]
 
 
@@ -178,14 +178,14 @@ def test_a_q_too_large_for_the_frames_is_refused_where_it_is_asked_for_and_where
     assert unpack(payload, 2000, K, capacity) == [opening]
     with pytest.raises(MessageError, match="do not fit"):
         pack([answer], MIN_FRAME_WORDS)
-    with pytest.raises(MessageError, match=r"Open\.top_n: answers of 4105 words"):
+    with pytest.raises(MessageError, match=r"Open\.top_n: answers of 4107 words"):
         unpack(payload, 2000, K, MIN_FRAME_WORDS)
     assert unpack(payload, 1000, K, MIN_FRAME_WORDS) == [opening], "no more columns than tokens"
 
 
 def test_message_that_cannot_fit_is_refused():
-    with pytest.raises(MessageError, match="Commit: 304 words do not fit"):
-        pack([Commit(1, 1, [1] * 300)], CAPACITY)
+    with pytest.raises(MessageError, match="Commit: 306 words do not fit"):
+        pack([Commit(1, 1, [1] * 300, 2, 1)], CAPACITY)
 
 
 def test_frame_without_room_for_an_open_is_refused():
@@ -195,7 +195,7 @@ def test_frame_without_room_for_an_open_is_refused():
 
 def test_id_over_32_bits_is_refused_when_packing():
     with pytest.raises(MessageError, match="32-bit"):
-        pack([Commit(1, 1, [2**31])], CAPACITY)
+        pack([Commit(1, 1, [2**31], 2, 1)], CAPACITY)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ def test_id_over_32_bits_is_refused_when_packing():
         (lambda: drawn(biases=((1, -1e39),)), "Open.biases"),
         (lambda: drawn(only_biased=True), "Open.only_biased"),
         (lambda: drawn(biases=((1, -INF),), only_biased=True), "Open.only_biased"),
-        (lambda: Commit(-1, 1, [1]), "Commit.request"),
-        (lambda: Commit(1, -1, [1]), "Commit.base_committed_len"),
-        (lambda: Commit(1, MAX_INT31, [1]), "Commit.base_committed_len"),
-        (lambda: Commit(1, 1, []), "Commit.token_ids"),
+        (lambda: Commit(-1, 1, [1], 2, 1), "Commit.request"),
+        (lambda: Commit(1, -1, [1], 2, 1), "Commit.base_committed_len"),
+        (lambda: Commit(1, MAX_INT31, [1], 2, 1), "Commit.base_committed_len"),
+        (lambda: Commit(1, 1, [], 2, 1), "Commit.token_ids"),
         (lambda: Close(-1, CloseReason.FINISHED), "Close.request"),
         (lambda: Proposals(-1, 1, []), "Proposals.request"),
         (lambda: Proposals(1, -1, []), "Proposals.base_committed_len"),
@@ -281,9 +281,9 @@ def test_q_within_the_tolerance_is_taken():
         (open_request(token_ids=[-1, 2, 3, 4, 5]), "Open.token_ids"),
         (open_request(num_speculative_tokens=K + 1), "Open.num_speculative_tokens"),
         (open_request(sampling=drawn(biases=((1, 1.0), (VOCAB, 1.0)))), "Open.biases"),
-        (Commit(1, 1, [VOCAB]), "Commit.token_ids"),
-        (Commit(1, 1, [3, -1, 3]), "Commit.token_ids"),
-        (Commit(1, 1, [1] * (K + 2)), "Commit.token_ids"),
+        (Commit(1, 1, [VOCAB], 2, 1), "Commit.token_ids"),
+        (Commit(1, 1, [3, -1, 3], 2, 1), "Commit.token_ids"),
+        (Commit(1, 1, [1] * (K + 2), 2, 1), "Commit.token_ids"),
         (Proposals(1, 1, [VOCAB]), "Proposals.token_ids"),
         (Proposals(1, 1, [1] * (K + 1)), "Proposals.token_ids"),
         (Proposals(1, 1, [1], q=SparseQ(np.array([[1, VOCAB]], np.int32), np.array([[1, 0]], np.float32))), "q_ids"),
@@ -306,7 +306,7 @@ def test_vocabulary_and_k_are_checked_on_receipt(message, field):
         ([MAX_INT31, 3, 4, 1, 1], "payload.count"),
         ([1, 3, 4, 1, 1, 0], "payload.count"),
         ([2, 3, 4, 1, 1, 3, 4, 1, 1, 3, 4, 1, 1], "payload.count"),
-        ([2, 2, 8, 1, 1, 5, 5, 5, 5], "payload.count"),
+        ([2, 2, 10, 1, 1, 4, 4, 5, 5, 5, 5], "payload.count"),
         ([1, 0, 4, 1, 1], "message.type"),
         ([1, 5, 4, 1, 1], "message.type"),
         ([1, 3, 3, 1, 1], "message.length"),
@@ -316,12 +316,18 @@ def test_vocabulary_and_k_are_checked_on_receipt(message, field):
         ([1, 2, MAX_INT31, 1, 1], "message.length"),
         ([1, 3, 4, 1, 9], "Close.reason"),
         ([1, 3, 4, -1, 1], "Close.request"),
-        ([1, 2, 4, 1, 1], "Commit.token_ids"),
-        ([1, 4, 7, 1, 1, 9, 0, 0], "Proposals.status"),
-        ([1, 4, 7, 1, 1, 1, -1, 0], "Proposals.token_ids"),
-        ([1, 4, 7, 1, 1, 1, 1, 0], "Proposals.q_ids"),
-        ([1, 4, 7, 1, 1, 1, 0, 5], "Proposals.q_ids"),
-        ([1, 4, 7, 1, 1, 1, 4, MAX_INT31], "Proposals.q_ids"),
+        ([1, 2, 6, 1, 1, 4, 4], "Commit.token_ids"),
+        ([1, 2, 7, 1, 1, K + 1, 0, 5], "Commit.num_wanted"),
+        ([1, 2, 7, 1, 1, -1, 0, 5], "Commit.num_wanted"),
+        ([1, 2, 7, 1, 1, 2, 3, 5], "Commit.num_on_miss"),
+        ([1, 2, 7, 1, 1, 2, -1, 5], "Commit.num_on_miss"),
+        ([1, 4, 9, 1, 1, 9, 0, 0, 0, 0], "Proposals.status"),
+        ([1, 4, 9, 1, 1, 1, 0, 0, 4, 0], "Proposals.origin"),
+        ([1, 4, 9, 1, 1, 1, 0, 0, 1, -1], "Proposals.step_us"),
+        ([1, 4, 9, 1, 1, 1, -1, 0, 0, 0], "Proposals.token_ids"),
+        ([1, 4, 9, 1, 1, 1, 1, 0, 0, 0], "Proposals.q_ids"),
+        ([1, 4, 9, 1, 1, 1, 0, 5, 0, 0], "Proposals.q_ids"),
+        ([1, 4, 9, 1, 1, 1, 4, MAX_INT31, 0, 0], "Proposals.q_ids"),
     ],
 )
 def test_wrong_words_are_named(words, field):
@@ -452,7 +458,7 @@ def test_a_round_fits_one_frame(seqs, k, n):
     q = sparse_q(k, n) if n else None
     ids = [i * n for i in range(k)] if n else [1] * k
     proposals = [Proposals(r, 9, ids, q=q) for r in range(seqs)]
-    commits = [m for r in range(seqs) for m in (Commit(r, 9, [1] * (k + 1)), Close(r, CloseReason.FINISHED))]
+    commits = [m for r in range(seqs) for m in (Commit(r, 9, [1] * (k + 1), 2, 1), Close(r, CloseReason.FINISHED))]
     assert len(pack(proposals, capacity)) == 1
     assert len(pack(commits, capacity)) == 1
 

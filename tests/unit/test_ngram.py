@@ -6,7 +6,8 @@ import pytest
 
 from actors.drafting.ngram import NgramIndex, NgramStrategy
 from actors.drafting.strategy import Draft, UnknownSequence
-from actors.messages import DraftSampling, ProposalStatus
+from actors.length.origin import Origin
+from actors.messages import Commit, DraftSampling, ProposalStatus
 from actors.verification.mode import Mode
 
 KEY, OTHER = (1, 1), (2, 1)
@@ -58,33 +59,36 @@ def test_no_match_no_proposal(tokens):
     assert NgramIndex(tokens, 2, 4).lookup(4) == []
 
 
-def test_a_strategy_answers_each_sequence_at_its_own_length_and_k():
+def commit(key, base, tokens, k):
+    return Commit(key[1], base, tokens, k, k)
+
+
+def test_a_strategy_answers_each_commit_at_once_at_its_own_length_and_k():
     strategy = NgramStrategy(2, 4)
-    assert strategy.open(KEY, [1, 2, 3, 1, 2], 4, SAMPLING) is True
-    assert strategy.open(OTHER, [5, 6, 5, 6], 1, SAMPLING) is True
-    assert strategy.draft([KEY, OTHER, (9, 9)]) == [
-        Draft(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK),
-        Draft(OTHER, 4, [5], ProposalStatus.OK),
-    ]
-    strategy.commit(KEY, 5, [3, 9])
-    assert strategy.draft([KEY]) == [Draft(KEY, 7, [], ProposalStatus.OK)]
+    assert strategy.open(KEY, [1, 2, 3, 1], 4, SAMPLING) == Draft(KEY, 4, [], ProposalStatus.READY)
+    strategy.open(OTHER, [5, 6, 5], 4, SAMPLING)
+    drafted = strategy.commit(KEY, commit(KEY, 4, [2], 4))
+    assert drafted == Draft(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=Origin.MISS)
+    assert strategy.commit(OTHER, commit(OTHER, 3, [6], 1)).token_ids == [5]
+    assert strategy.commit(KEY, commit(KEY, 5, [3, 9], 4)).token_ids == []
+    assert strategy.commit(OTHER, commit(OTHER, 4, [5], 0)) is None
+    assert strategy.commit(OTHER, commit(OTHER, 5, [6], 2)).token_ids == [5, 6]
     assert strategy.usage()["num_sequences"] == 2
     strategy.close(OTHER)
     strategy.close(OTHER)
-    assert strategy.draft([OTHER]) == []
     assert strategy.usage()["num_sequences"] == 1
 
 
 def test_a_commit_for_an_unknown_sequence_or_length_is_refused():
     strategy = NgramStrategy(2, 4)
     with pytest.raises(UnknownSequence):
-        strategy.commit(KEY, 0, [1])
+        strategy.commit(KEY, commit(KEY, 0, [1], 4))
     strategy.open(KEY, [1, 2], 4, SAMPLING)
     with pytest.raises(UnknownSequence):
-        strategy.commit(KEY, 3, [1])
+        strategy.commit(KEY, commit(KEY, 3, [1], 4))
 
 
-def test_nothing_to_prefill():
+def test_there_is_no_work_beside_the_answers():
     strategy = NgramStrategy(2, 4)
     strategy.open(KEY, [1] * 1000, 4, SAMPLING)
-    assert strategy.prefill() is None
+    assert strategy.plan() == (None, [])

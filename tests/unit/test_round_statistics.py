@@ -2,6 +2,7 @@
 
 import pytest
 
+from actors.length.origin import Origin
 from actors.round_statistics import RoundStatistics, RoundTimes
 
 
@@ -25,7 +26,21 @@ def test_plain_rounds_count_as_rounds_and_as_nothing_else():
         "late_rounds": 0,
         "proposals": 0,
         "proposal_bytes": 0,
+        "main_line_hits": 0,
+        "side_branch_hits": 0,
+        "misses": 0,
+        "draft_step_ms": 0.0,
     }
+
+
+def test_answers_count_by_where_their_drafts_come_from():
+    statistics = RoundStatistics()
+    for origin, step_us in ((Origin.MAIN_LINE, 0), (Origin.MISS, 2500), (Origin.MAIN_LINE, 0), (Origin.SIDE_BRANCH, 0)):
+        statistics.count_answer(origin, step_us)
+    statistics.count_answer(Origin.NONE, 0)
+    snapshot = statistics.snapshot()
+    assert (snapshot["main_line_hits"], snapshot["side_branch_hits"], snapshot["misses"]) == (2, 1, 1)
+    assert snapshot["draft_step_ms"] == 2.5
 
 
 def test_frames_count_when_they_bring_drafts():

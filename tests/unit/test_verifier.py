@@ -5,6 +5,7 @@ import time
 import pytest
 
 from actors.message_codec import unpack
+from actors.length.fixed import FixedLengths
 from actors.messages import Close, CloseReason, Commit, Open, Proposals, ProposalStatus
 from actors.rounds import TrackedRequest
 from actors.verifier import Verifier
@@ -70,7 +71,9 @@ def never_after_ready(message):
 
 
 def make(link=None, round_deadline_ms=10.0, link_deadline_ms=60_000.0):
-    verifier = Verifier(LinkConfig(round_deadline_ms=round_deadline_ms, link_deadline_ms=link_deadline_ms))
+    verifier = Verifier(
+        LinkConfig(round_deadline_ms=round_deadline_ms, link_deadline_ms=link_deadline_ms), FixedLengths(4)
+    )
     if link is not None:
         verifier.offer_link(link)
         verifier.begin_step()
@@ -82,7 +85,7 @@ def tracked(request_id="a"):
 
 
 def step(verifier, committed, num_drafts=None, finished=()):
-    verifier.step_starts()
+    verifier.step_starts(len(committed), len(committed), decodes_only=True)
     verifier.begin_step()
     verifier.end_step(committed, num_drafts or {}, finished)
     return verifier.take_drafts(list(committed))

@@ -323,8 +323,50 @@ class LinkStatus(_message.Message):
     last_error: str
     def __init__(self, state: _Optional[_Union[LinkState, str]] = ..., epoch: _Optional[int] = ..., reconnects: _Optional[int] = ..., drafter: _Optional[str] = ..., rtt_us: _Optional[float] = ..., last_error: _Optional[str] = ...) -> None: ...
 
+class LengthDecisions(_message.Message):
+    __slots__ = ("speculating", "switches", "chosen_lengths", "probes", "step_fixed_ms", "step_per_token_ms", "step_uneven_ms", "draft_step_ms", "origins", "acceptance_by_position", "expected_rate", "expected_plain_rate")
+    class ChosenLengthsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class OriginsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    SPECULATING_FIELD_NUMBER: _ClassVar[int]
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PROBES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIXED_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_PER_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_UNEVEN_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    ORIGINS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_RATE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_PLAIN_RATE_FIELD_NUMBER: _ClassVar[int]
+    speculating: bool
+    switches: int
+    chosen_lengths: _containers.ScalarMap[int, int]
+    probes: int
+    step_fixed_ms: float
+    step_per_token_ms: float
+    step_uneven_ms: float
+    draft_step_ms: float
+    origins: _containers.ScalarMap[str, float]
+    acceptance_by_position: _containers.RepeatedScalarFieldContainer[float]
+    expected_rate: float
+    expected_plain_rate: float
+    def __init__(self, speculating: _Optional[bool] = ..., switches: _Optional[int] = ..., chosen_lengths: _Optional[_Mapping[int, int]] = ..., probes: _Optional[int] = ..., step_fixed_ms: _Optional[float] = ..., step_per_token_ms: _Optional[float] = ..., step_uneven_ms: _Optional[float] = ..., draft_step_ms: _Optional[float] = ..., origins: _Optional[_Mapping[str, float]] = ..., acceptance_by_position: _Optional[_Iterable[float]] = ..., expected_rate: _Optional[float] = ..., expected_plain_rate: _Optional[float] = ...) -> None: ...
+
 class RoundStatistics(_message.Message):
-    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals", "proposals", "proposal_bytes")
+    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals", "proposals", "proposal_bytes", "main_line_hits", "side_branch_hits", "misses", "draft_step_ms", "lengths")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +379,11 @@ class RoundStatistics(_message.Message):
     REFUSED_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAIN_LINE_HITS_FIELD_NUMBER: _ClassVar[int]
+    SIDE_BRANCH_HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     drafted_rounds: int
     drafted: int
@@ -349,7 +396,12 @@ class RoundStatistics(_message.Message):
     refused_proposals: int
     proposals: int
     proposal_bytes: int
-    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ..., proposals: _Optional[int] = ..., proposal_bytes: _Optional[int] = ...) -> None: ...
+    main_line_hits: int
+    side_branch_hits: int
+    misses: int
+    draft_step_ms: float
+    lengths: LengthDecisions
+    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ..., proposals: _Optional[int] = ..., proposal_bytes: _Optional[int] = ..., main_line_hits: _Optional[int] = ..., side_branch_hits: _Optional[int] = ..., misses: _Optional[int] = ..., draft_step_ms: _Optional[float] = ..., lengths: _Optional[_Union[LengthDecisions, _Mapping]] = ...) -> None: ...
 
 class RoundTime(_message.Message):
     __slots__ = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms", "samples")

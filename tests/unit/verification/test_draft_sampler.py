@@ -1,10 +1,16 @@
+import math
+
+import pytest
 import torch
 
 from actors.verification import torch_kernel
 from actors.verification.batch import Sampling, VerificationBatch
-from actors.verification.draft_sampler import sample_drafts
+from actors.verification.constraints import constrain_logits
+from actors.verification.draft_sampler import likeliest, sample_drafts
+from actors.verification.gumbel import TokenSubset, gumbel
 from actors.verification.interface import choose
 from actors.verification.mode import Mode
+from actors.verification.tiles import search_maxima
 from tests.unit.verification.toy_target import plain_constraints
 
 
@@ -61,3 +67,59 @@ def test_no_rows():
 
 def test_the_cpu_gets_torch():
     assert choose("cpu") is torch_kernel.verify
+
+
+def random_subset(seed, vocab_size, size, rows):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(vocab_size, generator=generator)[:size]
+    return ids, torch.randn(rows, size, generator=generator) * 3
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(5000, 1500), (5000, 1024), (5000, 5000), (40, 7), (300, 257)])
+@pytest.mark.parametrize("constraints", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_coupled_ranking_is_that_of_all_noisy_scores(vocab_size, size, constraints):
+    rows, alternatives = 40, 3
+    ids, logits = random_subset(size, vocab_size, size, rows)
+    seed, position = torch.arange(rows) - 25, torch.arange(rows) + 7
+    c = plain_constraints(rows, 0.8, **constraints)
+    noise = torch.stack([gumbel(s.expand(size), p.expand(size), ids) for s, p in zip(seed, position, strict=True)])
+    log_p = constrain_logits(logits, c)
+    scores, columns = (log_p + noise).topk(alternatives + 1)
+    expected = torch.where(scores > -math.inf, ids[columns], -1)
+    probs = log_p.softmax(-1).gather(1, columns)
+    drawn = sample_drafts(logits, Mode.COUPLED, c, seed, position, position, 8, TokenSubset(ids), alternatives)
+    assert torch.equal(torch.cat([drawn.ids.unsqueeze(1), drawn.alternatives], dim=1), expected)
+    torch.testing.assert_close(drawn.confidence, probs)
+
+
+def test_coupled_drafts_from_a_subset_are_the_targets_own_tokens_where_it_chooses_among_them():
+    ids, logits = random_subset(3, 3000, 900, 50)
+    full = torch.full((50, 3000), -math.inf)
+    full[:, ids] = logits
+    seed, position = torch.arange(50), torch.arange(50) + 7
+    sampling = Sampling.uniform(Mode.COUPLED, seed, position, temperature=0.8)
+    none = torch.zeros(50, dtype=torch.int64)
+    chosen = torch_kernel.verify(VerificationBatch.build(full, none, none[:0], sampling)).token_ids[:, 0]
+    drawn = sample_drafts(
+        logits, Mode.COUPLED, plain_constraints(50, 0.8), seed, position, position, subset=TokenSubset(ids)
+    )
+    assert torch.equal(drawn.ids, chosen.to(torch.int64))
+
+
+def test_columns_of_a_subset():
+    subset = TokenSubset(torch.tensor([40, 3, 17, 2, 900]))
+    assert subset.columns_of(torch.tensor([900, 2, 3, 4, 18, 0, 901, 16, 5000, 40])).tolist() == [
+        *[4, 3, 1, 5, 5, 5, 5, 5, 5, 0]
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 3, 11, 64])
+def test_the_likeliest_by_tiles_are_those_of_topk(n):
+    _, logits = random_subset(n, 4096, 4096, 5)
+    logits[1, 5:9] = 50.0
+    logits[2] = -math.inf
+    logits[2, 77] = 1.0
+    values, ids = likeliest(logits, n, search_maxima(logits))
+    assert torch.equal(values, logits.topk(n).values)
+    assert torch.equal(logits.gather(1, ids), values)
+    assert all(len(set(row)) == n for row in ids.tolist())

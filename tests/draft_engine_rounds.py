@@ -1,0 +1,156 @@
+"""Rounds over a real draft model's engine: `python draft_engine_rounds.py MODEL`. Prints one JSON object.
+
+Every commit is answered twice: by a drafter that drafts ahead, with side branches, guesses and maybe a cut vocabulary,
+and by one that drafts everything at the last moment. The verifier is played here and forces hits of both kinds, misses
+and stale drafts. A process of its own, because an engine stays in the process that started it.
+"""
+
+import itertools
+import json
+import os
+import random
+import sys
+
+import numpy as np
+
+VOCAB = 256
+ROUNDS = 40
+
+
+class Side:
+    """One drafter, which works until it has answered."""
+
+    def __init__(self, link, strategy):
+        self.link, self.strategy = link, strategy
+
+    def open(self, request, prompt, sampling):
+        self.strategy.open((self.link, request), list(prompt), 4, sampling)
+        self.work_off()
+
+    def commit(self, commit):
+        answer = self.strategy.commit((self.link, commit.request), commit)
+        return [answer] if answer is not None else self.work_until_answered()
+
+    def work_until_answered(self):
+        while True:
+            work, answers = self.strategy.plan()
+            if work is not None:
+                work.execute()
+                answers = answers + self.strategy.complete(work)
+            if answers or work is None:
+                return answers
+
+    def work_off(self):
+        while (work := self.strategy.plan()[0]) is not None:
+            work.execute()
+            self.strategy.complete(work)
+
+
+def outcome(rng, strategy, key, drafts):
+    """What the verifier commits, and how it comes about."""
+    sequence = strategy._residents[key].sequence
+    kind = rng.choice(["main line", "main line", "side branch", "side branch", "other", "stale"])
+    if kind == "main line" and sequence.num_drafted > len(drafts):
+        return kind, sequence.main.ids(sequence.committed_len, sequence.committed_len + len(drafts) + 1)
+    if kind == "side branch" and sequence.sides:
+        position, token = rng.choice(sorted(sequence.sides))
+        return kind, [*drafts[: position - sequence.committed_len], token]
+    accepted = rng.randint(0, len(drafts)) if kind == "other" else 0
+    return kind, [*drafts[:accepted], rng.randrange(VOCAB)]
+
+
+def alike(mine, theirs):
+    """Whether q is the same but for rounding, which depends on the shape of the batch."""
+    if mine is None or theirs is None:
+        return mine is theirs
+    dense = np.zeros((2, len(mine.ids), VOCAB + 16))
+    for half, q in zip(dense, (mine, theirs), strict=True):
+        np.put_along_axis(half, q.ids, q.probs, axis=1)
+    return np.allclose(dense[0], dense[1], atol=1e-3)
+
+
+def play(rng, ahead, at_once, sampling, request):
+    """Returns the number of answers that agree, of differences, and of answers by origin."""
+    prompt = [rng.randrange(20) for _ in range(rng.choice([5, 31, 32, 33, 70]))]
+    ahead.open(request, prompt, sampling)
+    at_once.open(request, prompt, sampling)
+    length, drafts = len(prompt), []
+    agree, differ, origins = 0, [], {}
+    for _ in range(ROUNDS):
+        if not drafts:
+            kind, tokens = "other", [rng.randrange(20)]
+        else:
+            kind, tokens = outcome(rng, ahead.strategy, (ahead.link, request), drafts)
+        commit = Commit(request, length, tokens, 4, 4)
+        length += len(tokens)
+        (mine,), (theirs,) = ahead.commit(commit), at_once.commit(commit)
+        same = mine.token_ids == theirs.token_ids and alike(mine.q, theirs.q)
+        agree += same
+        if not same:
+            differ.append([kind, length, mine.token_ids, theirs.token_ids])
+        origins[mine.origin.name] = origins.get(mine.origin.name, 0) + 1
+        drafts = mine.token_ids
+        if kind == "stale":
+            continue  # the next commit comes while what is drafted ahead is half done
+        ahead.work_off()
+    for side in (ahead, at_once):
+        side.strategy.close((side.link, request))
+    return agree, differ, origins
+
+
+def main(model):
+    from actors.drafting.draft_engine import DraftEngine
+    from cluster.config import DraftModelConfig
+    from cluster.engine_args import drafter_vllm_config
+
+    config = DraftModelConfig(
+        method="draft_model",
+        model=model,
+        dtype="float32",
+        max_model_len=512,
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,  # else one side would find what the other has computed
+    )
+    engine = DraftEngine(drafter_vllm_config(config, None, None), in_process=True)
+    limits = LookaheadLimits(max_side_branches=12, prompt_lookup_min=1, prompt_lookup_max=3)
+    report = {}
+    for cut in (False, True):
+        vocabulary = None
+        if cut:
+            vocabulary = DraftVocabulary(engine.vocab_size, 200, half_life_tokens=10)
+            engine.cut_head(vocabulary.token_ids)
+        for name, sampling in SAMPLINGS.items():
+            rng = random.Random(5)
+            # Changes of the vocabulary between the two answers would be differences: the second follows the first.
+            ahead = Side(1, DraftModelStrategy(engine, 16, limits, vocabulary, itertools.count().__next__))
+            at_once = Side(2, DraftModelStrategy(engine, 16, LookaheadLimits(ahead=False)))
+            agree, differ, origins = 0, [], {}
+            for request in range(3):
+                same, other, seen = play(rng, ahead, at_once, sampling, request)
+                agree, differ = agree + same, differ + other
+                origins = {origin: origins.get(origin, 0) + seen.get(origin, 0) for origin in {*origins, *seen}}
+            ahead.work_off(), at_once.work_off()
+            strategy = ahead.strategy
+            report[f"{name}{', cut' if cut else ''}"] = {
+                "agree": agree,
+                "differ": differ,
+                "origins": origins,
+                "guesses_right": strategy.guesses_right,
+                "usage": {**strategy.usage(), "kv_cache_usage": engine.kv_cache_usage},
+            }
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from actors.drafting.draft_model import DraftModelStrategy, LookaheadLimits
+    from actors.drafting.draft_vocabulary import DraftVocabulary
+    from actors.messages import Commit, DraftSampling
+    from actors.verification.mode import Mode
+
+    SAMPLINGS = {
+        "greedy": DraftSampling(),
+        "coupled": DraftSampling(Mode.COUPLED, temperature=1.0, seed=11),
+        "rejection": DraftSampling(Mode.REJECTION, temperature=1.0, seed=12, top_n=16),
+    }
+    main(sys.argv[1])

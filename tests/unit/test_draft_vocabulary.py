@@ -1,0 +1,199 @@
+"""The cut draft vocabulary against a slow one that follows its rules word for word, over random sequences of calls."""
+
+import random
+
+import pytest
+
+from actors.drafting import draft_vocabulary
+from actors.drafting.draft_vocabulary import DraftVocabulary
+
+
+class SlowVocabulary:
+    """Looks at every slot for every replacement."""
+
+    def __init__(self, vocab_size, num_slots, always, half_life_tokens):
+        others = [token for token in range(vocab_size) if token not in always]
+        self.tokens = sorted([*always, *others[: num_slots - len(always)]])
+        self.weights = dict.fromkeys(self.tokens, 0.0)
+        self.always, self.growth = always, 2.0 ** (1.0 / half_life_tokens)
+        self.use = 1.0
+        self.pinned = {}
+        self.waiting = []
+
+    def is_pinned(self, token):
+        return any(token in tokens for tokens in self.pinned.values())
+
+    def pin(self, key, token_ids):
+        self.unpin(key)
+        self.pinned[key] = list(dict.fromkeys(token_ids))
+        for token in self.pinned[key]:
+            if token in self.tokens:
+                self.weights[token] += self.use
+            elif token not in self.waiting and not self.take_in(token):
+                self.waiting.append(token)
+
+    def unpin(self, key):
+        self.pinned.pop(key, None)
+        self.waiting = [token for token in self.waiting if self.is_pinned(token)]
+        while self.waiting and self.take_in(self.waiting[0]):
+            self.waiting.pop(0)
+
+    def observe(self, token_ids):
+        for token in token_ids:
+            self.use *= self.growth
+            if token in self.tokens:
+                self.weights[token] += self.use
+            else:
+                self.take_in(token)
+
+    def take_in(self, token):
+        may_go = [t for t in self.tokens if t not in self.always and not self.is_pinned(t)]
+        if not may_go:
+            return False
+        victim = min(may_go, key=lambda t: (self.weights[t], -t))
+        self.tokens[self.tokens.index(victim)] = token
+        self.weights[token] = self.use
+        return True
+
+
+def check(vocabulary, always, pinned):
+    tokens = vocabulary.token_ids
+    assert len(tokens) == len(vocabulary) == vocabulary.num_slots
+    assert len(set(tokens)) == len(tokens), "one id in two slots"
+    assert all(0 <= token < vocabulary.vocab_size and token in vocabulary for token in tokens)
+    assert set(always) <= set(tokens)
+    wanted = {token for held in pinned.values() for token in held} | set(always)
+    assert len(wanted & set(tokens)) == min(len(wanted), len(tokens)), "room left for a pinned id"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_calls(seed, monkeypatch):
+    rng = random.Random(seed)
+    vocab_size = rng.choice([8, 40, 200])
+    num_slots = rng.randint(1, vocab_size)
+    always = frozenset(rng.sample(range(vocab_size), rng.randint(0, min(3, num_slots))))
+    half_life = rng.choice([1, 5, 64])
+    if seed % 3:
+        monkeypatch.setattr(draft_vocabulary, "_RESCALE_AT", 2.0**3)
+    fast = DraftVocabulary(vocab_size, num_slots, always, half_life)
+    slow = SlowVocabulary(vocab_size, num_slots, always, half_life)
+    slots = fast.token_ids
+    assert slots == slow.tokens
+    for _ in range(120):
+        ids = [min(int(rng.expovariate(6 / vocab_size)), vocab_size - 1) for _ in range(rng.randint(1, 12))]
+        call = rng.random()
+        if call < 0.5:
+            fast.observe(ids)
+            slow.observe(ids)
+        elif call < 0.8:
+            key = rng.randint(0, 4)
+            fast.pin(key, ids)
+            slow.pin(key, ids)
+        else:
+            key = rng.randint(0, 4)
+            fast.unpin(key)
+            slow.unpin(key)
+        check(fast, always, slow.pinned)
+        assert fast.token_ids == slow.tokens
+        if rng.random() < 0.3:
+            changes = fast.take_changes()
+            assert len({slot for slot, _ in changes}) == len(changes)
+            for slot, token in changes:
+                slots[slot] = token
+            assert slots == fast.token_ids, "the owner of the head would hold other rows"
+            assert fast.take_changes() == []
+
+
+def test_it_begins_with_the_lowest_ids_and_those_that_must_be_there():
+    vocabulary = DraftVocabulary(100, 6, always=[99, 2, 98])
+    assert vocabulary.token_ids == [0, 1, 2, 3, 98, 99]
+    assert vocabulary.take_changes() == []
+    assert 98 in vocabulary
+    assert 4 not in vocabulary
+
+
+def test_a_committed_token_takes_the_place_of_the_highest_unused_id():
+    vocabulary = DraftVocabulary(100, 4, always=[99])
+    vocabulary.observe([2, 50])
+    assert vocabulary.take_changes() == [(1, 50)]
+    assert vocabulary.token_ids == [0, 50, 2, 99]
+    assert (vocabulary.num_observed, vocabulary.num_missed) == (2, 1)
+
+
+def test_use_long_ago_counts_less_than_a_little_use_now():
+    fading = DraftVocabulary(100, 2, half_life_tokens=1)
+    fading.observe([0, 0, 0, 1, 50])
+    assert fading.token_ids == [50, 1]
+    lasting = DraftVocabulary(100, 2, half_life_tokens=1000)
+    lasting.observe([0, 0, 0, 1, 50])
+    assert lasting.token_ids == [0, 50]
+
+
+def test_pinned_tokens_stay_until_the_last_of_their_sequences_is_closed():
+    vocabulary = DraftVocabulary(100, 3, half_life_tokens=1)
+    vocabulary.pin("a", [60, 70, 60])
+    vocabulary.pin("b", [60])
+    vocabulary.observe(range(10, 50))
+    assert {60, 70} < set(vocabulary.token_ids)
+    vocabulary.unpin("a")
+    vocabulary.observe(range(10, 50))
+    assert 60 in vocabulary
+    assert 70 not in vocabulary
+    vocabulary.unpin("b")
+    vocabulary.observe(range(10, 50))
+    assert vocabulary.token_ids.count(60) == 0
+    vocabulary.unpin("b")
+
+
+def test_a_prompt_too_rich_for_the_room_loses_its_later_tokens_until_there_is_room():
+    vocabulary = DraftVocabulary(100, 3, always=[0])
+    vocabulary.pin("a", [40, 41])
+    vocabulary.pin("b", [50, 51, 52])
+    assert set(vocabulary.token_ids) == {0, 40, 41}
+    vocabulary.observe([77])
+    assert set(vocabulary.token_ids) == {0, 40, 41}
+    vocabulary.unpin("a")
+    assert set(vocabulary.token_ids) == {0, 50, 51}
+
+
+def test_a_prompt_that_is_opened_anew_replaces_the_old_one():
+    vocabulary = DraftVocabulary(100, 2)
+    vocabulary.pin("a", [40, 41])
+    vocabulary.pin("a", [50, 51])
+    assert set(vocabulary.token_ids) == {50, 51}
+
+
+def test_ids_outside_the_vocabulary_are_passed_over():
+    vocabulary = DraftVocabulary(10, 4)
+    vocabulary.observe([10, -1])
+    vocabulary.pin("a", [10, 99, -5])
+    assert vocabulary.token_ids == [0, 1, 2, 3]
+    vocabulary.unpin("a")
+
+
+def test_what_it_holds_does_not_grow_with_the_text():
+    vocabulary = DraftVocabulary(5000, 20, half_life_tokens=3)
+    rng = random.Random(1)
+    for turn in range(200):
+        vocabulary.pin(turn % 7, rng.sample(range(5000), 9))
+        vocabulary.observe([rng.randrange(5000) for _ in range(50)])
+    for turn in range(7):
+        vocabulary.unpin(turn)
+    assert len(vocabulary._heap) == len(vocabulary._slot_of) == 20
+    for bookkeeping in (vocabulary._off_heap, vocabulary._pins, vocabulary._waiting, vocabulary._pinned_by):
+        assert not bookkeeping
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_slots": 0}, "num_slots: 0 is not in 1 to 10"),
+        ({"num_slots": 11}, "num_slots: 11"),
+        ({"num_slots": 2, "always": [1, 2, 3]}, "always: 3 ids do not fit in 2 slots"),
+        ({"num_slots": 2, "always": [10]}, "always: an id is not in 0 to 9"),
+        ({"num_slots": 2, "half_life_tokens": 0}, "half_life_tokens: 0 is not positive"),
+    ],
+)
+def test_settings_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DraftVocabulary(vocab_size=10, **arguments)
