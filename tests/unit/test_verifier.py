@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from actors.message_codec import unpack
 from actors.length.fixed import FixedLengths
+from actors.message_codec import unpack
 from actors.messages import Close, CloseReason, Commit, Open, Proposals, ProposalStatus
 from actors.rounds import TrackedRequest
 from actors.verifier import Verifier

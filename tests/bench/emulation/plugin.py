@@ -1,0 +1,45 @@
+"""How vLLM finds the emulated model, in every process it starts.
+
+vLLM calls the entry points of the group ``vllm.general_plugins`` in each of its processes: its own front end, the
+engine core, workers, Ray actors, and the short-lived one that inspects a model class. An entry point needs the metadata
+of a distribution, and Python looks for that on its whole path: a directory with two small files, put on PYTHONPATH, is
+enough, and every child process inherits it. Nothing is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.bench.emulation.checkpoint import ARCHITECTURE
+
+DISTRIBUTION = "outrider-emulation"
+REPOSITORY = Path(__file__).parents[3]
+
+
+def register() -> None:
+    """The entry point. By name, so that only a process that loads the model imports it."""
+    from vllm import ModelRegistry
+
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, f"tests.bench.emulation.model:{ARCHITECTURE}")
+
+
+def write_distribution(directory: Path) -> Path:
+    """Write the metadata of a distribution that registers the model. Returns directory."""
+    metadata = directory / f"{DISTRIBUTION.replace('-', '_')}-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\n{DISTRIBUTION} = {register.__module__}:{register.__name__}\n"
+    )
+    return directory
+
+
+def install(directory: Path) -> None:
+    """Make this process and all it starts from now on find the model. Call before vLLM is imported."""
+    added = [str(write_distribution(directory)), str(REPOSITORY)]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*added, *(path for path in inherited if path and path not in added)])
+    sys.path[:0] = [path for path in added if path not in sys.path]

@@ -1,0 +1,73 @@
+"""What an emulated model is told: its step times, its checkpoint, and how vLLM finds its class."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+from deploy.model_check import check_same_tokens, check_same_vocabulary, read_vocabulary
+from tests.bench.emulation.checkpoint import write_checkpoint
+from tests.bench.emulation.emulation import KEY, Emulation
+from tests.bench.emulation.plugin import register, write_distribution
+from tests.bench.emulation.profiles import PROFILES, TEXTS
+from tests.bench.emulation.step_time import StepTime, wait_until
+from tests.bench.emulation.trace import TraceWriter, read_trace
+
+DRAFTER = Emulation("drafter", PROFILES["70b-8b"].drafter, TEXTS["chat"], "/somewhere")
+
+
+def test_a_step_costs_its_base_and_something_for_each_further_token() -> None:
+    step = StepTime(25.0, 0.05)
+    assert [step.step_ms(n) for n in (0, 1, 2, 161)] == pytest.approx([25.0, 25.0, 25.05, 33.0])
+    with pytest.raises(ValueError, match="extra_token_ms"):
+        StepTime(25.0, -0.1)
+
+
+def test_waiting_for_what_is_past_returns() -> None:
+    wait_until(0.0)
+
+
+@pytest.mark.parametrize("emulation", [DRAFTER, Emulation("target", StepTime(1.0, 0.0))])
+def test_a_checkpoint_gives_back_what_it_was_told(tmp_path: Path, emulation: Emulation) -> None:
+    path = write_checkpoint(tmp_path / "model", emulation, vocab_size=600)
+    assert Emulation.from_json(json.loads((path / "config.json").read_text())[KEY]) == emulation
+
+
+def test_both_sides_of_a_pair_have_the_same_tokens(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", Emulation("target", StepTime(1.0, 0.0)), vocab_size=600)
+    drafter = write_checkpoint(tmp_path / "drafter", DRAFTER, vocab_size=600)
+    check_same_vocabulary(*(json.loads((path / "config.json").read_text()) for path in (target, drafter)))
+    vocabularies = read_vocabulary(str(target)), read_vocabulary(str(drafter))
+    assert vocabularies[0] is not None
+    assert vocabularies[1] is not None
+    assert len(vocabularies[0]) == 600
+    check_same_tokens(vocabularies[0], vocabularies[1])
+
+
+def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="speed"):
+        Emulation.from_json({**DRAFTER.as_json(), "speed": 3})
+    with pytest.raises(ValueError, match="role"):
+        Emulation("target", StepTime(1.0, 0.0), TEXTS["code"])
+
+
+def test_the_entry_point_leads_to_the_registration(tmp_path: Path) -> None:
+    write_distribution(tmp_path)
+    (found,) = Distribution.discover(path=[str(tmp_path)])
+    (entry_point,) = found.entry_points
+    assert entry_point.group == "vllm.general_plugins"
+    assert entry_point.load() is register
+
+
+def test_a_trace_holds_the_steps_of_its_role_and_time(tmp_path: Path) -> None:
+    for role, starts in (("target", (3.0, 1.0, 2.0)), ("drafter", (1.5,))):
+        writer = TraceWriter(tmp_path, role)
+        for start in starts:
+            writer.add(start, start + 0.1, start + 0.2, 4)
+    steps = read_trace(tmp_path, "target", 1.0, 3.0)
+    assert steps["started_s"].tolist() == [1.0, 2.0]
+    assert steps["num_tokens"].tolist() == [4, 4]
+    assert len(read_trace(tmp_path, "nobody", 0.0, 9.0)) == 0
