@@ -51,16 +51,18 @@ def engine(model: Path, **changes: Any) -> dict[str, Any]:
 def configurations(models: Models) -> dict[str, dict[str, Any]]:
     """Every deployment the tests use, by the name of its fixture."""
     draft_model = {"method": "draft_model", **engine(models.drafter)}
+    # Tests that look at drafts need them in every round, whether they pay or not.
+    always = {"num_speculative_tokens": K, "adaptive": False}
     return {
         "pair": {
             "target": engine(models.target),
             "drafter": draft_model,
-            "speculation": {"num_speculative_tokens": K},
+            "speculation": always,
         },
         "ngram_pair": {
             "target": engine(models.target),
             "drafter": {"method": "ngram"},
-            "speculation": {"num_speculative_tokens": K},
+            "speculation": always,
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},
         },
         # Both sides run out of KV long before the requests end: 16 blocks of 128 tokens each, as sized on CPU.
@@ -74,11 +76,13 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
         "target_tp2": {
             "target": engine(models.target, tensor_parallel_size=2),
             "drafter": draft_model,
+            "speculation": {"adaptive": False},
             "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
         },
         "drafter_tp2": {
             "target": engine(models.target),
             "drafter": {**draft_model, "tensor_parallel_size": 2},
+            "speculation": {"adaptive": False},
             "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
         },
     }
