@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
@@ -19,6 +20,14 @@ from vllm.v1.executor.ray_utils import get_bundles_for_indices
 
 from cluster.cores import bind_to
 from cluster.ranks import NAMESPACE, RankPlacement
+
+_CPU_SPIN_S = 0.0005
+"""On CPU a process that waits for another may spin for so long before it sleeps. vLLM's own second never ends between
+steps, and takes a core from the models: with target and drafter on one core each, a third of both."""
+
+_CPU_RECHECK_MS = 5
+"""A sleeper looks for itself this often. vLLM looks every 5 s, which is how long a notification that gets lost, as
+about one in a thousand does, would stop the engine."""
 
 
 class RankProc(RayWorkerProc):
@@ -33,6 +42,10 @@ class RankProc(RayWorkerProc):
             vllm_config.parallel_config.distributed_executor_backend = "ray"
         super().__init__(vllm_config, rank, *args, **kwargs)
 
+    def _init_message_queues(self, *args: Any) -> None:
+        super()._init_message_queues(*args)
+        _sleep_early(self.rpc_broadcast_mq)
+
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         if current_platform.is_cpu():
             return ray.get_runtime_context().get_node_id(), []
@@ -46,6 +59,8 @@ class RayRanksExecutor(RayExecutorV2):
         self._placement = RankPlacement.of(self.vllm_config)
         with self._seams():
             super()._init_executor()
+        for queue in self.response_mqs:
+            _sleep_early(queue)
 
     def _build_runtime_env(self) -> dict:
         runtime_env = super()._build_runtime_env()
@@ -82,3 +97,12 @@ class RayRanksExecutor(RayExecutorV2):
         finally:
             for name, value in stock.items():
                 setattr(ray_executor_v2, name, value)
+
+
+def _sleep_early(queue: Any) -> None:
+    """Let the reader of a vLLM message queue wait for its notification rather than spin."""
+    if current_platform.is_cpu() and queue is not None:
+        condition = getattr(queue, "_spin_condition", None)
+        if condition is not None and condition.is_reader:
+            condition.busy_loop_s = _CPU_SPIN_S
+            shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = _CPU_RECHECK_MS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from actors.drafting.cut_head import CutHead
@@ -9,7 +11,9 @@ from actors.drafting.draw import DrawnRow, DrawRow, Draws
 from actors.drafting.line import Drawn
 from actors.drafting.paged_forward import PagedForward
 from actors.drafting.step_plan import StepPlan
+from actors.verification.draft_sampler import greedy_drafts
 from actors.verification.gumbel import TokenSubset
+from actors.verification.mode import Mode
 from cluster.platform import worker_class
 
 
@@ -42,11 +46,15 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
 
 def _draw(plan: StepPlan, logits: torch.Tensor, subset: TokenSubset | None) -> list[list[Drawn]]:
     draws = [draw for row in plan.rows for draw in row.draws]
-    rows = [DrawRow(index, draw.sampling, draw.position, draw.round_start) for index, draw in enumerate(draws)]
-    drawer, order = Draws(rows, subset), list(range(len(rows)))
-    ids = drawer.draw(logits, order, alternatives=max(draw.alternatives for draw in draws)).flatten().tolist()
-    results = drawer.results({index: [token] for index, token in enumerate(ids)})
-    drawn = [_drawn(results[index]) for index in order]
+    alternatives = max(draw.alternatives for draw in draws)
+    if all(draw.sampling.mode is Mode.GREEDY and not draw.sampling.biases for draw in draws):
+        drawn = _greedy(logits, subset, alternatives)
+    else:
+        rows = [DrawRow(index, draw.sampling, draw.position, draw.round_start) for index, draw in enumerate(draws)]
+        drawer, order = Draws(rows, subset), list(range(len(rows)))
+        ids = drawer.draw(logits, order, alternatives=alternatives).flatten().tolist()
+        results = drawer.results({index: [token] for index, token in enumerate(ids)})
+        drawn = [_drawn(results[index]) for index in order]
     answers, at = [], 0
     for row in plan.rows:
         matched = 0
@@ -55,6 +63,23 @@ def _draw(plan: StepPlan, logits: torch.Tensor, subset: TokenSubset | None) -> l
         answers.append(drawn[at : at + matched + 1] if row.draws else [])
         at += len(row.draws)
     return answers
+
+
+def _greedy(logits: torch.Tensor, subset: TokenSubset | None, alternatives: int) -> list[Drawn]:
+    """What Draws gives where every row is greedy and none biased, in a fraction of the time: there is nothing to set
+    up."""
+    sample = greedy_drafts(logits.to(torch.float32), subset, alternatives)
+    ids = sample.ids.tolist()
+    if sample.alternatives is None or sample.confidence is None:
+        return [Drawn(token) for token in ids]
+    drawn = []
+    for token, others, shares in zip(ids, sample.alternatives.tolist(), sample.confidence.tolist(), strict=True):
+        if not math.isfinite(shares[0]):
+            drawn.append(Drawn(-1, usable=False, bad_logits=True))
+            continue
+        named = tuple((other, share) for other, share in zip(others, shares[1:], strict=True) if other >= 0)
+        drawn.append(Drawn(token, confidence=shares[0], alternatives=named))
+    return drawn
 
 
 def _drawn(row: DrawnRow) -> Drawn:

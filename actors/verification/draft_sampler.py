@@ -81,6 +81,12 @@ def sample_drafts(
     return DraftSample(subset.ids[drawn.ids], subset.ids[drawn.q_ids], drawn.q_probs, others, drawn.confidence)
 
 
+def greedy_drafts(logits: Tensor, subset: TokenSubset | None = None, alternatives: int = 0) -> DraftSample:
+    """`sample_drafts` where every row is greedy."""
+    maxima = search_maxima(logits)
+    return _greedy(logits, maxima.amax(-1), maxima, subset, alternatives)
+
+
 def likeliest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What logits.topk(n) gives. logits: float32 [M, V]; maxima: what `search_maxima` gives, for a few tiles to do on a
     CPU, where topk is slow: n tiles have n logits as large as any outside of them."""
