@@ -22,7 +22,7 @@ from actors.drafting.draft_vocabulary import DraftVocabulary
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import DraftStrategy
 from actors.message_codec import pack, unpack
-from actors.messages import Commit, DraftSampling, Proposals
+from actors.messages import Commit, DraftSampling, Message, Proposals
 from actors.verification.mode import Mode
 from cluster.config import ConfigError, DrafterConfig, DraftModelConfig, SpeculationConfig
 from cluster.cores import bind_to, rank_environment
@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _RESTART_PAUSE_S = 5.0
 _CUT_VOCAB_SIZE = 32768
+_WATCH_EVERY_S = 0.5
+_HUNG_AFTER_DEADLINES = 2
+"""A step longer than so many link deadlines: by then the verifier has given the link up, if it could tell."""
 
 _ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
@@ -86,6 +89,8 @@ class Drafter:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run_loop, name="draft-loop", daemon=True)
         self._thread.start()
+        self._longest_deadline_s = 0.0
+        threading.Thread(target=self._watch, name="draft-watch", daemon=True).start()
 
     @ray.method(concurrency_group="control")
     def ready(self) -> str:
@@ -113,10 +118,11 @@ class Drafter:
             ),
             name=f"{invitation.verifier_id}#{invitation.epoch}",
             on_broken=lambda reason: self._drop(link_id, reason),
-            on_receive=lambda received: self._loop.deliver(link_id, received.messages),
+            on_receive=lambda received: self._deliver(link_id, received.messages),
         )
         with self._lock:
             self._links[link_id] = link
+            self._longest_deadline_s = max(self._longest_deadline_s, invitation.link_deadline_ms / 1e3)
         self._loop.attach(link_id, _LinkSink(link))
         link.start()
         logger.info("linked to %s, epoch %d", invitation.verifier_id, invitation.epoch)
@@ -130,6 +136,24 @@ class Drafter:
         with self._lock:
             self._links.pop(link_id, None)
         self._loop.detach(link_id)
+
+    def _deliver(self, link_id: int, messages: Sequence[Message]) -> None:
+        try:
+            self._loop.deliver(link_id, messages)
+        except BaseException:
+            logger.exception("the draft loop failed; this drafter ends and will be restarted")
+            os._exit(1)
+
+    def _watch(self) -> None:
+        """End a drafter that stands still. Its links beat their hearts and its receive threads still answer, so from
+        outside it may look well."""
+        while True:
+            time.sleep(_WATCH_EVERY_S)
+            deadline_s = _HUNG_AFTER_DEADLINES * self._longest_deadline_s
+            reason = self._loop.hangs(deadline_s) if deadline_s else None
+            if reason is not None:
+                logger.error("%s; this drafter ends and will be restarted", reason)
+                os._exit(1)
 
     def _run_loop(self) -> None:
         try:
@@ -179,10 +203,13 @@ def launch_drafter(
 
 
 def _warm_up(strategy: DraftStrategy) -> None:
-    """Prefill and draft before anybody waits for it, in the two ways that differ most: the first steps pay for what is
-    set up lazily."""
+    """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
     key = (0, 0)
-    for sampling in (DraftSampling(), DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9)):
+    for sampling in (
+        DraftSampling(),
+        DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9),
+        DraftSampling(Mode.COUPLED, temperature=1.0),
+    ):
         strategy.open(key, [0] * 64, num_speculative_tokens=2, sampling=sampling)
         _work_off(strategy)
         strategy.commit(key, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))

@@ -127,6 +127,8 @@ class RoundBook:
                 self.stale += 1
                 continue
             if message.status not in (ProposalStatus.OK, ProposalStatus.READY):
+                if message.base_committed_len == len(request.token_ids):
+                    answers.append((request.request_id, message))
                 self._refused(request, message.status)
                 continue
             request.ready = True

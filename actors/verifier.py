@@ -18,7 +18,7 @@ from actors.length.length_controller import LengthController
 from actors.length.limits import Lengths
 from actors.length.origin import Origin
 from actors.message_codec import pack
-from actors.messages import CloseReason, Message, Proposals, SparseQ
+from actors.messages import CloseReason, Message, Proposals, ProposalStatus, SparseQ
 from actors.round_statistics import RoundStatistics, RoundTimes
 from actors.rounds import RoundBook, TrackedRequest
 from cluster.config import LinkConfig
@@ -71,7 +71,8 @@ class Verifier:
         """Adopt a new link, drop a broken one, and let opened and closed requests reach the drafter now."""
         self._check_link()
         if not self._book.unanswered():
-            self._silent_since = None  # who was asked is gone; the next commit starts the clock anew
+            # Who was asked is gone; the next commit starts the clock anew, and is waited for.
+            self._silent_since, self._lagging = None, False
         self._flush()
 
     def end_step(
@@ -88,12 +89,21 @@ class Verifier:
                     self._lengths.observe_round(request_id, drafted, len(token_ids) - 1)
                 if request_id not in finished:
                     going_on.append(request_id)
-        lengths = self._lengths.choose(going_on)
+        lengths = self._choose(going_on)
         for request_id, token_ids in committed.items():
             if token_ids:
                 wanted = lengths.get(request_id, NO_DRAFTS)
                 self._book.commit(request_id, token_ids, request_id in finished, wanted.k, wanted.k_miss)
         self._flush()
+
+    def _choose(self, request_ids: list[str]) -> dict[str, Lengths]:
+        """An error of the controller's must not end the engine: nothing is drafted any more, and the log says so."""
+        try:
+            return self._lengths.choose(request_ids)
+        except Exception:
+            logger.exception("the length controller failed: no more drafts until this replica is restarted")
+            self._lengths = FixedLengths(0)
+            return {}
 
     def take_drafts(self, request_ids: Collection[str]) -> list[list[int]]:
         """Proposals for the next step, one list per request, waiting no longer than the round's deadline.
@@ -120,10 +130,11 @@ class Verifier:
         late = self._book.give_up_waiting()
         if late:
             self.statistics.late_rounds += len(late)
+            if not self._lagging:  # else nobody waited, which says nothing of how long it would have taken
+                waited_s = time.perf_counter() - started
+                for request_id in late:
+                    self._lengths.observe_answer(request_id, Origin.NONE, 0, 0.0, waited_s)
             self._lagging = True
-            waited_s = time.perf_counter() - started
-            for request_id in late:
-                self._lengths.observe_answer(request_id, Origin.NONE, 0, 0.0, waited_s)
         self._check_silence()
         self._flush()
         self._wait_s += time.perf_counter() - started
@@ -184,7 +195,8 @@ class Verifier:
 
     def _take_answers(self, messages: Sequence[Message], waited_s: float) -> None:
         for request_id, answer in self._book.receive(messages):
-            self.statistics.count_answer(answer.origin, answer.step_us)
+            if answer.status is ProposalStatus.OK:
+                self.statistics.count_answer(answer.origin, answer.step_us)
             step_s = answer.step_us / 1e6
             self._lengths.observe_answer(request_id, answer.origin, len(answer.token_ids), step_s, waited_s)
 

@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``: sizes the link's frames and the verifier's rows."""
 
+MIN_DRAFT_STEP_TOKENS = 64
+"""Lower limit of a drafter's ``max_num_batched_tokens``: tokens to catch up with, and guesses."""
+
 MAX_DRAFT_TOP_N = 128
 """Upper limit of ``draft_top_n``: sizes the link's frames and what a GPU program holds of q. 64 loses nothing."""
 
@@ -127,6 +130,11 @@ class DraftModelConfig(EngineConfig):
             raise ValueError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
                 f"({self.prompt_lookup_max}); swap or equal them, or set prompt_lookup_max: 0 for no guesses"
+            )
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < MIN_DRAFT_STEP_TOKENS:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be {MIN_DRAFT_STEP_TOKENS} at least: one "
+                "sequence may feed so many in a draft step"
             )
         if self.draft_vocab_size and self.tensor_parallel_size > 1:
             raise ValueError(
@@ -263,6 +271,16 @@ class OutriderConfig(_Section):
     speculation: SpeculationConfig = SpeculationConfig()
     link: LinkConfig = LinkConfig()
     serving: ServingConfig = ServingConfig()
+
+    @model_validator(mode="after")
+    def _vocabulary_is_wide_enough(self) -> OutriderConfig:
+        drafter, top_n = self.drafter, self.speculation.draft_top_n
+        if isinstance(drafter, DraftModelConfig) and 0 < (drafter.draft_vocab_size or 0) < top_n:
+            raise ValueError(
+                f"drafter.draft_vocab_size ({drafter.draft_vocab_size}) is below speculation.draft_top_n ({top_n}); "
+                "raise the first or lower the second"
+            )
+        return self
 
     @property
     def served_model_name(self) -> str:

@@ -28,8 +28,7 @@ class Side:
         self.work_off()
 
     def commit(self, commit):
-        answer = self.strategy.commit((self.link, commit.request), commit)
-        return [answer] if answer is not None else self.work_until_answered()
+        return self.strategy.commit((self.link, commit.request), commit) or self.work_until_answered()
 
     def work_until_answered(self):
         while True:

@@ -63,6 +63,9 @@ class _Resident:
     index: NgramIndex | None = None
     """Of the text, for guesses of draws."""
 
+    asked: int = 0
+    """Number of the commit that waits, or waited last."""
+
     announced: bool = False
     """READY has been sent, or need not be."""
 
@@ -108,6 +111,7 @@ class DraftModelStrategy:
         self._max_rows = min(self._limits.max_rows, engine.max_num_batched_tokens)
         self._residents: dict[SequenceKey, _Resident] = {}
         self._branches = BranchBlocks(engine)
+        self._commits = 0
         self._lives = itertools.count()
         """A sequence that is opened again may meet its former life's blocks, which are freed later."""
 
@@ -126,7 +130,7 @@ class DraftModelStrategy:
         self.close(key)
         limit = self._engine.max_model_len
         sequence = DraftSequence(key, list(token_ids), num_speculative_tokens, sampling, limit)
-        resident = self._residents[key] = _Resident(sequence, f"{key[0]}-{key[1]}-{next(self._lives)}")
+        resident = _Resident(sequence, f"{key[0]}-{key[1]}-{next(self._lives)}")
         if self._limits.prompt_lookup_max:
             lookup = self._limits
             resident.index = NgramIndex(token_ids, lookup.prompt_lookup_min, lookup.prompt_lookup_max)
@@ -137,14 +141,17 @@ class DraftModelStrategy:
         else:
             sequence.main.num_computed = self._engine.start(resident.request_id, token_ids)
             resident.appended_to = len(token_ids)
+        self._residents[key] = resident
         return self._announce(resident)
 
-    def commit(self, key: SequenceKey, commit: Commit) -> Draft | None:
+    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
         resident = self._residents.get(key)
         if resident is None:
             raise UnknownSequence(key)
         sequence = resident.sequence
         base = sequence.committed_len
+        overtaken = sequence.due
+        answers = [Draft(key, base, [], ProposalStatus.OK)] if overtaken and resident.can_draft else []
         if commit.base_committed_len == base and sequence.sent is not None:
             drawn = [sequence.main.at(base + index) for index in range(sequence.sent + 1)]
             self._outcomes.observe(drawn, commit.token_ids)
@@ -154,16 +161,20 @@ class DraftModelStrategy:
             resident.index.extend(commit.token_ids)
         sequence.commit(commit.base_committed_len, commit.token_ids, commit.num_wanted, commit.num_on_miss)
         if commit.num_wanted == 0:
-            return None
+            return answers
+        if not overtaken:  # else it keeps its place
+            self._commits += 1
+            resident.asked = self._commits
         if not resident.retired and sequence.committed_len >= sequence.max_len:
             self._retire(resident)
         if resident.retired:
             sequence.answer()
-            return Draft(key, sequence.committed_len, [], ProposalStatus.LENGTH)
+            return [*answers, Draft(key, sequence.committed_len, [], ProposalStatus.LENGTH)]
         if not resident.can_draft:
             resident.announced = False
-            return Draft(key, sequence.committed_len, [], ProposalStatus.NOT_READY)
-        return sequence.answer()
+            return [*answers, Draft(key, sequence.committed_len, [], ProposalStatus.NOT_READY)]
+        answer = sequence.answer()
+        return answers if answer is None else [*answers, answer]
 
     def close(self, key: SequenceKey) -> None:
         resident = self._residents.pop(key, None)
@@ -176,12 +187,13 @@ class DraftModelStrategy:
         self._release()
         answers: list[Draft] = []
         due = [r for r in self._residents.values() if r.sequence.due and r.can_draft and not r.retired]
+        due.sort(key=lambda resident: resident.asked)  # with more of them than rows, nobody waits for ever
         # Who waits for an answer comes first, but a prompt must not wait for ever; and what is drafted ahead shares
         # the rest with prompts by turns.
         prefill_first = self._steps_since_prefill >= _STEPS_BETWEEN_PREFILLS if due else self._steps_since_prefill > 0
         step = self._prefill() if prefill_first else None
         if step is None:
-            step = self._draft(due, answers) or self._prefill()
+            step = self._draft(due, answers) or self._prefill() or self._prefill(idle=True)
         return step, answers
 
     def _draft(self, due: list[_Resident], answers: list[Draft]) -> DraftStep | None:
@@ -276,6 +288,10 @@ class DraftModelStrategy:
     def _draws(self, resident: _Resident, line: Line) -> tuple[list[Draw], list[int]]:
         """What the line's next row draws, and what an earlier passage of the text says these draws will be."""
         sequence, index = resident.sequence, resident.index
+        if not sequence.free_of_rounds:
+            # A right guess makes an answer come sooner. Where a late answer is dropped, tokens that were guessed would
+            # be dropped less often than others: no longer draws from q.
+            index = None
         draws = sequence.next_draws(line, 1 + (self._limits.max_guesses if index is not None else 0))
         if index is None or len(draws) < 2:
             return draws, []
@@ -313,8 +329,8 @@ class DraftModelStrategy:
             self._engine.append(resident.request_id, sequence.text[resident.appended_to :])
             resident.appended_to = length
         while not self._engine.allocate(resident.request_id, computed, known - computed, end - known):
-            # Text comes before guesses.
-            if not self._drop_a_branch():
+            # Who is waited for comes before what is drafted ahead.
+            if not (sequence.due and self._drop_a_branch()):
                 return False
         if sequence.adopted is not None:
             own = self._engine.block_ids(resident.request_id)
@@ -359,14 +375,14 @@ class DraftModelStrategy:
 
     # Prefill.
 
-    def _prefill(self) -> DraftStep | None:
-        """The oldest sequences first, prefill_chunk_tokens over all of them."""
+    def _prefill(self, idle: bool = False) -> DraftStep | None:
+        """The oldest sequences first, prefill_chunk_tokens over all of them. idle: those that nobody wants drafts of,
+        so that they are ready when somebody does."""
         step = DraftStep(self._engine, self._clock)
         budget = self._chunk
         for resident in self._residents.values():
             sequence = resident.sequence
-            # Nobody wants drafts of it: it may fall behind.
-            if resident.retired or resident.can_draft or sequence.num_wanted == 0:
+            if resident.retired or resident.can_draft or (sequence.num_wanted == 0) != idle:
                 continue
             if budget == 0 or len(step.plan.rows) == self._max_rows:
                 break

@@ -79,6 +79,8 @@ def stacked_q(drawn: Sequence[Drawn | None]) -> SparseQ | None:
     """The q of a proposal of these tokens; None where none of them has one."""
     ids = [d.q_ids for d in drawn if d is not None and d.q_ids is not None]
     probs = [d.q_probs for d in drawn if d is not None and d.q_probs is not None]
-    if not ids or len(ids) < len(drawn):
+    if not ids:
         return None
+    if len(ids) < len(drawn):
+        raise RuntimeError(f"{len(ids)} of {len(drawn)} drafts have a q: verification would be biased")
     return SparseQ(np.stack(ids), np.stack(probs))

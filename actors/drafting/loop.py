@@ -50,6 +50,7 @@ class DraftLoop:
         self._asked: dict[SequenceKey, float] = {}
         """When the commit came that is not yet answered."""
 
+        self._working_since: float | None = None
         self.steps = 0
         self.rounds = 0
         self.drafted = 0
@@ -73,9 +74,7 @@ class DraftLoop:
             if link_id not in self._sinks:  # it broke meanwhile
                 return
             for message in messages:
-                answer = self._apply((link_id, message.request), message)
-                if answer is not None:
-                    answers.append(answer)
+                answers += self._apply((link_id, message.request), message)
             self._wake()
             outgoing = self._outgoing(answers)
         _send(outgoing)
@@ -84,6 +83,16 @@ class DraftLoop:
         with self._lock:
             self._stopped = True
             self._wake()
+
+    def hangs(self, deadline_s: float) -> str | None:
+        """What has stood still for so long, or None. Waits for the lock that long at most. Not for the loop's thread."""
+        since = self._working_since
+        if since is not None and time.monotonic() - since > deadline_s:
+            return f"a step has been running for over {deadline_s:g} s"
+        if not self._lock.acquire(timeout=deadline_s):
+            return f"messages have been waiting for over {deadline_s:g} s"
+        self._lock.release()
+        return None
 
     def usage(self) -> dict[str, float]:
         with self._lock:
@@ -105,7 +114,9 @@ class DraftLoop:
                     while not self._arrived:
                         self._changed.wait()
                 continue
+            self._working_since = time.monotonic()
             work.execute()
+            self._working_since = None
             with self._lock:
                 self.steps += 1
                 outgoing = self._outgoing(self._strategy.complete(work))
@@ -115,37 +126,38 @@ class DraftLoop:
         self._arrived = True
         self._changed.notify()
 
-    def _apply(self, key: SequenceKey, message: Message) -> Draft | None:
+    def _apply(self, key: SequenceKey, message: Message) -> list[Draft]:
         if isinstance(message, Commit):
-            self._asked[key] = self._clock()
             try:
-                answer = self._strategy.commit(key, message)
+                answers = self._strategy.commit(key, message)
             except UnknownSequence:
-                answer = Draft(key, message.base_committed_len, [], ProposalStatus.UNKNOWN_REQUEST)
-            if message.num_wanted == 0:
-                self._asked.pop(key, None)
-            return answer
+                answers = [Draft(key, message.base_committed_len, [], ProposalStatus.UNKNOWN_REQUEST)]
+            self._asked.pop(key, None)
+            if message.num_wanted:
+                self._asked[key] = self._clock()
+            return answers
         if isinstance(message, Open):
             return self._open(key, message)
         if isinstance(message, Close):
             self._keys[key[0]].discard(key)
             self._forget(key)
-        return None
+        return []
 
-    def _open(self, key: SequenceKey, message: Open) -> Draft | None:
+    def _open(self, key: SequenceKey, message: Open) -> list[Draft]:
         opening = self._opening.setdefault(key, _Opening())
         tokens = opening.token_ids
         self._keys[key[0]].add(key)
         if message.offset != len(tokens):
             logger.warning("sequence %s: prompt part at %d, expected %d: ignored", key, message.offset, len(tokens))
-            return None
+            return []
         if message.offset == 0:
             opening.sampling = message.sampling
         tokens.extend(message.token_ids)
         if len(tokens) < message.prompt_len:
-            return None
+            return []
         del self._opening[key]
-        return self._strategy.open(key, tokens, message.num_speculative_tokens, opening.sampling)
+        ready = self._strategy.open(key, tokens, message.num_speculative_tokens, opening.sampling)
+        return [] if ready is None else [ready]
 
     def _forget(self, key: SequenceKey) -> None:
         self._strategy.close(key)

@@ -60,15 +60,15 @@ class NgramStrategy:
         self._sequences[key] = NgramIndex(token_ids, self._min_n, self._max_n)
         return Draft(key, len(token_ids), [], ProposalStatus.READY)
 
-    def commit(self, key: SequenceKey, commit: Commit) -> Draft | None:
+    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
         index = self._sequences.get(key)
         if index is None or len(index.token_ids) != commit.base_committed_len:
             raise UnknownSequence(key)
         index.extend(commit.token_ids)
         if commit.num_wanted == 0:
-            return None
+            return []
         ids = index.lookup(commit.num_wanted)
-        return Draft(key, len(index.token_ids), ids, ProposalStatus.OK, origin=Origin.MISS)
+        return [Draft(key, len(index.token_ids), ids, ProposalStatus.OK, origin=Origin.MISS)]
 
     def close(self, key: SequenceKey) -> None:
         self._sequences.pop(key, None)

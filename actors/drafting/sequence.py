@@ -64,7 +64,7 @@ class DraftSequence:
         """Side branches have been chosen for outcomes at positions below this."""
 
         samples_q = sampling.mode.samples_q and sampling.top_n > 0
-        self._free_of_rounds = not samples_q
+        self.free_of_rounds = not samples_q
         """Drafts are a function of text and seed alone, whatever round they are for."""
 
         likeliest = DraftSampling(biases=sampling.biases, only_biased=sampling.only_biased)
@@ -128,7 +128,7 @@ class DraftSequence:
         return None if position - start >= self.num_wanted else self._draw(self.sampling, position, start)
 
     def _draw(self, sampling: DraftSampling, position: int, round_start: int) -> Draw:
-        return Draw(sampling, position, position if self._free_of_rounds else round_start, NUM_ALTERNATIVES)
+        return Draw(sampling, position, position if self.free_of_rounds else round_start, NUM_ALTERNATIVES)
 
     def drew(self, line: Line, draws: Sequence[Draw], drawn: Sequence[Drawn]) -> bool:
         """Take the results of a step that fed all of `line`, and the tokens drawn but the last. False: a commit has
@@ -137,7 +137,7 @@ class DraftSequence:
         for draw, token in zip(draws, drawn, strict=False):
             if not self.holds(line) or line.end != draw.position:
                 break
-            if not self._free_of_rounds and self._draw_at(line, line.end) != draw:
+            if not self.free_of_rounds and self._draw_at(line, line.end) != draw:
                 break
             line.num_computed = draw.position
             line.append(token)
@@ -182,7 +182,7 @@ class DraftSequence:
         self.origin = Origin.MISS
         if side is not None:
             self._adopt(side)
-        elif matched == len(token_ids) and (self._free_of_rounds or sent == matched - 1):
+        elif matched == len(token_ids) and (self.free_of_rounds or sent == matched - 1):
             # Drawn for the round that starts here, or for any.
             self.origin = Origin.MAIN_LINE if self.num_drafted > 0 else Origin.MISS
         else:
@@ -238,6 +238,6 @@ class DraftSequence:
 
     def _answered(self, count: int) -> None:
         self.sent = count
-        if not self._free_of_rounds:
+        if not self.free_of_rounds:
             # Anything beyond was drawn for this round, not for the next one.
             self.main.cut(self.committed_len + count)

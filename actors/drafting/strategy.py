@@ -56,8 +56,9 @@ class DraftStrategy(Protocol):
         Returns a READY answer if it can be drafted for at once, without prefill.
         """
 
-    def commit(self, key: SequenceKey, commit: Commit) -> Draft | None:
-        """Append committed tokens. Returns the answer if it is at hand, or why there is none. Raises
+    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
+        """Append committed tokens. Returns the answer if it is at hand, or why there is none, and before it an empty
+        one to an earlier commit that is overtaken: who asked shall know that somebody is there. Raises
         UnknownSequence."""
 
     def close(self, key: SequenceKey) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from actors.length.draft_wait import WaitCurves
 
+_SHORTEST_STEP_S = 1e-6
 _PREFIXES = 64
 _LONGEST, _MISS_THRESHOLDS = 8, 10
 _SMALL_BATCH, _LONGEST_OF_MANY, _MISS_THRESHOLDS_OF_MANY = 8, 2, 5
@@ -71,7 +72,7 @@ class Allocation:
 def allocate(batch: Batch) -> Allocation:
     """The best lengths found; all 0 where drafting does not promise its least gain."""
     num_requests = len(batch.survival) + batch.num_plain
-    plain_rate = num_requests / float(batch.step_s(np.array([float(num_requests)]))[0])
+    plain_rate = num_requests / max(float(batch.step_s(np.array([float(num_requests)]))[0]), _SHORTEST_STEP_S)
     plain = np.zeros(len(batch.survival), dtype=int)
     if not batch.survival.any():
         return Allocation(plain, plain, plain_rate, plain_rate)

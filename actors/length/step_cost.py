@@ -15,6 +15,7 @@ _CURVATURE_WEIGHT = 0.02
 _OTHER_WEIGHT = 0.1
 """Against a cost of requests apart from their tokens, and of uneven steps."""
 
+_LEAST_SHARE = 0.02
 _FIRST_SPREAD, _LEAST_SPREAD, _SPREAD_MEMORY = 0.1, 0.01, 20.0
 _OUTLIER = 2.5
 """Spreads from the line beyond which a step counts less (Huber 1964)."""
@@ -40,6 +41,7 @@ class StepCost:
         self._spread = _FIRST_SPREAD
         self._stale = False
         self._requests = 1
+        self._least_s = 0.0
         self.observed = 0
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float, uneven: bool = False) -> None:
@@ -64,6 +66,8 @@ class StepCost:
         self._normal[octave] += weight * row[:, None] * row
         self._right[octave] += weight * seconds * row
         self._requests = num_requests
+        # What extrapolation may not fall below: no step is quicker than a share of the quickest that was seen.
+        self._least_s = min(self._least_s, _LEAST_SHARE * seconds) if self.observed else _LEAST_SHARE * seconds
         self._stale = True
         self.observed += 1
         if self._terms is None:
@@ -75,7 +79,7 @@ class StepCost:
         if terms is None:
             return np.zeros(np.shape(num_tokens))
         values = np.maximum.accumulate(terms[:-2]) + terms[-2] * num_requests + self.uneven_s
-        return np.interp(num_tokens, self._knots, np.maximum(values, 0.0))
+        return np.interp(num_tokens, self._knots, np.maximum(values, self._least_s))
 
     @property
     def uneven_s(self) -> float:

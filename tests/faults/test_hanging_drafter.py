@@ -19,8 +19,8 @@ PROMPT = list(b"round and round and round and round and round it goes")
 
 
 def hang(drafter):
-    """Runs in the drafter's process: its next draft never ends."""
-    drafter._strategy.draft = lambda keys: threading.Event().wait()
+    """Runs in the drafter's process: its next answer never comes."""
+    drafter._strategy.commit = lambda key, commit: threading.Event().wait()
 
 
 def test_it_loses_its_link_then_its_process(ngram_pair):
@@ -40,10 +40,10 @@ def test_its_loop_raises(ngram_pair):
     """An exception ends the process, not silently the loop: Ray starts a new one."""
 
     def poison(drafter):
-        def fail(keys):
+        def fail(key, commit):
             raise RuntimeError("poisoned by a test")
 
-        drafter._strategy.draft = fail
+        drafter._strategy.commit = fail
 
     before = ngram_pair.status().link
     pid = ngram_pair.actors()["Drafter"].pid

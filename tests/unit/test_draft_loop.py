@@ -40,11 +40,11 @@ class FakeStrategy:
             raise UnknownSequence(key)
         self.lengths[key] += len(commit.token_ids)
         if commit.num_wanted == 0:
-            return None
+            return []
         if commit.token_ids[-1] == FORESEEN:
-            return self._draft(key, Origin.MAIN_LINE)
+            return [self._draft(key, Origin.MAIN_LINE)]
         self.due.append(key)
-        return None
+        return []
 
     def close(self, key):
         self.lengths.pop(key, None)
@@ -281,3 +281,38 @@ def test_a_strategy_s_exception_ends_the_loop():
     loop.deliver(1, [opening(1, 3), commit(1, 3)])
     with pytest.raises(ZeroDivisionError):
         loop.run()
+
+
+def test_a_step_that_does_not_end_is_a_hang(loop, link, strategy):
+    sink = link(1)
+    loop.deliver(1, [opening(1, 3)])
+    sink.next()
+    assert loop.hangs(0.01) is None
+    strategy.gate.clear()
+    loop.deliver(1, [commit(1, 3)])
+    assert strategy.working.wait(SOON_S)
+    while (reason := loop.hangs(0.01)) is None:
+        pass
+    assert "a step has been running" in reason
+    strategy.gate.set()
+    sink.next()
+    while loop.hangs(0.01) is not None:
+        pass
+
+
+def test_messages_that_wait_for_the_lock_are_a_hang(strategy):
+    loop = DraftLoop(strategy)
+    loop.attach(1, Sink())
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck(*_):
+        entered.set()
+        leave.wait(SOON_S)
+
+    strategy.open = stuck
+    thread = threading.Thread(target=loop.deliver, args=(1, [opening(1, 3)]))
+    thread.start()
+    assert entered.wait(SOON_S)
+    assert "messages have been waiting" in loop.hangs(0.01)
+    leave.set()
+    thread.join(SOON_S)

@@ -34,6 +34,12 @@ class Bench:
         self.texts[key] += tokens
         return self.strategy.commit(key, commit)
 
+    def answer(self, key, tokens, k=4, on_miss=None):
+        """The one answer that is at hand; None if there is none."""
+        answers = self.commit(key, tokens, k, on_miss)
+        assert len(answers) < 2
+        return answers[0] if answers else None
+
     def step(self):
         """One unit of work. Returns its answers; None when there is nothing to do."""
         work, answers = self.strategy.plan()
@@ -64,7 +70,7 @@ def test_a_miss_is_drafted_at_once(sampling, prompt_len):
     bench = Bench()
     bench.open(KEY, range(prompt_len), sampling)
     bench.settle()
-    assert bench.commit(KEY, [999]) is None
+    assert bench.commit(KEY, [999]) == []
     (answer,) = bench.settle()
     assert ids(answer) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
     assert answer.base_committed_len == prompt_len + 1
@@ -81,7 +87,7 @@ def test_a_main_line_hit_is_answered_without_a_step(sampling):
     for _ in range(5):
         text = bench.texts[KEY] + ids(answer)
         bonus = drawn_token(text)
-        answer = bench.commit(KEY, [*ids(answer), bonus])
+        answer = bench.answer(KEY, [*ids(answer), bonus])
         assert answer.origin is Origin.MAIN_LINE
         assert ids(answer) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
         bench.settle()
@@ -100,7 +106,7 @@ def test_a_side_branch_hit_is_answered_without_a_step_and_goes_on_as_the_main_li
     for _ in range(6):
         start = 0 if not samples_q or accepted == 4 else len(bench.texts[KEY])
         text = bench.texts[KEY] + ids(answer)[:accepted]
-        answer = bench.commit(KEY, [*ids(answer)[:accepted], drawn_token(text, start, rank)])
+        answer = bench.answer(KEY, [*ids(answer)[:accepted], drawn_token(text, start, rank)])
         assert answer is not None, "not foreseen"
         assert answer.origin is Origin.SIDE_BRANCH
         assert ids(answer) == bench.drafts(KEY, samples_q=samples_q)
@@ -127,7 +133,7 @@ def test_without_lookahead_nothing_runs_between_commits():
     (answer,) = bench.settle()
     assert ids(answer) == bench.drafts(KEY)
     assert len(bench.engine.plans) == 4, "four drafts, the prompt in the first"
-    assert bench.commit(KEY, [*ids(answer), drawn_token(bench.texts[KEY] + ids(answer))]) is None
+    assert bench.commit(KEY, [*ids(answer), drawn_token(bench.texts[KEY] + ids(answer))]) == []
     assert bench.settle()[0].origin is Origin.MISS
 
 
@@ -140,7 +146,7 @@ def test_a_partial_hit_is_answered_with_what_is_there():
         pass
     bench.step(), bench.step(), bench.step()  # the guess of the bonus token, and two drafts after it
     text = bench.texts[KEY] + ids(answers[0])
-    answer = bench.commit(KEY, [*ids(answers[0]), drawn_token(text)], on_miss=1)
+    answer = bench.answer(KEY, [*ids(answers[0]), drawn_token(text)], on_miss=1)
     assert ids(answer) == bench.drafts(KEY, 2)
 
 
@@ -148,29 +154,79 @@ def test_a_miss_that_is_not_worth_waiting_for_is_answered_empty():
     bench = Bench()
     bench.open(KEY, range(10))
     bench.settle()
-    answer = bench.commit(KEY, [999], on_miss=0)
+    answer = bench.answer(KEY, [999], on_miss=0)
     assert (ids(answer), answer.origin) == ([], Origin.MISS)
     bench.settle()
     # What is drafted ahead then starts with a guess of the very next token.
-    answer = bench.commit(KEY, [drawn_token(bench.texts[KEY])])
+    answer = bench.answer(KEY, [drawn_token(bench.texts[KEY])])
     assert ids(answer) == bench.drafts(KEY)
 
 
-def test_no_drafts_wanted_is_no_answer_and_no_work():
-    bench = Bench()
+def test_no_drafts_wanted_is_no_answer_and_no_draft():
+    bench = Bench(chunk=16)
     bench.open(KEY, range(10))
     bench.settle()
     before = len(bench.engine.plans)
-    for token in range(50):
-        assert bench.commit(KEY, [token], k=0) is None
+    for token in range(100):
+        assert bench.commit(KEY, [token], k=0) == []
         assert bench.settle() == []
-    assert len(bench.engine.plans) == before
+    assert not any(row.draws for plan in bench.engine.plans[before:] for row in plan.rows)
     assert bench.strategy.usage()["num_side_branches"] == 0
-    # So far behind, it catches up as with a prompt.
-    assert bench.commit(KEY, [7]).status is ProposalStatus.NOT_READY
-    ready, answer = bench.settle()
-    assert ready.status is ProposalStatus.READY
+    # It has kept up as a prompt does, so the first commit that wants drafts gets some.
+    assert bench.commit(KEY, [7]) == []
+    (answer,) = bench.settle()
     assert ids(answer) == bench.drafts(KEY)
+
+
+def test_what_is_wanted_is_prefilled_before_what_is_not():
+    bench = Bench(chunk=16)
+    bench.open(KEY, range(10))
+    bench.settle()
+    for token in range(50):
+        bench.commit(KEY, [token], k=0)
+    bench.open(OTHER, range(100))
+    assert [len(answers) for _ in range(5) if (answers := bench.step())] == [1], "READY within the fifth chunk"
+
+
+def test_a_commit_that_is_overtaken_is_answered_empty():
+    bench = Bench()
+    bench.open(KEY, range(10))
+    bench.settle()
+    assert bench.commit(KEY, [999]) == []
+    (late,) = bench.commit(KEY, [998])
+    assert (late.base_committed_len, late.token_ids, late.status) == (11, [], ProposalStatus.OK)
+    (answer,) = bench.settle()
+    assert ids(answer) == bench.drafts(KEY)
+
+
+def test_with_more_sequences_than_rows_everybody_is_answered():
+    bench = Bench(LookaheadLimits(ahead=False, max_rows=4))
+    keys = [(1, index) for index in range(12)]
+    for key in keys:
+        bench.open(key, [key[1]] * 5)
+    bench.settle()
+    answered = dict.fromkeys(keys, 0)
+    for _ in range(20):
+        for key in keys:
+            bench.commit(key, [3], k=2)
+        for _ in range(2):  # of the six steps that all of them would take
+            for answer in bench.step() or []:
+                answered[answer.key] += len(answer.token_ids) > 0
+    assert min(answered.values()) > 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_guesses_give_the_same_drafts_in_fewer_steps_where_drafts_are_a_function_of_the_text(sampling):
+    bench = Bench(LookaheadLimits(ahead=False, prompt_lookup_min=2, prompt_lookup_max=3))
+    prompt = [1, 2, *continuation([1, 2], 8)]
+    bench.open(KEY, [*prompt, 50, 1], sampling)
+    bench.settle()
+    before = len(bench.engine.plans)
+    bench.commit(KEY, [2])
+    (answer,) = bench.settle()
+    guessed = [row.guesses for plan in bench.engine.plans[before:] for row in plan.rows if row.guesses]
+    assert bool(guessed) == (sampling is GREEDY)
+    assert ids(answer) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
 
 
 def test_long_prompts_are_prefilled_in_chunks_and_announced():
@@ -239,10 +295,10 @@ def test_drafts_end_at_the_longest_text_the_model_takes():
     assert ids(bench.settle()[0]) == bench.drafts(KEY, 3)
     bench.commit(KEY, [1, 2])
     assert ids(bench.settle()[0]) == bench.drafts(KEY, 1)
-    assert bench.commit(KEY, [1]).status is ProposalStatus.LENGTH
-    assert bench.commit(KEY, [1]).status is ProposalStatus.LENGTH
+    assert bench.answer(KEY, [1]).status is ProposalStatus.LENGTH
+    assert bench.answer(KEY, [1]).status is ProposalStatus.LENGTH
     assert bench.open(OTHER, range(16)) is None
-    assert bench.strategy.commit(OTHER, Commit(1, 16, [1], 4, 4)).status is ProposalStatus.LENGTH
+    assert bench.strategy.commit(OTHER, Commit(1, 16, [1], 4, 4))[0].status is ProposalStatus.LENGTH
 
 
 def test_bad_logits_end_the_drafts_and_nothing_else():
@@ -324,7 +380,8 @@ def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed):
         token = drawn_token(text + drafts[:accepted], start, rank)
         k = rng.choice([0, 2, 4, 4, 4])
         waiting.discard(key) if k == 0 else waiting.add(key)
-        take(bench.commit(key, [*drafts[:accepted], token], k, rng.randint(0, k)))
+        for answer in bench.commit(key, [*drafts[:accepted], token], k, rng.randint(0, k)):
+            take(answer)
 
     for request in range(300):
         if rng.random() < 0.05 or not bench.texts:

@@ -68,11 +68,11 @@ def test_a_strategy_answers_each_commit_at_once_at_its_own_length_and_k():
     assert strategy.open(KEY, [1, 2, 3, 1], 4, SAMPLING) == Draft(KEY, 4, [], ProposalStatus.READY)
     strategy.open(OTHER, [5, 6, 5], 4, SAMPLING)
     drafted = strategy.commit(KEY, commit(KEY, 4, [2], 4))
-    assert drafted == Draft(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=Origin.MISS)
-    assert strategy.commit(OTHER, commit(OTHER, 3, [6], 1)).token_ids == [5]
-    assert strategy.commit(KEY, commit(KEY, 5, [3, 9], 4)).token_ids == []
-    assert strategy.commit(OTHER, commit(OTHER, 4, [5], 0)) is None
-    assert strategy.commit(OTHER, commit(OTHER, 5, [6], 2)).token_ids == [5, 6]
+    assert drafted == [Draft(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=Origin.MISS)]
+    assert strategy.commit(OTHER, commit(OTHER, 3, [6], 1))[0].token_ids == [5]
+    assert strategy.commit(KEY, commit(KEY, 5, [3, 9], 4))[0].token_ids == []
+    assert strategy.commit(OTHER, commit(OTHER, 4, [5], 0)) == []
+    assert strategy.commit(OTHER, commit(OTHER, 5, [6], 2))[0].token_ids == [5, 6]
     assert strategy.usage()["num_sequences"] == 2
     strategy.close(OTHER)
     strategy.close(OTHER)

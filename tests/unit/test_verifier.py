@@ -5,6 +5,7 @@ import time
 import pytest
 
 from actors.length.fixed import FixedLengths
+from actors.length.origin import Origin
 from actors.message_codec import unpack
 from actors.messages import Close, CloseReason, Commit, Open, Proposals, ProposalStatus
 from actors.rounds import TrackedRequest
@@ -296,3 +297,35 @@ def test_silence_with_nobody_waiting_is_no_hang():
     verifier.end_step({"b": [1]}, {}, ())
     verifier.take_drafts(["b"])
     assert link.broken is None
+
+
+def test_a_controller_that_fails_ends_drafting_and_not_the_engine(caplog):
+    class Failing(FixedLengths):
+        def choose(self, request_ids):
+            raise ZeroDivisionError("a test")
+
+    verifier = make(FakeLink(drafting([1, 2, 3])))
+    verifier._lengths = Failing(4)
+    verifier.track(tracked())
+    for _ in range(3):
+        assert step(verifier, {"a": [7]}) == [[]]
+    assert caplog.text.count("the length controller failed") == 1
+
+
+def test_refused_answers_reach_the_controller_as_none():
+    seen = []
+
+    class Watching(FixedLengths):
+        def observe_answer(self, request_id, origin, num_tokens, draft_step_s, wait_s):
+            seen.append((request_id, origin, num_tokens))
+
+    def out_of_kv(message):
+        if isinstance(message, Commit):
+            return [Proposals(message.request, message.committed_len, [], ProposalStatus.OUT_OF_KV)]
+        return never_after_ready(message)
+
+    verifier = make(FakeLink(out_of_kv))
+    verifier._lengths = Watching(4)
+    verifier.track(tracked())
+    step(verifier, {"a": [7]})
+    assert seen == [("a", Origin.NONE, 0)]

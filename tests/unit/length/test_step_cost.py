@@ -90,3 +90,12 @@ def test_more_tokens_never_look_cheaper():
 def test_no_step_has_such_a_size_or_time(tokens, seconds):
     with pytest.raises(ValueError, match=f"a step of {tokens} tokens"):
         StepCost(64, memory=100).observe(1, tokens, seconds)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_below_the_sizes_seen_no_step_is_free(seed):
+    cost, numbers = StepCost(2048, memory=100), random.Random(seed)
+    for _ in range(200):
+        tokens = numbers.choice([64, 128, 320])
+        cost.observe(64, tokens, (0.005 + 0.005 * tokens**1.2) * numbers.gauss(1.0, 0.05))
+    assert cost.seconds(1, 1.0) > 0
