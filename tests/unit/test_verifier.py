@@ -58,7 +58,7 @@ def drafting(drafts):
     def answer(message):
         if isinstance(message, Open):
             return [Proposals(message.request, message.prompt_len, [], ProposalStatus.READY)]
-        if isinstance(message, Commit):
+        if isinstance(message, Commit) and message.num_wanted:
             return [Proposals(message.request, message.committed_len, drafts)]
         return []
 
