@@ -232,7 +232,8 @@ def _strategy(
 
         return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max), None
     from actors.drafting.draft_engine import DraftEngine
-    from actors.drafting.draft_model import DraftModelStrategy, LookaheadLimits
+    from actors.drafting.draft_model import DraftModelStrategy
+    from actors.drafting.step_planner import LookaheadLimits
     from cluster.engine_args import drafter_vllm_config
 
     if ranks is not None and ray.get_runtime_context().was_current_actor_reconstructed:

@@ -117,7 +117,7 @@ class DraftModelConfig(EngineConfig):
     prompt_lookup_max: int = Field(5, ge=0)
     """Longest such n-gram; 0: no guesses."""
 
-    max_draft_rows: int = Field(64, ge=1, le=4096)
+    max_draft_rows: int = Field(128, ge=1, le=4096)
     """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
 
     block_size: int | None = Field(None, ge=1)

@@ -142,8 +142,9 @@ def main(model):
 
 if __name__ == "__main__":
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from actors.drafting.draft_model import DraftModelStrategy, LookaheadLimits
+    from actors.drafting.draft_model import DraftModelStrategy
     from actors.drafting.draft_vocabulary import DraftVocabulary
+    from actors.drafting.step_planner import LookaheadLimits
     from actors.messages import Commit, DraftSampling
     from actors.verification.mode import Mode
 

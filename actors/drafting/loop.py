@@ -85,7 +85,8 @@ class DraftLoop:
             self._wake()
 
     def hangs(self, deadline_s: float) -> str | None:
-        """What has stood still for so long, or None. Waits for the lock that long at most. Not for the loop's thread."""
+        """What has stood still for so long, or None. Waits for the lock that long at most. Not for the loop's own
+        thread."""
         since = self._working_since
         if since is not None and time.monotonic() - since > deadline_s:
             return f"a step has been running for over {deadline_s:g} s"

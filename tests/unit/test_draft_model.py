@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from actors.drafting.draft_model import DraftModelStrategy, LookaheadLimits
+from actors.drafting.draft_model import DraftModelStrategy
+from actors.drafting.step_planner import LookaheadLimits
 from actors.drafting.strategy import UnknownSequence
 from actors.length.origin import Origin
 from actors.messages import Commit, DraftSampling, ProposalStatus
