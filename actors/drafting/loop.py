@@ -70,11 +70,12 @@ class DraftLoop:
     def deliver(self, link_id: int, messages: Sequence[Message]) -> None:
         """Apply a link's messages and send what can be answered at once."""
         answers: list[Draft] = []
+        arrived = self._clock()
         with self._lock:
             if link_id not in self._sinks:  # it broke meanwhile
                 return
             for message in messages:
-                answers += self._apply((link_id, message.request), message)
+                answers += self._apply((link_id, message.request), message, arrived)
             self._wake()
             outgoing = self._outgoing(answers)
         _send(outgoing)
@@ -127,7 +128,7 @@ class DraftLoop:
         self._arrived = True
         self._changed.notify()
 
-    def _apply(self, key: SequenceKey, message: Message) -> list[Draft]:
+    def _apply(self, key: SequenceKey, message: Message, arrived: float) -> list[Draft]:
         if isinstance(message, Commit):
             try:
                 answers = self._strategy.commit(key, message)
@@ -135,7 +136,7 @@ class DraftLoop:
                 answers = [Draft(key, message.base_committed_len, [], ProposalStatus.UNKNOWN_REQUEST)]
             self._asked.pop(key, None)
             if message.num_wanted:
-                self._asked[key] = self._clock()
+                self._asked[key] = arrived
             return answers
         if isinstance(message, Open):
             return self._open(key, message)

@@ -6,16 +6,22 @@ import random
 import pytest
 
 from actors.drafting.draft_model import DraftModelStrategy
+from actors.drafting.draft_vocabulary import DraftVocabulary
+from actors.drafting.loop import DraftLoop
 from actors.drafting.step_planner import LookaheadLimits
 from actors.drafting.strategy import UnknownSequence
 from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
 from actors.verification.mode import Mode
-from tests.unit.drafting_engine import MemoryEngine, continuation, drawn_token
+from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation, drawn_token
 
 GREEDY = DraftSampling()
 SAMPLED = DraftSampling(Mode.REJECTION, temperature=0.8, seed=5, top_n=3)
 KEY, OTHER = (1, 1), (2, 1)
+
+
+class Nowhere:
+    def send(self, proposals, work_us): ...
 
 
 class Bench:
@@ -344,6 +350,29 @@ def test_the_memory_of_lookahead_is_bounded_and_comes_back():
         "branch_blocks": 0,
         "kv_cache_usage": 0.0,
     }
+
+
+def test_a_thousand_requests_leave_nothing_behind():
+    vocabulary = DraftVocabulary(VOCAB, 200)
+    engine = MemoryEngine()
+    limits = LookaheadLimits(prompt_lookup_min=1, prompt_lookup_max=2)
+    strategy = DraftModelStrategy(engine, 64, limits, vocabulary, itertools.count().__next__)
+    loop = DraftLoop(strategy)
+    loop.attach(1, Nowhere())
+    for request in range(1000):
+        loop.deliver(1, [Open(request, 3, 0, [request % 50, 2, 3], 2, GREEDY), Commit(request, 3, [5], 2, 2)])
+        for _ in range(3):
+            work, _ = strategy.plan()
+            work.execute()
+            strategy.complete(work)
+        loop.deliver(1, [Close(request, CloseReason.FINISHED)])
+    assert strategy.plan() == (None, [])
+    usage = loop.usage()
+    assert (usage["num_sequences"], usage["branch_blocks"], usage["kv_cache_usage"]) == (0, 0, 0)
+    assert not engine.committed
+    assert not engine.taken
+    left = [loop._asked, loop._opening, loop._keys[1], vocabulary._pinned_by, vocabulary._pins, strategy._closed]
+    assert not any(left)
 
 
 @pytest.mark.parametrize("seed", range(30))
