@@ -28,7 +28,8 @@ def test_it_loses_its_link_then_its_process(ngram_pair):
     pid = ngram_pair.actors()["Drafter"].pid
     with Traffic(ngram_pair, PROMPT, max_tokens=300) as traffic:
         ray.get(ngram_pair.drafter().__ray_call__.remote(hang), timeout=HANG_GUARD_S)
-        wait_until(lambda: "hangs" in ngram_pair.status().link.last_error, HANG_GUARD_S, "the hang noticed")
+        # Its receive thread stands still, so it is the wire that notices first.
+        wait_until(lambda: "link deadline" in ngram_pair.status().link.last_error, HANG_GUARD_S, "the hang noticed")
         wait_until(lambda: _other_pid(ngram_pair, pid), HANG_GUARD_S, "the drafter restarted")
         wait_until(lambda: _is_up(ngram_pair, before.epoch), HANG_GUARD_S, "a new link")
         traffic.wait_for_messages(20)

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from actors.message_codec import frame_capacity_words, pack, unpack
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
 from cluster.link import Link, host_link
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, K, wait_until
@@ -69,10 +69,11 @@ def follow(link, reference, handle, prompt, rounds):
     committed = [65]
     for number in range(rounds):
         base = len(tokens)
-        link.post(pack([Commit(handle, base, committed, 4, 4)], CAPACITY))
+        link.post(pack([Commit(handle, base, committed, K, K)], CAPACITY))
         tokens += committed
         answer = next_answer(link)
-        assert answer == Proposals(handle, len(tokens), answer.token_ids)
+        assert (answer.request, answer.base_committed_len) == (handle, len(tokens))
+        assert answer.status is ProposalStatus.OK
         reference.check(tokens, answer.token_ids, label=f"proposal {number}")
         assert len(answer.token_ids) == K
         committed = [*answer.token_ids[:2], 66 + number % 20]

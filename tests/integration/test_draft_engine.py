@@ -35,7 +35,8 @@ def test_what_is_drafted_ahead_is_what_would_be_drafted_at_once(report, mode, cu
     assert seen["agree"] == 120
     # Every way of answering was taken.
     assert min(seen["origins"][origin] for origin in ("MAIN_LINE", "SIDE_BRANCH", "MISS")) >= 4
-    assert seen["guesses_right"] > 0
+    # A right guess brings an answer sooner: only where drafts are a function of the text may it.
+    assert (seen["guesses_right"] > 0) == (mode != "rejection")
 
 
 def test_closed_sequences_leave_no_block_behind(report):
