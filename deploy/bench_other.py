@@ -20,6 +20,7 @@ from cluster.config import DraftModelConfig, OutriderConfig
 from cluster.cores import thread_environment
 from deploy.bench_answers import Answer, Ask
 from deploy.bench_error import BenchError
+from deploy.processes import tree_of
 
 POLL_S = 0.5
 ENDS_WITHIN_S = 30.0
@@ -114,13 +115,7 @@ class InProcessEngine:
 
     def processes(self) -> list[psutil.Process]:
         """Its own and those below it."""
-        if self._process is None:
-            return []
-        try:
-            process = psutil.Process(self._process.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        return [] if self._process is None else tree_of(self._process.pid)
 
     def stop(self) -> None:
         """End it with everything below it that still belongs to it; no effect when it runs no more."""

@@ -14,6 +14,7 @@ import yaml
 
 from cluster.config import OutriderConfig
 from deploy.bench_error import BenchError
+from deploy.processes import tree_of
 
 POLL_S = 1.0
 STOPS_WITHIN_S = 90.0
@@ -50,13 +51,7 @@ class ServerProcess:
 
     def processes(self) -> list[psutil.Process]:
         """Its own and those below it."""
-        if self._process is None:
-            return []
-        try:
-            process = psutil.Process(self._process.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        return [] if self._process is None else tree_of(self._process.pid)
 
     def stop(self) -> None:
         """As an operator would. No effect when it runs no more."""

@@ -143,3 +143,12 @@ def remove_shared_memory(names: Iterable[str]) -> list[str]:
         except (FileNotFoundError, IsADirectoryError):
             continue
     return removed
+
+
+def tree_of(pid: int) -> list[psutil.Process]:
+    """A process and everything below it; empty when it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
