@@ -144,6 +144,20 @@ def test_without_lookahead_nothing_runs_between_commits():
     assert bench.settle()[0].origin is Origin.MISS
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_drafts_that_were_not_verified_serve_another_round_only_if_they_belong_to_none(sampling):
+    """The verifier used two of four drafts and chose the third itself: the fourth was drawn for a round that is over."""
+    bench = Bench()
+    bench.open(KEY, range(10), sampling)
+    bench.settle()
+    bench.commit(KEY, [999])
+    (answer,) = bench.settle()
+    first = bench.answer(KEY, ids(answer)[:3])
+    assert (first is not None) == (sampling is GREEDY)
+    answers = [first] if first is not None else bench.settle()
+    assert ids(answers[0]) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
+
+
 def test_a_partial_hit_is_answered_with_what_is_there():
     bench = Bench()
     bench.open(KEY, range(10))
