@@ -146,7 +146,7 @@ def test_without_lookahead_nothing_runs_between_commits():
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_drafts_that_were_not_verified_serve_another_round_only_if_they_belong_to_none(sampling):
-    """The verifier used two of four drafts and chose the third itself: the fourth was drawn for a round that is over."""
+    """The verifier used two of four drafts and chose the third itself: the fourth was drawn for a round now over."""
     bench = Bench()
     bench.open(KEY, range(10), sampling)
     bench.settle()
