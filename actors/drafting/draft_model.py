@@ -120,7 +120,7 @@ class DraftModelStrategy:
     def plan(self) -> tuple[Work | None, list[Draft]]:
         self._release()
         answers: list[Draft] = []
-        due = [r for r in self._residents.values() if r.sequence.due and r.can_draft and not r.retired]
+        due = [r for r in self._residents.values() if r.sequence.due and r.can_draft]
         due.sort(key=lambda resident: resident.asked)  # with more of them than rows, nobody waits for ever
         # Who waits for an answer comes first, but a prompt must not wait for ever; and what is drafted ahead shares
         # the rest with prompts by turns.

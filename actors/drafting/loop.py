@@ -47,8 +47,8 @@ class DraftLoop:
         self._sinks: dict[int, ProposalSink] = {}
         self._keys: dict[int, set[SequenceKey]] = {}
         self._opening: dict[SequenceKey, _Opening] = {}
-        self._asked: dict[SequenceKey, float] = {}
-        """When the commit came that is not yet answered."""
+        self._asked: dict[SequenceKey, tuple[int, float]] = {}
+        """Of the commit that is not yet answered: the length it led to, and when it came."""
 
         self._working_since: float | None = None
         self.steps = 0
@@ -136,7 +136,7 @@ class DraftLoop:
                 answers = [Draft(key, message.base_committed_len, [], ProposalStatus.UNKNOWN_REQUEST)]
             self._asked.pop(key, None)
             if message.num_wanted:
-                self._asked[key] = arrived
+                self._asked[key] = message.committed_len, arrived
             return answers
         if isinstance(message, Open):
             return self._open(key, message)
@@ -177,9 +177,11 @@ class DraftLoop:
             if draft.status is ProposalStatus.OK:
                 self.rounds += 1
                 self.drafted += len(draft.token_ids)
-            if draft.status is not ProposalStatus.NOT_READY:
-                asked = self._asked.pop(draft.key, now) if draft.status is not ProposalStatus.READY else now
-                waited[link_id] = max(waited.get(link_id, 0.0), now - asked)
+            length, since = self._asked.get(draft.key, (-1, now))
+            over = draft.status not in (ProposalStatus.NOT_READY, ProposalStatus.READY)
+            if over and length == draft.base_committed_len:  # else it answers a commit that is overtaken
+                del self._asked[draft.key]
+                waited[link_id] = max(waited.get(link_id, 0.0), now - since)
             by_link.setdefault(link_id, []).append(
                 Proposals(
                     request,

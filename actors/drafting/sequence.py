@@ -186,8 +186,7 @@ class DraftSequence:
             # Drawn for the round that starts here, or for any.
             self.origin = Origin.MAIN_LINE if self.num_drafted > 0 else Origin.MISS
         else:
-            line = Line(end, num_computed=min(main.num_computed, base + matched, end - 1))
-            self.main = line
+            self.main = Line(end, num_computed=min(main.num_computed, base + matched, end - 1))
         self._drop_sides()
         self.num_wanted, self.num_on_miss = num_wanted, num_on_miss
         self.sent = None

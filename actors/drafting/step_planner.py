@@ -111,7 +111,7 @@ class StepPlanner:
 
     def _add_ahead(self, step: DraftStep) -> None:
         """Main lines of answered sequences first, then side branches, the likeliest outcomes first."""
-        answered = [r for r in self._residents if not r.sequence.due and r.can_draft and not r.retired]
+        answered = [r for r in self._residents if not r.sequence.due and r.can_draft]
         for resident in answered:
             self._add_main(step, resident, None)
             self._spawn(resident)

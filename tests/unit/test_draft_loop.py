@@ -283,6 +283,30 @@ def test_a_strategy_s_exception_ends_the_loop():
         loop.run()
 
 
+def test_an_answer_to_an_overtaken_commit_leaves_the_other_s_clock_alone(loop, link, strategy, clock):
+    sink = link(1)
+    loop.deliver(1, [opening(7, 3)])
+    sink.next()
+    plain = strategy.commit
+
+    def overtaking(key, commit):
+        late = [Draft(key, 4, [], ProposalStatus.OK)] if commit.base_committed_len == 4 else []
+        return late + plain(key, commit)
+
+    strategy.commit = overtaking
+    strategy.gate.clear()
+    loop.deliver(1, [commit(7, 3)])
+    assert strategy.working.wait(SOON_S)
+    clock.now = 1.0
+    loop.deliver(1, [commit(7, 4)])
+    late, work_us = sink.answers.get(timeout=SOON_S)
+    assert (late[0].base_committed_len, work_us) == (4, 0)
+    clock.now = 1.5
+    strategy.gate.set()
+    answers, work_us = sink.answers.get(timeout=SOON_S)
+    assert (answers[0].base_committed_len, work_us) == (5, 500_000)
+
+
 def test_a_step_that_does_not_end_is_a_hang(loop, link, strategy):
     sink = link(1)
     loop.deliver(1, [opening(1, 3)])
