@@ -19,7 +19,7 @@ from deploy.bench_dataset import read_dataset
 from deploy.bench_error import BenchError
 from deploy.bench_plot import check_plot, draw
 from deploy.bench_report import table
-from deploy.bench_run import BenchRun, configuration
+from deploy.bench_run import BenchRun, configuration, other_configuration
 from deploy.client_request import OutriderError
 from deploy.processes import SharedMemoryWatch, adopt_orphans, end_descendants, remove_shared_memory
 from deploy.progress import Progress
@@ -77,7 +77,8 @@ def prepare(
     check_comparison(args, config)
     if args.prompts is not None and args.prompts > len(dataset.prompts):
         progress.say(f"--prompts {args.prompts}: the dataset has {len(dataset.prompts)}; all are used")
-    return BenchRun(args, load_of(args), dataset, config, scratch, progress, stop, memory)
+    other = other_configuration(args, progress)
+    return BenchRun(args, load_of(args), dataset, config, other, scratch, progress, stop, memory)
 
 
 def write(args: argparse.Namespace, report: dict[str, object], progress: Progress) -> None:

@@ -65,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser.add_argument_group("load"))
     other = parser.add_argument_group("the side to compare with")
     other.add_argument(
-        "--against", choices=SIDES, help="plain: the target without drafter; vllm: vLLM's in-process draft_model"
+        "--against",
+        metavar="plain|vllm|FILE",
+        type=_against,
+        help="plain: the target without drafter; vllm: vLLM's in-process draft_model; "
+        "FILE.yaml: another server of ours, with the same --target and --drafter",
     )
     other.add_argument("--against-k", metavar="K,K", type=_numbers, default=DEFAULT_KS,
                        help="vllm: K to try first; a single one is taken untried (default: 2,3,4,6)")  # fmt: skip
@@ -120,6 +124,13 @@ def check_comparison(args: argparse.Namespace, config: OutriderConfig | None) ->
             f"--against {args.against}: with --address the other side's models are not known; add --target PATH"
             + (" and --drafter PATH" if args.against == "vllm" else "")
         )
+    if args.against not in SIDES:
+        if args.address is not None:
+            raise ConfigError(
+                "--against FILE: both servers are started here; leave --address out, give --preset or --config"
+            )
+        if given := [option for option in ("other_cores", "other_compile") if getattr(args, option)]:
+            raise ConfigError(f"--{given[0].replace('_', '-')}: {args.against} says it; write it there")
     if args.against == "vllm" and not isinstance(config.drafter, DraftModelConfig):
         has = f"is of method {config.drafter.method}" if config.drafter else "is not configured"
         raise ConfigError(
@@ -153,6 +164,12 @@ def _range(text: str) -> range:
     if not cores:
         raise ValueError(text)
     return cores
+
+
+def _against(text: str) -> str:
+    if text not in SIDES and not text.endswith((".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither plain nor vllm nor a YAML file")
+    return text
 
 
 def _address(text: str) -> str:

@@ -18,7 +18,7 @@ Report = dict[str, Any]
 def make_report(
     chunks: Sequence[Chunk],
     settings: dict[str, Any],
-    rounds: dict[str, Any],
+    rounds: dict[str, dict[str, Any]],
     units: dict[str, int | None],
     unit: str,
     started: datetime,
@@ -27,7 +27,8 @@ def make_report(
     """The document.
 
     settings: what was decided before the run, by key of the document; its ``ours`` and ``other`` become their
-    ``settings``. rounds: our server's own counts. units: cores or accelerators of each side, None when not known; unit:
+    ``settings``. rounds: what the sides that are servers of ours
+    counted themselves. units: cores or accelerators of each side, None when not known; unit:
     which of the two.
     """
     by_side = {side: [chunk for chunk in chunks if chunk.side == side] for side in units}
@@ -48,8 +49,8 @@ def make_report(
             "settings": settings[side],
             f"{unit}s": units[side],
             **side_figures(its_chunks, units[side], unit),
+            **rounds.get(side, {}),
         }
-    report["ours"] |= rounds
     report["chunks"] = [chunk_row(chunk) for chunk in chunks]
     return report
 
@@ -111,16 +112,28 @@ def _below(report: Report) -> list[str]:
         lines.append(
             f"spoilt by other programs: {len(spoilt)} of {len(report['chunks'])} chunks, up to {most:.1f} cores"
         )
-    if hits := report["ours"]["lookahead"]:
+    for side in ("ours", "other"):
+        lines += _rounds(report.get(side, {}), "our" if side == "ours" else "their")
+    return lines
+
+
+def _rounds(side: dict[str, Any], whose: str) -> list[str]:
+    lines = []
+    if hits := side.get("lookahead"):
         lines.append(
-            f"lookahead: {hits['hit_rate']:.1%} hits (main line {hits['main_line']:.1%}, side branch "
+            f"{whose} lookahead: {hits['hit_rate']:.1%} hits (main line {hits['main_line']:.1%}, side branch "
             f"{hits['side_branch']:.1%}), {hits['miss']:.1%} misses"
         )
-    if times := report["ours"]["round_time"]:
+    if times := side.get("round_time"):
         parts = ", ".join(
             f"{name.removesuffix('_ms')} {value:.1f}" for name, value in times.items() if name != "samples"
         )
-        lines.append(f"our rounds, ms, median of the last {times['samples']}: {parts}")
+        lines.append(f"{whose} rounds, ms, median of the last {times['samples']}: {parts}")
+    if bound := side.get("bound"):
+        lines.append(
+            f"bound at concurrency 1 from {whose} step times: {bound['period_ms']:.1f} ms a round of {bound['k']:.2f} "
+            f"drafts, {bound['tok_per_s']:.2f} tok/s; {bound['share']:.1%} of it by the median round"
+        )
     return lines
 
 

@@ -40,10 +40,10 @@ class Side(Protocol):
 class OurSide:
     """A server, asked over gRPC. server None: somebody else's, of which only the address is known."""
 
-    name: SideName = "ours"
-
-    def __init__(self, client: OutriderClient, load: Load, server: ServerProcess | None) -> None:
-        self.client, self._load, self._server = client, load, server
+    def __init__(
+        self, client: OutriderClient, load: Load, server: ServerProcess | None, name: SideName = "ours"
+    ) -> None:
+        self.name, self.client, self._load, self._server = name, client, load, server
 
     def run(self, asks: Sequence[Ask], on_progress: OnProgress) -> tuple[float, list[Answer]]:
         return ask_all(self.client, asks, self._load.concurrency, on_progress, self._load.verification)

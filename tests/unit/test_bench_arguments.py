@@ -89,6 +89,14 @@ def test_the_other_side_must_be_possible() -> None:
         check_comparison(parse("--preset", "x", "--other-cores", "0"), NGRAM)
 
 
+def test_the_other_side_may_be_another_configuration_of_ours() -> None:
+    check_comparison(parse("--preset", "x", "--against", "other.yaml"), NGRAM)
+    with pytest.raises(ConfigError, match="both servers are started here"):
+        check_comparison(parse("--address", "h:1", "--target", "t", "--against", "other.yaml"), NGRAM)
+    with pytest.raises(ConfigError, match=r"--other-cores: other\.yaml says it"):
+        check_comparison(parse("--preset", "x", "--against", "other.yaml", "--other-cores", "0"), NGRAM)
+
+
 def test_models_beside_an_address_are_the_other_sides(tmp_path: Path) -> None:
     quiet = Progress()
     for name, size in (("t", 5), ("d", 5), ("e", 6)):

@@ -18,7 +18,7 @@ from deploy.bench_answers import Answer, Ask, Chunk, SideName
 from deploy.bench_error import BenchError
 from deploy.bench_plot import draw, round_parts
 from deploy.bench_report import make_report, table
-from deploy.bench_rounds import lookahead, round_time, rounds_between
+from deploy.bench_rounds import bound, lookahead, round_time, rounds_between
 from deploy.bench_statistics import acceptance, equal_answers, inter_token_s, ratio_of, side_figures
 from deploy.bench_tune import Setting, Trial, best, one_core_fewer, prompts_to_try, try_out
 from deploy.progress import Progress
@@ -208,6 +208,18 @@ def test_lookahead_shares() -> None:
     assert lookahead({"rounds": 5}) is None
 
 
+def test_the_bound_weighs_hits_and_misses_by_what_each_must_take() -> None:
+    counted = {"main_line_hits": 6, "side_branch_hits": 3, "misses": 1, "drafted": 30, "drafted_rounds": 10}
+    counted |= {"rounds": 10, "accepted": 20}
+    times = {"target_ms": 100.0, "period_ms": 125.0, "draft_step_ms": 30.0}
+    found = bound(counted, times)
+    assert found is not None
+    # Three drafts of 30 ms hide in 100 ms, four do not: 0.6 * 120 + 0.3 * 100 + 0.1 * 190.
+    assert found == pytest.approx({"k": 3.0, "period_ms": 121.0, "tok_per_s": 3e3 / 121.0, "share": 121.0 / 125.0})
+    assert bound(counted, {**times, "draft_step_ms": 0.0}) is None, "an n-gram drafter reports no step"
+    assert bound({"rounds": 10, "drafted_rounds": 0, "drafted": 0, "accepted": 0}, times) is None
+
+
 def test_the_parts_of_a_round_stack_up_to_its_period() -> None:
     parts = round_parts({"period_ms": 10.0, "target_ms": 7.0, "wait_ms": 1.0, "draft_ms": 8.0})
     assert parts == {"target": 7.0, "waiting for drafts": 1.0, "rest": 2.0}
@@ -225,9 +237,9 @@ def report(other: bool = True) -> dict[str, Any]:
         chunks += [chunk("other", 0, 2.0), chunk("other", 1, 2.0)]
         settings["other"], units["other"] = {"name": "vLLM in-process, K = 3"}, 2
     times = {"period_ms": 10.0, "target_ms": 7.0, "draft_ms": 6.0, "wait_ms": 1.0, "other_ms": 2.0, "samples": 9}
-    rounds = {"rounds": {}, "lookahead": lookahead({"main_line_hits": 1, "misses": 1}), "round_time": times}
+    ours = {"rounds": {}, "lookahead": lookahead({"main_line_hits": 1, "misses": 1}), "round_time": times}
     now = datetime(2026, 1, 2, tzinfo=UTC)
-    return make_report(chunks, settings, rounds, units, "core", now, now)
+    return make_report(chunks, settings, {"ours": ours}, units, "core", now, now)
 
 
 def test_the_report_is_json_with_the_ratio_on_top() -> None:
