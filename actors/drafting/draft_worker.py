@@ -12,8 +12,8 @@ from actors.drafting.line import Drawn
 from actors.drafting.paged_forward import PagedForward
 from actors.drafting.step_plan import StepPlan
 from actors.verification.draft_sampler import greedy_drafts
-from actors.verification.gumbel import TokenSubset
 from actors.verification.mode import Mode
+from actors.verification.token_subset import TokenSubset
 from cluster.platform import worker_class
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from actors.messages import DraftSampling
 from actors.verification.constraints import Constraints
 from actors.verification.draft_sampler import DraftSample, sample_drafts
-from actors.verification.gumbel import TokenSubset
 from actors.verification.mode import Mode
+from actors.verification.token_subset import TokenSubset
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 """Beyond, float32 overflows, and the choice is greedy or uniform as it is."""

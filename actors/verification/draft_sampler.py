@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from actors.verification.constraints import Constraints, thresholds
-from actors.verification.gumbel import TokenSubset, coupled_ranking
+from actors.verification.coupled import coupled_ranking
 from actors.verification.mode import Mode
 from actors.verification.philox import Role, uniform64
 from actors.verification.tiles import SEARCH_TILE, argmax, at_least, search_maxima
+from actors.verification.token_subset import TokenSubset
 
 _NO_TOKEN = 2**62
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.verification.batch import VerificationBatch
 from actors.verification.constraints import thresholds
-from actors.verification.gumbel import FEW_TOKENS, coupled_choice
+from actors.verification.coupled import FEW_TOKENS, coupled_choice
 from actors.verification.mode import Mode
 from actors.verification.tiles import argmax, search_maxima, tile_size
 

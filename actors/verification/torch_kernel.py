@@ -1,4 +1,4 @@
-"""Verification in torch, the reference. No host sync inside but where `gumbel.py` and `constraints.py` say so (CPU).
+"""Verification in torch, the reference. No host sync inside but where `coupled.py` and `constraints.py` say so (CPU).
 
 Two steps: `row_scan.scan` reads the logits once; what follows works on [B, K] and [D, n].
 """

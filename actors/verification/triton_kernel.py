@@ -57,7 +57,7 @@ def coupled_choice(
     position: Tensor,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """What `gumbel.coupled_choice` gives, without its host syncs. Shapes as there; token_ids: int64 [V], of its
+    """What `coupled.coupled_choice` gives, without its host syncs. Shapes as there; token_ids: int64 [V], of its
     subset. Returns int64 [R]."""
     logits = logits.contiguous()
     rows, vocab_size = logits.shape

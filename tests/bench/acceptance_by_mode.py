@@ -93,7 +93,7 @@ def acceptances(target: Any, drafter: Any, temperature: float, position: int) ->
     """Sums over the rows of the probability that a draft is accepted. target, drafter: float32 [R, V] logits."""
     import torch
 
-    from actors.verification.gumbel import coupled_choice
+    from actors.verification.coupled import coupled_choice
 
     p, q = (target / temperature).softmax(-1), (drafter / temperature).softmax(-1)
     found = {"one-hot": p.gather(1, drafter.argmax(-1, keepdim=True)).sum(), "full q": torch.minimum(p, q).sum()}

@@ -44,7 +44,7 @@ class Run:
             name: getattr(self.profile, name).times(args.dilation)
             for name in ("target", "drafter", "drafter_in_process")
         }
-        self.pair: EmulatedPair = write_pair(directory, replace(self.profile, **slow), self.text)
+        self.pair: EmulatedPair = write_pair(directory, replace(self.profile, **slow), self.text, args.wait == "poll")
         self.loads = [Load(batch, batch * args.requests, args.tokens) for batch in args.batches]
 
     def measure(self, side: Side) -> Iterator[Measurement]:
@@ -131,6 +131,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="a request")
     parser.add_argument("--requests", type=int, default=3, help="each slot of a batch carries one after another")
     parser.add_argument("--dilation", type=float, default=1.0, help="times as long as the profile's")
+    parser.add_argument(
+        "--wait", choices=("sleep", "poll"), default="sleep", help="how a host waits for the end of a model's step"
+    )
     parser.add_argument(
         "--speculation", type=json.loads, default={}, help="further keys of Outrider's section, as JSON"
     )

@@ -9,8 +9,8 @@ from actors.drafting.draw import DrawRow, Draws
 from actors.messages import DraftSampling, SparseQ
 from actors.verification.constraints import Constraints
 from actors.verification.draft_sampler import sample_drafts
-from actors.verification.gumbel import TokenSubset
 from actors.verification.mode import Mode
+from actors.verification.token_subset import TokenSubset
 
 VOCAB = 500
 INF = math.inf

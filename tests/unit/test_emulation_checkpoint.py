@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -26,8 +27,12 @@ def test_a_step_costs_its_base_and_something_for_each_further_token() -> None:
         StepTime(25.0, -0.1)
 
 
-def test_waiting_for_what_is_past_returns() -> None:
-    wait_until(0.0)
+@pytest.mark.parametrize("polls", [False, True])
+def test_waiting_ends_when_the_time_has_come_and_at_once_for_what_is_past(polls: bool) -> None:
+    wait_until(0.0, polls)
+    end_s = time.perf_counter() + 2e-3
+    wait_until(end_s, polls)
+    assert time.perf_counter() >= end_s
 
 
 @pytest.mark.parametrize("emulation", [DRAFTER, Emulation("target", StepTime(1.0, 0.0))])

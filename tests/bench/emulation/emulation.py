@@ -27,6 +27,9 @@ class Emulation:
     trace_directory: str | None = None
     """Where the model writes when its steps ran. None: nowhere."""
 
+    polls: bool = False
+    """Whether the host polls for the end of a step; else it sleeps."""
+
     def __post_init__(self) -> None:
         if (self.role, self.follows is None) not in (("target", True), ("drafter", False)):
             raise ValueError(f"role: {self.role!r} with follows={self.follows}; a drafter, and only it, follows a text")

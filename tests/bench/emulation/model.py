@@ -77,7 +77,7 @@ class EmulatedForCausalLM(nn.Module):
         keys = hidden[:, :key_width].contiguous()
         self.attention(hidden, keys, keys)
         due = started + self.emulation.time.step_ms(len(input_ids)) * 1e-3
-        wait_until(due)
+        wait_until(due, self.emulation.polls)
         if self._trace is not None:
             self._trace.add(started, due, time.perf_counter(), len(input_ids))
         return hidden

@@ -25,13 +25,13 @@ class EmulatedPair:
     traces: Path
 
 
-def write_pair(directory: Path, profile: Profile, text: TextProcess) -> EmulatedPair:
+def write_pair(directory: Path, profile: Profile, text: TextProcess, polls: bool = False) -> EmulatedPair:
     traces = directory / "traces"
     traces.mkdir(parents=True)
     models = {
-        "target": Emulation("target", profile.target, None, str(traces)),
-        "drafter": Emulation("drafter", profile.drafter, text, str(traces)),
-        "drafter-in-process": Emulation("drafter", profile.drafter_in_process, text, str(traces)),
+        "target": Emulation("target", profile.target, None, str(traces), polls),
+        "drafter": Emulation("drafter", profile.drafter, text, str(traces), polls),
+        "drafter-in-process": Emulation("drafter", profile.drafter_in_process, text, str(traces), polls),
     }
     for name, model in models.items():
         write_checkpoint(directory / name, model, vocab_size=VOCAB_SIZE)

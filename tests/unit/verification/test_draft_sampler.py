@@ -7,10 +7,11 @@ from actors.verification import torch_kernel
 from actors.verification.batch import Sampling, VerificationBatch
 from actors.verification.constraints import constrain_logits
 from actors.verification.draft_sampler import likeliest, sample_drafts
-from actors.verification.gumbel import TokenSubset, gumbel
+from actors.verification.gumbel import gumbel
 from actors.verification.interface import choose
 from actors.verification.mode import Mode
 from actors.verification.tiles import search_maxima
+from actors.verification.token_subset import TokenSubset
 from tests.unit.verification.toy_target import plain_constraints
 
 

@@ -3,12 +3,12 @@ import math
 import pytest
 import torch
 
-from actors.verification import gumbel as gumbel_module
+from actors.verification import coupled
+from actors.verification.coupled import coupled_choice
 from actors.verification.gumbel import (
     MAX_BELOW_ZERO,
     MAX_GUMBEL,
     MAX_GUMBEL_ORDINARY,
-    coupled_choice,
     gumbel,
     gumbel_from_word,
     leading_bytes,
@@ -115,7 +115,7 @@ def test_coupled_choice_does_not_depend_on_how_rows_are_chunked(monkeypatch):
     logits = torch.randn(7, 1000, generator=torch.Generator().manual_seed(1)) * 3
     more = torch.ones(7), None, logits.amax(-1), torch.arange(7) - 3, torch.arange(7)
     together = coupled_choice(logits, *more)
-    monkeypatch.setattr(gumbel_module, "CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr(coupled, "CHUNK_ELEMENTS", 2000)
     assert torch.equal(coupled_choice(logits, *more), together)
 
 

@@ -11,8 +11,9 @@ import sys
 import torch
 from torch import Tensor
 
-from actors.verification import gumbel, torch_kernel, triton_kernel
+from actors.verification import coupled, torch_kernel, triton_kernel
 from actors.verification.batch import Sampling, VerificationBatch
+from actors.verification.token_subset import TokenSubset
 
 REQUESTS, N = 10, 5
 
@@ -54,7 +55,7 @@ def random_batch(seed: int, vocab_size: int, with_q: bool, constrained: bool, da
 
 
 def compare_choices() -> int:
-    """The drafter's own coupled choice. Returns how many rows chose differently."""
+    """The drafter's own coupled choice, among all tokens and among some. Returns how many rows chose differently."""
     different = 0
     for vocab_size, top_p in ((1500, 1.0), (1500, 0.9), (1024, 0.9), (40, 1.0)):
         generator = torch.Generator().manual_seed(vocab_size)
@@ -64,8 +65,14 @@ def compare_choices() -> int:
         position = torch.randint(0, 10_000, (12,), generator=generator)
         row_max = logits.amax(-1)
         threshold = None if top_p == 1.0 else row_max - 4.0
-        expected = gumbel.coupled_choice(logits, temperature, threshold, row_max, seed, position)
+        expected = coupled.coupled_choice(logits, temperature, threshold, row_max, seed, position)
         found = triton_kernel.coupled_choice(logits, temperature, threshold, seed, position)
+        different += int((expected != found).sum())
+        ids = torch.randperm(3 * vocab_size, generator=generator)[:vocab_size]
+        expected = coupled.coupled_choice(
+            logits, temperature, threshold, row_max, seed, position, subset=TokenSubset(ids)
+        )
+        found = triton_kernel.coupled_choice(logits, temperature, threshold, seed, position, ids)
         different += int((expected != found).sum())
     return different
 
