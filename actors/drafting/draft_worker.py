@@ -28,8 +28,9 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         forward = self._paged
         if forward is None:
             forward = self._paged = PagedForward(self.model_runner)
-        forward.copy_blocks(plan.restores)
-        forward.copy_blocks(plan.copies)
+        for copies in (plan.restores, plan.copies):
+            if copies:
+                forward.copy_blocks(copies)
         head = self._head
         if head is not None:
             head.replace(plan.vocabulary_changes)

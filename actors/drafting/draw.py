@@ -18,7 +18,8 @@ from torch import Tensor
 
 from actors.messages import DraftSampling
 from actors.verification.constraints import Constraints
-from actors.verification.draft_sampler import DraftSample, sample_drafts
+from actors.verification.draft_sample import DraftSample
+from actors.verification.draft_sampler import sample_drafts
 from actors.verification.mode import Mode
 from actors.verification.token_subset import TokenSubset
 

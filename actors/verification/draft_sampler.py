@@ -7,35 +7,20 @@ other tokens forbidden. All ids given back are token ids.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from actors.verification.constraints import Constraints, thresholds
 from actors.verification.coupled import coupled_ranking
+from actors.verification.draft_sample import DraftSample
+from actors.verification.greedy_numpy import FEW_LOGITS, greedy_in_numpy
 from actors.verification.mode import Mode
 from actors.verification.philox import Role, uniform64
 from actors.verification.tiles import SEARCH_TILE, argmax, at_least, search_maxima
 from actors.verification.token_subset import TokenSubset
 
 _NO_TOKEN = 2**62
-
-
-@dataclass(frozen=True, eq=False)
-class DraftSample:
-    """ids: int64 [M]. q_ids: int64 [M, n] and q_probs: float32 [M, n], what the ids were drawn from; None when they
-    were not drawn with noise that verification must know about (greedy, coupled).
-
-    alternatives: int64 [M, A], other tokens that verification may choose, likeliest first, -1 where there is none.
-    confidence: float32 [M, 1 + A], the drafter's probabilities of the token drawn and of these. None unless asked for.
-    """
-
-    ids: Tensor
-    q_ids: Tensor | None = None
-    q_probs: Tensor | None = None
-    alternatives: Tensor | None = None
-    confidence: Tensor | None = None
 
 
 def sample_drafts(
@@ -60,12 +45,10 @@ def sample_drafts(
     line: the next logit, or logit and noise. Elsewhere it is a residual sample, and the likeliest under q come first.
     Greedy probabilities are those of temperature 1.
     """
-    on_cpu = logits.device.type == "cpu"
-    maxima = search_maxima(logits) if on_cpu or mode is Mode.GREEDY else None
-    row_max = (logits if maxima is None else maxima).amax(-1)
     if mode is Mode.GREEDY:
-        assert maxima is not None
-        return _greedy(logits, row_max, maxima, subset, alternatives)
+        return greedy_drafts(logits, subset, alternatives)
+    maxima = search_maxima(logits) if logits.device.type == "cpu" else None
+    row_max = (logits if maxima is None else maxima).amax(-1)
     threshold = thresholds(logits, row_max, constraints) if constraints.any else None
     if mode is Mode.COUPLED:
         noise = (seed, position)
@@ -84,8 +67,9 @@ def sample_drafts(
 
 def greedy_drafts(logits: Tensor, subset: TokenSubset | None = None, alternatives: int = 0) -> DraftSample:
     """`sample_drafts` where every row is greedy."""
-    maxima = search_maxima(logits)
-    return _greedy(logits, maxima.amax(-1), maxima, subset, alternatives)
+    if logits.device.type == "cpu" and logits.numel() <= FEW_LOGITS:
+        return greedy_in_numpy(logits, subset, alternatives)
+    return greedy_in_torch(logits, subset, alternatives)
 
 
 def likeliest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -103,9 +87,10 @@ def likeliest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Ten
     return values, tiles.gather(1, place // SEARCH_TILE) * SEARCH_TILE + place % SEARCH_TILE
 
 
-def _greedy(
-    logits: Tensor, row_max: Tensor, maxima: Tensor, subset: TokenSubset | None, alternatives: int
-) -> DraftSample:
+def greedy_in_torch(logits: Tensor, subset: TokenSubset | None, alternatives: int) -> DraftSample:
+    """What `greedy_in_numpy` gives, for many rows, and on a GPU."""
+    maxima = search_maxima(logits)
+    row_max = maxima.amax(-1)
     ids = argmax(logits, row_max, maxima) if subset is None else _argmax_by_id(logits, row_max, maxima, subset)
     if not alternatives:
         return DraftSample(ids)

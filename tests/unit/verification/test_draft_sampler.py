@@ -6,7 +6,8 @@ import torch
 from actors.verification import torch_kernel
 from actors.verification.batch import Sampling, VerificationBatch
 from actors.verification.constraints import constrain_logits
-from actors.verification.draft_sampler import likeliest, sample_drafts
+from actors.verification.draft_sampler import greedy_in_torch, likeliest, sample_drafts
+from actors.verification.greedy_numpy import greedy_in_numpy
 from actors.verification.gumbel import gumbel
 from actors.verification.interface import choose
 from actors.verification.mode import Mode
@@ -91,6 +92,39 @@ def test_coupled_ranking_is_that_of_all_noisy_scores(vocab_size, size, constrain
     drawn = sample_drafts(logits, Mode.COUPLED, c, seed, position, position, 8, TokenSubset(ids), alternatives)
     assert torch.equal(torch.cat([drawn.ids.unsqueeze(1), drawn.alternatives], dim=1), expected)
     torch.testing.assert_close(drawn.confidence, probs)
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 3])
+@pytest.mark.parametrize(("size", "step"), [(1500, 0.0), (1500, 0.5), (128, 1.0), (7, 0.5), (2, 1.0)])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_few_greedy_rows_in_numpy_are_what_torch_gives(size, step, cut, alternatives):
+    ids, logits = random_subset(size, 2 * size, size, 30)
+    if step:
+        logits = (logits / step).round() * step  # equals, among the likeliest, too
+    logits[3, 1:] = -math.inf
+    subset = TokenSubset(ids) if cut else None
+    found, expected = greedy_in_numpy(logits, subset, alternatives), greedy_in_torch(logits, subset, alternatives)
+    assert torch.equal(found.ids, expected.ids)
+    if not alternatives:
+        assert found.alternatives is None
+        return
+    torch.testing.assert_close(found.confidence, expected.confidence)
+    columns = torch.empty(2 * size, dtype=torch.int64)
+    columns[ids if cut else torch.arange(size)] = torch.arange(size)
+    for row, others in enumerate(found.alternatives.tolist()):
+        named = [other for other in others if other >= 0]
+        assert found.ids[row] not in named
+        assert len({*named}) == len(named)
+        shares = (logits[row] - logits[row].amax()).exp()
+        of_named = shares[columns[torch.tensor(named, dtype=torch.int64)]] / shares.sum()
+        torch.testing.assert_close(of_named, found.confidence[row, 1 : 1 + len(named)])
+        assert [other >= 0 for other in others] == [other >= 0 for other in expected.alternatives[row].tolist()]
+
+
+def test_rows_without_a_finite_maximum_say_so_in_numpy_too():
+    logits = torch.zeros(3, 200)
+    logits[0, 5], logits[1], logits[2, 7] = math.nan, -math.inf, math.inf
+    assert not greedy_in_numpy(logits, None, 2).confidence[:, 0].isfinite().any()
 
 
 def test_coupled_drafts_from_a_subset_are_the_targets_own_tokens_where_it_chooses_among_them():
