@@ -113,11 +113,11 @@ def _below(report: Report) -> list[str]:
             f"spoilt by other programs: {len(spoilt)} of {len(report['chunks'])} chunks, up to {most:.1f} cores"
         )
     for side in ("ours", "other"):
-        lines += _rounds(report.get(side, {}), "our" if side == "ours" else "their")
+        lines += _rounds(report.get(side, {}), "our" if side == "ours" else "their", report["load"]["concurrency"])
     return lines
 
 
-def _rounds(side: dict[str, Any], whose: str) -> list[str]:
+def _rounds(side: dict[str, Any], whose: str, concurrency: int) -> list[str]:
     lines = []
     if hits := side.get("lookahead"):
         lines.append(
@@ -129,9 +129,9 @@ def _rounds(side: dict[str, Any], whose: str) -> list[str]:
             f"{name.removesuffix('_ms')} {value:.1f}" for name, value in times.items() if name != "samples"
         )
         lines.append(f"{whose} rounds, ms, median of the last {times['samples']}: {parts}")
-    if bound := side.get("bound"):
+    if concurrency == 1 and (bound := side.get("bound")):
         lines.append(
-            f"bound at concurrency 1 from {whose} step times: {bound['period_ms']:.1f} ms a round of {bound['k']:.2f} "
+            f"bound from {whose} step times: {bound['period_ms']:.1f} ms a round of {bound['k']:.2f} "
             f"drafts, {bound['tok_per_s']:.2f} tok/s; {bound['share']:.1%} of it by the median round"
         )
     return lines
