@@ -7,86 +7,31 @@ without loading a model is rejected here, by field name, before anything starts.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from cluster.co_located_config import CoLocatedConfig as CoLocatedConfig
+from cluster.config_section import ConfigError as ConfigError
+from cluster.config_section import EngineConfig as EngineConfig
+from cluster.config_section import Section
+from cluster.drafter_config import TAGS, DrafterConfig, refusal_of
+from cluster.drafter_config import DraftModelConfig as DraftModelConfig
+from cluster.drafter_config import LookupConfig as LookupConfig
+from cluster.drafter_config import NgramConfig as NgramConfig
+from cluster.drafter_config import RemoteConfig as RemoteConfig
+from cluster.drafter_config import SuffixConfig as SuffixConfig
+from cluster.openai_config import OpenAIConfig as OpenAIConfig
 
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``: sizes the link's frames and the verifier's rows."""
 
-MIN_DRAFT_STEP_TOKENS = 64
-"""Lower limit of a drafter's ``max_num_batched_tokens``: tokens to catch up with, and guesses."""
-
 MAX_DRAFT_TOP_N = 128
 """Upper limit of ``draft_top_n``: sizes the link's frames and what a GPU program holds of q. 64 loses nothing."""
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-CoreSet = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot work. The message names the field and the fix."""
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
-
-
-class EngineConfig(_Section):
-    """What the target's and a model drafter's engine have in common. Every key is vLLM's."""
-
-    model: str = Field(min_length=1)
-    """Checkpoint directory or hub id."""
-
-    tensor_parallel_size: int = Field(1, ge=1)
-    """Ranks the model is sharded over, one bundle (GPU, or set of cores) each."""
-
-    dtype: Dtype = "auto"
-    """Of weights and activations; float32 makes greedy answers reproducible to the token."""
-
-    max_model_len: int | None = Field(None, ge=2)
-    """Longest sequence in tokens, prompt and answer together. None: the checkpoint's own."""
-
-    max_num_seqs: int = Field(16, ge=1, le=1024)
-    """Most requests in one step."""
-
-    max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Most tokens in one step; longer prefills are chunked."""
-
-    kv_cache_memory_bytes: int | None = Field(None, ge=1)
-    """KV cache a rank, in bytes. None on CPU: 512 MiB; on GPU: what gpu_memory_utilization leaves."""
-
-    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
-    """Share of a GPU's memory the engine may take. GPU only."""
-
-    enable_prefix_caching: bool = True
-    """Keep KV blocks of finished requests for prompts that start the same."""
-
-    enforce_eager: bool | None = None
-    """None: eager on CPU (compiling costs minutes for a few per cent), CUDA graphs on GPU."""
-
-    seed: int = 0
-    """Of the engine's own random numbers; requests have seeds of their own."""
-
-    trust_remote_code: bool = False
-    """Run code that comes with the checkpoint."""
-
-    revision: str | None = None
-    """Branch, tag or commit of a hub id."""
-
-    cores: list[CoreSet] | None = None
-    """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. None: shared out at start-up."""
-
-    @model_validator(mode="after")
-    def _one_core_set_a_rank(self) -> EngineConfig:
-        if self.cores is not None and len(self.cores) != self.tensor_parallel_size:
-            raise ValueError(
-                f"cores lists {len(self.cores)} sets for {self.tensor_parallel_size} ranks; "
-                "give one set of cores per tensor-parallel rank, or leave cores out"
-            )
-        return self
 
 
 class TargetConfig(EngineConfig):
@@ -96,89 +41,7 @@ class TargetConfig(EngineConfig):
     """Tokenizer directory or hub id. None: the model's own."""
 
 
-class DraftModelConfig(EngineConfig):
-    """A smaller language model with the target's vocabulary, in its own engine with its own KV cache."""
-
-    method: Literal["draft_model"]
-    """``draft_model``."""
-
-    prefill_chunk_tokens: int = Field(128, ge=1)
-    """Prompt tokens the drafter runs between two rounds: bounds how long a prefill delays a proposal."""
-
-    draft_vocab_size: int | None = Field(None, ge=0)
-    """Tokens that the drafter's output head is cut to, which makes a draft step cheaper: the lowest ids at first, then
-    those that prompts hold and answers use. Exact all the same. 0: all of them. None: 32768 where the vocabulary is at
-    least twice as large and the drafter has one rank, else all."""
-
-    prompt_lookup_min: int = Field(3, ge=1)
-    """Shortest n-gram of the text whose continuation is taken for a guess of the next drafts: the model then checks
-    several in one step."""
-
-    prompt_lookup_max: int = Field(5, ge=0)
-    """Longest such n-gram; 0: no guesses."""
-
-    max_draft_rows: int = Field(128, ge=1, le=4096)
-    """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
-
-    block_size: int | None = Field(None, ge=1)
-    """Tokens in a KV block. A side branch copies one, so small blocks branch quickly. None on CPU: 32; on GPU: vLLM's
-    own."""
-
-    @model_validator(mode="after")
-    def _can_work(self) -> DraftModelConfig:
-        if self.prompt_lookup_max and self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
-                f"({self.prompt_lookup_max}); swap or equal them, or set prompt_lookup_max: 0 for no guesses"
-            )
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < MIN_DRAFT_STEP_TOKENS:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be {MIN_DRAFT_STEP_TOKENS} at least: one "
-                "sequence may feed so many in a draft step"
-            )
-        if self.draft_vocab_size and self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"draft_vocab_size ({self.draft_vocab_size}) needs the output head on one rank, the drafter has "
-                f"{self.tensor_parallel_size}; leave it out, or set tensor_parallel_size: 1"
-            )
-        return self
-
-
-class NgramConfig(_Section):
-    """Prompt lookup: propose what followed the last occurrence of the current n-gram."""
-
-    method: Literal["ngram"]
-    """``ngram``."""
-
-    prompt_lookup_min: int = Field(2, ge=1)
-    """Shortest n-gram that counts as a match."""
-
-    prompt_lookup_max: int = Field(4, ge=1)
-    """Longest n-gram looked for; longer matches win."""
-
-    cores: list[CoreSet] | None = None
-    """CPU only: the one set of cores of this drafter. None: shared out at start-up."""
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        return 1
-
-    @model_validator(mode="after")
-    def _range(self) -> NgramConfig:
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
-                f"({self.prompt_lookup_max}); swap or equal them"
-            )
-        if self.cores is not None and len(self.cores) != 1:
-            raise ValueError("an ngram drafter is one process: give one set of cores")
-        return self
-
-
-DrafterConfig = Annotated[DraftModelConfig | NgramConfig, Field(discriminator="method")]
-
-
-class SpeculationConfig(_Section):
+class SpeculationConfig(Section):
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_SPECULATIVE_TOKENS)
     """K: most tokens drafted a round. A request may ask for fewer, or none. To serve without
     speculation leave the ``drafter`` section out; K = 0 is not a way to say it."""
@@ -212,7 +75,7 @@ class SpeculationConfig(_Section):
         return value
 
 
-class LinkConfig(_Section):
+class LinkConfig(Section):
     """The wire between one verifier and one drafter."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -235,7 +98,7 @@ class LinkConfig(_Section):
         return self
 
 
-class ServingConfig(_Section):
+class ServingConfig(Section):
     served_model_name: str | None = None
     """Name clients may put in ``model``. None: the last part of ``target.model``."""
 
@@ -252,16 +115,42 @@ class ServingConfig(_Section):
     """0: any free port."""
 
     http_port: int = Field(8000, ge=0, le=65535)
-    """Serve's own HTTP proxy; 0: any free port."""
+    """OpenAI's API, the page and metrics, on Serve's HTTP proxy; 0: any free port."""
 
     max_ongoing_requests: int = Field(64, ge=1)
     """Requests a replica holds at once; its scheduler batches max_num_seqs of them."""
 
     max_queued_requests: int = Field(256, ge=1)
-    """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED."""
+    """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429). Counted by each caller of
+    the replicas, which is one unless other applications call them too."""
+
+    prefix_affinity: float = Field(8.0, ge=0, allow_inf_nan=False)
+    """Several replicas: how many tokens of outstanding work a token of the prompt that a replica has cached outweighs
+    when a replica is chosen. 0: replicas are chosen by load alone."""
+
+    max_imbalance_tokens: int = Field(16384, ge=0)
+    """Several replicas: one with this many tokens of outstanding work beyond the least loaded one's gets nothing more,
+    whatever it has cached."""
+
+    max_overtaking_s: float = Field(10.0, ge=0, le=3600)
+    """How much later a small request may come and still be served before a larger one that waits. 0: in order of
+    arrival."""
+
+    max_request_bytes: int = Field(8 << 20, ge=1024)
+    """Longest body of an HTTP request, in bytes."""
+
+    otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
+    """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
+    (OTLP over gRPC). None: nothing is traced."""
+
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the requests that are traced, of those whose caller has not decided by a W3C traceparent."""
+
+    log_format: Literal["text", "json"] = "text"
+    """json: one object a line, with the request's id on every line about a request."""
 
 
-class OutriderConfig(_Section):
+class OutriderConfig(Section):
     target: TargetConfig
     """The model to serve."""
 
@@ -271,6 +160,34 @@ class OutriderConfig(_Section):
     speculation: SpeculationConfig = SpeculationConfig()
     link: LinkConfig = LinkConfig()
     serving: ServingConfig = ServingConfig()
+    openai: OpenAIConfig = OpenAIConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_place_of_k(cls, data: Any) -> Any:
+        """``num_speculative_tokens`` may stand in the drafter section, as in vLLM's ``speculative_config``."""
+        if not isinstance(data, dict) or not isinstance(section := data.get("drafter"), dict):
+            return data
+        if "num_speculative_tokens" not in section:
+            return data
+        drafter = dict(section)
+        k = drafter.pop("num_speculative_tokens")
+        speculation = data.get("speculation", {})
+        if not isinstance(speculation, dict):
+            return data
+        if speculation.get("num_speculative_tokens", k) != k:
+            raise ValueError(
+                f"num_speculative_tokens is {k} in the drafter section and {speculation['num_speculative_tokens']} in "
+                "speculation; give it once"
+            )
+        return {**data, "drafter": drafter, "speculation": {**speculation, "num_speculative_tokens": k}}
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _known_method(cls, section: Any) -> Any:
+        if isinstance(section, dict) and (refusal := refusal_of(section)) is not None:
+            raise ValueError(refusal)
+        return section
 
     @model_validator(mode="after")
     def _vocabulary_is_wide_enough(self) -> OutriderConfig:
@@ -282,6 +199,31 @@ class OutriderConfig(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _co_located_is_vllms(self) -> OutriderConfig:
+        """Settings of our rounds would be ignored by vLLM's: refused, except as the defaults they are."""
+        drafter = self.drafter
+        if not isinstance(drafter, CoLocatedConfig):
+            return self
+        for name, section, wanted in (
+            ("speculation", self.speculation, ("num_speculative_tokens",)),
+            ("link", self.link, ()),
+        ):
+            defaults = type(section)()
+            for key in type(section).model_fields:
+                if key not in wanted and getattr(section, key) != getattr(defaults, key):
+                    raise ValueError(
+                        f"{name}.{key} ({getattr(section, key)}) is about drafter actors and has no effect on "
+                        "drafter.placement: co_located, where vLLM's own runner and sampler work; leave it out"
+                    )
+        size, ranks = drafter.draft_tensor_parallel_size, self.target.tensor_parallel_size
+        if size not in (None, 1, ranks):
+            raise ValueError(
+                f"drafter.draft_tensor_parallel_size ({size}) must be 1 or target.tensor_parallel_size ({ranks}) where "
+                "the drafter is co_located; placement: remote allows any"
+            )
+        return self
+
     @property
     def served_model_name(self) -> str:
         return self.serving.served_model_name or Path(self.target.model.rstrip("/")).name
@@ -289,6 +231,16 @@ class OutriderConfig(_Section):
     @property
     def num_speculative_tokens(self) -> int:
         return self.speculation.num_speculative_tokens if self.drafter is not None else 0
+
+    @property
+    def remote_drafter(self) -> RemoteConfig | None:
+        """The drafter that runs in an actor; None without one, co-located drafting included."""
+        return None if isinstance(self.drafter, CoLocatedConfig) else self.drafter
+
+    @property
+    def co_located(self) -> CoLocatedConfig | None:
+        """The drafter that runs inside the target's engine."""
+        return self.drafter if isinstance(self.drafter, CoLocatedConfig) else None
 
 
 def parse_config(data: Any, source: str = "config") -> OutriderConfig:
@@ -316,19 +268,38 @@ def load_config(path: str | Path) -> OutriderConfig:
     return parse_config(data, str(path))
 
 
+_KEY = re.compile(r"([a-z_]+): ")
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"] if part not in ("draft_model", "ngram")) or "config"
+        parts = [str(part) for part in item["loc"] if part not in TAGS]
+        where = ".".join(parts) or "config"
         if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown key; remove it or check its spelling")
+            lines.append(f"{where}: {_unknown_key(parts)}")
         elif item["type"] == "missing":
             lines.append(f"{where}: required, but missing")
         else:
+            message = item["msg"].removeprefix("Value error, ")
+            if parts and _KEY.match(message):
+                where, message = f"{where}.{message.partition(': ')[0]}", message.partition(": ")[2]
             found = item.get("input")
-            shown = "" if isinstance(found, (dict, list)) or _is_nan(found) else f" (found {found!r})"
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{shown}")
+            shown = "" if isinstance(found, Mapping | list | Section) or _is_nan(found) else f" (found {found!r})"
+            lines.append(f"{where}: {message}{shown}")
     return "; ".join(lines)
+
+
+def _unknown_key(parts: list[str]) -> str:
+    """parts: of the dotted path. A key that vLLM users know gets a better answer than one that is misspelt."""
+    *section, key = parts
+    if section == ["drafter"] and key in CoLocatedConfig.model_fields:
+        return (
+            "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"
+        )
+    if section == ["speculation"] and (key in CoLocatedConfig.model_fields or key == "placement"):
+        return "unknown key here; it belongs into the drafter section"
+    return "unknown key; remove it or check its spelling"
 
 
 def _is_nan(value: Any) -> bool:

@@ -11,11 +11,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cluster.config import (
+    CoLocatedConfig,
     DraftModelConfig,
     LinkConfig,
     NgramConfig,
+    OpenAIConfig,
     ServingConfig,
     SpeculationConfig,
+    SuffixConfig,
     TargetConfig,
 )
 
@@ -23,9 +26,10 @@ PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
-One YAML file: `target`, and as needed `drafter`, `speculation`, `link`, `serving`. Keys are vLLM's where vLLM has one.
-An unknown key, or a value that cannot work, stops the start with the field's name and the fix. This page is written
-from the code (`python -m cluster.config_reference`).
+One YAML file: `target`, and as needed `drafter`, `speculation`, `link`, `serving`, `openai`. Keys are vLLM's where vLLM
+has one. An unknown key, or a value that cannot work, stops the start with the field's name and the fix;
+`outrider doctor FILE` finds it, and what else could go wrong on this machine, without starting anything. This page is
+written from the code (`python -m cluster.config_reference`).
 
 ```yaml
 target:
@@ -38,15 +42,28 @@ drafter:
 speculation:
   num_speculative_tokens: 4
 ```
+
+A `speculative_config` of vLLM's becomes the `drafter` section as it is: `placement: co_located` runs it inside the
+target's engine, without that key it runs in a drafter actor (methods `draft_model`, `ngram`, `suffix`). Two names of
+vLLM's are taken in both places: `num_speculative_tokens` in the `drafter` section is `speculation`'s, and
+`draft_tensor_parallel_size` is a remote draft model's `tensor_parallel_size`. Which method fits which model, and what
+differs between the two places: [methods.md](methods.md).
 """
 
 _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("target", "The model whose distribution is served.", TargetConfig),
     ("drafter, `method: draft_model`", "A smaller model with the same vocabulary.", DraftModelConfig),
     ("drafter, `method: ngram`", "Prompt lookup, no model.", NgramConfig),
+    ("drafter, `method: suffix`", "Suffix decoding, no model.", SuffixConfig),
+    (
+        "drafter, `placement: co_located`",
+        "Inside the target's engine. Keys are those of vLLM's `speculative_config`; left out, vLLM's default holds.",
+        CoLocatedConfig,
+    ),
     ("speculation", "How much is drafted.", SpeculationConfig),
     ("link", "The wire between one verifier and one drafter.", LinkConfig),
     ("serving", "Serve, ports and queues.", ServingConfig),
+    ("openai", "OpenAI's HTTP endpoints. Keys are vLLM's.", OpenAIConfig),
 ]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from cluster.config import ConfigError, NgramConfig, OutriderConfig
+from cluster.config import ConfigError, LookupConfig, OutriderConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ def plan_cores(config: OutriderConfig, available: Sequence[int]) -> CorePlan:
     """Share ``available`` core ids between target and drafter ranks.
 
     Explicit ``cores`` are taken as they are; the other side gets what they leave. Otherwise a model drafter's
-    ranks get as many cores each as the target's, and an n-gram drafter, which only searches, gets the last one.
+    ranks get as many cores each as the target's, and an n-gram or suffix drafter, which only searches, gets the last
+    one. Co-located drafting is the target ranks' own work.
     Where ranks outnumber cores they share them round robin, and the plan carries a warning.
 
     Raises ConfigError for an explicit core that is not available or that both sides claim.
@@ -51,7 +52,7 @@ def plan_cores(config: OutriderConfig, available: Sequence[int]) -> CorePlan:
     cores = tuple(sorted(set(available)))
     if not cores:
         raise ConfigError("target.cores: this process may use no CPU core; check its affinity mask")
-    drafter = config.drafter
+    drafter = config.remote_drafter
     explicit_target = _explicit(config.target.cores, "target.cores", cores)
     explicit_drafter = _explicit(drafter.cores if drafter else None, "drafter.cores", cores)
     if shared := _union(explicit_target) & _union(explicit_drafter):
@@ -71,10 +72,12 @@ def plan_cores(config: OutriderConfig, available: Sequence[int]) -> CorePlan:
     if explicit_drafter:
         rest = _left(cores, explicit_drafter, "target", warnings)
         return CorePlan(_split(rest, target_ranks, "target", warnings), explicit_drafter, tuple(warnings))
-    if isinstance(drafter, NgramConfig):
+    if isinstance(drafter, LookupConfig):
         rest = cores[:-1] if len(cores) > target_ranks else cores
         if rest == cores:
-            warnings.append(f"the ngram drafter shares core {cores[-1]} with the target: {len(cores)} cores in all")
+            warnings.append(
+                f"the {drafter.method} drafter shares core {cores[-1]} with the target: {len(cores)} cores in all"
+            )
         return CorePlan(_split(rest, target_ranks, "target", warnings), (cores[-1:],), tuple(warnings))
     sets = _split(cores, target_ranks + drafter_ranks, "target and drafter" if drafter else "target", warnings)
     return CorePlan(sets[:target_ranks], sets[target_ranks:], tuple(warnings))

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
+from cluster.build_check import check_build_drafts
 from cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from cluster.platform import on_gpu
 from cluster.ranks import RankPlacement
@@ -33,6 +34,7 @@ def _common(config: EngineConfig) -> dict[str, Any]:
         "seed": config.seed,
         "trust_remote_code": config.trust_remote_code,
         "revision": config.revision,
+        "quantization": config.quantization,
     }
     if config.max_num_batched_tokens is not None:
         args["max_num_batched_tokens"] = config.max_num_batched_tokens
@@ -40,33 +42,54 @@ def _common(config: EngineConfig) -> dict[str, Any]:
 
 
 def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_group: Any) -> VllmConfig:
-    """The target's engine: our executor and worker, and drafts from a drafter actor when one is configured.
+    """The target's engine on our executor.
 
-    Without one, tokens are chosen by the same sampler, so a seed gives the same answer with a drafter and without.
+    With a drafter actor, or no drafter at all, our worker chooses the tokens: a seed gives the same answer with a
+    drafter and without. With co-located drafting worker, sampler and proposer are vLLM's own.
 
     Raises ConfigError, naming the section, for what vLLM refuses.
     """
     from cluster.ray_executor import RayRanksExecutor
 
+    args = target_engine_arguments(config)
+    args["distributed_executor_backend"] = RayRanksExecutor
+    args["additional_config"] = {**ranks.as_additional_config(), "outrider": config.model_dump(mode="json")}
+    vllm_config = _create(AsyncEngineArgs(**args), placement_group, "target")
+    scheduler = vllm_config.scheduler_config
+    # vLLM decides whether steps may overlap; ours never do.
+    scheduler.scheduler_cls = f"actors.target_scheduler.{'Async' if scheduler.async_scheduling else ''}RoundScheduler"
+    return vllm_config
+
+
+def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
+    """vLLM's engine arguments for the target, but for where its ranks run. Raises ConfigError for a co-located method
+    that this build does not have."""
     args = _common(config.target)
     args["tokenizer"] = config.target.tokenizer
-    args["distributed_executor_backend"] = RayRanksExecutor
-    args["additional_config"] = ranks.as_additional_config()
     args["disable_log_stats"] = False
-    args["worker_cls"] = "actors.target_worker.TargetWorker"
-    args["scheduler_cls"] = "actors.target_scheduler.RoundScheduler"
-    args["async_scheduling"] = False
+    args["served_model_name"] = config.served_model_name  # metrics are labelled with it
+    args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
+    args["scheduling_policy"] = "priority"  # see actors.fair_scheduling
     # "auto" keeps whatever the first request needed for all that come after it.
-    args["structured_outputs_config"] = {"backend": "xgrammar"}
-    args["additional_config"]["outrider"] = config.model_dump(mode="json")
+    args["structured_outputs_config"] = {
+        "backend": "xgrammar",
+        "reasoning_parser": config.openai.reasoning_parser or "",
+    }
     if config.drafter is not None:
         args["per_request_spec_decode_metrics"] = "summary"
+    if config.co_located is not None:
+        check_build_drafts(config.co_located, gpu=on_gpu())
+        args["speculative_config"] = config.co_located.speculative_config(config.num_speculative_tokens)
+        return args
+    args["worker_cls"] = "actors.target_worker.TargetWorker"
+    args["async_scheduling"] = False
+    if config.drafter is not None:
         args["speculative_config"] = {
             "method": "custom_class",
             "model": "actors.target_worker.RemoteProposer",
             "num_speculative_tokens": config.num_speculative_tokens,
         }
-    return _create(AsyncEngineArgs(**args), placement_group, "target")
+    return args
 
 
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:

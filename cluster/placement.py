@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.config import ConfigError, OutriderConfig
+from cluster.config import ConfigError, LookupConfig, OutriderConfig
 from cluster.cores import CorePlan
 
 Bundle = dict[str, float]
@@ -32,15 +32,15 @@ class ReplicaPlacement:
 def placement_of(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None = None) -> ReplicaPlacement:
     """Bundles for ``config``.
 
-    On GPU every rank of a model gets one GPU and one CPU; an n-gram drafter needs no GPU. On CPU a rank's bundle
-    counts the cores of its set in ``core_plan``, which is then required.
+    On GPU every rank of a model gets one GPU and one CPU; an n-gram or suffix drafter needs no GPU, and co-located
+    drafting no bundle. On CPU a rank's bundle counts the cores of its set in ``core_plan``, which is then required.
     """
     ranks = config.target.tensor_parallel_size
-    drafter_ranks = config.drafter.tensor_parallel_size if config.drafter else 0
+    remote = config.remote_drafter
+    drafter_ranks = remote.tensor_parallel_size if remote else 0
     if on_gpu:
         target = [_gpu_bundle()] * ranks
-        ngram = config.drafter is not None and config.drafter.method == "ngram"
-        drafter = [{"CPU": 1.0} if ngram else _gpu_bundle()] * drafter_ranks
+        drafter = [{"CPU": 1.0} if isinstance(remote, LookupConfig) else _gpu_bundle()] * drafter_ranks
     else:
         if core_plan is None:
             raise ValueError("placement on CPU needs a core plan")

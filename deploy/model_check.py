@@ -10,22 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
-
-ModelJson = Mapping[str, Any]
-
-
-def text_model(document: ModelJson) -> ModelJson:
-    """The language model's part of a config.json; multimodal checkpoints nest it."""
-    nested = document.get("text_config")
-    return nested if isinstance(nested, dict) else document
+from cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from deploy.checkpoint_kind import ModelJson, kind_of, text_model
 
 
-def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, section: str) -> None:
+def check_tensor_parallel(
+    document: ModelJson, tensor_parallel_size: int, section: str, key: str = "tensor_parallel_size"
+) -> None:
     """Raise ConfigError unless attention and feed-forward layers split evenly over the ranks.
 
-    section: ``target`` or ``drafter``. Fewer key-value heads than ranks are fine when they divide the ranks: each
-    rank then keeps a copy of one.
+    section: ``target`` or ``drafter``; key: of it, for the message. Fewer key-value heads than ranks are fine when they
+    divide the ranks: each rank then keeps a copy of one.
     """
     model, ranks = text_model(document), tensor_parallel_size
     heads = model.get("num_attention_heads")
@@ -42,8 +37,7 @@ def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, sectio
         return
     allowed = ", ".join(str(n) for n in range(1, 65) if _splits(heads, kv_heads, width, n))
     raise ConfigError(
-        f"{section}.tensor_parallel_size: {ranks} does not divide {problem} of {section}.model; "
-        f"this model allows {allowed}"
+        f"{section}.{key}: {ranks} does not divide {problem} of {section}.model; this model allows {allowed}"
     )
 
 
@@ -81,13 +75,80 @@ def check_models(config: OutriderConfig) -> None:
     target = read_model_json(config.target, "target")
     check_tensor_parallel(target, config.target.tensor_parallel_size, "target")
     _check_length(target, config.target.max_model_len, "target")
+    if config.co_located is not None:
+        _check_co_located(config, config.co_located, target)
     if not isinstance(config.drafter, DraftModelConfig):
         return
     drafter = read_model_json(config.drafter, "drafter")
+    check_drafts(drafter, "draft_model")
     check_tensor_parallel(drafter, config.drafter.tensor_parallel_size, "drafter")
     _check_length(drafter, config.drafter.max_model_len, "drafter")
     check_same_vocabulary(target, drafter)
-    vocabularies = read_vocabulary(config.target.model), read_vocabulary(config.drafter.model)
+    _check_tokenizers(config.target.model, config.drafter.model)
+
+
+def check_drafts(drafter: ModelJson, method: str) -> None:
+    """Raise ConfigError when the checkpoint is not what the method drafts with."""
+    kind = kind_of(drafter).kind
+    wanted = "model" if method in ("draft_model", "mtp") else method
+    if kind == wanted:
+        return
+    holds = "a language model" if kind == "model" else f"{kind} heads"
+    needs = "a language model" if wanted == "model" else f"{wanted} heads"
+    if kind == "model" and wanted in ("eagle", "eagle3"):
+        return  # heads that call themselves after the model they imitate: vLLM renames them
+    raise ConfigError(
+        f"drafter.model: it holds {holds}, and method {method} drafts with {needs}; set drafter.method: "
+        f"{'draft_model' if kind == 'model' else kind}, or give another checkpoint"
+    )
+
+
+def check_heads(target: ModelJson, heads: ModelJson) -> None:
+    """Raise ConfigError when the heads were made for a target of another width."""
+    size, made_for = kind_of(target).hidden_size, kind_of(heads).target_hidden_size
+    if size and made_for and size != made_for:
+        raise ConfigError(
+            f"drafter.model: heads for a hidden size of {made_for}, the target's is {size} (hidden_size in "
+            "config.json); use heads that were trained for this target"
+        )
+
+
+def check_mtp(target: ModelJson) -> None:
+    """Raise ConfigError when the target has no layers that predict further tokens, or vLLM does not draft with them."""
+    kind = kind_of(target)
+    if not kind.mtp_layers:
+        raise ConfigError(
+            "drafter.method: mtp, but target.model's config.json names no layers that predict further tokens "
+            "(num_nextn_predict_layers); see which methods fit: outrider methods MODEL"
+        )
+    if not kind.mtp_family:
+        raise ConfigError(
+            f"drafter.method: mtp, but vLLM does not draft with the extra layers of {kind.architecture}; see which "
+            "methods fit: outrider methods MODEL"
+        )
+
+
+def _check_co_located(config: OutriderConfig, drafter: CoLocatedConfig, target: ModelJson) -> None:
+    if drafter.method == "mtp" and drafter.model is None:
+        check_mtp(target)
+    if drafter.model is None:
+        return
+    engine = EngineConfig(model=drafter.model, revision=drafter.revision)
+    document = read_model_json(engine, "drafter")
+    check_drafts(document, drafter.method)
+    if drafter.method != "draft_model":
+        if drafter.method != "mtp":
+            check_heads(target, document)
+        return
+    ranks = drafter.draft_tensor_parallel_size or config.target.tensor_parallel_size
+    check_tensor_parallel(document, ranks, "drafter", key="draft_tensor_parallel_size")
+    if not drafter.use_heterogeneous_vocab:
+        check_same_vocabulary(target, document)
+        _check_tokenizers(config.target.model, drafter.model)
+
+
+def _check_tokenizers(target: str, drafter: str) -> None:
+    vocabularies = read_vocabulary(target), read_vocabulary(drafter)
     if vocabularies[0] is not None and vocabularies[1] is not None:
         check_same_tokens(vocabularies[0], vocabularies[1])
 

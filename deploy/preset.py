@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config import ConfigError, DraftModelConfig, OutriderConfig, load_config, parse_config
+from cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, OutriderConfig, load_config, parse_config
 from deploy.fetch_sources import BY_HUB_ID, PRESET_MODELS
 from deploy.model_store import find_model
 
@@ -74,10 +74,16 @@ def models_to_fetch(preset: str, overrides: Overrides) -> list[str]:
     """Models of a preset that have no local copy yet and that no override replaces."""
     config = resolve_config(preset)
     used = [config.target.model] if overrides.target is None else []
-    if isinstance(config.drafter, DraftModelConfig) and overrides.drafter is None:
-        used.append(config.drafter.model)
+    if (drafter_model := _drafter_model(config)) is not None and overrides.drafter is None:
+        used.append(drafter_model)
     # The path of a copy stands here in place of the hub id of a model that has been fetched.
     return [BY_HUB_ID[model].name for model in used if model in BY_HUB_ID]
+
+
+def _drafter_model(config: OutriderConfig) -> str | None:
+    """Checkpoint of the draft model or heads; None where the method has none of its own."""
+    drafter = config.drafter
+    return drafter.model if isinstance(drafter, DraftModelConfig | CoLocatedConfig) else None
 
 
 def _presets() -> Any:
@@ -85,8 +91,7 @@ def _presets() -> Any:
 
 
 def _apply(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -> None:
-    is_model = isinstance(config.drafter, DraftModelConfig)
-    if overrides.drafter is not None and not is_model:
+    if overrides.drafter is not None and _drafter_model(config) is None:
         method = f"is of method {config.drafter.method}" if config.drafter else "section is missing"
         raise ConfigError(
             f"drafter: --drafter names a draft model, but the drafter {method} and has no model; "
@@ -98,7 +103,7 @@ def _apply(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -
         tree["drafter"]["model"] = overrides.drafter
     if overrides.dtype is not None:
         tree["target"]["dtype"] = overrides.dtype
-        if is_model:
+        if isinstance(config.drafter, DraftModelConfig):  # a co-located one has the target's
             tree["drafter"]["dtype"] = overrides.dtype
     for key in ("grpc_port", "http_port"):
         if (port := getattr(overrides, key)) is not None:
@@ -115,8 +120,8 @@ def _use_fetched_copies(tree: dict[str, Any]) -> None:
 def _locate_checkpoints(config: OutriderConfig) -> OutriderConfig:
     target = config.target.model_copy(update={"model": _locate(config.target.model, "target.model", "--target")})
     drafter = config.drafter
-    if isinstance(drafter, DraftModelConfig):
-        drafter = drafter.model_copy(update={"model": _locate(drafter.model, "drafter.model", "--drafter")})
+    if isinstance(drafter, DraftModelConfig | CoLocatedConfig) and (model := _drafter_model(config)) is not None:
+        drafter = drafter.model_copy(update={"model": _locate(model, "drafter.model", "--drafter")})
     return config.model_copy(update={"target": target, "drafter": drafter})
 
 

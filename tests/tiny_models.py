@@ -59,6 +59,11 @@ def build_tiny_llama(
     return path
 
 
+def write_tokenizer(path: Path) -> None:
+    """The tokenizer of these models, beside a checkpoint that was made elsewhere."""
+    _byte_tokenizer().save_pretrained(path)
+
+
 def _byte_tokenizer():  # type: ignore[no-untyped-def]
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

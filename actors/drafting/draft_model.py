@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from actors.drafting.draft_step import DraftStep
 from actors.drafting.draft_vocabulary import DraftVocabulary
@@ -19,6 +20,8 @@ from actors.drafting.step_cost import StepCost
 from actors.drafting.step_planner import LookaheadLimits, StepPlanner
 from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence, Work
 from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.observability.histogram import Histogram
+from actors.observability.sequence_names import NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class DraftModelStrategy:
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
         self.guesses_right = 0
+        self._step_times = Histogram()
 
     def open(
         self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
@@ -151,13 +155,15 @@ class DraftModelStrategy:
             self.guesses_right += len(drawn) - 1
             if any(token.bad_logits for token in drawn) and not self._saw_bad_logits:
                 self._saw_bad_logits = True
-                logger.warning("sequence %s: the draft model's logits are not finite: drafts end there", sequence.key)
+                problem = "sequence %s: the draft model's logits are not finite: drafts end there"
+                logger.warning(problem, sequence.key, extra=NAMES.about(sequence.key))
             if sequence.drew(line, row.draws, drawn):
                 answer = sequence.answer() if line is sequence.main else None
                 if answer is not None:
                     answers.append(answer)
         if drafting:
             self._cost.observe(len(work.plan.rows), work.seconds)
+            self._step_times.observe(work.seconds)
         return answers
 
     def step_us(self) -> int:
@@ -172,6 +178,13 @@ class DraftModelStrategy:
             "branch_blocks": self._planner.branches.num_blocks,
             "kv_cache_usage": self._engine.kv_cache_usage,
         }
+
+    def counters(self) -> dict[str, Any]:
+        counted: dict[str, Any] = {"guesses_right": self.guesses_right, "step_seconds": self._step_times.snapshot()}
+        if self._vocabulary is not None:
+            counted["vocabulary_observed"] = self._vocabulary.num_observed
+            counted["vocabulary_missed"] = self._vocabulary.num_missed
+        return counted
 
     def _prefilled(self, resident: Resident, num_computed: int) -> list[Draft]:
         main = resident.sequence.main

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from actors.drafting.strategy import Draft, DraftStrategy, SequenceKey, UnknownSequence
-from actors.messages import Close, Commit, DraftSampling, Message, Open, Proposals, ProposalStatus
+from actors.messages import Close, Commit, DraftSampling, Message, Name, Open, Proposals, ProposalStatus
+from actors.observability.sequence_names import NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,11 @@ class DraftLoop:
             self._stopped = True
             self._wake()
 
+    def wake(self) -> None:
+        """The strategy has work that did not come over a link."""
+        with self._lock:
+            self._wake()
+
     def hangs(self, deadline_s: float) -> str | None:
         """What has stood still for so long, or None. Waits for the lock that long at most. Not for the loop's own
         thread."""
@@ -100,6 +106,12 @@ class DraftLoop:
         with self._lock:
             counts = {"rounds": self.rounds, "drafted": self.drafted, "steps": self.steps, "links": len(self._sinks)}
             return {**self._strategy.usage(), **counts}
+
+    def metrics(self) -> dict[str, Any]:
+        """What it holds and what it has counted since its start."""
+        with self._lock:
+            counted = self._strategy.counters()
+        return {**self.usage(), **counted}
 
     def run(self) -> None:
         """Until stop(). An exception of the strategy ends the loop: its state can no longer be trusted."""
@@ -140,6 +152,9 @@ class DraftLoop:
             return answers
         if isinstance(message, Open):
             return self._open(key, message)
+        if isinstance(message, Name):
+            self._keys[key[0]].add(key)
+            NAMES.learn(key, message.request_id)
         if isinstance(message, Close):
             self._keys[key[0]].discard(key)
             self._forget(key)
@@ -150,7 +165,8 @@ class DraftLoop:
         tokens = opening.token_ids
         self._keys[key[0]].add(key)
         if message.offset != len(tokens):
-            logger.warning("sequence %s: prompt part at %d, expected %d: ignored", key, message.offset, len(tokens))
+            problem = "sequence %s: prompt part at %d, expected %d: ignored"
+            logger.warning(problem, key, message.offset, len(tokens), extra=NAMES.about(key))
             return []
         if message.offset == 0:
             opening.sampling = message.sampling
@@ -164,6 +180,7 @@ class DraftLoop:
     def _forget(self, key: SequenceKey) -> None:
         self._strategy.close(key)
         self._opening.pop(key, None)
+        NAMES.forget(key)
         self._asked.pop(key, None)
 
     def _outgoing(self, drafts: Sequence[Draft]) -> list[tuple[ProposalSink, list[Proposals], int]]:

@@ -7,6 +7,7 @@ length, extended as tokens are committed, so a draft costs a few look-ups whatev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence, Work
 from actors.length.origin import Origin
@@ -81,6 +82,9 @@ class NgramStrategy:
 
     def step_us(self) -> int:
         return 0
+
+    def counters(self) -> dict[str, Any]:
+        return {}
 
     def usage(self) -> dict[str, float]:
         return {"num_sequences": len(self._sequences), "num_prefilling": 0, "kv_cache_usage": 0.0}

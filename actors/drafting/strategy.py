@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from actors.length.origin import Origin
 from actors.messages import Commit, DraftSampling, ProposalStatus, SparseQ
@@ -75,3 +75,7 @@ class DraftStrategy(Protocol):
 
     def usage(self) -> dict[str, float]:
         """``num_sequences``, ``num_prefilling`` and ``kv_cache_usage`` (0..1)."""
+
+    def counters(self) -> dict[str, Any]:
+        """What the method counts since its start, for metrics (observability/replica_families.py has the names). Plain
+        values; {} for none."""

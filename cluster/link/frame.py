@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = 0x4F555452
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEADER_WORDS = 16
 MAX_INT31 = 2**31 - 1
 

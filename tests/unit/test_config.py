@@ -51,7 +51,10 @@ def test_drafter_is_told_apart_by_method() -> None:
         (tree(target={"model": "t", "max_modellen": 5}), "target.max_modellen: unknown key"),
         (tree(speculator={}), "speculator: unknown key"),
         (tree(drafter={"method": "ngram", "model": "d"}), "drafter.model: unknown key"),
-        (tree(drafter={"method": "eagle"}), "drafter"),
+        (
+            tree(drafter={"method": "eagle"}),
+            "drafter.method: eagle needs the target's hidden states.*placement: co_located",
+        ),
         (tree(drafter={"method": "draft_model"}), "drafter.model: required"),
         (tree(speculation={"num_speculative_tokens": 0}), "speculation.num_speculative_tokens.*found 0"),
         (

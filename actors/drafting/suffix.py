@@ -1,0 +1,214 @@
+"""Suffix decoding as a drafter: what followed the end of the text before, in it or in the answers of others.
+
+The text alone decides, so q is one-hot, and a look-up is answered on the receive thread like an n-gram drafter's.
+Longer prompts and the answers of others are read between rounds, a slice at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence, Work
+from actors.drafting.suffix_answers import AnswerPart, RequestKey, SuffixAnswers
+from actors.drafting.suffix_index import SuffixIndex
+from actors.drafting.suffix_path import SuffixLimits, best_path
+from actors.length.origin import Origin
+from actors.messages import Commit, DraftSampling, ProposalStatus
+
+PART_TOKENS = 64
+"""Tokens of a running answer after which others may learn them."""
+
+_LEAST_PART_TOKENS = 4
+_SLICE_TOKENS = 2048
+"""Read under the loop's lock at once: about two milliseconds."""
+
+_SLICE_PARTS = 8
+_MOST_WAITING = 4096
+"""Parts that wait to be learnt, or to be sent; beyond that the oldest are lost, and counted."""
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    request: RequestKey
+    index: SuffixIndex
+    token_ids: list[int]
+    """All of the text."""
+
+    seed: int | None
+    num_read: int = 0
+    """Leading tokens of the text that the index has."""
+
+    num_shared: int = 0
+    """Leading tokens that are the prompt's, or that others know."""
+
+    announced: bool = False
+
+
+@dataclass
+class _Reading:
+    """Nothing to compute beside the index, which belongs to the lock."""
+
+    def execute(self) -> None:
+        return
+
+
+@dataclass
+class SuffixCounters:
+    parts_learnt: int = 0
+    parts_lost: int = 0
+    own_text_drafts: int = 0
+    others_text_drafts: int = 0
+
+
+@dataclass
+class SuffixStrategy:
+    """Implements DraftStrategy without a model. `take_parts` and `learn` may be called from any thread."""
+
+    limits: SuffixLimits
+    max_cached_requests: int
+    max_cached_tokens: int
+    name: str
+    """Of this drafter, unlike any other's that ever was in the pool."""
+
+    counted: SuffixCounters = field(default_factory=SuffixCounters)
+
+    def __post_init__(self) -> None:
+        self._answers: SuffixAnswers | None = None
+        if self.max_cached_requests:
+            self._answers = SuffixAnswers(self.max_cached_requests, self.max_cached_tokens, self.limits)
+        self._sequences: dict[SequenceKey, _Sequence] = {}
+        self._unread: dict[SequenceKey, _Sequence] = {}
+        self._to_learn: deque[AnswerPart] = deque()
+        self._to_send: deque[AnswerPart] = deque()
+        self._last_number = 0
+
+    def open(
+        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
+    ) -> Draft | None:
+        self._last_number += 1
+        buckets = 1 << max(10, min(18, (2 * len(token_ids) + 1024).bit_length()))
+        sequence = _Sequence(
+            (self.name, self._last_number),
+            SuffixIndex(self.limits.max_tree_depth, buckets),
+            list(token_ids),
+            sampling.seed if sampling.mode.samples_q else None,
+            num_shared=len(token_ids),
+        )
+        self._sequences[key] = sequence
+        self._read(key, sequence)
+        return self._ready(key, sequence)
+
+    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
+        sequence = self._sequences.get(key)
+        if sequence is None or len(sequence.token_ids) != commit.base_committed_len:
+            raise UnknownSequence(key)
+        sequence.token_ids.extend(commit.token_ids)
+        self._share(sequence, PART_TOKENS)
+        length = len(sequence.token_ids)
+        if key in self._unread:
+            return [Draft(key, length, [], ProposalStatus.NOT_READY)] if commit.num_wanted else []
+        self._read(key, sequence)
+        if commit.num_wanted == 0:
+            return []
+        return [Draft(key, length, self._draft(sequence, commit.num_wanted), ProposalStatus.OK, origin=Origin.MISS)]
+
+    def close(self, key: SequenceKey) -> None:
+        sequence = self._sequences.pop(key, None)
+        self._unread.pop(key, None)
+        if sequence is not None:
+            self._share(sequence, _LEAST_PART_TOKENS)
+
+    def plan(self) -> tuple[Work | None, list[Draft]]:
+        return (_Reading() if self._unread or self._to_learn else None), []
+
+    def complete(self, work: Work) -> list[Draft]:
+        """Read one slice: of a prompt, while somebody waits for one, else of the answers of others."""
+        if self._unread:
+            key, sequence = next(iter(self._unread.items()))
+            self._read(key, sequence)
+            ready = self._ready(key, sequence)
+            return [] if ready is None else [ready]
+        for _ in range(min(_SLICE_PARTS, len(self._to_learn))):
+            assert self._answers is not None
+            self._answers.add(self._to_learn.popleft())
+            self.counted.parts_learnt += 1
+        return []
+
+    def step_us(self) -> int:
+        return 0
+
+    def usage(self) -> dict[str, float]:
+        return {
+            "num_sequences": len(self._sequences),
+            "num_prefilling": len(self._unread),
+            "kv_cache_usage": 0.0,
+        }
+
+    def counters(self) -> dict[str, Any]:
+        answers, counted = self._answers, self.counted
+        return {
+            "suffix_cached_requests": answers.num_requests if answers else 0,
+            "suffix_cached_tokens": answers.num_tokens if answers else 0,
+            "suffix_parts_learnt": counted.parts_learnt,
+            "suffix_parts_lost": counted.parts_lost,
+            "suffix_own_text_drafts": counted.own_text_drafts,
+            "suffix_others_text_drafts": counted.others_text_drafts,
+        }
+
+    def take_parts(self) -> list[AnswerPart]:
+        """What other drafters do not know yet."""
+        taken = []
+        while self._to_send:
+            taken.append(self._to_send.popleft())
+        return taken
+
+    def learn(self, parts: list[AnswerPart]) -> None:
+        """Take parts of other drafters' answers; they are read between rounds."""
+        if self._answers is not None:
+            self._queue(self._to_learn, parts)
+
+    def _queue(self, queue: deque[AnswerPart], parts: list[AnswerPart]) -> None:
+        queue.extend(parts)
+        while len(queue) > _MOST_WAITING:
+            queue.popleft()
+            self.counted.parts_lost += 1
+
+    def _draft(self, sequence: _Sequence, num_wanted: int) -> list[int]:
+        end_of_text = sequence.token_ids[-self.limits.max_tree_depth :]
+        own = best_path(sequence.index, end_of_text, num_wanted, self.limits, is_the_text=True)
+        if self._answers is not None and own.score < num_wanted:
+            others = self._answers.path(end_of_text, num_wanted, sequence.request, sequence.seed)
+            if others.score > own.score:
+                self.counted.others_text_drafts += 1
+                return others.token_ids
+        self.counted.own_text_drafts += bool(own.token_ids)
+        return own.token_ids
+
+    def _read(self, key: SequenceKey, sequence: _Sequence) -> None:
+        start = sequence.num_read
+        sequence.index.append(sequence.token_ids[start : start + _SLICE_TOKENS])
+        sequence.num_read = min(start + _SLICE_TOKENS, len(sequence.token_ids))
+        if sequence.num_read < len(sequence.token_ids):
+            self._unread[key] = sequence
+        else:
+            self._unread.pop(key, None)
+
+    def _ready(self, key: SequenceKey, sequence: _Sequence) -> Draft | None:
+        if key in self._unread or sequence.announced:
+            return None
+        sequence.announced = True
+        return Draft(key, len(sequence.token_ids), [], ProposalStatus.READY)
+
+    def _share(self, sequence: _Sequence, least: int) -> None:
+        """Give what is new in an answer to this drafter's own memory and to the pool, if it is enough."""
+        start, text = sequence.num_shared, sequence.token_ids
+        if self._answers is None or len(text) - start < least:
+            return
+        context = text[max(0, start - self.limits.max_tree_depth) : start]
+        part = AnswerPart(sequence.request, array("i", context), array("i", text[start:]), sequence.seed)
+        sequence.num_shared = len(text)
+        self._queue(self._to_learn, [part])
+        self._queue(self._to_send, [part])

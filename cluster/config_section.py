@@ -1,0 +1,78 @@
+"""What every section of the configuration is made of, and what an engine's section holds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CoreSet = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message names the field and the fix."""
+
+
+class Section(BaseModel):
+    """Unknown keys are errors; the string under a field is its line in docs/configuration.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class EngineConfig(Section):
+    """What the target's and a model drafter's engine have in common. Every key is vLLM's."""
+
+    model: str = Field(min_length=1)
+    """Checkpoint directory or hub id."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks the model is sharded over, one bundle (GPU, or set of cores) each."""
+
+    dtype: Dtype = "auto"
+    """Of weights and activations; float32 makes greedy answers reproducible to the token."""
+
+    quantization: str | None = None
+    """How the weights are quantised, by vLLM's name. None: what the checkpoint's own config.json says."""
+
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest sequence in tokens, prompt and answer together. None: the checkpoint's own."""
+
+    max_num_seqs: int = Field(16, ge=1, le=1024)
+    """Most requests in one step."""
+
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Most tokens in one step; longer prefills are chunked."""
+
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    """KV cache a rank, in bytes. None on CPU: 512 MiB; on GPU: what gpu_memory_utilization leaves."""
+
+    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory the engine may take. GPU only."""
+
+    enable_prefix_caching: bool = True
+    """Keep KV blocks of finished requests for prompts that start the same."""
+
+    enforce_eager: bool | None = None
+    """None: eager on CPU (compiling costs minutes for a few per cent), CUDA graphs on GPU."""
+
+    seed: int = 0
+    """Of the engine's own random numbers; requests have seeds of their own."""
+
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoint."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+
+    cores: list[CoreSet] | None = None
+    """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. None: shared out at start-up."""
+
+    @model_validator(mode="after")
+    def _one_core_set_a_rank(self) -> EngineConfig:
+        if self.cores is not None and len(self.cores) != self.tensor_parallel_size:
+            raise ValueError(
+                f"cores lists {len(self.cores)} sets for {self.tensor_parallel_size} ranks; "
+                "give one set of cores per tensor-parallel rank, or leave cores out"
+            )
+        return self

@@ -1,0 +1,70 @@
+"""Co-located drafting behind the same door: right answers, its method in the status, nothing ignored in silence."""
+
+import threading
+
+import grpc
+import pytest
+
+from deploy.client import OutriderError
+from tests.serving import HANG_GUARD_S
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+NUM_TOKENS = 48
+TEXT = b"It was the best of times, it was the worst of times. "
+
+
+def test_greedy_answers_are_the_targets_own(co_located):
+    accepted = 0
+    for prompt in (TEXT, b"a", TEXT * 6):  # the last one is prefilled in chunks
+        answer = co_located.client.generate(list(prompt), temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        co_located.reference.check(prompt, answer.token_ids, label="co-located")
+        accepted += answer.metrics.speculative_decoding.num_accepted_draft_tokens
+    assert accepted > 0
+
+
+def test_status_names_the_method_and_there_is_no_drafter_actor(co_located):
+    status = co_located.status()
+    assert list(status.methods) == ["draft_model"]
+    assert status.speculation_up
+    assert status.num_speculative_tokens == 4
+    assert not status.HasField("drafter")
+    assert "Drafter" not in co_located.actors()
+    assert {"Target", "Verifier"} <= set(co_located.actors()), "the rank keeps its name"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"speculation": False}, "speculation.enabled"),
+        ({"num_speculative_tokens": 2}, "speculation.num_speculative_tokens"),
+        ({"verification": "coupled"}, "speculation.verification"),
+        ({"seed": 3, "temperature": 1.0}, "sampling.seed"),
+        ({"min_p": 0.2, "temperature": 1.0}, "sampling"),
+        ({"logit_bias": {65: 1.0}}, "sampling"),
+    ],
+)
+def test_what_vllms_own_drafting_cannot_do_is_refused_by_name(co_located, options, field):
+    with pytest.raises(OutriderError) as caught:
+        co_located.client.generate(list(TEXT), max_tokens=4, **options)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in str(caught.value)
+
+
+def test_many_requests_at_once_and_a_cancelled_one(co_located):
+    answers = [None] * 8
+
+    def ask(index):
+        prompt = bytes([65 + index]) + TEXT
+        answers[index] = co_located.client.generate(list(prompt), temperature=0.0, max_tokens=24, ignore_eos=True)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    with co_located.client.stream(list(TEXT), temperature=0.0, max_tokens=400) as stream:
+        next(iter(stream))
+    for thread in threads:
+        thread.join(HANG_GUARD_S)
+    for index, answer in enumerate(answers):
+        assert answer is not None, f"request {index} never ended"
+        co_located.reference.check(bytes([65 + index]) + TEXT, answer.token_ids, label=f"{index} of 8")

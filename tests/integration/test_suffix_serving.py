@@ -1,0 +1,62 @@
+"""Suffix drafters: one memory for all replicas, and the same tokens whatever it holds."""
+
+import pytest
+import ray
+
+from actors.drafting.suffix_answers import AnswerPart
+from actors.drafting.suffix_pool import PoolMember, RayPool
+from cluster.ranks import NAMESPACE
+from tests.integration.test_equality import CHOICES, PROMPTS, options
+from tests.serving import HANG_GUARD_S, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+def drafters(deployment):
+    """Status of each replica's drafter, by replica."""
+    actors = {replica: ray.get_actor(f"Drafter:{replica}", namespace=NAMESPACE) for replica in deployment.replicas()}
+    return {name: ray.get(actor.status.remote(), timeout=HANG_GUARD_S) for name, actor in actors.items()}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_are_the_targets_own_and_a_second_time_they_were_foreseen(two_replicas, name):
+    accepted = []
+    for turn in range(4):
+        count = 0
+        for prompt in PROMPTS:
+            answer = two_replicas.client.generate(list(prompt), **options(CHOICES[name]))
+            two_replicas.reference.check(prompt, answer.token_ids, label=f"{name}, turn {turn}", choice=CHOICES[name])
+            count += answer.metrics.speculative_decoding.num_accepted_draft_tokens
+        accepted.append(count)
+    assert sum(accepted[1:]) > 0, accepted
+
+
+def test_what_one_replica_answers_every_drafter_learns(two_replicas):
+    assert two_replicas.status().methods == ["suffix"]
+    for number in range(6):
+        two_replicas.client.generate(list(b"%d, please" % number), temperature=0.0, max_tokens=80, ignore_eos=True)
+
+    def all_know_as_much():
+        known = {name: status["suffix_cached_requests"] for name, status in drafters(two_replicas).items()}
+        return known if len(known) == 2 and len(set(known.values())) == 1 and min(known.values()) >= 6 else None
+
+    wait_until(all_know_as_much, HANG_GUARD_S, "both drafters knowing the same answers", every_s=0.5)
+    assert all(status["suffix_pool_failures"] == 0 for status in drafters(two_replicas).values())
+
+
+def test_a_pool_that_dies_is_made_anew_by_who_misses_it(two_replicas):
+    """The real actor, killed."""
+    from array import array
+
+    learnt = []
+    part = AnswerPart(("one", 1), array("i"), array("i", range(8)))
+    one = PoolMember("one", RayPool("pool-test", 1024), lambda: [part], list)
+    two = PoolMember("two", RayPool("pool-test", 1024), list, learnt.extend)
+    one.exchange()
+    two.exchange()
+    assert learnt == [part]
+    ray.kill(ray.get_actor("SuffixPool:pool-test", namespace=NAMESPACE))
+    wait_until(lambda: two.exchange() or two.failures, HANG_GUARD_S, "a call that fails")
+    wait_until(lambda: (one.exchange(), two.exchange(), len(learnt) > 1)[-1], HANG_GUARD_S, "a pool that works again")
+    assert one.failures + two.failures >= 1
+    ray.kill(ray.get_actor("SuffixPool:pool-test", namespace=NAMESPACE))

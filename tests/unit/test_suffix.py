@@ -1,0 +1,291 @@
+"""Suffix decoding as a strategy, what it remembers of others, and what drafters tell each other."""
+
+import threading
+import time
+from array import array
+
+import pytest
+
+from actors.drafting.loop import DraftLoop
+from actors.drafting.strategy import Draft, UnknownSequence
+from actors.drafting.suffix import PART_TOKENS, SuffixStrategy
+from actors.drafting.suffix_answers import AnswerPart, SuffixAnswers
+from actors.drafting.suffix_path import SuffixLimits
+from actors.drafting.suffix_pool import PartLog, PoolMember
+from actors.length.origin import Origin
+from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.verification.mode import Mode
+
+KEY, OTHER = (1, 1), (2, 7)
+GREEDY = DraftSampling()
+LIMITS = SuffixLimits()
+
+
+def strategy(name="a", max_requests=10, max_tokens=4096):
+    return SuffixStrategy(LIMITS, max_requests, max_tokens, name)
+
+
+def part(number, tokens, drafter="x", seed=None, context=()):
+    return AnswerPart((drafter, number), array("i", context), array("i", tokens), seed)
+
+
+def commit(key, base, tokens, k=4):
+    return Commit(key[1], base, tokens, k, k)
+
+
+def work_off(drafter):
+    answers = []
+    while (work := drafter.plan()[0]) is not None:
+        work.execute()
+        answers += drafter.complete(work)
+    return answers
+
+
+def answer_all(drafter, key, prompt, answer, sampling=GREEDY):
+    """A request from open to close."""
+    drafter.open(key, list(prompt), 4, sampling)
+    drafter.commit(key, commit(key, len(prompt), list(answer), 0))
+    drafter.close(key)
+    work_off(drafter)
+
+
+def test_a_commit_is_answered_at_once_from_the_requests_own_text():
+    drafter = strategy()
+    assert drafter.open(KEY, [1, 2, 3, 4, 1, 2], 4, GREEDY) == Draft(KEY, 6, [], ProposalStatus.READY)
+    drafted = drafter.commit(KEY, commit(KEY, 6, [3]))
+    assert drafted == [Draft(KEY, 7, [4, 1, 2], ProposalStatus.OK, origin=Origin.MISS)]
+    assert drafter.commit(KEY, commit(KEY, 7, [4], 0)) == []
+    assert drafter.commit(KEY, commit(KEY, 8, [9]))[0].token_ids == []
+
+
+def test_a_finished_answer_helps_the_next_request():
+    drafter = strategy()
+    answer_all(drafter, KEY, [1, 2, 3], range(50, 80))
+    drafter.open(OTHER, [7, 8], 4, GREEDY)
+    assert drafter.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids == [63, 64, 65]
+    assert drafter.counters()["suffix_others_text_drafts"] == 1
+
+
+def test_a_running_answer_helps_another_request():
+    drafter = strategy()
+    drafter.open(KEY, [1, 2, 3], 4, GREEDY)
+    drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
+    work_off(drafter)
+    drafter.open(OTHER, [7, 8], 4, GREEDY)
+    assert drafter.commit(OTHER, commit(OTHER, 2, [110, 111]))[0].token_ids == [112, 113]
+
+
+def test_every_token_of_an_answer_is_shared_once():
+    drafter = strategy()
+    drafter.open(KEY, [1, 2, 3], 4, GREEDY)
+    answer = list(range(100, 100 + 3 * PART_TOKENS + 10))
+    for start in range(0, len(answer), 10):
+        drafter.commit(KEY, commit(KEY, 3 + start, answer[start : start + 10], 0))
+    drafter.close(KEY)
+    parts = drafter.take_parts()
+    assert [token for each in parts for token in each.token_ids] == answer
+    assert len(parts) == 3
+    assert list(parts[1].context) == answer[len(parts[0].token_ids) - 24 : len(parts[0].token_ids)]
+
+
+def test_the_prompt_is_context_for_the_answer_and_is_not_shared():
+    drafter = strategy()
+    answer_all(drafter, KEY, [30, 31, 32], range(50, 60))
+    drafter.open(OTHER, [30, 31], 4, GREEDY)
+    assert drafter.commit(OTHER, commit(OTHER, 2, [32]))[0].token_ids == [50, 51, 52]
+    assert drafter.commit(OTHER, commit(OTHER, 3, [30, 31]))[0].token_ids[:1] == [32], "from its own text"
+    assert drafter.counters()["suffix_cached_requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "learns"),
+    [
+        (DraftSampling(Mode.REJECTION, 1.0, seed=5), DraftSampling(Mode.REJECTION, 1.0, seed=5), False),
+        (DraftSampling(Mode.BLOCK, 1.0, seed=5), DraftSampling(Mode.REJECTION, 1.0, seed=5), False),
+        (DraftSampling(Mode.REJECTION, 1.0, seed=5), DraftSampling(Mode.REJECTION, 1.0, seed=6), True),
+        (DraftSampling(Mode.COUPLED, 1.0, seed=5), DraftSampling(Mode.COUPLED, 1.0, seed=5), True),
+        (DraftSampling(Mode.COUPLED, 1.0, seed=5), DraftSampling(Mode.REJECTION, 1.0, seed=5), True),
+        (GREEDY, DraftSampling(Mode.REJECTION, 1.0, seed=0), True),
+    ],
+)
+def test_a_request_learns_nothing_from_one_that_drew_the_same_random_numbers(first, second, learns):
+    drafter = strategy()
+    answer_all(drafter, KEY, [1, 2, 3], range(50, 80), first)
+    drafter.open(OTHER, [7, 8], 4, second)
+    drafted = drafter.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids
+    assert drafted == ([63, 64, 65] if learns else [])
+
+
+def test_its_own_parts_do_not_keep_a_request_from_learning():
+    drafter = strategy()
+    answer_all(drafter, OTHER, [9], range(200, 230))
+    drafter.open(KEY, [1, 2, 3], 4, DraftSampling(Mode.REJECTION, 1.0, seed=5))
+    drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
+    work_off(drafter)
+    assert drafter.commit(KEY, commit(KEY, 3 + PART_TOKENS, [210, 211]))[0].token_ids == [212, 213]
+
+
+def test_a_long_prompt_is_read_between_rounds():
+    drafter = strategy()
+    prompt = [*range(10_000), 5, 6]
+    assert drafter.open(KEY, prompt, 4, GREEDY) is None
+    drafted = drafter.commit(KEY, commit(KEY, len(prompt), [7]))
+    assert drafted == [Draft(KEY, len(prompt) + 1, [], ProposalStatus.NOT_READY)]
+    assert drafter.usage()["num_prefilling"] == 1
+    assert work_off(drafter) == [Draft(KEY, len(prompt) + 1, [], ProposalStatus.READY)]
+    assert drafter.commit(KEY, commit(KEY, len(prompt) + 1, [8]))[0].token_ids == [9, 10, 11, 12]
+
+
+def test_a_long_prompt_that_is_closed_half_read_is_forgotten():
+    drafter = strategy()
+    drafter.open(KEY, list(range(10_000)), 4, GREEDY)
+    drafter.close(KEY)
+    assert work_off(drafter) == []
+    assert drafter.usage() == {"num_sequences": 0, "num_prefilling": 0, "kv_cache_usage": 0.0}
+
+
+def test_a_commit_for_an_unknown_sequence_or_length_is_refused():
+    drafter = strategy()
+    with pytest.raises(UnknownSequence):
+        drafter.commit(KEY, commit(KEY, 0, [1]))
+    drafter.open(KEY, [1, 2], 4, GREEDY)
+    with pytest.raises(UnknownSequence):
+        drafter.commit(KEY, commit(KEY, 3, [1]))
+
+
+def test_without_a_cache_each_request_has_its_own_text_only():
+    drafter = strategy(max_requests=0)
+    answer_all(drafter, KEY, [1, 2, 3], range(50, 80))
+    assert drafter.take_parts() == []
+    drafter.learn([part(1, range(50, 80))])
+    drafter.open(OTHER, [7, 8], 4, GREEDY)
+    assert drafter.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids == []
+
+
+def test_the_oldest_requests_are_forgotten_first():
+    answers = SuffixAnswers(max_requests=2, max_tokens=4096, limits=LIMITS)
+    for number in range(3):
+        answers.add(part(number, range(100 * number, 100 * number + 20)))
+        answers.add(part(number, range(100 * number + 20, 100 * number + 40)))
+    assert answers.num_requests == 2
+    found = [answers.path([start, start + 1], 2, ("me", 1), None).token_ids for start in (5, 105, 205)]
+    assert found == [[], [107, 108], [207, 208]]
+
+
+def test_tokens_are_bounded_whatever_the_number_of_requests():
+    answers = SuffixAnswers(max_requests=10_000, max_tokens=1024, limits=LIMITS)
+    for number in range(500):
+        answers.add(part(number, range(number, number + 50), seed=number))
+        assert answers.num_tokens <= 1024
+    assert answers.num_requests < 30
+    assert len(answers._seeds) == answers.num_requests
+    assert len(answers._index.tokens) < 2 * 1024
+
+
+def test_a_thousand_requests_leave_no_sequence_and_bounded_memory():
+    drafter = strategy(max_requests=50, max_tokens=2048)
+    for number in range(1000):
+        answer_all(drafter, (1, number), [number % 97, 2, 3], range(number % 50, number % 50 + 30))
+        drafter.take_parts()
+    assert drafter.usage()["num_sequences"] == 0
+    assert drafter.counters()["suffix_cached_requests"] <= 50
+    assert drafter.counters()["suffix_cached_tokens"] <= 2048
+    assert drafter.counters()["suffix_parts_lost"] == 0
+
+
+def test_what_nobody_fetches_is_lost_and_counted():
+    drafter = strategy(max_requests=50)
+    drafter.learn([part(number, [1, 2, 3, 4]) for number in range(5000)])
+    assert drafter.counters()["suffix_parts_lost"] == 5000 - 4096
+
+
+def test_what_others_answered_is_read_while_nothing_else_happens():
+    drafter = strategy()
+    loop = DraftLoop(drafter)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+        drafter.learn([part(number, range(50, 80)) for number in range(9)])
+        loop.wake()
+        give_up = time.monotonic() + 10
+        while drafter.counters()["suffix_cached_requests"] < 9:
+            assert time.monotonic() < give_up, "not read"
+            time.sleep(0.001)
+    finally:
+        loop.stop()
+        thread.join(10)
+
+
+class Registry:
+    """A pool in this process; fails when told to."""
+
+    def __init__(self):
+        self.log, self.fails = PartLog(4096), False
+
+    def exchange(self, drafter, cursor, parts):
+        if self.fails:
+            raise ConnectionError("gone")
+        self.log.add(parts)
+        return self.log.since(cursor, drafter)
+
+
+def test_one_replica_learns_what_another_answered():
+    pool = Registry()
+    first, second = strategy("a"), strategy("b")
+    members = [PoolMember(each.name, pool, each.take_parts, each.learn) for each in (first, second)]
+    answer_all(first, KEY, [1, 2, 3], range(50, 80))
+    for member in members:
+        assert member.exchange() is False
+    work_off(second)
+    second.open(OTHER, [7, 8], 4, GREEDY)
+    assert second.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids == [63, 64, 65]
+    members[0].exchange()
+    work_off(first)
+    assert first.counters()["suffix_cached_requests"] == 1, "its own answers do not come back to it"
+
+
+def test_a_dead_pool_costs_learning_only_and_is_counted():
+    pool = Registry()
+    drafter = strategy("a")
+    member = PoolMember("a", pool, drafter.take_parts, drafter.learn)
+    pool.fails = True
+    assert [member.exchange(), member.exchange()] == [False, False]
+    assert member.failures == 2
+    pool.fails = False
+    pool.log.add([part(1, range(50, 80))])
+    member.exchange()
+    assert member.failures == 2
+    work_off(drafter)
+    assert drafter.counters()["suffix_cached_requests"] == 1
+
+
+def test_a_pool_that_began_anew_is_read_from_its_start():
+    pool = Registry()
+    learnt = []
+    member = PoolMember("a", pool, list, learnt.extend)
+    pool.log.add([part(number, [1, 2, 3]) for number in range(5)])
+    member.exchange()
+    assert len(learnt) == 5
+    pool.log = PartLog(4096)
+    pool.log.add([part(9, [4, 5, 6])])
+    member.exchange()
+    assert [p.request[1] for p in learnt[5:]] == [9]
+
+
+def test_a_log_is_bounded_and_handed_out_in_pieces():
+    log = PartLog(max_tokens=100)
+    log.add([part(number, range(10)) for number in range(50)])
+    got = log.since(None, "a", most=6)
+    assert [p.request[1] for p in got.parts] == [40, 41, 42, 43, 44, 45]
+    assert got.more
+    rest = log.since(got.cursor, "a", most=6)
+    assert [p.request[1] for p in rest.parts] == [46, 47, 48, 49]
+    assert not rest.more
+    assert log.since(rest.cursor, "a").parts == []
+    assert log.since(None, "x").parts == [], "not a drafter's own"
+
+
+def test_what_it_counts_is_exported_by_its_name():
+    from actors.observability.replica_families import _SUFFIX
+
+    assert set(_SUFFIX) - {"suffix_pool_failures"} <= set(strategy().counters())
