@@ -1,4 +1,4 @@
-"""Between our request and response types and vLLM's: tokens in, sampling parameters, one RoundOutput a round."""
+"""Between our request and response types and vLLM's: sampling parameters in, one RoundOutput a round out."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from actors.generation import (
     Usage,
 )
 from actors.request_sampling import RequestSampling
+from actors.round_origins import RoundLog, TakenRounds
 from actors.round_settings import EXTRA_ARGS_KEY
 
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
@@ -31,31 +32,6 @@ _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
 """What the grammar compiler puts before its messages: time, file and line of its source."""
 
 _MAX_PROBLEM = 300
-
-
-def prompt_ids(request: GenerationRequest, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[int]:
-    """The prompt's token ids. Raises RequestError for what this model cannot take."""
-    if request.prompt_token_ids is not None:
-        ids = list(request.prompt_token_ids)
-        if (worst := max(ids)) >= vocab_size:
-            raise RequestError("token_ids", f"id {worst} is not in the vocabulary", f"send ids below {vocab_size}")
-    elif request.apply_chat_template:
-        if not getattr(tokenizer, "chat_template", None):
-            raise RequestError("apply_chat_template", "the model has no chat template", "send the text as it is")
-        messages = [{"role": "user", "content": request.prompt_text}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(request.prompt_text)["input_ids"]
-    if not ids:
-        raise RequestError("text", "the prompt has no tokens", "send a prompt")
-    if len(ids) >= max_model_len:
-        raise RequestError(
-            "prompt",
-            f"{len(ids)} tokens leave no room for an answer in max_model_len = {max_model_len}",
-            f"send at most {max_model_len - 1} tokens",
-        )
-    return ids
 
 
 def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: int) -> SamplingParams:
@@ -77,6 +53,8 @@ def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: 
         ours["num_speculative_tokens"] = limit
     if request.verification is not None:
         ours["verification"] = request.verification
+    if request.deadline_unix_s is not None:
+        ours["deadline_unix_s"] = request.deadline_unix_s
     if ours:
         settings["extra_args"] = {EXTRA_ARGS_KEY: ours}
     try:
@@ -114,19 +92,27 @@ def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None
     return RequestError("sampling" if parameter is None else f"sampling.{parameter}", problem, fix)
 
 
-def round_outputs(output: RequestOutput, request: GenerationRequest, num_tokens: dict[int, int]) -> list[RoundOutput]:
+def round_outputs(
+    output: RequestOutput, request: GenerationRequest, num_tokens: dict[int, int], rounds: RoundLog
+) -> list[RoundOutput]:
     """One per answer that vLLM's output, a delta, is about; several with n > 1.
 
-    num_tokens: tokens of each answer before this round, by index; brought up to date. Raises SamplingFailed.
+    num_tokens: tokens of each answer before this round, by index; brought up to date. rounds: where the tokens' origins
+    are. Raises SamplingFailed.
     """
     outputs = []
-    prompt_logprobs = () if num_tokens else _prompt_logprobs(output, request)
+    first = not num_tokens
+    prompt_logprobs = _prompt_logprobs(output, request) if first else ()
     for completion in output.outputs:
         if completion.finish_reason == "error":
             raise SamplingFailed(request.request_id, "structured_outputs" in request.sampling)
         index = completion.index
         num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
-        outputs.append(_round_output(output, completion, request, num_tokens[index], prompt_logprobs))
+        taken = rounds.take(request.request_id, index, len(completion.token_ids))
+        round_output = _round_output(output, completion, request, num_tokens[index], prompt_logprobs, taken)
+        if first and round_output.usage is None:
+            round_output = replace(round_output, usage=_usage(output, num_tokens[index]))
+        outputs.append(round_output)
         prompt_logprobs = ()
     return outputs
 
@@ -137,6 +123,7 @@ def _round_output(
     request: GenerationRequest,
     num_tokens: int,
     prompt_logprobs: tuple[TokenLogprobs | None, ...],
+    taken: TakenRounds,
 ) -> RoundOutput:
     delta = RoundOutput(
         text=completion.text,
@@ -144,6 +131,8 @@ def _round_output(
         index=completion.index,
         logprobs=_logprobs(completion, request),
         prompt_logprobs=prompt_logprobs,
+        origins=taken.origins,
+        num_rounds=taken.num_rounds,
     )
     if completion.finish_reason is None:
         return delta
@@ -152,9 +141,13 @@ def _round_output(
         delta,
         finish_reason=completion.finish_reason,
         stop_reason=None if reason is None else str(reason),
-        usage=Usage(len(output.prompt_token_ids or ()), num_tokens, output.num_cached_tokens or 0),
+        usage=_usage(output, num_tokens),
         speculative_decoding=_metrics(completion),
     )
+
+
+def _usage(output: RequestOutput, num_tokens: int) -> Usage:
+    return Usage(len(output.prompt_token_ids or ()), num_tokens, output.num_cached_tokens or 0)
 
 
 def _metrics(completion: CompletionOutput) -> SpeculativeDecodingMetrics:

@@ -22,6 +22,17 @@ class RequestError(Exception):
         return f"{self.field}: {self.problem}; {self.fix}"
 
 
+class RequestIdInUse(Exception):
+    """A request with this id is running."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request_id: {self.request_id!r} is the id of a running request; send another one, or none"
+
+
 class SamplingFailed(Exception):
     """The engine gave a request up because it could not choose its next token. Other requests go on.
 
@@ -41,13 +52,33 @@ class SamplingFailed(Exception):
 
 
 @dataclass(frozen=True)
+class ChatMessage:
+    role: str
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation, and how the model's chat template makes a prompt of it."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the template: plain JSON values."""
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
-    """A validated request. Exactly one of prompt_text and prompt_token_ids is set."""
+    """A validated request. Exactly one of prompt_text, prompt_token_ids and prompt_chat is set."""
 
     request_id: str
     prompt_text: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     apply_chat_template: bool = False
+    """prompt_text is what one user says."""
+
     sampling: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of vLLM's SamplingParams: only what the client set. ``structured_outputs`` is a dict with one
     keyword argument of StructuredOutputsParams."""
@@ -62,6 +93,14 @@ class GenerationRequest:
     deadline_unix_s: float | None = None
     """Wall-clock time after which the answer is worthless; the engine then drops the request."""
 
+    prompt_chat: ChatPrompt | None = None
+
+    trace_headers: dict[str, str] = field(default_factory=dict)
+    """W3C trace headers of the ingress's span; empty when tracing is off."""
+
+    avoid_replicas: tuple[str, ...] = ()
+    """Replicas that were lost with this request before it had any output; see actors.retry."""
+
     @property
     def num_answers(self) -> int:
         """n: each answer ends with a finish_reason of its own."""
@@ -70,6 +109,19 @@ class GenerationRequest:
     def seconds_left(self) -> float | None:
         """Until the deadline, negative once it has passed. None without one."""
         return None if self.deadline_unix_s is None else self.deadline_unix_s - time.time()
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """Requests in one target's engine, as its scheduler last said."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """0 to 1."""
+
+    max_num_seqs: int
+    """Requests it can run at once."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +180,7 @@ class RoundOutput:
     """The stop string, or the stop token id as text, when one ended the answer."""
 
     usage: Usage | None = None
-    """Of this answer, the prompt's tokens counted in each."""
+    """Of this answer so far, the prompt's tokens counted in each. In a request's first outputs and an answer's last."""
 
     speculative_decoding: SpeculativeDecodingMetrics | None = None
 
@@ -140,3 +192,12 @@ class RoundOutput:
 
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     """One entry per token of the prompt, None for the first. In the first output of a request only."""
+
+    origins: tuple[str, ...] = ()
+    """One per token of token_ids, in the names of actors.round_origins; or none, which is all unknown."""
+
+    num_rounds: int = 0
+    """Rounds that these tokens are of: several when whoever reads is slower than the target. 0: not known."""
+
+    load: ReplicaLoad | None = None
+    """Of the target that answered. In an answer's last output only."""

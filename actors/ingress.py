@@ -1,59 +1,62 @@
-"""The front door: a Serve deployment that speaks ``outrider.v1.GenerationService`` to clients and to target replicas
-through their handle.
+"""The front door: a Serve deployment that speaks ``outrider.v1.GenerationService`` and ``grpc.health.v1.Health`` to
+clients, and to target replicas through their handle.
 
 It checks, translates and forwards, one message a round, and holds no policy about tokens. Every error leaves with a
-status code and one sentence; what the sentence leaves out is in the log, under the request id.
+status code, one sentence and details for programs; what the sentence leaves out is in the log, under the request id.
+``actors.grpc_services`` mounts it on Serve's proxies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
-import grpc
 from google.protobuf import json_format
-from ray.exceptions import NodeDiedError, RayActorError, RayTaskError, WorkerCrashedError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
-from actors.generation import GenerationRequest, RequestError, RoundOutput, SamplingFailed
-from actors.request_validation import GenerationMessage, ServedModel, to_generation_request
-from actors.responses import Answers, stream_message
+from actors.answering import answering
+from actors.call_failure import REQUEST_ID_METADATA
+from actors.generation import GenerationRequest, RequestIdInUse, RoundOutput
+from actors.handle_calls import HandleCalls
+from actors.health_calls import HealthCalls
+from actors.prompt_validation import to_token_ids, to_tokenize_request
+from actors.request_validation import (
+    GenerationMessage,
+    ServedModel,
+    check_model,
+    check_request_id,
+    to_generation_request,
+)
+from actors.responses import Answers, load_metadata, model_info_message, stream_message
+from actors.retry import retried
+from actors.routing.broadcast import ReplicaReply, broadcast, sign
+from actors.running_requests import RunningRequests
+from actors.server_info import server_info_message
 from outrider.v1 import generation_pb2 as pb
-from outrider.v1 import generation_pb2_grpc as rpc
 
-logger = logging.getLogger("ray.serve.outrider.ingress")
-
-REQUEST_ID_METADATA = "outrider-request-id"
-"""Trailing metadata of a generation call. Plain ``request_id`` is taken: Serve puts an id of its own there."""
-
-STATUS_TIMEOUT_S = 5.0
+CONTROL_TIMEOUT_S = 5.0
 """A replica that is starting or stuck must not make a status call hang."""
 
-_UNAVAILABLE = (
-    RayActorError,
-    NodeDiedError,
-    WorkerCrashedError,
-    DeploymentUnavailableError,
-    ReplicaUnavailableError,
-    ConnectionError,
-)
+ABORT_TIMEOUT_S = 2.0
 
 
-class Ingress:
+class Ingress(HandleCalls, HealthCalls):
     """Serve calls the method named like the RPC. The target handle must offer
 
     - ``generate(GenerationRequest)``: streams RoundOutput, each answer's last one with finish_reason. Raises
-      RequestError for a request it refuses, TimeoutError when its deadline passed, SamplingFailed when no next token
-      can be chosen, ConnectionError when its engine is gone.
-    - ``status()``: GetServerStatusResponse as a nested dict with the proto's field names; model may be left out.
+      RequestError for a request it refuses, RequestIdInUse, TimeoutError when its deadline passed, SamplingFailed when
+      no next token can be chosen, ConnectionError when its engine is gone;
+    - ``status()``: GetServerStatusResponse as a nested dict with the proto's field names; model may be left out;
+    - ``model_info()``, ``tokenize(TokenizeRequest)``, ``detokenize(ids, skip_special_tokens)``;
+    - ``abort(request_id)``: whether it had the request, and ``check_health()``, both by ``signed_reply``.
     """
 
     def __init__(
@@ -62,45 +65,122 @@ class Ingress:
         served_model_name: str,
         num_speculative_tokens: int,
         vocab_size: int | None = None,
+        max_retries: int = 1,
     ) -> None:
-        """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids."""
+        """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
+        how often a request is sent again whose replica is lost before there is any output."""
+        self._target = target
         self._generate = target.generate.options(stream=True)
-        self._status = target.status
         self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size)
+        self._max_retries = max_retries
+        self._running = RunningRequests()
+        self._started_unix_s = time.time()
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         request_id = _request_id(request)
-        with _errors_become_status(grpc_context, f"request {request_id}"):
-            checked = self._check(request, request_id)
-            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
+        with answering(grpc_context, "Generate", request_id) as span:
+            checked = replace(self._check(request, request_id), trace_headers=span.headers)
             answers = Answers(request_id, checked.num_answers)
+            load = None
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
                     answers.add(output)
+                    load = output.load or load
+            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id), *load_metadata(load)])
             return answers.response()
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         request_id = _request_id(request)
-        with _errors_become_status(grpc_context, f"request {request_id}"):
-            checked = self._check(request, request_id)
+        with answering(grpc_context, "GenerateStream", request_id) as span:
+            checked = replace(self._check(request, request_id), trace_headers=span.headers)
             grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
+                    if output.load is not None:
+                        metadata = [(REQUEST_ID_METADATA, request_id), *load_metadata(output.load)]
+                        grpc_context.set_trailing_metadata(metadata)
                     yield stream_message(request_id, output)
+
+    async def AbortRequest(
+        self, request: pb.AbortRequestRequest, grpc_context: RayServegRPCContext
+    ) -> pb.AbortRequestResponse:
+        """The target's own end comes first, as it counts what was done. What has not reached a target, or sits at one
+        that does not answer, is ended by the ingress that holds it."""
+        with answering(grpc_context, "AbortRequest"):
+            check_request_id(request.request_id)
+            heard = True
+            for ask in (self._abort_at_targets, self._abort_at_ingresses):
+                aborted, all_heard = await ask(request.request_id)
+                if aborted:
+                    return pb.AbortRequestResponse(aborted=True)
+                heard = heard and all_heard
+            if not heard:
+                raise ConnectionError("not every replica answered")
+            return pb.AbortRequestResponse(aborted=False)
+
+    async def _abort_at_targets(self, request_id: str) -> tuple[bool, bool]:
+        """Whether one had the request, and whether all of them answered."""
+        try:
+            replies = await broadcast(self._target, "abort", request_id, timeout_s=ABORT_TIMEOUT_S)
+        except (DeploymentUnavailableError, ConnectionError):
+            return False, False
+        return any(reply.value for reply in replies), all(reply.ok for reply in replies)
+
+    async def _abort_at_ingresses(self, request_id: str) -> tuple[bool, bool]:
+        """Likewise; this one first."""
+        if await self.abort_here(request_id):
+            return True, True
+        replies = await broadcast(_this_deployment(), "abort_here", request_id, timeout_s=ABORT_TIMEOUT_S)
+        return any(reply.value for reply in replies), all(reply.ok for reply in replies)
+
+    async def abort_here(self, request_id: str) -> bool:
+        """End a request that this ingress replica holds. Returns whether it does."""
+        return self._running.abort(request_id)
+
+    async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
+        """See routing.broadcast."""
+        return await sign(self, serve.get_replica_context().replica_id.unique_id, method, args)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
+        with answering(grpc_context, "Tokenize"):
+            check_model(request, self._served)
+            tokens = await _within(CONTROL_TIMEOUT_S, self._target.tokenize.remote(to_tokenize_request(request)))
+            return pb.TokenizeResponse(
+                token_ids=tokens.token_ids,
+                count=len(tokens.token_ids),
+                max_model_len=tokens.max_model_len,
+                token_strs=tokens.token_strs,
+            )
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
+    ) -> pb.DetokenizeResponse:
+        with answering(grpc_context, "Detokenize"):
+            check_model(request, self._served)
+            ids = to_token_ids(request, self._served.vocab_size)
+            text = await _within(CONTROL_TIMEOUT_S, self._target.detokenize.remote(ids, request.skip_special_tokens))
+            return pb.DetokenizeResponse(text=text)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetModelInfoResponse:
+        with answering(grpc_context, "GetModelInfo"):
+            info = await _within(CONTROL_TIMEOUT_S, self._target.model_info.remote())
+            return model_info_message(self._served.name, info)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetServerInfoResponse:
+        with answering(grpc_context, "GetServerInfo"):
+            return server_info_message(self._started_unix_s)
 
     async def GetServerStatus(
         self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerStatusResponse:
-        with _errors_become_status(grpc_context, "GetServerStatus"):
-            call = self._status.remote()
-            try:
-                async with asyncio.timeout(STATUS_TIMEOUT_S):
-                    status = await call
-            except TimeoutError:
-                call.cancel()
-                raise ConnectionError(f"no target replica answered within {STATUS_TIMEOUT_S:g} s") from None
+        with answering(grpc_context, "GetServerStatus"):
+            status = await _within(CONTROL_TIMEOUT_S, self._target.status.remote())
             response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
             response.model = self._served.name
             return response
@@ -115,107 +195,41 @@ class Ingress:
         is what makes its engine abort the request. The deadline is watched here too, since a request may spend it
         waiting for a replica.
         """
-        stream: DeploymentResponseGenerator[RoundOutput] = self._generate.remote(request)
-        try:
-            unfinished = set(range(request.num_answers))
-            while True:
-                async with asyncio.timeout(request.seconds_left()):
-                    output = await anext(stream, None)
-                if output is None:
-                    break
-                if output.index not in unfinished:
-                    raise RuntimeError(f"the target sent a round of answer {output.index}, which is over or unknown")
-                if output.finish_reason is not None:
-                    unfinished.remove(output.index)
-                yield output
-            if unfinished:
-                raise RuntimeError(f"the target's stream ended without a finish reason for answers {unfinished}")
-        except BaseException:  # whatever ended it, nobody listens any more
-            stream.cancel()
-            raise
+        if request.request_id in self._running:
+            raise RequestIdInUse(request.request_id)
+
+        def send(avoid: tuple[str, ...]) -> Any:
+            return self._generate.remote(replace(request, avoid_replicas=avoid) if avoid else request)
+
+        outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
+        with self._running.hold(request) as running:
+            async with aclosing(outputs):
+                while (output := await running.next(outputs)) is not None:
+                    running.note(output)
+                    yield output
+            if running.aborted:
+                for output in running.aborted_outputs():
+                    yield output
+            elif running.unfinished:
+                raise RuntimeError(
+                    f"the target's stream ended without a finish reason for answers {running.unfinished}"
+                )
 
 
-def add_generation_service(servicer: Any, server: Any) -> None:
-    """Mount the service on Serve's gRPC proxy: what ``grpc_servicer_functions`` should name.
-
-    The generated function would do, but for one thing. Serve passes a client's cancellation on only while the proxy
-    waits for a message; one that arrives while the proxy writes a message is lost, and the engine goes on generating
-    for nobody. So streams are read by a task of their own, which only ever waits for messages.
-    """
-    make_handler = server.service_handler_factory
-
-    def make_cancellable_handler(**options: Any) -> Callable[..., Any]:
-        handler = make_handler(**options)
-        return _cancellable(handler) if inspect.isasyncgenfunction(handler) else handler
-
-    server.service_handler_factory = make_cancellable_handler
+async def _within(seconds: float, call: Any) -> Any:
+    """The answer to a call of a target replica. Raises ConnectionError when there is none in time."""
     try:
-        rpc.add_GenerationServiceServicer_to_server(servicer, server)
-    finally:
-        server.service_handler_factory = make_handler
-
-
-def _cancellable(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
-        messages: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-        async def read() -> None:
-            try:
-                async for message in handler(request, context):
-                    messages.put_nowait(message)
-            finally:
-                messages.put_nowait(None)
-
-        reading = asyncio.create_task(read())
-        try:
-            while (message := await messages.get()) is not None:
-                await context.write(message)
-            await reading
-        finally:
-            # The handler still uses the context on its way out, which crashes the process once the call is over.
-            reading.cancel()
-            await asyncio.wait([reading])
-
-    return call
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        call.cancel()
+        raise ConnectionError(f"no target replica answered within {seconds:g} s") from None
 
 
 def _request_id(request: GenerationMessage) -> str:
     return request.request_id if request.HasField("request_id") else uuid.uuid4().hex
 
 
-@contextmanager
-def _errors_become_status(grpc_context: RayServegRPCContext, call: str) -> Iterator[None]:
-    """Turn an exception into status code and details. Cancellation passes through untouched.
-
-    call: what was asked, with its id, for messages and log lines.
-    """
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a code and a sentence
-        code, details = _status_of(error, call)
-        grpc_context.set_code(code)
-        grpc_context.set_details(details)
-        # Serve needs an exception to end a stream with a code. A built-in one: the proxy, which unpickles it, need not
-        # be able to import this package. No cause: the traceback would only be logged again.
-        raise RuntimeError(f"{code.name}: {details}") from None
-
-
-def _status_of(error: Exception, call: str) -> tuple[grpc.StatusCode, str]:
-    """Status code and the sentence the client gets. Logs what the sentence leaves out."""
-    cause: BaseException = error
-    while isinstance(cause, RayTaskError) and cause.cause is not None:
-        cause = cause.cause
-    if isinstance(cause, RequestError):
-        return grpc.StatusCode.INVALID_ARGUMENT, str(cause)
-    if isinstance(cause, TimeoutError):
-        return grpc.StatusCode.DEADLINE_EXCEEDED, f"{call} was aborted when its deadline passed"
-    if isinstance(cause, BackPressureError):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full; retry later"
-    if isinstance(cause, _UNAVAILABLE):
-        logger.warning("%s: target replica unavailable: %s", call, cause)
-        return grpc.StatusCode.UNAVAILABLE, f"{call}: the target replica is not available; retry"
-    if isinstance(cause, SamplingFailed):
-        logger.error("%s", cause)
-        return grpc.StatusCode.INTERNAL, str(cause)
-    logger.error("%s failed", call, exc_info=error)
-    return grpc.StatusCode.INTERNAL, f"{call} failed inside the server; its log says why"
+def _this_deployment() -> DeploymentHandle:
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)

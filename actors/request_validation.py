@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from actors.generation import GenerationRequest, RequestError
+from actors.generation import ChatPrompt, GenerationRequest, RequestError
+from actors.prompt_validation import to_chat_prompt
 from actors.sampling_validation import check_vocabulary, to_sampling
 from outrider.v1 import generation_pb2 as pb
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
+_NamesModel = GenerationMessage | pb.TokenizeRequest | pb.DetokenizeRequest
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -46,16 +48,14 @@ def to_generation_request(
     Raises RequestError naming the first public field that is wrong.
     """
     check_request_id(request_id)
-    if message.HasField("model") and message.model != served.name:
-        raise RequestError(
-            "model", f"{_shown(message.model)} is not served here", f"send {served.name!r} or leave it out"
-        )
-    text, token_ids = _prompt(message, served)
+    check_model(message, served)
+    text, token_ids, chat = _prompt(message, served)
     enabled, num_speculative_tokens = _speculation(message.speculation, served)
     return GenerationRequest(
         request_id=request_id,
         prompt_text=text,
         prompt_token_ids=token_ids,
+        prompt_chat=chat,
         apply_chat_template=message.apply_chat_template,
         sampling=to_sampling(message.sampling, served.vocab_size),
         speculation=enabled,
@@ -75,23 +75,36 @@ def check_request_id(request_id: str) -> None:
         )
 
 
-def _prompt(message: GenerationMessage, served: ServedModel) -> tuple[str | None, tuple[int, ...] | None]:
+def check_model(message: _NamesModel, served: ServedModel) -> None:
+    """A client may say which model it expects. Raises RequestError."""
+    if message.HasField("model") and message.model != served.name:
+        raise RequestError(
+            "model", f"{_shown(message.model)} is not served here", f"send {served.name!r} or leave it out"
+        )
+
+
+def _prompt(
+    message: GenerationMessage, served: ServedModel
+) -> tuple[str | None, tuple[int, ...] | None, ChatPrompt | None]:
+    """The one of the three that was sent."""
     kind = message.WhichOneof("prompt")
     if kind is None:
-        raise RequestError("prompt", "is missing", "send text or token_ids")
+        raise RequestError("prompt", "is missing", "send text, token_ids or chat")
+    if kind != "text" and message.apply_chat_template:
+        raise RequestError(
+            "apply_chat_template", f"cannot be applied to {kind}", "send the prompt as text or leave it out"
+        )
+    if kind == "chat":
+        return None, None, to_chat_prompt(message.chat)
     if kind == "text":
         if not message.text:
             raise RequestError("text", "the prompt is empty", "send at least one character")
-        return message.text, None
-    if message.apply_chat_template:
-        raise RequestError(
-            "apply_chat_template", "cannot be applied to token_ids", "send the prompt as text or leave it out"
-        )
+        return message.text, None, None
     token_ids = tuple(message.token_ids.ids)
     if not token_ids:
         raise RequestError("token_ids", "the prompt is empty", "send at least one token id")
     check_vocabulary("token_ids", token_ids, served.vocab_size)
-    return None, token_ids
+    return None, token_ids, None
 
 
 def _speculation(speculation: pb.SpeculationParameters, served: ServedModel) -> tuple[bool, int | None]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from actors.generation import RoundOutput, SpeculativeDecodingMetrics, TokenLogprobs, Usage
+from actors.generation import ReplicaLoad, RoundOutput, SpeculativeDecodingMetrics, TokenLogprobs, Usage
+from actors.model_info import ModelInfo
+from actors.round_origins import ACCEPTED, BONUS, PLAIN, RECOVERED, UNKNOWN
 from outrider.v1 import generation_pb2 as pb
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
@@ -15,6 +17,23 @@ _FINISH_REASONS = {
     "length": pb.FINISH_REASON_LENGTH,
     "abort": pb.FINISH_REASON_ABORT,
 }
+
+_ORIGINS = {
+    ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,
+    RECOVERED: pb.TOKEN_ORIGIN_RECOVERED,
+    BONUS: pb.TOKEN_ORIGIN_BONUS,
+    PLAIN: pb.TOKEN_ORIGIN_PLAIN,
+    UNKNOWN: pb.TOKEN_ORIGIN_UNSPECIFIED,
+}
+_VERIFICATIONS = {
+    "rejection": pb.VERIFICATION_REJECTION,
+    "block": pb.VERIFICATION_BLOCK,
+    "coupled": pb.VERIFICATION_COUPLED,
+}
+
+LOAD_METADATA = ("endpoint-load-metrics-bin", "outrider-load-bin")
+"""Trailing metadata with a serialised LoadReport. The first is ORCA's own name for it, which gRPC's C core takes out of
+what a Python program gets to see; the second is the same for those."""
 
 
 class Answers:
@@ -31,6 +50,7 @@ class Answers:
         completion = self._completions[output.index]
         self._texts[output.index].append(output.text)
         completion.token_ids.extend(output.token_ids)
+        completion.origins.extend(_origins(output))
         completion.logprobs.extend(_token_logprobs(output.logprobs))
         self._prompt_logprobs += _token_logprobs(output.prompt_logprobs)
         if output.finish_reason is not None:
@@ -67,11 +87,53 @@ def stream_message(request_id: str, output: RoundOutput) -> pb.GenerateStreamRes
         index=output.index,
         logprobs=_token_logprobs(output.logprobs),
         prompt_logprobs=_token_logprobs(output.prompt_logprobs),
+        origins=_origins(output),
+        num_rounds=output.num_rounds,
     )
     if output.finish_reason is not None:
         usage = _finish(message, output)
         message.usage.CopyFrom(_usage(usage, usage.completion_tokens))
     return message
+
+
+def model_info_message(model: str, info: ModelInfo) -> pb.GetModelInfoResponse:
+    return pb.GetModelInfoResponse(
+        model=model,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        dtype=info.dtype,
+        architecture=info.architecture,
+        tokenizer=info.tokenizer,
+        has_chat_template=info.has_chat_template,
+        eos_token_ids=info.eos_token_ids,
+        verifications=[_VERIFICATIONS[name] for name in info.verifications],
+        default_verification=_VERIFICATIONS.get(info.default_verification or "", pb.VERIFICATION_UNSPECIFIED),
+        methods=info.methods,
+        num_speculative_tokens=info.num_speculative_tokens,
+    )
+
+
+def load_metadata(load: ReplicaLoad | None) -> list[tuple[str, str | bytes]]:
+    """Trailing metadata for clients that balance; none when the load is not known."""
+    if load is None:
+        return []
+    report = pb.LoadReport(
+        named_metrics={
+            "kv_cache_usage_perc": load.kv_cache_usage,
+            "num_requests_running": load.running,
+            "num_requests_waiting": load.waiting,
+        },
+        application_utilization=(load.running + load.waiting) / load.max_num_seqs,
+    )
+    return [(key, report.SerializeToString()) for key in LOAD_METADATA]
+
+
+def _origins(output: RoundOutput) -> list[pb.TokenOrigin]:
+    """One per token, whether the target told them or not."""
+    origins = output.origins or (UNKNOWN,) * len(output.token_ids)
+    if len(origins) != len(output.token_ids):
+        raise RuntimeError(f"{len(origins)} origins for {len(output.token_ids)} tokens")
+    return [_ORIGINS[origin] for origin in origins]
 
 
 def _finish(message: pb.Completion | pb.GenerateStreamResponse, output: RoundOutput) -> Usage:

@@ -30,7 +30,14 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (lambda value: value <= MAX_LOGPROBS, f"0 (the token's own) to {MAX_LOGPROBS}, or leave it out"),
     "prompt_logprobs": (lambda value: value <= MAX_LOGPROBS, f"0 (the token's own) to {MAX_LOGPROBS}, or leave it out"),
 }
-_UNRANGED = ("seed", "min_tokens", "ignore_eos")
+_UNRANGED = (
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 _TEXTS = ("stop", "bad_words")
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids")
 

@@ -58,7 +58,9 @@ BAD = {
     "min_tokens over max_model_len": (PROMPT, {"min_tokens": MAX_MODEL_LEN}, "sampling.min_tokens"),
     "K = 0": (PROMPT, {"num_speculative_tokens": 0}, "speculation.num_speculative_tokens"),
     "K over the limit": (PROMPT, {"num_speculative_tokens": K + 1}, "speculation.num_speculative_tokens"),
-    "chat template that is not there": ("hello", {"apply_chat_template": True}, "apply_chat_template"),
+    "chat template for token ids": (PROMPT, {"apply_chat_template": True}, "apply_chat_template"),
+    "request id too long": (PROMPT, {"request_id": "x" * 129}, "request_id"),
+    "text that no tokens could spell": ("a" * 1_000_000, {}, "prompt"),
     "request id with spaces": (PROMPT, {"request_id": "a b"}, "request_id"),
 }
 

@@ -21,11 +21,16 @@ from typing import Any
 import grpc
 import pytest
 import ray
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 
 from actors import ingress
+from actors.call_failure import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA
 from actors.generation import (
     GenerationRequest,
     RequestError,
@@ -36,7 +41,11 @@ from actors.generation import (
     TokenLogprobs,
     Usage,
 )
-from actors.ingress import REQUEST_ID_METADATA, Ingress
+from actors.ingress import Ingress
+from actors.model_info import ModelInfo
+from actors.routing.broadcast import ReplicaReply
+from actors.tokenization import TokenizeRequest, Tokens
+from cluster.link.frame import PROTOCOL_VERSION
 from deploy.client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
@@ -121,6 +130,26 @@ def stand_in_target(meeting_point: str) -> serve.Application:
         async def status(self) -> dict[str, Any]:
             return json.loads((self._at / "status.json").read_text())
 
+        async def tokenize(self, request: TokenizeRequest) -> Tokens:
+            if request.chat is not None:
+                raise RequestError("chat", "the model has no chat template", "send text")
+            return Tokens(tuple((request.text or "").encode()), 256, ("a",) if request.return_token_strs else ())
+
+        async def detokenize(self, token_ids: tuple[int, ...], skip_special_tokens: bool) -> str:
+            return bytes(token_ids).decode() + "!" * (not skip_special_tokens)
+
+        async def model_info(self) -> ModelInfo:
+            return ModelInfo(
+                256, VOCAB_SIZE, "float32", "Llama", "Fast", False, (2,), ("coupled",), "coupled", ("ngram",), K
+            )
+
+        async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
+            if method == "check_health":
+                broken = (self._at / "broken").exists()
+                return ReplicaReply("one", error="RuntimeError: the engine is dead" if broken else None)
+            (self._at / f"{args[0]}.asked").touch()
+            return ReplicaReply("one", value=False)
+
     return StandInTarget.bind()
 
 
@@ -149,7 +178,7 @@ def address(meeting_point: Path) -> Iterator[str]:
     try:
         serve.start(
             http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
-            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=["actors.ingress.add_generation_service"]),
+            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=["actors.grpc_services.add_services"]),
         )
         front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
         serve.run(front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE), name="outrider")
@@ -163,6 +192,18 @@ def address(meeting_point: Path) -> Iterator[str]:
 def client(address: str) -> Iterator[OutriderClient]:
     with OutriderClient(address) as client:
         yield client
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def reason(error: grpc.RpcError) -> str:
+    """The stable name of what went wrong, from the error's google.rpc details."""
+    status = status_pb2.Status.FromString(dict(error.trailing_metadata())[STATUS_DETAILS_METADATA])
+    assert (status.code, status.message) == (error.code().value[0], error.details())
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return info.reason
 
 
 def failure(call: Callable[[], Any]) -> OutriderError:
@@ -430,8 +471,158 @@ def test_reflection_describes_the_service(address: str) -> None:
         assert [method.name for method in described.service[0].method] == [
             "Generate",
             "GenerateStream",
+            "AbortRequest",
+            "Tokenize",
+            "Detokenize",
+            "GetModelInfo",
+            "GetServerInfo",
             "GetServerStatus",
         ]
+
+
+def test_reflection_is_enough_to_call_without_stubs(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        for service, rpc_name, fields, expected in (
+            ("outrider.v1.GenerationService", "Tokenize", {"text": "hi"}, "token_ids: 104"),
+            ("outrider.v1.GenerationService", "GetModelInfo", {}, 'architecture: "Llama"'),
+            ("grpc.health.v1.Health", "Check", {}, "status: SERVING"),
+        ):
+            method = pool.FindServiceByName(service).FindMethodByName(rpc_name)
+            request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+            call = channel.unary_unary(
+                f"/{service}/{rpc_name}",
+                request_serializer=request.SerializeToString,
+                response_deserializer=response.FromString,
+            )
+            assert expected in str(call(request(**fields)))
+
+
+def test_health_is_that_of_the_target(address: str, meeting_point: Path) -> None:
+    with grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "outrider.v1.GenerationService"):
+            assert health.Check(health_pb2.HealthCheckRequest(service=service)).status == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="outrider.v2.Other"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert reason(caught.value) == "UNKNOWN_SERVICE"
+        statuses = health.List(health_pb2.HealthListRequest()).statuses
+        assert {name: each.status for name, each in statuses.items()} == {
+            "": SERVING,
+            "outrider.v1.GenerationService": SERVING,
+        }
+        watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_GUARD_S)
+        assert next(watched).status == SERVING
+        (meeting_point / "broken").touch()
+        assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        (meeting_point / "broken").unlink()
+        assert next(watched).status == SERVING
+        watched.cancel()
+        unknown = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=HANG_GUARD_S)
+        assert next(unknown).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        unknown.cancel()
+
+
+def test_tokens_and_text_are_asked_of_the_target(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        found = stub.Tokenize(pb.TokenizeRequest(text="hi", return_token_strs=True))
+        assert (list(found.token_ids), found.count, found.max_model_len) == ([104, 105], 2, 256)
+        assert list(found.token_strs) == ["a"]
+        assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[72, 73])).text == "HI!"
+        assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[72, 73], skip_special_tokens=True)).text == "HI"
+        for ask, request, field in (
+            (stub.Tokenize, pb.TokenizeRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), "chat"),
+            (stub.Tokenize, pb.TokenizeRequest(), "prompt"),
+            (stub.Tokenize, pb.TokenizeRequest(model="another", text="a"), "model"),
+            (stub.Detokenize, pb.DetokenizeRequest(token_ids=[VOCAB_SIZE]), "token_ids"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith(f"{field}: ")
+
+
+def test_what_is_served_and_by_what(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        model = stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (model.model, model.max_model_len, model.num_speculative_tokens) == ("pair", 256, K)
+        server = stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert server.ray_version == ray.__version__
+        assert server.outrider_version
+        assert server.vllm_version.startswith("0.")
+        assert server.torch_version
+        assert 0 <= time.time() - server.start_time.ToSeconds() < 3600
+        assert (server.api, server.link_protocol_version) == ("outrider.v1", PROTOCOL_VERSION)
+
+
+def test_a_refusal_has_details_for_programs(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        bad = {"text": "refuse", "request_id": "r-details"}
+        with pytest.raises(grpc.RpcError) as unary:
+            stub.Generate(pb.GenerateRequest(**bad))
+        with pytest.raises(grpc.RpcError) as streamed:
+            list(stub.GenerateStream(pb.GenerateStreamRequest(**bad)))
+    for error in (unary.value, streamed.value):
+        assert error.details() == "text: 300 tokens are over max_model_len (256); shorten the prompt"
+        assert reason(error) == "INVALID_REQUEST"
+        assert dict(error.trailing_metadata())[REQUEST_ID_METADATA] == "r-details"
+
+
+def test_an_id_that_is_in_use_is_refused_and_free_again_later(client: OutriderClient, meeting_point: Path) -> None:
+    with client.stream("hang", request_id="r-twice") as stream:
+        assert next(stream).text_delta == "one "
+        error = failure(lambda: client.generate("go", request_id="r-twice"))
+        assert error.code is grpc.StatusCode.ALREADY_EXISTS
+        assert error.message.startswith("request_id: 'r-twice'")
+    wait_for((meeting_point / "r-twice.cancelled").exists)
+    wait_for(lambda: _is_free(client, "r-twice"))
+
+
+def _is_free(client: OutriderClient, request_id: str) -> bool:
+    try:
+        return client.generate("go", request_id=request_id).text == "one three"
+    except OutriderError as error:
+        if error.code is not grpc.StatusCode.ALREADY_EXISTS:
+            raise
+        return False
+
+
+@pytest.mark.parametrize("way", ["unary", "stream"])
+def test_an_aborted_request_ends_and_its_targets_work_too(address: str, meeting_point: Path, way: str) -> None:
+    """From another connection. The target does not know the request, so it is the ingress that ends it."""
+    request_id = f"r-abort-{way}"
+    with grpc.insecure_channel(address) as channel, grpc.insecure_channel(address) as other:
+        stub = rpc.GenerationServiceStub(channel)
+        if way == "unary":
+            call = stub.Generate.future(pb.GenerateRequest(text="hang", request_id=request_id))
+            wait_for((meeting_point / f"{request_id}.started").exists)
+        else:
+            call = stub.GenerateStream(pb.GenerateStreamRequest(text="hang", request_id=request_id))
+            assert next(call).text_delta == "one "
+        abort = rpc.GenerationServiceStub(other).AbortRequest
+        assert abort(pb.AbortRequestRequest(request_id=request_id)).aborted
+        answer = call.result() if way == "unary" else list(call)[-1]
+        assert answer.finish_reason == pb.FINISH_REASON_ABORT
+        assert answer.usage.completion_tokens == 1
+        wait_for((meeting_point / f"{request_id}.cancelled").exists)
+        assert (meeting_point / f"{request_id}.asked").exists()
+        assert not abort(pb.AbortRequestRequest(request_id=request_id)).aborted
+        with pytest.raises(grpc.RpcError) as caught:
+            abort(pb.AbortRequestRequest())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_what_does_not_decode_is_the_clients_fault(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        for name in ("Generate", "Tokenize"):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/outrider.v1.GenerationService/{name}")(b"\x1a\x02\xc3\x28")
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert reason(caught.value) == "UNDECODABLE_REQUEST"
 
 
 def test_a_single_application_needs_no_name_and_minds_no_wrong_one(address: str) -> None:
@@ -474,16 +665,21 @@ def test_a_target_that_does_not_answer_makes_no_status_call_hang(monkeypatch: py
             self.cancelled = True
 
     class Context:
-        code: grpc.StatusCode | None = None
+        _code: grpc.StatusCode | None = None
 
         def set_code(self, code: grpc.StatusCode) -> None:
-            self.code = code
+            self._code = code
+
+        def code(self) -> grpc.StatusCode | None:
+            return self._code
 
         def set_details(self, details: str) -> None: ...
 
-    monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", 0.05)
+        def set_trailing_metadata(self, metadata: Any) -> None: ...
+
+    monkeypatch.setattr(ingress, "CONTROL_TIMEOUT_S", 0.05)
     silent, context = Silent(), Context()
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
         asyncio.run(Ingress(silent, "pair", K).GetServerStatus(pb.GetServerStatusRequest(), context))  # type: ignore[arg-type]
-    assert context.code is grpc.StatusCode.UNAVAILABLE
+    assert context.code() is grpc.StatusCode.UNAVAILABLE
     assert silent.cancelled

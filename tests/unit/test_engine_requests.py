@@ -14,9 +14,22 @@ from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor
 
-from actors.engine_requests import refusal, round_outputs, sampling_params
-from actors.generation import GenerationRequest, RequestError, RoundOutput, SamplingFailed, TokenLogprob, TokenLogprobs
+from actors.engine_load import EngineLoad
+from actors.engine_requests import refusal, sampling_params
+from actors.engine_requests import round_outputs as outputs_of_rounds
+from actors.generation import (
+    GenerationRequest,
+    RequestError,
+    RequestIdInUse,
+    RoundOutput,
+    SamplingFailed,
+    TokenLogprob,
+    TokenLogprobs,
+)
+from actors.prompt_tokens import PromptTokenizer
+from actors.round_origins import RoundLog, SpeculationTotals
 from actors.round_settings import EXTRA_ARGS_KEY
 from actors.target_engine import TargetEngine
 
@@ -40,6 +53,10 @@ def delta(*token_ids: int, index: int = 0, **fields: Any) -> CompletionOutput:
     )
 
 
+def round_outputs(output: RequestOutput, asked: GenerationRequest, num_tokens: dict[int, int]) -> list[RoundOutput]:
+    return outputs_of_rounds(output, asked, num_tokens, RoundLog(speculating=True))
+
+
 def output(*completions: CompletionOutput, finished: bool = False, prompt_logprobs: Any = None) -> RequestOutput:
     return RequestOutput("r-1", None, [1, 2], prompt_logprobs, list(completions), finished, num_cached_tokens=1)
 
@@ -53,6 +70,7 @@ def test_extra_args_hold_what_the_request_set_and_nothing_else() -> None:
         "num_speculative_tokens": 0,
         "verification": "coupled",
     }
+    assert settings(deadline_unix_s=12.5) == {"deadline_unix_s": 12.5}
 
 
 def test_every_parameter_reaches_vllm_by_its_name() -> None:
@@ -192,7 +210,9 @@ class ScriptedLLM:
 
 def answers(llm: ScriptedLLM, asked: GenerationRequest) -> list[RoundOutput]:
     engine = object.__new__(TargetEngine)
-    engine._llm, engine._tokenizer, engine._max_model_len, engine._vocab_size = llm, None, 10, VOCAB_SIZE
+    engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
+    engine._tokens = PromptTokenizer(None, VOCAB_SIZE, 10)
+    engine._rounds, engine._load, engine._max_num_seqs = RoundLog(speculating=True), EngineLoad(), 4
 
     async def collect() -> list[RoundOutput]:
         return [round_ async for round_ in engine.generate(asked)]
@@ -212,14 +232,18 @@ def test_vllms_front_door_knows_of_no_speculation(monkeypatch: pytest.MonkeyPatc
     front = SimpleNamespace(speculative_config=object())
     llm = SimpleNamespace(
         input_processor=front,
-        get_tokenizer=lambda: None,
+        renderer=None,
+        output_processor=OutputProcessor(None, log_stats=False),
         model_config=SimpleNamespace(max_model_len=10, get_vocab_size=lambda: VOCAB_SIZE),
     )
     monkeypatch.setattr("actors.target_engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm)
     params = sampling_params(request(sampling={"min_p": 0.5, "logit_bias": {5: 1.0}}), 2, 10)
     with pytest.raises(VLLMClientError, match="speculative"):
         params.verify(MODEL, front.speculative_config, None, None)
-    TargetEngine(SimpleNamespace())  # type: ignore[arg-type]
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="custom_class"), scheduler_config=SimpleNamespace(max_num_seqs=4)
+    )
+    TargetEngine(config)  # type: ignore[arg-type]
     params.verify(MODEL, front.speculative_config, None, None)
 
 
@@ -256,6 +280,41 @@ def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:
 def test_errors_of_vllm_are_the_clients_only_where_they_are(script: list[Any], expected: type[Exception]) -> None:
     with pytest.raises(expected):
         answers(ScriptedLLM(*script), request())
+
+
+def test_tokens_come_with_their_origins_and_the_first_output_with_the_prompts_length() -> None:
+    log = RoundLog(speculating=True)
+    log.watch("r-1")
+    log.note("r-1", 0, 1, SpeculationTotals())
+    log.note("r-1", 0, 3, SpeculationTotals(1, 3, 2))
+    (first,) = outputs_of_rounds(output(delta(3)), request(), counts := {}, log)
+    (second,) = outputs_of_rounds(output(delta(4, 5, 6)), request(), counts, log)
+    assert (first.origins, first.num_rounds) == (("plain",), 1)
+    assert (second.origins, second.num_rounds) == (("accepted", "accepted", "recovered"), 1)
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.cached_tokens, second.usage) == (2, 1, None)
+
+
+def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
+    engine = object.__new__(TargetEngine)
+    engine._llm = ScriptedLLM(output(delta(3)), output(delta(4, finish_reason="stop"), finished=True))  # type: ignore[assignment]
+    engine._max_model_len, engine._vocab_size, engine._max_num_seqs = 10, VOCAB_SIZE, 4
+    engine._tokens, engine._load = PromptTokenizer(None, VOCAB_SIZE, 10), EngineLoad()
+    engine._rounds = RoundLog(speculating=True)
+
+    async def ask_twice() -> None:
+        first = engine.generate(request())
+        assert (await anext(first)).load is None
+        with pytest.raises(RequestIdInUse, match="r-1"):
+            await anext(engine.generate(request()))
+        last = await anext(first)
+        assert last.load is not None, "the answer's last output says how busy the replica is"
+        assert last.load.max_num_seqs == 4
+        await first.aclose()
+        assert not engine._rounds.watches("r-1")
+        assert (await anext(engine.generate(request()))).token_ids == (3,)
+
+    asyncio.run(ask_twice())
 
 
 @pytest.mark.parametrize(

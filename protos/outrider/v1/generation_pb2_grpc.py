@@ -47,6 +47,31 @@ class GenerationServiceStub:
                 request_serializer=outrider_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
+        self.AbortRequest = channel.unary_unary(
+                '/outrider.v1.GenerationService/AbortRequest',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.AbortRequestRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.AbortRequestResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/outrider.v1.GenerationService/Tokenize',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/outrider.v1.GenerationService/Detokenize',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetModelInfo = channel.unary_unary(
+                '/outrider.v1.GenerationService/GetModelInfo',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/outrider.v1.GenerationService/GetServerInfo',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
         self.GetServerStatus = channel.unary_unary(
                 '/outrider.v1.GenerationService/GetServerStatus',
                 request_serializer=outrider_dot_v1_dot_generation__pb2.GetServerStatusRequest.SerializeToString,
@@ -75,6 +100,42 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AbortRequest(self, request, context):
+        """Ends a running or waiting request by its id, wherever it came from: its stream ends with FINISH_REASON_ABORT.
+        Every replica is asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Says which tokens a prompt is, without generating.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Says which text tokens are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModelInfo(self, request, context):
+        """Reports what is served: what stays the same as long as the server runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """Reports what serves it: versions and start time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerStatus(self, request, context):
         """Reports what is served and how speculation is doing, for the replica that happens to answer.
         """
@@ -94,6 +155,31 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=outrider_dot_v1_dot_generation__pb2.GenerateStreamRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
+            ),
+            'AbortRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortRequest,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.AbortRequestRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.AbortRequestResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModelInfo,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'GetServerStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerStatus,
@@ -158,6 +244,141 @@ class GenerationService:
             '/outrider.v1.GenerationService/GenerateStream',
             outrider_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
             outrider_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/AbortRequest',
+            outrider_dot_v1_dot_generation__pb2.AbortRequestRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.AbortRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/Tokenize',
+            outrider_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/Detokenize',
+            outrider_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/GetModelInfo',
+            outrider_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/GetServerInfo',
+            outrider_dot_v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
