@@ -7,11 +7,25 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
-import grpc
-
+from deploy.client_error import FieldViolation, OutriderError, invalid
 from outrider.v1 import generation_pb2 as pb
 
+__all__ = [
+    "ChatOptions",
+    "ChatPrompt",
+    "FieldViolation",
+    "GenerationOptions",
+    "OutriderError",
+    "TemplateOptions",
+    "TokenizeOptions",
+    "build_chat_request",
+    "build_detokenize_request",
+    "build_request",
+    "build_tokenize_request",
+]
+
 _REQUEST_FIELDS = ("request_id", "model", "apply_chat_template")
+_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _SPECULATION_FIELDS = {"speculation": "enabled", "num_speculative_tokens": "num_speculative_tokens"}
 
 _VERIFICATIONS = {
@@ -31,7 +45,12 @@ _CONSTRAINTS = {
 _NOT_OPTIONS = ("structured_outputs",)
 """Fields of sampling that are filled in from options of other names."""
 
+_MESSAGE_FIELDS = tuple(field.name for field in pb.ChatMessage.DESCRIPTOR.fields)
+
 _Request = TypeVar("_Request", pb.GenerateRequest, pb.GenerateStreamRequest)
+
+ChatPrompt = Sequence[Mapping[str, str] | pb.ChatMessage]
+"""A conversation, oldest message first, each with the fields of ChatMessage: ``role``, ``content``, ``name``."""
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -62,6 +81,9 @@ class GenerationOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     allowed_token_ids: Sequence[int] | None
     bad_words: str | Sequence[str] | None
+    skip_special_tokens: bool | None
+    spaces_between_special_tokens: bool | None
+    include_stop_str_in_output: bool | None
     json_schema: str | Mapping[str, Any] | None
     """This and the next four go into structured_outputs: one of them at most."""
 
@@ -82,25 +104,76 @@ class GenerationOptions(TypedDict, total=False):
     """Seconds for the whole call, above 0. It is both the call's deadline and the engine's."""
 
 
-class OutriderError(Exception):
-    """A call that failed: with what status, and why."""
+class TemplateOptions(TypedDict, total=False):
+    """How a conversation becomes a prompt."""
 
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(code, message)
-        self.code, self.message = code, message
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
-    def __str__(self) -> str:
-        return f"{self.code.name}: {self.message}"
+
+class ChatOptions(GenerationOptions, TemplateOptions, total=False):
+    """Everything about a request but its messages."""
+
+
+class TokenizeOptions(TemplateOptions, total=False):
+    """Everything about a prompt that is only tokenised. Those of TemplateOptions go with messages alone."""
+
+    model: str | None
+    add_special_tokens: bool | None
+    return_token_strs: bool | None
 
 
 def build_request(request: _Request, prompt: str | Sequence[int], options: GenerationOptions) -> _Request:
     """Fill in request. Raises OutriderError for a value its field cannot hold, TypeError for an unknown option."""
-    remaining: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if isinstance(prompt, str):
         _put(request, "text", prompt, "text")
     else:
         request.token_ids.SetInParent()
         _put(request.token_ids, "ids", prompt, "token_ids")
+    return _fill(request, _given(options))
+
+
+def build_chat_request(request: _Request, messages: ChatPrompt, options: ChatOptions) -> _Request:
+    """The same for a conversation."""
+    remaining = _given(options)
+    _put_chat(request.chat, messages, remaining)
+    return _fill(request, remaining)
+
+
+def build_tokenize_request(prompt: str | ChatPrompt, options: TokenizeOptions) -> pb.TokenizeRequest:
+    """Raises as build_request does."""
+    request, remaining = pb.TokenizeRequest(), _given(options)
+    if isinstance(prompt, str):
+        _put(request, "text", prompt, "text")
+    else:
+        _put_chat(request.chat, prompt, remaining)
+    for name in ("model", "add_special_tokens", "return_token_strs"):
+        if name in remaining:
+            _put(request, name, remaining.pop(name), name)
+    if remaining:
+        raise TypeError(f"unknown option {next(iter(remaining))!r} of tokenize; see TokenizeOptions")
+    return request
+
+
+def build_detokenize_request(
+    token_ids: Sequence[int], skip_special_tokens: bool | None, model: str | None
+) -> pb.DetokenizeRequest:
+    """Raises OutriderError for a value its field cannot hold."""
+    request = pb.DetokenizeRequest()
+    _put(request, "token_ids", list(token_ids), "token_ids")
+    for name, value in (("skip_special_tokens", skip_special_tokens), ("model", model)):
+        if value is not None:
+            _put(request, name, value, name)
+    return request
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _fill(request: _Request, remaining: dict[str, Any]) -> _Request:
+    """Everything but the prompt."""
     for name in _REQUEST_FIELDS:
         if name in remaining:
             _put(request, name, remaining.pop(name), name)
@@ -112,11 +185,11 @@ def build_request(request: _Request, prompt: str | Sequence[int], options: Gener
     if "timeout_s" in remaining:
         timeout_s = remaining.pop("timeout_s")
         if not 0 < timeout_s < math.inf:
-            raise _invalid("timeout_s", f"{timeout_s} is not a time to wait; send a number of seconds above 0")
+            raise invalid("timeout_s", f"{timeout_s} is not a time to wait; send a number of seconds above 0")
         _put(request, "timeout_ms", math.ceil(timeout_s * 1000), "timeout_ms")
     given = [name for name in _CONSTRAINTS if name in remaining]
     if len(given) > 1:
-        raise _invalid("sampling.structured_outputs", f"{' and '.join(given)} are given; send one of them")
+        raise invalid("sampling.structured_outputs", f"{' and '.join(given)} are given; send one of them")
     for name in given:
         _put_constraint(request.sampling.structured_outputs, _CONSTRAINTS[name], remaining.pop(name))
     for name, value in remaining.items():
@@ -128,11 +201,33 @@ def build_request(request: _Request, prompt: str | Sequence[int], options: Gener
     return request
 
 
+def _put_chat(chat: pb.Chat, messages: ChatPrompt, remaining: dict[str, Any]) -> None:
+    """Take the template's options out of remaining."""
+    chat.SetInParent()
+    if isinstance(messages, str | bytes | Mapping):
+        raise invalid("chat.messages", "is not a list of messages; send [{'role': 'user', 'content': ...}]")
+    for number, message in enumerate(messages):
+        public_name = f"chat.messages[{number}]"
+        if isinstance(message, pb.ChatMessage):
+            chat.messages.append(message)
+            continue
+        if not isinstance(message, Mapping):
+            raise invalid(public_name, "is not a message; send {'role': ..., 'content': ...}")
+        if unknown := sorted(str(name) for name in message if name not in _MESSAGE_FIELDS):
+            raise invalid(f"{public_name}.{unknown[0]}", f"is not known here; send {', '.join(_MESSAGE_FIELDS)}")
+        added = chat.messages.add()
+        for name, value in _given(message).items():
+            _put(added, name, value, f"{public_name}.{name}")
+    for name in _TEMPLATE_FIELDS:
+        if name in remaining:
+            _put(chat, name, remaining.pop(name), f"chat.{name}")
+
+
 def _put_constraint(message: pb.StructuredOutputs, field: str, value: Any) -> None:
     public_name = f"sampling.structured_outputs.{field}"
     if field == "choice":
         if isinstance(value, str):
-            raise _invalid(public_name, "is one text; send a list of them")
+            raise invalid(public_name, "is one text; send a list of them")
         message.choice.SetInParent()
         _put(message.choice, "values", value, public_name)
         return
@@ -140,7 +235,7 @@ def _put_constraint(message: pb.StructuredOutputs, field: str, value: Any) -> No
         try:
             value = json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise _invalid(public_name, f"is not a JSON schema: {error}") from None
+            raise invalid(public_name, f"is not a JSON schema: {error}") from None
     _put(message, field, value, public_name)
 
 
@@ -148,21 +243,16 @@ def _verification(name: str) -> pb.Verification:
     try:
         return _VERIFICATIONS[name]
     except (KeyError, TypeError):
-        raise _invalid("speculation.verification", f"{name!r} is none of {', '.join(_VERIFICATIONS)}") from None
+        raise invalid("speculation.verification", f"{name!r} is none of {', '.join(_VERIFICATIONS)}") from None
 
 
 def _put(message: Any, field: str, value: Any, public_name: str) -> None:
     try:
         if isinstance(value, Mapping):
-            getattr(message, field).update(value)
+            getattr(message, field).update(value)  # a map, or a Struct
         elif isinstance(value, Sequence) and not isinstance(value, str):
             getattr(message, field).extend(value)
         else:
             setattr(message, field, value)
     except (AttributeError, TypeError, ValueError) as error:
-        raise _invalid(public_name, f"not a value this field can hold: {error}") from None
-
-
-def _invalid(field: str, problem: str) -> OutriderError:
-    """The error the server would answer with, for what cannot even be sent."""
-    return OutriderError(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {problem}")
+        raise invalid(public_name, f"not a value this field can hold: {error}") from None

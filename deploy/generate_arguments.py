@@ -11,7 +11,8 @@ from deploy.client_request import GenerationOptions
 _OPTIONS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprobs",
-    "prompt_logprobs", "json_schema", "regex", "grammar", "choice", "num_speculative_tokens", "verification",
+    "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "json_schema", "regex", "grammar", "choice", "num_speculative_tokens", "verification",
 )  # fmt: skip
 """Flags that are the option of the same name as they are."""
 
@@ -71,6 +72,12 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stop-token-ids", metavar="ID,ID", type=_token_ids, help="end at these tokens")
     group.add_argument("--allowed-token-ids", metavar="ID,ID", type=_token_ids, help="generate no other tokens")
     group.add_argument("--bad-words", metavar="WORD", action="append", help="never generate WORD; may be repeated")
+    switch = argparse.BooleanOptionalAction
+    group.add_argument("--include-stop-str-in-output", action=switch, default=None, help="the text ends with its stop")
+    group.add_argument("--skip-special-tokens", action=switch, default=None, help="leave them out of the text")
+    group.add_argument(
+        "--spaces-between-special-tokens", action=switch, default=None, help="set them apart"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     group.add_argument("--logprobs", metavar="N", type=int,
                        help="with --json: log-probabilities of each token and of the N likeliest")  # fmt: skip

@@ -125,7 +125,7 @@ def test_two_sides_that_do_not_fit_the_memory_are_refused(tmp_path: Path) -> Non
 
 
 def test_nobody_at_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_PROBE_S", 0.02)
+    monkeypatch.setattr(client, "PROBE_S", 0.02)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -1,0 +1,183 @@
+"""A second Serve application on the same cluster that calls Outrider through its handle."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deploy.async_client import AsyncOutriderClient
+from deploy.async_methods import AsyncMethods
+from deploy.client import OutriderError
+from deploy.handle import OutriderHandle
+from outrider.v1 import generation_pb2 as pb
+from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = list(b"Once upon a time there was an application that asked another one. " * 2)
+WITHIN_S = 1.5
+"""A second, and what asking takes."""
+
+
+def second_application(outrider: str) -> serve.Application:
+    """Defined in here so that it travels by value: the replica cannot import this module."""
+
+    @serve.deployment(name="Caller", ray_actor_options={"num_cpus": 0})
+    class Caller:
+        def __init__(self) -> None:
+            self._outrider = OutriderHandle.get(outrider)
+
+        async def generate(self, prompt: list[int], **options: Any) -> bytes:
+            return (await self._outrider.generate(prompt, **options)).SerializeToString()
+
+        async def stream(self, prompt: list[int], **options: Any) -> AsyncIterator[bytes]:
+            async with self._outrider.stream(prompt, **options) as rounds:
+                async for message in rounds:
+                    yield message.SerializeToString()
+
+        async def first_messages(self, count: int, prompt: list[int], **options: Any) -> int:
+            """Read so many, then close the stream."""
+            async with self._outrider.stream(prompt, **options) as rounds:
+                for _ in range(count):
+                    await anext(rounds)
+            return count
+
+    return Caller.bind()
+
+
+@pytest.fixture
+def caller(pair: Deployment) -> Iterator[DeploymentHandle]:
+    yield serve.run(second_application(pair.config.serving.app_name), name="second", route_prefix="/second")
+    serve.delete("second")
+
+
+@pytest.fixture
+def handle(pair: Deployment) -> OutriderHandle:
+    return OutriderHandle.get(pair.config.serving.app_name)
+
+
+async def ask(client: AsyncMethods, streaming: bool, **options: Any) -> None:
+    """Until the answer is whole."""
+    if streaming:
+        async for _ in client.stream(PROMPT, **options):
+            pass
+    else:
+        await client.generate(PROMPT, **options)
+
+
+def is_running(pair: Deployment) -> bool:
+    status = pair.status()
+    return status.target.running == status.drafter.running == 1
+
+
+async def test_a_second_application_gets_the_same_tokens_whole_and_round_by_round(
+    pair: Deployment, caller: DeploymentHandle
+) -> None:
+    answer = pb.GenerateResponse.FromString(await caller.generate.remote(PROMPT, temperature=0.0, max_tokens=48))
+    pair.reference.check(PROMPT, answer.token_ids, label="through the handle")
+    assert answer.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+    stream = caller.stream.options(stream=True).remote(PROMPT, temperature=0.0, max_tokens=48, request_id="from-two")
+    messages = [pb.GenerateStreamResponse.FromString(data) async for data in stream]
+    assert [token for message in messages for token in message.token_ids] == list(answer.token_ids)
+    assert "".join(message.text_delta for message in messages) == answer.text
+    assert {message.request_id for message in messages} == {"from-two"}
+    assert len(messages) > 1
+    assert messages[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert not any(message.finish_reason for message in messages[:-1])
+
+
+async def test_a_closed_stream_frees_the_engine(pair: Deployment, caller: DeploymentHandle) -> None:
+    wait_until_idle(pair, HANG_GUARD_S)
+    assert await caller.first_messages.remote(3, PROMPT, temperature=0.0, ignore_eos=True) == 3
+    wait_until_idle(pair, WITHIN_S)
+    assert pair.drafter_status()["num_sequences"] == 0
+
+
+async def test_cancelling_the_second_application_s_own_caller_frees_the_engine(
+    pair: Deployment, caller: DeploymentHandle
+) -> None:
+    wait_until_idle(pair, HANG_GUARD_S)
+    call = caller.generate.remote(PROMPT, temperature=0.0, ignore_eos=True)
+    await asyncio.to_thread(wait_until, lambda: is_running(pair), HANG_GUARD_S, "the request runs", 0.01)
+    call.cancel()
+    wait_until_idle(pair, WITHIN_S)
+    assert pair.drafter_status()["num_sequences"] == 0
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
+async def test_cancelling_the_task_that_waits_frees_the_engine(
+    pair: Deployment, handle: OutriderHandle, streaming: bool
+) -> None:
+    wait_until_idle(pair, HANG_GUARD_S)
+    using = asyncio.create_task(ask(handle, streaming, temperature=0.0, ignore_eos=True))
+    await asyncio.to_thread(wait_until, lambda: is_running(pair), HANG_GUARD_S, "the request runs", 0.01)
+    using.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    wait_until_idle(pair, WITHIN_S)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
+async def test_a_passed_deadline_frees_the_engine(pair: Deployment, handle: OutriderHandle, streaming: bool) -> None:
+    wait_until_idle(pair, HANG_GUARD_S)
+    with pytest.raises(OutriderError) as caught:
+        await ask(handle, streaming, temperature=0.0, ignore_eos=True, timeout_s=0.5)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_until_idle(pair, WITHIN_S)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
+async def test_a_bad_request_is_refused_as_over_grpc(pair: Deployment, handle: OutriderHandle, streaming: bool) -> None:
+    async def refusal(client: AsyncMethods) -> OutriderError:
+        with pytest.raises(OutriderError) as caught:
+            await ask(client, streaming, temperature=-1.0, request_id="bad")
+        return caught.value
+
+    async with AsyncOutriderClient(pair.address) as client:
+        over_grpc = await refusal(client)
+    through_handle = await refusal(handle)
+    assert through_handle.args == over_grpc.args
+    assert through_handle.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert [each.field for each in through_handle.field_violations] == ["sampling.temperature"]
+    assert through_handle.request_id == "bad"
+
+
+async def test_an_error_reaches_whoever_called_the_second_application(caller: DeploymentHandle) -> None:
+    with pytest.raises(OutriderError, match=r"sampling\.temperature"):
+        await caller.generate.remote(PROMPT, temperature=-1.0)
+
+
+async def test_everything_else_the_api_has(pair: Deployment, handle: OutriderHandle) -> None:
+    tokens = await handle.tokenize("Once upon a time")
+    assert (await handle.detokenize(tokens.token_ids, skip_special_tokens=True)).text == "Once upon a time"
+    assert (await handle.status()).model == pair.config.served_model_name
+    assert (await handle.model_info()).model == pair.config.served_model_name
+    assert (await handle.server_info()).ray_version
+    assert await handle.healthy() is True
+    assert await handle.abort("nobody") is False
+
+
+async def test_a_request_can_be_ended_by_its_id(pair: Deployment, handle: OutriderHandle) -> None:
+    async with handle.stream(PROMPT, temperature=0.0, ignore_eos=True, request_id="to-be-ended") as stream:
+        await anext(stream)
+        assert await handle.abort("to-be-ended") is True
+        messages = [message async for message in stream]
+    assert messages[-1].finish_reason == pb.FINISH_REASON_ABORT
+    wait_until_idle(pair, WITHIN_S)
+
+
+async def test_a_handle_travels_to_other_processes(handle: OutriderHandle) -> None:
+    copy = pickle.loads(pickle.dumps(handle))
+    assert (await copy.generate(PROMPT, temperature=0.0, max_tokens=1)).usage.completion_tokens == 1
+
+
+def test_an_application_that_is_not_there_is_named(pair: Deployment) -> None:
+    with pytest.raises(OutriderError, match="NOT_FOUND: no application 'elsewhere'"):
+        OutriderHandle.get("elsewhere")

@@ -1,0 +1,72 @@
+"""The Python clients against a real server: what only it can show."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from deploy.async_client import AsyncOutriderClient
+from deploy.client import OutriderClient, OutriderError
+from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = list(b"Once upon a time there was a task that was cancelled. " * 4)
+WITHIN_S = 1.5
+
+
+def is_running(pair: Deployment) -> bool:
+    status = pair.status()
+    return status.target.running == status.drafter.running == 1
+
+
+async def test_many_tasks_share_one_asynchronous_client(pair: Deployment) -> None:
+    async with AsyncOutriderClient(pair.address) as client:
+        answers = await asyncio.gather(
+            *(client.generate(PROMPT[:length], temperature=0.0, max_tokens=24) for length in range(20, 28))
+        )
+        assert await client.healthy() is True
+        assert list((await client.tokenize("hi")).token_ids) == list(b"hi")
+    for length, answer in zip(range(20, 28), answers, strict=True):
+        pair.reference.check(PROMPT[:length], answer.token_ids, label=f"prompt of {length}")
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
+async def test_cancelling_a_task_frees_the_engine(pair: Deployment, streaming: bool) -> None:
+    async def use(client: AsyncOutriderClient) -> None:
+        if not streaming:
+            await client.generate(PROMPT, temperature=0.0, ignore_eos=True)
+        async for _ in client.stream(PROMPT, temperature=0.0, ignore_eos=True):
+            pass
+
+    wait_until_idle(pair, HANG_GUARD_S)
+    async with AsyncOutriderClient(pair.address) as client:
+        using = asyncio.create_task(use(client))
+        await asyncio.to_thread(wait_until, lambda: is_running(pair), HANG_GUARD_S, "the request runs", 0.01)
+        using.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await using
+        await asyncio.to_thread(wait_until_idle, pair, WITHIN_S)
+
+
+def test_a_real_refusal_names_field_reason_and_request(pair: Deployment) -> None:
+    with pytest.raises(OutriderError) as caught:
+        pair.client.generate(PROMPT, top_p=2.0, request_id="too-much")
+    error = caught.value
+    assert [each.field for each in error.field_violations] == ["sampling.top_p"]
+    assert (error.request_id, error.reason) == ("too-much", "INVALID_REQUEST")
+
+
+def test_the_load_of_a_real_server_reaches_the_client(pair: Deployment) -> None:
+    """Its last message is sent while another request runs: that is the load it reports."""
+    with (
+        OutriderClient(pair.address) as other,
+        OutriderClient(pair.address) as client,
+        other.stream(PROMPT, temperature=0.0, ignore_eos=True) as running,
+    ):
+        next(running)
+        client.generate(PROMPT[:8], temperature=0.0, max_tokens=2)
+        (load,) = client._balancer.loads(time.monotonic())
+    assert load == 1.0
