@@ -1,0 +1,43 @@
+"""A full replica with a huge request waiting in front of a small one."""
+
+import threading
+import time
+
+import pytest
+
+from tests.serving import HANG_GUARD_S, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+SEATS = 16
+"""max_num_seqs."""
+
+HUGE = [number % 250 for number in range(900)]
+SMALL = [1, 2, 3]
+
+
+def test_a_small_request_gets_the_seat_before_a_huge_one_that_came_just_before(no_drafter):
+    assert no_drafter.config.target.max_num_seqs == SEATS
+    begun, order = [], []
+
+    def run(prompt, max_tokens, name=None):
+        options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
+        with no_drafter.client.stream(prompt, **options) as messages:
+            for number, _ in enumerate(messages):
+                if number == 0:
+                    (begun if name is None else order).append(name)
+
+    def start(*args):
+        thread = threading.Thread(target=run, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    # Their answers differ in length, so that seats come free one by one.
+    threads = [start([number, 9, 9], 300 + 12 * number) for number in range(SEATS)]
+    wait_until(lambda: len(begun) == SEATS, HANG_GUARD_S, "every seat taken")
+    threads.append(start(HUGE, 100, "huge"))
+    time.sleep(0.2)
+    threads.append(start(SMALL, 8, "small"))
+    for thread in threads:
+        thread.join(HANG_GUARD_S)
+    assert order == ["small", "huge"]

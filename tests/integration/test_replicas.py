@@ -1,0 +1,172 @@
+"""Two target replicas on one machine: who gets which request, and what happens when more come than both can hold."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+
+import grpc
+import psutil
+import pytest
+from ray import serve
+
+from actors.routing.broadcast import broadcast
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc as rpc
+from tests.serving import HANG_GUARD_S, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+BLOCK = 128
+"""Tokens in a KV block on CPU: what is cached is a multiple of it."""
+
+SHARED_TOKENS = 2 * BLOCK + 40
+FLOOD = 200
+ANSWER_TOKENS = 48
+
+
+def ask_all(deployment, method, *args):
+    handle = serve.get_deployment_handle("Target", deployment.config.serving.app_name)
+    return asyncio.run(broadcast(handle, method, *args, timeout_s=30.0))
+
+
+def rounds(deployment):
+    """Rounds served so far, by replica."""
+    return {reply.replica_id: reply.value["rounds"]["rounds"] for reply in ask_all(deployment, "status")}
+
+
+def conversation(topic, turn):
+    """Prompts of one topic share their first tokens, and no more."""
+    beginning = [(topic * 7 + position) % 250 for position in range(SHARED_TOKENS)]
+    return [*beginning, *[(100 + turn * 13 + topic) % 250] * 30]
+
+
+def test_a_broadcast_reaches_each_replica_by_name(two_replicas):
+    replies = ask_all(two_replicas, "status")
+    assert all(reply.ok for reply in replies), replies
+    assert {reply.replica_id for reply in replies} == set(two_replicas.replicas())
+    assert len(replies) == 2
+    failed = ask_all(two_replicas, "no_such_method")
+    assert {reply.replica_id for reply in failed} == set(two_replicas.replicas())
+    assert all("no_such_method" in reply.error for reply in failed)
+
+
+def test_a_shared_prefix_finds_the_replica_that_has_it(two_replicas):
+    homes = {}
+    for topic in range(64):
+        before = rounds(two_replicas)
+        two_replicas.client.generate(conversation(topic, 0), temperature=0.0, max_tokens=4)
+        after = rounds(two_replicas)
+        homes[topic] = [replica for replica in after if after[replica] > before[replica]]
+        if len(homes) >= 4 and len({home for (home,) in homes.values()}) == 2:
+            break
+    assert len({home for (home,) in homes.values()}) == 2, "all topics have gone to one replica"
+    for turn in range(1, 5):
+        for topic, home in homes.items():
+            before = rounds(two_replicas)
+            prompt = conversation(topic, turn)
+            answer = two_replicas.client.generate(prompt, temperature=0.0, max_tokens=8)
+            after = rounds(two_replicas)
+            assert [replica for replica in after if after[replica] > before[replica]] == home
+            assert answer.usage.cached_tokens == 2 * BLOCK
+            two_replicas.reference.check(prompt, answer.token_ids, label=f"topic {topic}, turn {turn}")
+
+
+class Outcome:
+    """How a flood's requests ended."""
+
+    def __init__(self):
+        self.kinds = Counter()
+        self.refused_after_s, self.finished_after_s = [], []
+
+    def failed(self, started, refused, text):
+        self.kinds["refused" if refused else text] += 1
+        self.refused_after_s.append(time.monotonic() - started)
+
+    def finished(self, started):
+        self.kinds["finished"] += 1
+        self.finished_after_s.append(time.monotonic() - started)
+
+    def check(self):
+        assert set(self.kinds) == {"refused", "finished"}, self.kinds
+        assert self.kinds.total() == FLOOD
+        # Both replicas' share and the queue are served; a burst may find the queue full a little early.
+        assert self.kinds["finished"] >= 32
+        print(f"{dict(self.kinds)}, slowest refusal {max(self.refused_after_s):.2f} s")
+        # A refusal does not wait for a place: the last one is out while answers are still to come.
+        assert max(self.refused_after_s) < max(self.finished_after_s)
+
+
+def prompt_of(number):
+    return [number % 250, (number * 3) % 250, 5, 6, 7]
+
+
+async def flood_grpc(deployment):
+    outcome = Outcome()
+    async with grpc.aio.insecure_channel(deployment.address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+
+        async def one(number):
+            sampling = pb.SamplingParameters(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt_of(number)), sampling=sampling)
+            started = time.monotonic()
+            try:
+                answer = await stub.Generate(request, timeout=HANG_GUARD_S)
+            except grpc.aio.AioRpcError as error:
+                outcome.failed(started, error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            else:
+                assert len(answer.token_ids) == ANSWER_TOKENS
+                outcome.finished(started)
+
+        await asyncio.gather(*(one(number) for number in range(FLOOD)))
+    return outcome
+
+
+async def flood_http(deployment):
+    import httpx
+
+    outcome = Outcome()
+    limits = httpx.Limits(max_connections=FLOOD)
+    async with httpx.AsyncClient(base_url=deployment.http_url, timeout=HANG_GUARD_S, limits=limits) as client:
+
+        async def one(number):
+            body = {
+                "model": deployment.config.served_model_name,
+                "prompt": prompt_of(number),
+                "temperature": 0.0,
+                "max_tokens": ANSWER_TOKENS,
+                "ignore_eos": True,
+            }
+            started = time.monotonic()
+            response = await client.post("/v1/completions", json=body)
+            if response.status_code != 200:
+                outcome.failed(started, response.status_code == 429, response.text)
+            else:
+                assert json.loads(response.text)["usage"]["completion_tokens"] == ANSWER_TOKENS
+                outcome.finished(started)
+
+        await asyncio.gather(*(one(number) for number in range(FLOOD)))
+    return outcome
+
+
+def memory(deployment):
+    """Resident bytes of the target replicas' processes and of the ingress."""
+    pids = [*deployment.replicas().values(), deployment.actors()["Ingress"].pid]
+    return {pid: psutil.Process(pid).memory_info().rss for pid in pids}
+
+
+@pytest.mark.parametrize("flood", [flood_grpc, flood_http])
+def test_more_requests_than_there_is_room_for(two_replicas, flood):
+    """Sixteen are held and thirty-two wait; the rest is refused, and nothing of them is left behind."""
+    asyncio.run(flood(two_replicas)).check()
+    before = memory(two_replicas)
+    outcome = asyncio.run(flood(two_replicas))
+    outcome.check()
+    grown = {pid: (size - before[pid]) >> 20 for pid, size in memory(two_replicas).items()}
+    assert max(grown.values()) < 32, f"MiB by process: {grown}"
+
+    def is_idle():
+        loads = [reply.value["target"] for reply in ask_all(two_replicas, "status")]
+        return not any(load["running"] or load["waiting"] for load in loads)
+
+    wait_until(is_idle, 30, "no request left on either replica")
