@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -21,10 +22,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.drafting.draft_vocabulary import DraftVocabulary
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import DraftStrategy
+from actors.drafting.suffix import SuffixStrategy
+from actors.drafting.suffix_answers import AnswerPart
+from actors.drafting.suffix_path import SuffixLimits
+from actors.drafting.suffix_pool import PoolMember, RayPool
 from actors.message_codec import pack, unpack
 from actors.messages import Commit, DraftSampling, Message, Proposals
+from actors.observability.logs import configure as configure_logging
 from actors.verification.mode import Mode
-from cluster.config import ConfigError, DrafterConfig, DraftModelConfig, SpeculationConfig
+from cluster.config import ConfigError, DraftModelConfig, NgramConfig, RemoteConfig, SpeculationConfig, SuffixConfig
 from cluster.cores import bind_to, rank_environment
 from cluster.link import Link, LinkBroken, LinkInvitation, join_link
 from cluster.placement import ReplicaPlacement
@@ -63,15 +69,16 @@ class Drafter:
 
     def __init__(
         self,
-        config: DrafterConfig,
+        config: RemoteConfig,
         speculation: SpeculationConfig,
         cores: list[int] | None,
         ranks: RankPlacement | None,
         placement_group: Any,
+        app_name: str = "outrider",
     ) -> None:
         if cores is not None:
             bind_to(cores)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        configure_logging()
         try:
             self._strategy, self._vocab_size = _strategy(config, speculation, ranks, placement_group)
             _warm_up(self._strategy)
@@ -84,6 +91,7 @@ class Drafter:
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
         self._loop = DraftLoop(self._strategy)
+        self._pool = self._join_pool(config, app_name)
         self._links: dict[int, Link] = {}
         self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
@@ -129,7 +137,28 @@ class Drafter:
 
     @ray.method(concurrency_group="control")
     def status(self) -> dict[str, Any]:
-        return {**self._loop.usage(), "pid": os.getpid()}
+        pool = {} if self._pool is None else {"suffix_pool_failures": self._pool.failures}
+        return {**self._loop.metrics(), **pool, "pid": os.getpid()}
+
+    def _join_pool(self, config: RemoteConfig, app_name: str) -> PoolMember | None:
+        """Learn from the suffix drafters of the application's other replicas, and teach them."""
+        strategy = self._strategy
+        if (
+            not isinstance(config, SuffixConfig)
+            or not config.share_across_replicas
+            or not config.suffix_decoding_max_cached_requests
+        ):
+            return None
+        assert isinstance(strategy, SuffixStrategy)
+
+        def learn(parts: list[AnswerPart]) -> None:
+            strategy.learn(parts)
+            self._loop.wake()
+
+        pool = RayPool(app_name, config.suffix_decoding_max_cached_tokens)
+        member = PoolMember(strategy.name, pool, strategy.take_parts, learn)
+        member.start()
+        return member
 
     def _drop(self, link_id: int, reason: str) -> None:
         logger.warning("link %d is gone: %s", link_id, reason)
@@ -166,21 +195,23 @@ class Drafter:
 
 
 def launch_drafter(
-    config: DrafterConfig,
+    config: RemoteConfig,
     speculation: SpeculationConfig,
     *,
     replica: str,
+    app_name: str,
     ray_address: str,
     group: Any,
     placement: ReplicaPlacement,
     cores: list[list[int]] | None,
+    environment: dict[str, str] | None = None,
 ) -> Any:
     """Start a replica's drafter actor on its bundles and return the handle at once, while the model loads.
 
-    cores: one set a rank; CPU only.
+    cores: one set a rank; CPU only. environment: more variables of the actor's, see observability.environment.
     """
     indices = placement.drafter_bundle_indices
-    env_vars = {**rank_environment(cores), **_ENGINE_ENVIRONMENT}
+    env_vars = {**rank_environment(cores), **_ENGINE_ENVIRONMENT, **(environment or {})}
     ranks = None
     if config.tensor_parallel_size > 1:
         names = [f"DrafterRank-{rank}:{replica}" for rank in range(config.tensor_parallel_size)]
@@ -198,7 +229,7 @@ def launch_drafter(
             max_restarts=-1,
             runtime_env={"env_vars": env_vars},
         )
-        .remote(config, speculation, None if cores is None or ranks else cores[0], ranks, group)
+        .remote(config, speculation, None if cores is None or ranks else cores[0], ranks, group, app_name)
     )
 
 
@@ -225,9 +256,11 @@ def _work_off(strategy: DraftStrategy) -> None:
 
 
 def _strategy(
-    config: DrafterConfig, speculation: SpeculationConfig, ranks: RankPlacement | None, placement_group: Any
+    config: RemoteConfig, speculation: SpeculationConfig, ranks: RankPlacement | None, placement_group: Any
 ) -> tuple[DraftStrategy, int | None]:
-    if not isinstance(config, DraftModelConfig):
+    if isinstance(config, SuffixConfig):
+        return _suffix_strategy(config), None
+    if isinstance(config, NgramConfig):
         from actors.drafting.ngram import NgramStrategy
 
         return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max), None
@@ -249,6 +282,16 @@ def _strategy(
     )
     vocabulary = _vocabulary(config, engine)
     return DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary), engine.vocab_size
+
+
+def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:
+    limits = SuffixLimits(
+        config.suffix_decoding_max_tree_depth,
+        config.suffix_decoding_max_spec_factor,
+        config.suffix_decoding_min_token_prob,
+    )
+    cached = config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens
+    return SuffixStrategy(limits, *cached, name=secrets.token_hex(8))
 
 
 def _vocabulary(config: DraftModelConfig, engine: DraftEngine) -> DraftVocabulary | None:

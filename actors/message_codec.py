@@ -7,6 +7,7 @@ request:
                | b biased ids | b biases | token ids
     Commit     type length request | base_committed_len num_wanted num_on_miss | token ids
     Close      type length request | reason
+    Name       type length request | n | n characters, four a word
     Proposals  type length request | base_committed_len status k n origin step_us | k token ids
                | [k*n q ids | k*n q probabilities]
 
@@ -31,6 +32,7 @@ from actors.messages import (
     DraftSampling,
     Message,
     MessageError,
+    Name,
     Open,
     Proposals,
     ProposalStatus,
@@ -44,8 +46,8 @@ _FRAME_ROUNDING_WORDS = 64
 _MIN_OPEN_CHUNK_TOKENS = 64
 """An Open starts in the rest of a frame only if this many of its tokens, or all of them, fit there."""
 
-_OPEN, _COMMIT, _CLOSE, _PROPOSALS = 1, 2, 3, 4
-_FIXED_WORDS = {_OPEN: 19, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9}
+_OPEN, _COMMIT, _CLOSE, _PROPOSALS, _NAME = 1, 2, 3, 4, 5
+_FIXED_WORDS = {_OPEN: 19, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4}
 _OPEN_INTEGERS = 11
 _SAMPLING = struct.Struct("<qddd")
 _SAMPLING_WORDS = struct.Struct("<8i")
@@ -84,6 +86,8 @@ def pack(messages: Sequence[Message], capacity_words: int) -> list[np.ndarray]:
             _write_proposals(message, writer)
         elif isinstance(message, Close):
             writer.add("Close", [_CLOSE, 4, message.request, message.reason])
+        elif isinstance(message, Name):
+            _write_name(message, writer)
         else:
             _write_open(message, writer)
     return writer.finish()
@@ -117,6 +121,8 @@ def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_wor
             messages.append(_read_proposals(head, words, vocab_size, max_tokens_k))
         elif kind == _CLOSE:
             messages.append(_read_close(head, words))
+        elif kind == _NAME:
+            messages.append(_read_name(head, words))
         else:
             messages.append(_read_open(words, vocab_size, max_tokens_k, capacity_words))
         position += length
@@ -203,6 +209,22 @@ def _write_proposals(message: Proposals, writer: _PayloadWriter) -> None:
     else:
         probs = np.ascontiguousarray(q.probs).view(np.int32)
         writer.add("Proposals", words, (q.ids.reshape(-1), probs.reshape(-1)))
+
+
+def _write_name(message: Name, writer: _PayloadWriter) -> None:
+    encoded = message.request_id.encode("ascii")
+    padded = np.frombuffer(encoded + b"\0" * (-len(encoded) % 4), dtype=np.int32).tolist()
+    writer.add("Name", [_NAME, _FIXED_WORDS[_NAME] + len(padded), message.request, len(encoded), *padded])
+
+
+def _read_name(head: list[int], words: np.ndarray) -> Name:
+    count, fixed = head[3], _FIXED_WORDS[_NAME]
+    if count < 1 or len(words) != fixed + -(-count // 4):
+        raise MessageError("Name.request_id", f"{count} characters in {len(words) - fixed} words")
+    encoded = words[fixed:].tobytes()
+    if any(encoded[count:]):
+        raise MessageError("Name.request_id", "more characters than announced")
+    return Name(head[2], encoded[:count].decode("latin-1"))
 
 
 def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_words: int | None) -> Open:

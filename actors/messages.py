@@ -20,6 +20,7 @@ from cluster.link.frame import MAX_INT31
 
 Q_SUM_TOLERANCE = 1e-3
 MAX_TOP_N = 1024
+MAX_NAME_LENGTH = 160
 MAX_BIASED_TOKENS = 512
 """Of one request: a longer list stays with the verifier, which costs acceptance only."""
 
@@ -266,7 +267,26 @@ class Proposals:
                 raise MessageError("Proposals.q_probs", "a draft has probability 0: q is not what it was sampled from")
 
 
-Message: TypeAlias = Open | Commit | Close | Proposals
+@dataclass(slots=True)
+class Name:
+    """The id by which the engine knows a request, for the drafter's log. Sent before its Open, where logs are to have
+    it.
+
+    request_id: 1 to MAX_NAME_LENGTH printable ASCII characters.
+    """
+
+    request: int
+    request_id: str
+
+    def __post_init__(self) -> None:
+        _check_int31("Name.request", self.request)
+        if not 1 <= len(self.request_id) <= MAX_NAME_LENGTH:
+            raise MessageError("Name.request_id", f"{len(self.request_id)} characters, 1 to {MAX_NAME_LENGTH} are sent")
+        if not (self.request_id.isascii() and self.request_id.isprintable()):
+            raise MessageError("Name.request_id", "not printable ASCII")
+
+
+Message: TypeAlias = Open | Commit | Close | Proposals | Name
 
 
 def _check_int31(field: str, value: int) -> None:

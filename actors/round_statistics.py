@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from actors.length.origin import Origin
+from actors.observability.histogram import Histogram, HistogramSnapshot
 
 _WINDOW = 512
 
@@ -58,6 +59,9 @@ class RoundStatistics:
     """What a step of the drafter takes, as it last said."""
 
     _times: deque[RoundTimes] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {part: Histogram() for part in ("period", "target", "draft", "wait")}
+    )
 
     def count(self, num_drafts: int, num_committed: int) -> None:
         """One request's round: num_drafts verified, num_committed tokens came out (the last one not drafted)."""
@@ -82,6 +86,27 @@ class RoundStatistics:
 
     def add_times(self, times: RoundTimes) -> None:
         self._times.append(times)
+        for part, histogram in self._histograms.items():
+            histogram.observe(getattr(times, f"{part}_ms") / 1e3)
+
+    def counts(self) -> dict[str, int]:
+        """Every count, by its field's name."""
+        return {
+            "rounds": self.rounds,
+            "drafted_rounds": self.drafted_rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "late_rounds": self.late_rounds,
+            "proposals": self.proposals,
+            "proposal_bytes": self.proposal_bytes,
+            "main_line_hits": self.main_line_hits,
+            "side_branch_hits": self.side_branch_hits,
+            "misses": self.misses,
+        }
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Seconds, of all rounds: ``period``, ``target``, ``draft``, ``wait``."""
+        return {part: histogram.snapshot() for part, histogram in self._histograms.items()}
 
     def snapshot(self) -> dict[str, Any]:
         """The public API's RoundStatistics, field by field; times are medians over the last steps."""
@@ -89,18 +114,9 @@ class RoundStatistics:
         columns = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms")
         medians = {name: median(getattr(t, name) for t in times) for name in columns} if times else {}
         return {
-            "rounds": self.rounds,
-            "drafted_rounds": self.drafted_rounds,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
+            **self.counts(),
             "mean_acceptance_length": 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else 1.0,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
-            "late_rounds": self.late_rounds,
-            "proposals": self.proposals,
-            "proposal_bytes": self.proposal_bytes,
-            "main_line_hits": self.main_line_hits,
-            "side_branch_hits": self.side_branch_hits,
-            "misses": self.misses,
             "draft_step_ms": self.draft_step_ms,
             **({"median": {**medians, "samples": len(times)}} if times else {}),
         }

@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Message, Open, Proposals, ProposalStatus, SparseQ
+from actors.messages import (
+    MAX_NAME_LENGTH,
+    Close,
+    CloseReason,
+    Commit,
+    DraftSampling,
+    Message,
+    Name,
+    Open,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
 
 
 @dataclass(slots=True)
@@ -39,6 +51,9 @@ class TrackedRequest:
     q: SparseQ | None = None
     """What the drafts were drawn from. None: not drawn, or verification need not know."""
 
+    degraded: bool = False
+    """It has decoded plainly for another reason than the length controller's choice."""
+
     def propose(self, drafts: list[int], q: SparseQ | None) -> None:
         self.drafts, self.q = drafts, q
 
@@ -46,7 +61,9 @@ class TrackedRequest:
 class RoundBook:
     """Not thread-safe: the engine's step owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, names_requests: bool = False) -> None:
+        """names_requests: tell the drafter their ids."""
+        self._names_requests = names_requests
         self._requests: dict[str, TrackedRequest] = {}
         self._by_handle: dict[int, TrackedRequest] = {}
         self._outbox: list[Message] = []
@@ -60,6 +77,13 @@ class RoundBook:
 
         self.refused: dict[ProposalStatus, int] = {}
         """Answers without drafts, by reason."""
+
+        self.wanted: dict[int, int] = {}
+        """Commits by the number of drafts wanted."""
+
+        self.degraded: dict[str, int] = {}
+        """Requests that decoded plainly though they need not have, by the first cause: ``no_link``, ``late``,
+        ``out_of_kv``, ``length``, ``unusable``."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -106,10 +130,23 @@ class RoundBook:
         request.token_ids.extend(token_ids)
         request.propose([], None)
         request.awaited = request.commit_is_out = False
-        if request.handle is not None and not finished:
-            wanted = min(num_wanted, request.num_speculative_tokens)
+        if finished:
+            return
+        wanted = min(num_wanted, request.num_speculative_tokens)
+        self.wanted[wanted] = self.wanted.get(wanted, 0) + 1
+        if request.handle is None:
+            if wanted:
+                self.degrade(request_id, "no_link")
+        else:
             request.commit_is_out, request.awaited = wanted > 0, wanted > 0 and request.ready
             self._outbox.append(Commit(request.handle, base, token_ids, wanted, min(num_on_miss, wanted)))
+
+    def degrade(self, request_id: str, cause: str) -> None:
+        """The request decodes plainly for a round. Counts once in its life."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.degraded:
+            request.degraded = True
+            self.degraded[cause] = self.degraded.get(cause, 0) + 1
 
     def take_outbox(self) -> list[Message]:
         outbox, self._outbox = self._outbox, []
@@ -154,6 +191,7 @@ class RoundBook:
         late = [request.request_id for request in self._requests.values() if request.awaited]
         for request_id in late:
             self._requests[request_id].awaited = False
+            self.degrade(request_id, "late")
         return late
 
     def take_drafts(self, request_ids: Collection[str]) -> list[list[int]]:
@@ -176,11 +214,14 @@ class RoundBook:
             q = None
         elif q is not None and q.ids.shape[1] != sampling.top_n:
             self.unusable += 1
+            self.degrade(request.request_id, "unusable")
             return
         request.propose([int(token) for token in message.token_ids][: request.num_speculative_tokens], q)
 
     def _refused(self, request: TrackedRequest, status: ProposalStatus) -> None:
         self.refused[status] = self.refused.get(status, 0) + 1
+        if status in (ProposalStatus.OUT_OF_KV, ProposalStatus.LENGTH):
+            self.degrade(request.request_id, status.name.lower())
         request.ready = request.awaited = False
         # A drafter that is still prefilling answers the commit when it is done, the others never do.
         request.commit_is_out = request.commit_is_out and status is ProposalStatus.NOT_READY
@@ -192,6 +233,8 @@ class RoundBook:
         request.handle, self._next_handle = self._next_handle, self._next_handle + 1
         request.ready = request.awaited = request.commit_is_out = False
         self._by_handle[request.handle] = request
+        if self._names_requests:
+            self._outbox.append(Name(request.handle, request.request_id[:MAX_NAME_LENGTH]))
         self._outbox.append(
             Open(
                 request=request.handle,

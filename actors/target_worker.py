@@ -20,6 +20,9 @@ from actors.length.length_controller import LengthController
 from actors.length.limits import LengthLimits
 from actors.message_codec import frame_capacity_words, unpack
 from actors.messages import CloseReason
+from actors.observability.logs import about
+from actors.observability.round_tracer import RoundTracer
+from actors.observability.tracing import process_tracer
 from actors.request_sampling import RequestSampling
 from actors.round_settings import EXTRA_ARGS_KEY
 from actors.rounds import TrackedRequest
@@ -162,8 +165,9 @@ class RoundRunner:
                 failed[output.req_ids[index]] = 1
             if status & Status.BAD_PROPOSAL and self.verifier is not None:
                 self.verifier.proposal_was_bad(output.req_ids[index])
-        if failed:
-            logger.error("no token can be chosen for %s: its logits are not finite or all masked", ", ".join(failed))
+        for request_id in failed:
+            message = "request %s: no token can be chosen: its logits are not finite or all masked"
+            logger.error(message, request_id, extra=about(request_id))
         output.num_nans_in_logits = failed  # also where vLLM was asked to count: RoundScheduler ends who is in here
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
@@ -179,6 +183,8 @@ class RoundRunner:
         assert verifier is not None
         for request_id in scheduler_output.finished_req_ids:
             verifier.untrack(request_id, CloseReason.FINISHED)
+            if verifier.tracer is not None:
+                verifier.tracer.finish(request_id)
         for request_id in scheduler_output.preempted_req_ids or ():
             verifier.untrack(request_id, CloseReason.PREEMPTED)
         for new in scheduler_output.scheduled_new_reqs:
@@ -193,11 +199,13 @@ class RoundRunner:
     def _track(self, state: Any) -> None:
         params = state.sampling_params
         ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
+        assert self.verifier is not None
+        if self.verifier.tracer is not None and "trace_headers" in ours:
+            self.verifier.tracer.track(state.req_id, ours["trace_headers"])
         limit = self.num_spec_tokens  # type: ignore[attr-defined]
         k = min(ours.get("num_speculative_tokens", limit), limit)
         if k <= 0 or state.prompt_token_ids is None:
             return  # decodes plainly
-        assert self.verifier is not None
         vocab_size = self.input_batch.vocab_size  # type: ignore[attr-defined]
         top_n = min(self._speculation.draft_top_n, vocab_size)
         self.verifier.track(
@@ -231,8 +239,10 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         runner = self.model_runner
         runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
         verifier = None
-        if self.rank == 0 and config.drafter is not None:
-            verifier = Verifier(config.link, self._lengths(config))
+        if self.rank == 0 and config.remote_drafter is not None:
+            verifier = Verifier(config.link, self._lengths(config), config.serving.log_format == "json")
+            if (tracer := process_tracer("verifier")) is not None:
+                verifier.tracer = RoundTracer(tracer)
         runner.install(config.speculation, self.rank == 0, verifier)
         self._keeper: LinkKeeper | None = None
         if verifier is not None:
@@ -287,6 +297,12 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         if self._keeper is None:
             return None
         return {"rounds": self.model_runner.verifier.status(), "link": self._keeper.status()}
+
+    def round_metrics(self) -> dict[str, Any] | None:
+        """Rank 0: what is exported of the verifier and its link, in plain values. None elsewhere."""
+        if self._keeper is None:
+            return None
+        return {"rounds": self.model_runner.verifier.metrics(), "link": self._keeper.status()}
 
     def shutdown(self) -> None:
         if self._keeper is not None:

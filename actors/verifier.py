@@ -19,6 +19,8 @@ from actors.length.limits import Lengths
 from actors.length.origin import Origin
 from actors.message_codec import pack
 from actors.messages import CloseReason, Message, Proposals, ProposalStatus, SparseQ
+from actors.observability.logs import about
+from actors.observability.round_tracer import RoundTracer
 from actors.round_statistics import RoundStatistics, RoundTimes
 from actors.rounds import RoundBook, TrackedRequest
 from cluster.config import LinkConfig
@@ -33,10 +35,13 @@ NO_DRAFTS = Lengths(0, 0)
 class Verifier:
     """All methods but offer_link are for the engine's step thread."""
 
-    def __init__(self, config: LinkConfig, lengths: LengthController | FixedLengths) -> None:
+    def __init__(
+        self, config: LinkConfig, lengths: LengthController | FixedLengths, names_requests: bool = False
+    ) -> None:
+        """names_requests: tell the drafter their ids, for its log."""
         self._lengths = lengths
         self._round_deadline_s = config.round_deadline_ms / 1e3
-        self._book = RoundBook()
+        self._book = RoundBook(names_requests)
         self._offered: queue.SimpleQueue[Link] = queue.SimpleQueue()
         self._link: Link | None = None
         self._hang_deadline_s = config.link_deadline_ms / 1e3
@@ -47,7 +52,11 @@ class Verifier:
         """Since when commits are out and nothing at all has come back."""
 
         self._warned_of_bad_proposals = False
+        self._length_controller_failures = 0
         self.statistics = RoundStatistics()
+        self.tracer: RoundTracer | None = None
+        """Set where rounds are traced."""
+
         self._step_started: float | None = None
         self._step_load: tuple[int, int] | None = None
         """Requests and tokens of the step that runs; None when prefill is among them."""
@@ -85,6 +94,9 @@ class Verifier:
             if token_ids:
                 drafted = num_drafts.get(request_id, 0)
                 self.statistics.count(drafted, len(token_ids))
+                if self.tracer is not None:
+                    epoch = self._link.epoch if self._link is not None else 0
+                    self.tracer.committed(request_id, drafted, len(token_ids), epoch)
                 if drafted:
                     self._lengths.observe_round(request_id, drafted, len(token_ids) - 1)
                 if request_id not in finished:
@@ -102,6 +114,7 @@ class Verifier:
             return self._lengths.choose(request_ids)
         except Exception:
             logger.exception("the length controller failed: no more drafts until this replica is restarted")
+            self._length_controller_failures += 1
             self._lengths = FixedLengths(0)
             return {}
 
@@ -137,7 +150,10 @@ class Verifier:
             self._lagging = True
         self._check_silence()
         self._flush()
-        self._wait_s += time.perf_counter() - started
+        waited_s = time.perf_counter() - started
+        self._wait_s += waited_s
+        if self.tracer is not None:
+            self.tracer.waited(waited_s)
         return self._book.take_drafts(request_ids)
 
     def q_of(self, request_id: str, drafts: Sequence[int], position: int) -> tuple[bool, SparseQ | None]:
@@ -147,9 +163,11 @@ class Verifier:
     def proposal_was_bad(self, request_id: str) -> None:
         """Verification could not use a proposal: its request decoded plainly this round."""
         self._book.unusable += 1
+        self._book.degrade(request_id, "unusable")
         if not self._warned_of_bad_proposals:
             self._warned_of_bad_proposals = True
-            logger.warning("request %s: a proposal was not usable; further ones are only counted", request_id)
+            message = "request %s: a proposal was not usable; further ones are only counted"
+            logger.warning(message, request_id, extra=about(request_id))
 
     def step_starts(self, num_requests: int, num_tokens: int, decodes_only: bool) -> None:
         """Close the books on the last round's time and open the next.
@@ -157,6 +175,8 @@ class Verifier:
         num_tokens: scheduled in the step that starts, for num_requests. decodes_only: no prefill is among them.
         """
         now = time.perf_counter()
+        if self.tracer is not None:
+            self.tracer.step_starts()
         if self._step_started is not None:
             period_s = now - self._step_started
             self.statistics.add_times(
@@ -183,6 +203,8 @@ class Verifier:
     def goes_idle(self) -> None:
         """No request is left: the pause until the next one is nobody's round."""
         self._step_started = None
+        if self.tracer is not None:
+            self.tracer.waited(0.0)
 
     def status(self) -> dict[str, Any]:
         lengths = self._lengths.snapshot()
@@ -193,11 +215,29 @@ class Verifier:
             **({"lengths": lengths} if lengths else {}),
         }
 
+    def metrics(self) -> dict[str, Any]:
+        """What is exported, in plain values: counts, histograms in seconds, the length controller's state. Cheap, for
+        the next step waits for it."""
+        book = self._book
+        return {
+            **self.statistics.counts(),
+            "histograms": self.statistics.histograms(),
+            "stale": book.stale,
+            "unusable": book.unusable,
+            "refused": {status.name.lower(): count for status, count in book.refused.items()},
+            "wanted": {str(k): count for k, count in sorted(book.wanted.items())},
+            "degraded": dict(book.degraded),
+            "length_controller_failures": self._length_controller_failures,
+            "lengths": self._lengths.snapshot(),
+        }
+
     def _take_answers(self, messages: Sequence[Message], waited_s: float) -> None:
         for request_id, answer in self._book.receive(messages):
             if answer.status is ProposalStatus.OK:
                 self.statistics.count_answer(answer.origin, answer.step_us)
             step_s = answer.step_us / 1e6
+            if self.tracer is not None:
+                self.tracer.answered(request_id, answer.origin)
             self._lengths.observe_answer(request_id, answer.origin, len(answer.token_ids), step_s, waited_s)
 
     def _check_silence(self) -> None:

@@ -10,12 +10,14 @@ from actors.message_codec import MIN_FRAME_WORDS, frame_capacity_words, pack, un
 from actors.messages import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
+    MAX_NAME_LENGTH,
     MAX_TOP_N,
     Close,
     CloseReason,
     Commit,
     DraftSampling,
     MessageError,
+    Name,
     Open,
     Proposals,
     ProposalStatus,
@@ -68,6 +70,9 @@ EVERY_KIND = [
     open_request(sampling=drawn(biases=((7, 1.5), (999, -INF), (0, -MAX_BIAS)))),
     open_request(sampling=drawn(mode=Mode.GREEDY, biases=((7, 1.5), (8, -INF)), only_biased=True)),
     open_request(offset=1, prompt_len=6, sampling=drawn(top_n=0)),
+    Name(3, "x"),
+    Name(MAX_INT31, "0_req-1-0a1b2c3d"),
+    Name(0, "n" * MAX_NAME_LENGTH),
     Commit(3, 5, [7], 2, 1),
     Commit(3, 6, [1, 2, 3, 4, 999], 2, 1),
     Close(3, CloseReason.FINISHED),
@@ -308,7 +313,7 @@ def test_vocabulary_and_k_are_checked_on_receipt(message, field):
         ([2, 3, 4, 1, 1, 3, 4, 1, 1, 3, 4, 1, 1], "payload.count"),
         ([2, 2, 10, 1, 1, 4, 4, 5, 5, 5, 5], "payload.count"),
         ([1, 0, 4, 1, 1], "message.type"),
-        ([1, 5, 4, 1, 1], "message.type"),
+        ([1, 6, 4, 1, 1], "message.type"),
         ([1, 3, 3, 1, 1], "message.length"),
         ([1, 3, 5, 1, 1], "message.length"),
         ([1, 3, 5, 1, 1, 1], "message.length"),
@@ -465,3 +470,19 @@ def test_a_round_fits_one_frame(seqs, k, n):
 
 def test_small_deployments_get_the_smallest_frame():
     assert frame_capacity_words(16, 4) == MIN_FRAME_WORDS
+
+
+@pytest.mark.parametrize("name", ["", "n" * (MAX_NAME_LENGTH + 1), "two\nlines", "ü"])
+def test_a_name_that_cannot_be_sent(name):
+    with pytest.raises(MessageError, match=r"Name\.request_id"):
+        Name(1, name)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [(4, 0), (4, 5), (4, 4), (5, -1)], ids=["none", "more than come", "padding too", "not ASCII"]
+)
+def test_words_that_are_no_name(word, value):
+    (words,) = pack([Name(1, "abc")], CAPACITY)
+    words[word] = value
+    with pytest.raises(MessageError, match=r"Name\.request_id"):
+        unpack(words, VOCAB, K)

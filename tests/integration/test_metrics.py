@@ -1,0 +1,189 @@
+"""``/metrics`` of a served pair: complete, well formed, moved by traffic, and in agreement with the status."""
+
+import asyncio
+import time
+import urllib.request
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.observability.exposition import CONTENT_TYPE
+from deploy.cli import main
+from deploy.top_scrape import parse
+from deploy.top_view import view
+from tests.serving import HANG_GUARD_S, K, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = list(b"Hello world, this is")
+NUM_TOKENS = 64
+FRESH_S = 1.1
+"""A scrape within a second of another gets its numbers."""
+
+
+def get(deployment):
+    with urllib.request.urlopen(f"{deployment.http_url}/metrics", timeout=HANG_GUARD_S) as response:
+        return response.headers["content-type"], response.read().decode()
+
+
+def scrape(deployment):
+    time.sleep(FRESH_S)
+    return parse(get(deployment)[1], time.monotonic())
+
+
+@pytest.fixture
+def moved(pair):
+    """Looks before and after one answer, and the answer."""
+    before = scrape(pair)
+    answer = pair.client.generate(PROMPT, temperature=0.0, max_tokens=NUM_TOKENS)
+    return before, scrape(pair), answer
+
+
+def test_every_family_has_one_help_and_one_type(pair):
+    content_type, text = get(pair)
+    assert content_type == CONTENT_TYPE
+    lines = text.splitlines()
+    helps = [line.split(" ", 3)[2] for line in lines if line.startswith("# HELP")]
+    types = [line.split(" ", 3)[2] for line in lines if line.startswith("# TYPE")]
+    assert helps == types
+    assert len(types) == len(set(types))
+    families = list(text_string_to_metric_families(text))
+    assert all(family.type != "unknown" for family in families)
+    names = {family.name for family in families}
+    assert {"vllm:time_to_first_token_seconds", "vllm:kv_cache_usage_perc", "vllm:spec_decode_num_drafts"} <= names
+    assert {"outrider:rounds", "outrider:proposal_wait_seconds", "outrider:link_state", "outrider:drafter_up"} <= names
+    replicas = {sample.labels.get("replica") for f in families if f.name.startswith("vllm:") for sample in f.samples}
+    assert len(replicas) == 1
+    assert None not in replicas
+
+
+def test_counters_move_with_an_answer_and_agree_with_its_own(moved):
+    before, after, answer = moved
+    speculative = answer.metrics.speculative_decoding
+
+    def change(name, **labels):
+        return after.sum(name, **labels) - before.sum(name, **labels)
+
+    assert change("vllm:spec_decode_num_drafts_total") == speculative.num_spec_steps > 0
+    assert change("vllm:spec_decode_num_draft_tokens_total") == speculative.num_draft_tokens
+    assert change("vllm:spec_decode_num_accepted_tokens_total") == speculative.num_accepted_draft_tokens
+    by_position = [change("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(p)) for p in range(K)]
+    assert sum(by_position) == speculative.num_accepted_draft_tokens
+    assert by_position == sorted(by_position, reverse=True)
+    assert change("vllm:generation_tokens_total") == NUM_TOKENS
+    assert change("outrider:drafted_rounds_total") == speculative.num_spec_steps
+    assert change("outrider:requests_total", api="grpc", method="Generate", code="OK") == 1
+    assert change("outrider:proposal_origins_total") > 0
+    assert change("outrider:proposal_bytes_total") > 0
+    assert change("outrider:chosen_lengths_total", k=str(K)) > 0
+    assert change("outrider:step_seconds_count") > 0
+    assert change("outrider:proposal_wait_seconds_count") == change("outrider:step_seconds_count")
+    assert change("outrider:drafter_draft_tokens_total") >= speculative.num_draft_tokens
+    assert change("outrider:drafter_step_seconds_count") > 0
+    assert change("outrider:link_bytes_total", direction="received") > 0
+
+
+def test_they_agree_with_the_status(pair, moved):
+    _, after, _ = moved
+    status = pair.status()
+    rounds = status.rounds
+    for name, expected in {
+        "outrider:rounds_total": rounds.rounds,
+        "outrider:drafted_rounds_total": rounds.drafted_rounds,
+        "outrider:late_rounds_total": rounds.late_rounds,
+        "outrider:proposals_total": rounds.proposals,
+        "outrider:refused_proposals_total": rounds.refused_proposals,
+        "outrider:dropped_proposals_total": rounds.dropped_proposals,
+        "vllm:spec_decode_num_draft_tokens_total": rounds.drafted,
+        "vllm:spec_decode_num_accepted_tokens_total": rounds.accepted,
+        "outrider:link_epoch": status.link.epoch,
+        "outrider:link_reconnects_total": status.link.reconnects,
+    }.items():
+        assert after.sum(name) == expected, name
+    assert after.sum("outrider:link_state", state="up") == 1
+    assert after.sum("outrider:drafter_up") == 1
+    assert after.sum("outrider:replica_up") == 1
+
+
+def test_vllm_bench_reads_them(pair, moved):
+    """By vLLM's own scraper, the one behind ``vllm bench serve``."""
+    pytest.importorskip("vllm.benchmarks.serve")
+    from vllm.benchmarks.serve import fetch_spec_decode_metrics
+
+    async def fetch():
+        async with aiohttp.ClientSession() as session:
+            return await fetch_spec_decode_metrics(pair.http_url, session)
+
+    read, after = asyncio.run(fetch()), moved[1]
+    assert read is not None
+    assert read.num_drafts == after.sum("vllm:spec_decode_num_drafts_total") > 0
+    assert read.num_draft_tokens == after.sum("vllm:spec_decode_num_draft_tokens_total")
+    assert read.num_accepted_tokens == after.sum("vllm:spec_decode_num_accepted_tokens_total")
+    assert set(read.accepted_per_pos) == set(range(K))
+
+
+def test_a_refused_request_counts_under_its_status(pair):
+    from deploy.client import OutriderError
+
+    before = scrape(pair)
+    with pytest.raises(OutriderError):
+        pair.client.generate(PROMPT, temperature=-1.0)
+    refused = {"api": "grpc", "method": "Generate", "code": "INVALID_ARGUMENT"}
+    after = scrape(pair)
+    assert after.sum("outrider:requests_total", **refused) == before.sum("outrider:requests_total", **refused) + 1
+    assert after.sum("outrider:requests_in_flight", api="grpc") == 0
+
+
+def test_top_shows_what_was_counted(pair, moved, capsys):
+    before, after, answer = moved
+    (replica,) = view(before, after).replicas
+    speculative = answer.metrics.speculative_decoding
+    assert replica.up
+    assert replica.acceptance_length == pytest.approx(speculative.mean_acceptance_length)
+    assert replica.acceptance_rate == pytest.approx(speculative.draft_acceptance_rate)
+    assert replica.chosen_k == K
+    assert replica.link.state == "up"
+    assert replica.drafter.up
+    assert replica.round.period_ms >= replica.round.target_ms > 0
+    http = pair.http_url.removeprefix("http://")
+    assert main(["top", pair.address, "--http", http, "--once", "--interval", "0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 1 replicas up" in out
+    assert "link up" in out
+
+
+def test_a_lost_drafter_is_told_and_its_link_made_anew_is_counted(pair):
+    """Scrapes go on all the while."""
+    before = scrape(pair)
+    pair.signal_drafter(9)
+    seen = set()
+
+    def link_is_new():
+        pair.client.generate(PROMPT, temperature=0.0, max_tokens=8)
+        now = parse(get(pair)[1], time.monotonic())
+        seen.update(labels["state"] for labels, value in now.of("outrider:link_state") if value == 1)
+        return now.sum("outrider:link_reconnects_total") > before.sum("outrider:link_reconnects_total") and now
+
+    now = wait_until(link_is_new, HANG_GUARD_S, "a new link", every_s=0.5)
+    assert "down" in seen
+    assert now.sum("outrider:link_epoch") > before.sum("outrider:link_epoch")
+    assert now.sum("outrider:degraded_requests_total") > before.sum("outrider:degraded_requests_total")
+
+
+def test_replicas_are_told_apart(two_replicas):
+    """And requests are counted where they were served."""
+    before = scrape(two_replicas)
+    for number in range(4):
+        two_replicas.client.generate([*PROMPT, number], temperature=0.0, max_tokens=8)
+    after = scrape(two_replicas)
+    replicas = {labels["replica"] for labels, value in after.of("outrider:replica_up") if value == 1}
+    assert replicas == set(two_replicas.replicas())
+    assert after.sum("outrider:replicas_silent") == 0
+    served = {
+        replica: after.sum("vllm:generation_tokens_total", replica=replica)
+        - before.sum("vllm:generation_tokens_total", replica=replica)
+        for replica in replicas
+    }
+    assert sum(served.values()) == 4 * 8
+    assert {labels["replica"] for labels, _ in after.of("outrider:rounds_total")} == replicas

@@ -1,0 +1,106 @@
+"""The dashboard and the alert rules ask only for metrics that are exported, by labels that these have."""
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from actors.observability.catalog import CATALOG, series_names
+from deploy.grafana import dashboard
+
+_METRIC = re.compile(r"\b((?:vllm|outrider):\w+)(?:\{([^}]*)\})?")
+_LABEL = re.compile(r"(\w+)\s*=~?")
+_BY = re.compile(r"by \(([^)]*)\)")
+
+ALERTS = yaml.safe_load(dashboard.PATH.with_name("alerts.yaml").read_text())
+RULES = ALERTS["groups"][0]["rules"]
+
+
+@pytest.fixture(scope="module")
+def vllm_series():
+    """Names of vLLM's series: what its own logger makes, without an engine."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    names = set()
+    # Its families are made in one constructor that wants a whole engine's configuration; their names are literals.
+    for module in ("v1/metrics/loggers.py", "v1/spec_decode/metrics.py"):
+        for name in re.findall(r'"(vllm:\w+)"', (Path(found.origin).parent / module).read_text()):
+            names |= {name, f"{name}_total", f"{name}_bucket", f"{name}_count", f"{name}_sum"}
+    return names
+
+
+def exported(vllm_series):
+    return series_names() | vllm_series
+
+
+@pytest.mark.parametrize("expression", [*dashboard.expressions(), *(rule["expr"] for rule in RULES)])
+def test_every_metric_and_label_of_a_query_is_exported(expression, vllm_series):
+    found = list(_METRIC.finditer(expression))
+    assert found
+    for match in found:
+        name, filters = match.groups()
+        assert name in exported(vllm_series), f"{name} is not exported"
+        spec = CATALOG.get(re.sub(r"_(bucket|count|sum)$", "", name)) or CATALOG.get(name)
+        if spec is not None:
+            known = {*spec.labels, "le"}
+            of_replica = not name.startswith(
+                ("outrider:requests", "outrider:admission", "outrider:replica_up", "outrider:replicas")
+            )
+            known |= {"model_name", "replica"} if of_replica else set()
+            used = set(_LABEL.findall(filters or ""))
+            used |= {label.strip() for by in _BY.findall(expression) for label in by.split(",") if label.strip()}
+            if len(found) == 1 or name.startswith("outrider:"):
+                assert used <= known, f"{name} has no label {used - known}"
+
+
+def test_an_unknown_metric_would_be_found(vllm_series):
+    assert "outrider:no_such_thing_total" not in exported(vllm_series)
+    assert "vllm:no_such_thing" not in exported(vllm_series)
+
+
+def test_the_file_is_what_the_description_makes():
+    assert dashboard.PATH.read_text() == dashboard.render(), "run: python -m deploy.grafana.dashboard"
+
+
+def test_it_can_be_imported_with_any_data_source():
+    made = json.loads(dashboard.PATH.read_text())
+    panels = [panel for panel in made["panels"] if panel["type"] != "row"]
+    assert {variable["name"] for variable in made["templating"]["list"]} == {"datasource", "model", "replica"}
+    assert all(panel["datasource"]["uid"] == "${datasource}" for panel in panels)
+    numbers = [panel["id"] for panel in made["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in made["panels"]]
+    assert len(set(places)) == len(places)
+    assert "$of" not in dashboard.PATH.read_text()
+    assert {row.title for row in dashboard.ROWS} >= {"Traffic", "Latency", "Speculation", "Link", "Drafter"}
+
+
+def test_every_group_of_metrics_is_on_the_dashboard_but_what_is_told_elsewhere():
+    text = " ".join([*dashboard.expressions(), dashboard.render()])
+    shown = {name for name in CATALOG if re.search(rf"{name}(_bucket|_count|_sum)?\b", text)}
+    assert set(CATALOG) - shown == {
+        "outrider:proposals_total",
+        "outrider:length_probes_total",
+        "outrider:expected_tokens_per_second",
+        "outrider:link_frames_total",
+        "outrider:drafter_branch_blocks",
+        "outrider:drafter_links",
+        "outrider:drafter_steps_total",
+        "outrider:drafter_answers_total",
+        "outrider:drafter_draft_tokens_total",
+        "outrider:snapshot_age_seconds",
+    }
+
+
+def test_the_alerts_are_complete_and_say_what_to_do():
+    names = [rule["alert"] for rule in RULES]
+    assert len(set(names)) == len(names)
+    assert {"OutriderDrafterDown", "OutriderLateProposals", "OutriderQueueFull"} <= set(names)
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"].endswith(".")

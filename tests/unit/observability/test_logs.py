@@ -1,0 +1,93 @@
+"""JSON lines: one object a record, the request's id on every line about a request."""
+
+import asyncio
+import io
+import json
+import logging
+import logging.config
+from contextlib import suppress
+
+import pytest
+
+from actors.observability import logs
+from cluster.config import ServingConfig
+
+
+@pytest.fixture
+def stream():
+    """What a logger of JSON lines wrote, and the logger."""
+    written, logger = io.StringIO(), logging.getLogger("test.json_lines")
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(logs.JsonLines())
+    logger.addHandler(handler)
+    logger.propagate = False
+    factory = logging.getLogRecordFactory()
+    yield logger, lambda: [json.loads(line) for line in written.getvalue().splitlines()]
+    logger.removeHandler(handler)
+    logging.setLogRecordFactory(factory)
+
+
+def test_a_line_is_one_object_with_ray_s_keys(stream):
+    logger, lines = stream
+    logger.warning("two\nlines of %s", "text", extra={"epoch": 3, "odd": object})
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logger.exception("failed")
+    first, second = lines()
+    assert first["message"] == "two\nlines of text"
+    assert (first["levelname"], first["name"], first["epoch"]) == ("WARNING", "test.json_lines", 3)
+    assert {"asctime", "filename", "lineno", "process"} <= set(first)
+    assert "ValueError: broken" in second["exc_text"]
+    assert logs.REQUEST_ID_KEY not in first
+
+
+async def test_a_task_s_lines_carry_its_request_s_id_and_no_other_s(stream):
+    logger, lines = stream
+
+    async def handle(request_id):
+        logs.note_request(request_id)
+        await asyncio.sleep(0)
+        logger.warning("about %s", request_id)
+
+    await asyncio.gather(handle("a"), handle("b"))
+    logger.warning("about nobody")
+    assert [(line["message"], line.get(logs.REQUEST_ID_KEY)) for line in lines()] == [
+        ("about a", "a"),
+        ("about b", "b"),
+        ("about nobody", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(None, "done"), (RuntimeError("INTERNAL: broken\nbadly"), "INTERNAL: broken badly"), (KeyError(), "KeyError"),
+     (asyncio.CancelledError(), "cancelled"), (GeneratorExit(), "cancelled")],
+)  # fmt: skip
+def test_a_request_s_line_says_what_became_of_it(stream, error, outcome):
+    logger, lines = stream
+    logger.setLevel(logging.INFO)
+    with suppress(BaseException), logs.request_line(logger, "mine-0a1b2c3d"):
+        if error is not None:
+            raise error
+    (line,) = lines()
+    assert (line[logs.REQUEST_ID_KEY], line["outcome"]) == ("mine-0a1b2c3d", outcome)
+    assert line["seconds"] >= 0
+    assert line["message"].startswith(f"request mine-0a1b2c3d: {outcome}, ")
+
+
+@pytest.mark.parametrize(
+    ("engine_s", "client_s"), [("mine-0a1b2c3d", "mine"), ("1_mine-0a1b2c3d", "1_mine"), ("mine", "mine")]
+)
+def test_the_engine_s_id_is_told_as_the_client_s(engine_s, client_s):
+    assert logs.about(engine_s) == {logs.REQUEST_ID_KEY: client_s}
+
+
+def test_the_file_that_vllm_s_processes_read_configures_their_loggers_and_ours():
+    environment = logs.environment(ServingConfig(log_format="json"))
+    with open(environment["VLLM_LOGGING_CONFIG_PATH"]) as file:
+        config = json.load(file)
+    assert {"vllm", "actors", "cluster"} == set(config["loggers"])
+    made = logging.config.DictConfigurator(config).configure_formatter(config["formatters"]["json"])
+    assert isinstance(made, logs.JsonLines)
+    assert logs.environment(ServingConfig()) == {}

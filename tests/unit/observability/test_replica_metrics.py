@@ -1,0 +1,178 @@
+"""A replica's metrics: everything reported is exported, scrapes share one question, silence is told."""
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from actors.drafting.draft_vocabulary import DraftVocabulary
+from actors.length.length_controller import LengthController
+from actors.length.limits import LengthLimits
+from actors.length.origin import Origin
+from actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
+from actors.observability.histogram import Histogram
+from actors.observability.replica_metrics import ReplicaMetrics
+from actors.rounds import TrackedRequest
+from actors.verifier import Verifier
+from cluster.config import LinkConfig
+from tests.unit.observability.test_exposition import parse, samples
+
+DRAFTER_STATUS = {
+    "num_sequences": 3,
+    "num_prefilling": 1,
+    "num_side_branches": 2,
+    "branch_blocks": 4,
+    "kv_cache_usage": 0.25,
+    "links": 1,
+    "steps": 9,
+    "rounds": 8,
+    "drafted": 20,
+    "guesses_right": 5,
+    "vocabulary_observed": 100,
+    "vocabulary_missed": 7,
+    "step_seconds": Histogram().snapshot(),
+    "pid": 1,
+}
+LINK_STATUS = {
+    "state": "up", "epoch": 2, "drafter": "Drafter:a", "reconnects": 1, "rtt_us": 150.0, "last_error": "",
+    "bytes_sent": 10, "bytes_received": 20, "frames_sent": 1, "frames_received": 2,
+}  # fmt: skip
+
+
+def rank_0():
+    """A verifier that has seen a bit of everything, as rank 0 reports it."""
+    limits = LengthLimits(max_tokens=4, max_requests=8)
+    verifier = Verifier(LinkConfig(), LengthController(limits))
+    for request_id in ("a", "b"):
+        verifier.track(TrackedRequest(request_id, [1, 2], 4))
+    for _ in range(2):
+        verifier.step_starts(2, 2, decodes_only=True)
+        verifier.begin_step()
+        verifier.end_step({"a": [5], "b": [6]}, {"a": 2}, [])
+        verifier.take_drafts(["a", "b"])
+    verifier.statistics.count_answer(Origin.MAIN_LINE, 900)
+    verifier.proposal_was_bad("a")
+    return {"rounds": verifier.metrics(), "link": LINK_STATUS}
+
+
+def make(ask_rank_0=None, ask_drafter=None, clock=lambda: 0.0, **options):
+    async def drafter():
+        return DRAFTER_STATUS
+
+    async def verifier():
+        return rank_0()
+
+    return ReplicaMetrics(
+        "m", ask_rank_0 or verifier, ask_drafter or drafter, registry=CollectorRegistry(), clock=clock, **options
+    )
+
+
+async def test_all_that_is_reported_is_exported():
+    text = await make().text()
+    values = samples(text)
+    m = ("model_name", "m")
+    assert values["outrider:rounds_total", m] == 4
+    assert values["outrider:drafted_rounds_total", m] == 2
+    assert values["outrider:proposal_origins_total", m, ("origin", "main_line")] == 1
+    assert values["outrider:proposal_origins_total", m, ("origin", "miss")] == 0
+    assert values["outrider:dropped_proposals_total", m, ("reason", "unusable")] == 1
+    assert values["outrider:degraded_requests_total", m, ("reason", "no_link")] == 2
+    assert values["outrider:step_seconds_count", m] == 1
+    assert sum(value for key, value in values.items() if key[0] == "outrider:chosen_lengths_total") == 4
+    assert values["outrider:link_state", m, ("state", "up")] == 1
+    assert values["outrider:link_state", m, ("state", "down")] == 0
+    assert values["outrider:link_rtt_seconds", m] == pytest.approx(150e-6)
+    assert values["outrider:link_bytes_total", ("direction", "received"), m] == 20
+    assert values["outrider:drafter_kv_cache_usage_ratio", m] == 0.25
+    assert values["outrider:draft_vocabulary_misses_total", m] == 7
+    assert values["outrider:length_controller_failures_total", m] == 0
+    # Every metric of these groups, but for the reasons that have not come up.
+    exported = {name.removesuffix("_total") for name in parse(text)}
+    missing = {spec.name.removesuffix("_total") for spec in (*ROUNDS, *LENGTHS, *LINK, *DRAFTER)} - exported
+    assert missing == {"outrider:refused_proposals"}
+
+
+async def test_the_failing_controller_is_counted():
+    class Broken:
+        def __getattr__(self, name):
+            return lambda *args: None
+
+        def choose(self, request_ids):
+            raise RuntimeError("broken on purpose")
+
+        def snapshot(self):
+            return {}
+
+    verifier = Verifier(LinkConfig(), Broken())
+    verifier.end_step({"a": [1]}, {}, [])
+
+    async def ask():
+        return {"rounds": verifier.metrics(), "link": LINK_STATUS}
+
+    assert samples(await make(ask).text())["outrider:length_controller_failures_total", ("model_name", "m")] == 1
+
+
+def test_the_drafter_s_names_are_those_that_are_exported():
+    from actors.drafting.draft_model import DraftModelStrategy
+    from actors.drafting.loop import DraftLoop
+    from actors.observability import replica_families
+    from tests.unit.drafting_engine import MemoryEngine
+
+    vocabulary = DraftVocabulary(16, 8)
+    loop = DraftLoop(DraftModelStrategy(MemoryEngine(), 8, vocabulary=vocabulary))
+    vocabulary.observe([1, 15])
+    reported = loop.metrics()
+    assert reported["vocabulary_missed"] == 1
+    assert {*replica_families._DRAFTER_GAUGES, *replica_families._DRAFTER_COUNTERS} <= set(reported)
+
+
+async def test_scrapes_of_one_moment_ask_once_and_later_ones_again():
+    asked, now = [], 0.0
+
+    async def ask():
+        asked.append(now)
+        await asyncio.sleep(0)
+        return rank_0()
+
+    metrics = make(ask, clock=lambda: now)
+    await asyncio.gather(metrics.text(), metrics.text(), metrics.text())
+    await metrics.text()
+    assert len(asked) == 1
+    now = 1.5
+    text = await metrics.text()
+    assert len(asked) == 2
+    assert samples(text)["outrider:snapshot_age_seconds", ("model_name", "m")] == 0
+
+
+async def test_a_scrape_does_not_wait_for_a_busy_engine_and_tells_the_age_of_its_numbers():
+    now, free = 0.0, asyncio.Event()
+    free.set()
+
+    async def ask():
+        await free.wait()
+        return rank_0()
+
+    metrics = make(ask, clock=lambda: now, answer_within_s=0.01)
+    await metrics.text()
+    free.clear()
+    now = 7.0
+    values = samples(await metrics.text())
+    assert values["outrider:snapshot_age_seconds", ("model_name", "m")] == 7
+    assert values["outrider:rounds_total", ("model_name", "m")] == 4
+    free.set()
+    await asyncio.sleep(0.01)
+    assert samples(await metrics.text())["outrider:snapshot_age_seconds", ("model_name", "m")] == 0
+
+
+async def test_a_drafter_that_is_gone_is_down_and_has_no_load():
+    async def gone():
+        raise ConnectionError("gone")
+
+    values = samples(await make(ask_drafter=gone).text())
+    assert values["outrider:drafter_up", ("model_name", "m")] == 0
+    assert not any(key[0] == "outrider:drafter_sequences" for key in values)
+
+
+async def test_without_a_drafter_there_is_nothing_of_verifier_or_drafter():
+    text = await ReplicaMetrics("m", None, None, registry=CollectorRegistry()).text()
+    assert set(parse(text)) == {"outrider:build_info"}
