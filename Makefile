@@ -27,7 +27,8 @@ demo: $(STAMP)  ## Fetch a small model, serve it, stream one answer and show whe
 serve: $(STAMP)  ## Serve a preset or a configuration file (CONFIG=smollm2)
 	@exec $(BIN)/outrider serve $(or $(CONFIG),smollm2)
 
-test: $(STAMP)  ## Unit, integration and fault tests
+test: $(STAMP)  ## Unit, integration and fault tests; installs Chromium for the page's where it is missing and this is root
+	@$(BIN)/python tests/install_chromium.py
 	@exec $(BIN)/python -m pytest tests/unit tests/integration tests/faults $(PYTEST_ARGS)
 
 test-unit: $(STAMP)  ## Unit tests only: seconds, no engine

@@ -1,0 +1,74 @@
+// The strip at the top, and what the replica counted while an answer ran.
+
+import { getJson } from "./event_stream.js";
+
+const URL_STATUS = "outrider/v1/status";
+const STATES = {
+  LINK_STATE_UP: ["up", "up"],
+  LINK_STATE_CONNECTING: ["connecting", "connecting"],
+  LINK_STATE_DOWN: ["down", "down"],
+};
+
+export class ServerStatus {
+  latest = null;
+  follow = null; // called after every status that came
+
+  // Returns the status, null when there was no answer. Never throws: the strip says what is wrong.
+  async refresh() {
+    try {
+      this.latest = await getJson(URL_STATUS);
+    } catch (error) {
+      this.latest = null;
+      write("server-link", `no status: ${error.message}`);
+      document.getElementById("server-link").dataset.link = "down";
+      return null;
+    }
+    this.#show(this.latest);
+    this.follow?.();
+    return this.latest;
+  }
+
+  #show({ model, methods, num_speculative_tokens: k, link, target, drafter }) {
+    write("server-model", model);
+    write("server-method", methods.length ? `${methods.join(", ")}, K = ${k}` : "none");
+    const [state, text] = link ? (STATES[link.state] ?? ["down", "unknown"]) : ["none", "no drafter"];
+    const element = document.getElementById("server-link");
+    element.dataset.link = state;
+    element.title = link ? linkTitle(link) : "";
+    write("server-link", text);
+    write("server-drafter", link ? [link.drafter || "none attached", load(drafter)].filter(Boolean).join(" · ") : "none");
+    write("server-target", load(target) || "–");
+  }
+}
+
+function load(engine) {
+  if (!engine) return "";
+  const waiting = engine.waiting ? `, ${engine.waiting} waiting` : "";
+  return `${engine.running} running${waiting}, KV ${(100 * engine.kv_cache_usage).toFixed(0)} %`;
+}
+
+function linkTitle(link) {
+  const lines = [`link ${link.epoch}, ${link.reconnects} reconnects`, `round trip ${link.rtt_us.toFixed(0)} µs`];
+  if (link.last_error) lines.push(`last error: ${link.last_error}`);
+  return lines.join("\n");
+}
+
+function write(id, text) {
+  document.getElementById(id).textContent = text;
+}
+
+// Shares of what one replica counted between two statuses: {hits, accepted}, undefined where nothing was counted or
+// where two replicas answered (their drafters have different names).
+export function sharesBetween(before, after) {
+  if (!before?.rounds || !after?.rounds || before.link?.drafter !== after.link?.drafter) return {};
+  const counted = (name) => Number(after.rounds[name] ?? 0) - Number(before.rounds[name] ?? 0);
+  const hits = counted("main_line_hits") + counted("side_branch_hits");
+  return {
+    hits: share(hits, hits + counted("misses")),
+    accepted: share(counted("accepted"), counted("drafted")),
+  };
+}
+
+function share(part, whole) {
+  return whole > 0 && part >= 0 ? part / whole : undefined;
+}

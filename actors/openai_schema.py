@@ -1,0 +1,127 @@
+"""``/openapi.json``: vLLM's own request models, as far as their fields are taken here."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeResponse,
+)
+
+from actors.http.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from actors.http.rules import Refused, Rules
+from actors.verification.mode import BY_NAME
+
+_REQUESTS: dict[type[BaseModel], Rules] = {
+    ChatCompletionRequest: CHAT,
+    CompletionRequest: COMPLETIONS,
+    TokenizeCompletionRequest: TOKENIZE,
+    TokenizeChatRequest: TOKENIZE,
+    DetokenizeRequest: DETOKENIZE,
+}
+_RESPONSES = (ChatCompletionResponse, CompletionResponse, TokenizeResponse, DetokenizeResponse, ModelList, ModelCard)
+
+_SPECULATION = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "enabled": {"type": "boolean"},
+        "num_speculative_tokens": {"type": "integer", "minimum": 1},
+        "verification": {"type": "string", "enum": list(BY_NAME)},
+    },
+}
+
+_ERRORS = {
+    "400": "a field is wrong, unknown or not supported",
+    "404": "no such model",
+    "408": "the deadline of x-request-timeout-ms passed",
+    "413": "the body is too long",
+    "415": "the body is not JSON",
+    "429": "the queue is full",
+    "500": "the server failed",
+    "503": "no replica is available",
+}
+
+
+@cache
+def openapi(version: str) -> dict[str, Any]:
+    """An OpenAPI 3.1 document. version: of the API."""
+    models = [*_REQUESTS, *_RESPONSES, ErrorResponse]
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    schemas = definitions["$defs"]
+    for model, rules in _REQUESTS.items():
+        _keep_what_is_taken(schemas[model.__name__], rules)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Outrider", "version": version},
+        "paths": {
+            "/v1/chat/completions": _post([ChatCompletionRequest], ChatCompletionResponse, streams=True),
+            "/v1/completions": _post([CompletionRequest], CompletionResponse, streams=True),
+            "/tokenize": _post([TokenizeCompletionRequest, TokenizeChatRequest], TokenizeResponse),
+            "/detokenize": _post([DetokenizeRequest], DetokenizeResponse),
+            "/v1/models": _get(_json(ModelList)),
+            "/v1/models/{model}": _get(_json(ModelCard), parameter="model"),
+            "/health": _get({}),
+            "/version": _get({"application/json": {"schema": {"type": "object"}}}),
+        },
+        "components": {"schemas": schemas},
+    }
+
+
+def _keep_what_is_taken(schema: dict[str, Any], rules: Rules) -> None:
+    properties = schema["properties"]
+    for name in [name for name in properties if isinstance(rules.get(name), Refused)]:
+        del properties[name]
+    if "speculation" in rules:
+        properties["speculation"] = _SPECULATION
+    schema["additionalProperties"] = False
+
+
+def _post(requests: list[type[BaseModel]], response: type[BaseModel], streams: bool = False) -> dict[str, Any]:
+    references = [_reference(request) for request in requests]
+    body = references[0] if len(references) == 1 else {"anyOf": references}
+    answer = _json(response) | ({"text/event-stream": {}} if streams else {})
+    timeout = {
+        "name": "x-request-timeout-ms",
+        "in": "header",
+        "schema": {"type": "integer", "minimum": 1},
+    }
+    operation = {
+        "parameters": [timeout],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": {"description": "the answer", "content": answer}} | _errors(),
+    }
+    return {"post": operation}
+
+
+def _get(answer: dict[str, Any], parameter: str | None = None) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "responses": {"200": {"description": "the answer", "content": answer}} | _errors(),
+    }
+    if parameter is not None:
+        operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {"get": operation}
+
+
+def _errors() -> dict[str, Any]:
+    return {status: {"description": text, "content": _json(ErrorResponse)} for status, text in _ERRORS.items()}
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": _reference(model)}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}

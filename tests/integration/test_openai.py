@@ -1,0 +1,308 @@
+"""OpenAI's API, through the official client, on a deployment with a draft model. Seeds and temperature 0 must give what
+gRPC gives."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from tests.serving import MAX_MODEL_LEN, K, wait_until, wait_until_idle
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = "Once upon a time there was a request"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+CHAT_PROMPT = f"user: {PROMPT}\nassistant: "
+MODEL = "tiny"
+NO_SPACE = {"32": -100, "10": -100}
+"""Grammars for JSON allow any white space, which a random model would go on with."""
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}},
+    "required": ["ok", "colour"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "paint", "strict": True, "parameters": SCHEMA}}
+AT_ONCE_S = 1.5
+"""A second, and what asking takes."""
+
+
+@pytest.fixture
+def client(pair):
+    with openai.OpenAI(base_url=f"{pair.http_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def complete(client, **changes):
+    extra = {"return_token_ids": True, **changes.pop("extra", {})}
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, **changes}
+    return client.completions.create(**options, extra_body=extra)
+
+
+def chat(client, **changes):
+    extra = {"return_token_ids": True, **changes.pop("extra", {})}
+    options = {"model": MODEL, "messages": MESSAGES, "max_tokens": 24, **changes}
+    return client.chat.completions.create(**options, extra_body=extra)
+
+
+def acceptance(answer):
+    return answer.metrics["speculative_decoding"]
+
+
+def test_models(client, pair):
+    [model] = client.models.list().data
+    assert (model.id, model.max_model_len) == (MODEL, MAX_MODEL_LEN)
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seeded"])
+def test_the_tokens_are_those_of_grpc(client, pair, sampling):
+    expected = pair.client.generate(PROMPT, max_tokens=24, **sampling)
+    for _ in range(2):
+        answer = complete(client, **sampling)
+        assert answer.choices[0].token_ids == list(expected.token_ids)
+        assert answer.choices[0].text == expected.text
+        assert answer.usage.completion_tokens == 24
+        assert answer.usage.prompt_tokens == len(PROMPT)
+        assert acceptance(answer)["num_draft_tokens"] > 0
+
+
+def test_answers_without_a_seed_differ(client):
+    assert len({complete(client, temperature=1.0).choices[0].text for _ in range(4)}) > 1
+
+
+def test_chat_is_the_template_completed(client):
+    answer = chat(client, temperature=0, extra={"return_prompt_text": True})
+    plain = complete(client, prompt=CHAT_PROMPT, temperature=0)
+    assert answer.prompt_text == CHAT_PROMPT
+    assert answer.choices[0].message.content == plain.choices[0].text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_streams_add_up(client, endpoint):
+    ask = chat if endpoint == "chat" else complete
+    whole = ask(client, temperature=1.0, seed=3, max_tokens=40)
+    events = list(
+        ask(client, temperature=1.0, seed=3, max_tokens=40, stream=True, stream_options={"include_usage": True})
+    )
+    *rounds, last = events
+    ids = [getattr(round_.choices[0], "token_ids", None) or [] for round_ in rounds]
+    assert [token for of_round in ids for token in of_round] == whole.choices[0].token_ids
+    texts = [r.choices[0].delta.content if endpoint == "chat" else r.choices[0].text for r in rounds]
+    assert "".join(text or "" for text in texts) == (
+        whole.choices[0].message.content if endpoint == "chat" else whole.choices[0].text
+    )
+    assert rounds[-1].choices[0].finish_reason == "length"
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (whole.usage.prompt_tokens, 40)
+    # One event a round: never more tokens than a round can commit, and rounds that commit several are one event.
+    assert max(map(len, ids)) <= K + 1
+    assert len([of_round for of_round in ids if of_round]) < 40
+    assert acceptance(last)["num_draft_tokens"] > 0
+
+
+def test_usage_in_every_event(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = list(complete(client, temperature=0, stream=True, stream_options=options))
+    counts = [event.usage.completion_tokens for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 24
+
+
+def test_cached_tokens_are_reported(client):
+    prompt = "The very same beginning. " * 12  # more than one block of 128
+    for _ in range(2):
+        answer = complete(client, prompt=prompt, temperature=0)
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 128
+
+
+def test_logprobs(client, pair):
+    expected = pair.client.generate(CHAT_PROMPT, temperature=0.0, max_tokens=12, logprobs=2)
+    [choice] = chat(client, temperature=0, max_tokens=12, logprobs=True, top_logprobs=2).choices
+    assert len(choice.logprobs.content) == 12
+    for entry, of_grpc in zip(choice.logprobs.content, expected.completions[0].logprobs, strict=True):
+        assert entry.logprob == pytest.approx(of_grpc.logprob, abs=1e-3)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx([t.logprob for t in of_grpc.top], abs=1e-3)
+    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+    completion = complete(client, prompt=CHAT_PROMPT, temperature=0, max_tokens=12, logprobs=2).choices[0]
+    assert completion.logprobs.token_logprobs == pytest.approx([e.logprob for e in choice.logprobs.content], abs=1e-3)
+
+
+def test_several_answers_and_prompts(client):
+    answer = complete(client, prompt=[PROMPT, "Hi"], n=2, temperature=1.0, seed=5, max_tokens=8)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.completion_tokens == 32
+    assert len({choice.text for choice in answer.choices}) == 4
+
+
+def test_a_schema_is_kept_to(client):
+    kept = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
+    answer = chat(client, response_format=kept, logit_bias=NO_SPACE, seed=1, max_tokens=200)
+    found = json.loads(answer.choices[0].message.content)
+    assert set(found) == {"ok", "colour"}
+    assert answer.choices[0].finish_reason == "stop"
+    again = chat(client, response_format=kept, logit_bias=NO_SPACE, seed=1, max_tokens=200)
+    assert again.choices[0].message.content == answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+def test_tools(client, choice):
+    options = {"tools": [TOOL], "tool_choice": choice, "logit_bias": NO_SPACE, "seed": 2, "max_tokens": 300}
+    options["parallel_tool_calls"] = False
+    [call] = chat(client, **options).choices[0].message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert (call.function.name, set(arguments)) == ("paint", {"ok", "colour"})
+    deltas = [
+        event.choices[0].delta.tool_calls[0].function
+        for event in chat(client, **options, stream=True)
+        if event.choices and event.choices[0].delta.tool_calls
+    ]
+    assert json.loads("".join(delta.arguments or "" for delta in deltas)) == arguments
+    assert [delta.name for delta in deltas if delta.name] == ["paint"]
+
+
+def test_tools_that_need_not_be_called(client):
+    answer = chat(client, tools=[TOOL], temperature=0)
+    assert answer.choices[0].message.content
+    assert not answer.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("speculation", "most"), [({"enabled": False}, 0), ({"num_speculative_tokens": 2}, 2), ({}, K)]
+)
+def test_speculation_of_a_request(client, pair, speculation, most):
+    answer = complete(client, temperature=0, max_tokens=40, extra={"speculation": speculation})
+    found = acceptance(answer)
+    assert max((j for j, rounds in enumerate(found["acceptance_histogram"]) if rounds), default=0) <= most
+    assert found["num_draft_tokens"] <= most * found["num_spec_steps"]
+    assert (found["num_draft_tokens"] > 0) == (most > 0)
+    pair.reference.check(list(PROMPT.encode()), answer.choices[0].token_ids, label="over HTTP")
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+def test_verification_of_a_request(client, verification):
+    answer = complete(client, temperature=1.0, max_tokens=40, extra={"speculation": {"verification": verification}})
+    assert acceptance(answer)["num_draft_tokens"] > 0
+
+
+def test_tokenize_and_back(pair):
+    tokens = httpx.post(f"{pair.http_url}/tokenize", json={"prompt": "né"}).json()
+    assert tokens == {"count": 3, "max_model_len": MAX_MODEL_LEN, "tokens": list("né".encode()), "token_strs": None}
+    assert httpx.post(f"{pair.http_url}/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "né"}
+    chat_tokens = httpx.post(f"{pair.http_url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert bytes(chat_tokens).decode() == CHAT_PROMPT
+
+
+def test_what_stands_beside(pair):
+    assert httpx.get(f"{pair.http_url}/health").status_code == 200
+    assert httpx.get(f"{pair.http_url}/ping").status_code == 200
+    assert httpx.get(f"{pair.http_url}/version").json()["version"].startswith("0.32")
+    assert "/v1/chat/completions" in httpx.get(f"{pair.http_url}/openapi.json").json()["paths"]
+
+
+def test_ids_come_back(client):
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt="a", max_tokens=1, extra_headers={"x-request-id": "mine-1"}
+    )
+    assert raw.headers["x-request-id"] == "mine-1"
+    assert raw.parse().id == "cmpl-mine-1"
+
+
+REFUSED = {
+    "unknown field": ({"extra": {"temprature": 1}}, "temprature"),
+    "refused field": ({"extra": {"use_beam_search": True}}, "use_beam_search"),
+    "wrong type": ({"temperature": "hot"}, "temperature"),
+    "out of range": ({"top_p": 0.0}, "top_p"),
+    "token out of the vocabulary": ({"logit_bias": {"5000": 1}}, "logit_bias"),
+    "no token of that number": ({"logit_bias": {"a": 1}}, "logit_bias"),
+    "allowed tokens out of the vocabulary": ({"extra": {"allowed_token_ids": [5000]}}, "allowed_token_ids"),
+    "a grammar that does not compile": ({"extra": {"structured_outputs": {"grammar": "root ::= ("}}}, None),
+    "a schema that does not compile": ({"extra": {"structured_outputs": {"json": '{"type": "nothing"}'}}}, None),
+    "block verification with a grammar": (
+        {"extra": {"structured_outputs": {"regex": "a"}, "speculation": {"verification": "block"}}},
+        "speculation.verification",
+    ),
+    "no token left": ({"extra": {"allowed_token_ids": [256], "min_tokens": 4}}, "allowed_token_ids"),
+    "a prompt too long": ({"prompt": "x" * 2000}, None),
+    "a token that is none": ({"prompt": [1, 5000]}, None),
+    "too many logprobs": ({"logprobs": 100}, None),
+    "many greedy answers": ({"n": 2, "temperature": 0}, None),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_status(client, name, stream):
+    """In a stream too: nothing has been sent yet."""
+    changes, field = REFUSED[name]
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, stream=stream, **changes)
+    assert set(caught.value.body) >= {"message", "type", "param", "code"}
+    if field is not None:
+        assert caught.value.param == field
+    assert len(caught.value.message) < 1000
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        complete(client, model="other")
+    assert caught.value.param == "model"
+
+
+def test_a_stream_that_is_closed_is_aborted(client, pair):
+    wait_until_idle(pair, 60)
+    stream = complete(client, temperature=0, max_tokens=900, stream=True)
+    for _ in range(3):
+        next(stream)
+    assert pair.status().target.running == 1
+    stream.close()
+    wait_until_idle(pair, AT_ONCE_S)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_client_that_gives_up_waiting_is_aborted(client, pair, endpoint):
+    wait_until_idle(pair, 60)
+    with pytest.raises(openai.APITimeoutError):
+        (chat if endpoint == "chat" else complete)(client, temperature=0, max_tokens=900, timeout=0.7)
+    wait_until_idle(pair, AT_ONCE_S)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_deadline_is_kept(client, pair, stream):
+    wait_until_idle(pair, 60)
+    headers = {"x-request-timeout-ms": "500"}
+    if stream:
+        with pytest.raises(openai.APIError, match="deadline"):
+            list(complete(client, temperature=0, max_tokens=900, stream=True, extra_headers=headers))
+    else:
+        with pytest.raises(openai.APIStatusError, match="deadline") as caught:
+            complete(client, temperature=0, max_tokens=900, extra_headers=headers)
+        assert caught.value.status_code == 408
+    wait_until_idle(pair, AT_ONCE_S)
+
+
+async def test_many_at_once(pair):
+    async with openai.AsyncOpenAI(base_url=f"{pair.http_url}/v1", api_key="none", max_retries=0) as client:
+        alone = await client.completions.create(model=MODEL, prompt=PROMPT, seed=1, max_tokens=16)
+        answers = await asyncio.gather(
+            *(client.completions.create(model=MODEL, prompt=PROMPT, seed=1 + i % 2, max_tokens=16) for i in range(12))
+        )
+    assert {answer.choices[0].text for answer in answers[::2]} == {alone.choices[0].text}
+    assert len({answer.choices[0].text for answer in answers}) == 2
+
+
+def test_garbage_in_the_body(pair):
+    url = f"{pair.http_url}/v1/chat/completions"
+    for raw in (b"", b"{", b"[]", b'{"messages": "\xff"}', b'{"messages": [{"role": "user", "content": "\\ud800"}]}'):
+        response = httpx.post(url, content=raw, headers={"content-type": "application/json"})
+        assert (response.status_code, set(response.json())) == (400, {"error"}), raw
+    assert httpx.post(url, content=b" " * (9 << 20)).status_code == 413
+    assert httpx.post(url, data={"a": "b"}).status_code == 415
+    assert wait_until(lambda: httpx.get(f"{pair.http_url}/health").status_code == 200, 30, "health")
