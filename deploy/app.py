@@ -14,9 +14,12 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
-from cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
+from actors.observability.environment import process_environment
+from cluster.build_check import check_build_drafts
+from cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
 from cluster.cores import CorePlan, available_cores, plan_cores
 from cluster.placement import ReplicaPlacement, check_cluster_can_hold, placement_of
 from deploy.preset import Overrides, resolve_config
@@ -25,6 +28,12 @@ logger = logging.getLogger(__name__)
 
 STATUS_CALLS = 64
 """Calls an ingress takes beyond the generations it may hold, so that status is answered under full load."""
+
+ROUTING_STATS_PERIOD_S = 2.0
+"""How often replicas report what routers cannot see: a lost drafter, requests of other callers."""
+
+CONTROL_CALLS = 16
+"""Calls a target replica takes beyond the generations it may hold: status, metrics, aborts, tokenising."""
 
 _OVERRIDES = ("target", "drafter", "dtype")
 
@@ -68,7 +77,10 @@ class ReplicaPlan:
 
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had."""
-    if engine_on_gpu():
+    gpu = engine_on_gpu()
+    if config.co_located is not None:
+        check_build_drafts(config.co_located, gpu)
+    if gpu:
         for name, section in (("target", config.target), ("drafter", config.drafter)):
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
@@ -99,22 +111,28 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     Raises ConfigError when Ray is up and its cluster cannot hold the replicas.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
-    from actors.ingress import Ingress
+    from actors.http.front import Front
     from actors.target import Target
 
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():
         check_cluster_can_hold(placement, serving.num_replicas, ray.cluster_resources())
     full = BackpressureConfig(status_code=429)
+    variables = process_environment(serving)
+    environment: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
+    logging_config = serve_logging(serving)
     target = serve.deployment(
         Target,
         name="Target",
         num_replicas=serving.num_replicas,
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
-        ray_actor_options={"num_cpus": placement.bundles[0]["CPU"]},
-        max_ongoing_requests=serving.max_ongoing_requests,
+        ray_actor_options={"num_cpus": placement.bundles[0]["CPU"], **environment},
+        logging_config=logging_config,
+        # The router holds generations to max_ongoing_requests; the rest lets a full replica hear an abort.
+        max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
         max_queued_requests=serving.max_queued_requests,
+        request_router_config=routing(config),
         backpressure_config=full,
         # A wrong model or setting stays wrong: report the first failure. It does not limit later replacements.
         max_constructor_retry_count=1,
@@ -125,9 +143,10 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         graceful_shutdown_timeout_s=20.0,
     )
     ingress = serve.deployment(
-        Ingress,
+        Front,
         name="Ingress",
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **environment},
+        logging_config=logging_config,
         # Room for every request Target may hold or queue, so that Target's own limit is what refuses the next one.
         max_ongoing_requests=serving.num_replicas * serving.max_ongoing_requests
         + serving.max_queued_requests
@@ -140,12 +159,44 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         graceful_shutdown_timeout_s=20.0,
     )
     replica = target.bind(config, placement, plan.cores)
-    return ingress.bind(replica, config.served_model_name, config.num_speculative_tokens)
+    return ingress.bind(
+        replica,
+        config.served_model_name,
+        config.num_speculative_tokens,
+        max_request_bytes=serving.max_request_bytes,
+        max_retries=serving.num_replicas - 1,
+    )
+
+
+def routing(config: OutriderConfig) -> RequestRouterConfig:
+    """How callers choose among target replicas."""
+    from actors.routing.request_router import TargetRouter
+
+    serving = config.serving
+    caching = config.target.enable_prefix_caching
+    return RequestRouterConfig(
+        request_router_class=TargetRouter,
+        request_router_kwargs={
+            "max_ongoing_requests": serving.max_ongoing_requests,
+            "prefix_affinity": serving.prefix_affinity if caching else 0.0,
+            "max_imbalance_tokens": serving.max_imbalance_tokens,
+        },
+        request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
+        # Looking again costs next to nothing here: a full replica is not asked, its requests are counted.
+        max_backoff_s=0.1,
+    )
+
+
+def serve_logging(serving: ServingConfig) -> LoggingConfig | None:
+    """How Serve's own processes log; None: Serve's default, text."""
+    return LoggingConfig(encoding="JSON") if serving.log_format == "json" else None
 
 
 def describe(config: OutriderConfig) -> str:
     """One line for the operator: what runs, and speculated by what."""
     text = f"{config.served_model_name} (tensor parallel {config.target.tensor_parallel_size})"
+    if (co_located := config.co_located) is not None:
+        return f"{text}, drafting co-located by vLLM's {co_located.method}"
     if isinstance(config.drafter, DraftModelConfig):
         return f"{text}, drafted for by {config.drafter.model} (tensor parallel {config.drafter.tensor_parallel_size})"
     return f"{text}, drafted for by {config.drafter.method} lookup" if config.drafter else f"{text}, without a drafter"

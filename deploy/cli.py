@@ -11,7 +11,10 @@ from importlib import metadata
 COMMANDS = {
     "serve": "serve a target with its drafter until interrupted",
     "generate": "ask a running server for one answer",
+    "top": "watch a running server: replicas, rounds, links and drafters, live",
     "fetch": "get a preset's models onto this machine",
+    "methods": "say which speculation methods fit a target model, and why",
+    "doctor": "check a configuration against this machine before anything is loaded",
     "bench": "measure a closed-loop load, in turns with another way to serve the same model",
 }
 """Name -> summary. Each is a module of ``deploy`` with ``add_arguments(parser)`` and ``run(args) -> int``."""

@@ -24,7 +24,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.config import ConfigError, OutriderConfig
 from cluster.ranks import NAMESPACE
-from deploy.app import ReplicaPlan, build_app, describe, plan_replica
+from deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from deploy.client import OutriderClient, OutriderError
 from deploy.ports import reachable
 from deploy.processes import (
@@ -39,7 +39,7 @@ from deploy.progress import Progress
 from deploy.start_error import explain
 from deploy.stop import StopSignal
 
-SERVICER = "actors.ingress.add_generation_service"
+SERVICER = "actors.grpc_services.add_services"
 
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
@@ -84,6 +84,7 @@ class Server:
                 proxy_location="EveryNode" if self._address else "HeadOnly",
                 http_options=HTTPOptions(host=serving.host, port=serving.http_port),
                 grpc_options=gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=[SERVICER]),
+                logging_config=serve_logging(serving),
             )
         except (RuntimeError, TimeoutError) as error:
             raise ConfigError(f"serving: Ray Serve did not start: {explain(str(error))}{self._where()}") from error

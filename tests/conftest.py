@@ -27,7 +27,9 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-DEPLOYMENTS = ("pair", "ngram_pair", "small_kv", "no_drafter", "target_tp2", "drafter_tp2")
+DEPLOYMENTS = (
+    "pair", "ngram_pair", "small_kv", "no_drafter", "co_located", "two_replicas", "target_tp2", "drafter_tp2"
+)  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
 
@@ -86,6 +88,18 @@ def small_kv(deployments: Deployments) -> Deployment:
 def no_drafter(deployments: Deployments) -> Deployment:
     """The target alone: no drafter is configured."""
     return deployments.use("no_drafter")
+
+
+@pytest.fixture
+def co_located(deployments: Deployments) -> Deployment:
+    """A target whose own engine drafts, by vLLM's draft_model."""
+    return deployments.use("co_located")
+
+
+@pytest.fixture
+def two_replicas(deployments: Deployments) -> Deployment:
+    """Two replicas with suffix drafters and room for few requests."""
+    return deployments.use("two_replicas")
 
 
 @pytest.fixture

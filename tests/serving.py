@@ -27,6 +27,14 @@ from tests.tiny_models import build_tiny_llama
 
 K = 8
 MAX_MODEL_LEN = 1024
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TRACES_PORT = pick_free_port()
+"""Where the collector of traces listens that tests may start."""
+
 HANG_GUARD_S = 180.0
 """How long a test waits for what has no deadline of its own. Nothing is measured against it."""
 
@@ -58,12 +66,19 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
             "target": engine(models.target),
             "drafter": draft_model,
             "speculation": always,
+            "openai": {"chat_template": CHAT_TEMPLATE, "tool_call_parser": "hermes"},
         },
         "ngram_pair": {
             "target": engine(models.target),
             "drafter": {"method": "ngram"},
             "speculation": always,
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},
+            # Nothing is traced but what a caller asks for.
+            "serving": {
+                "otlp_traces_endpoint": f"http://127.0.0.1:{TRACES_PORT}",
+                "trace_sample_ratio": 0,
+                "log_format": "json",
+            },
         },
         # Both sides run out of KV long before the requests end: 16 blocks of 128 tokens each, as sized on CPU.
         "small_kv": {
@@ -72,6 +87,21 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
             "speculation": {"num_speculative_tokens": K},
         },
         "no_drafter": {"target": engine(models.target)},
+        "co_located": {
+            "target": engine(models.target, max_num_batched_tokens=128),
+            "drafter": {
+                "placement": "co_located",
+                "method": "draft_model",
+                "model": str(models.drafter),
+                "num_speculative_tokens": 4,
+            },
+        },
+        # Small limits, so that a test can fill them.
+        "two_replicas": {
+            "target": engine(models.target, max_num_seqs=4),
+            "drafter": {"method": "suffix"},
+            "serving": {"num_replicas": 2, "max_ongoing_requests": 8, "max_queued_requests": 32},
+        },
         # Ranks that share cores take seconds for their first steps.
         "target_tp2": {
             "target": engine(models.target, tensor_parallel_size=2),
@@ -98,6 +128,13 @@ class Actor:
     """Placement bundles whose resources it holds."""
 
 
+def _living_actors() -> list[tuple[str, int]]:
+    """Name and process of each."""
+    table = ray._private.state.state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
+    actors = [gcs_pb2.ActorTableData.FromString(data) for data in table]
+    return [(actor.name, actor.pid) for actor in actors if actor.state == gcs_pb2.ActorTableData.ALIVE]
+
+
 @dataclass
 class Deployment:
     """A running application, and what a test needs to talk to it and to judge its answers."""
@@ -109,6 +146,8 @@ class Deployment:
     client: OutriderClient
     reference: Reference
     drafter_reference: Reference
+    http_url: str
+    """Without a slash at its end."""
 
     def status(self) -> pb.GetServerStatusResponse:
         return self.client.status(timeout_s=HANG_GUARD_S)
@@ -123,6 +162,10 @@ class Deployment:
                 resources = [name.split("_") for name in actor.required_resources if "_group_" in name]
                 found[key] = Actor(actor.name, actor.pid, {int(p[2]) for p in resources if len(p) == 4})
         return found
+
+    def replicas(self) -> dict[str, int]:
+        """Processes of the living target replicas, by Serve's id of each."""
+        return {name.split("#")[2]: pid for name, pid in _living_actors() if "#Target#" in name}
 
     def drafter(self) -> Any:
         """Ray's handle of the drafter actor."""
@@ -174,6 +217,7 @@ class Deployments:
         self._references = Reference(models.target), Reference(models.drafter)
         self._current: Deployment | None = None
         self._grpc_port: int | None = None
+        self._http_port = pick_free_port()
 
     def use(self, name: str) -> Deployment:
         if self._current is not None and self._current.name == name:
@@ -186,7 +230,7 @@ class Deployments:
         serve.run(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
         address = f"127.0.0.1:{self._grpc_port}"
         client = OutriderClient(address)
-        self._current = Deployment(name, config, plan, address, client, *self._references)
+        self._current = Deployment(name, config, plan, address, client, *self._references, f"http://127.0.0.1:{self._http_port}")
         wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
         return self._current
 
@@ -205,8 +249,7 @@ class Deployments:
             serve.delete(self._current.config.serving.app_name)
             self._current = None
 
-    @staticmethod
-    def _start_cluster() -> int:
+    def _start_cluster(self) -> int:
         port = pick_free_port()
         ray.init(
             "local",
@@ -217,7 +260,7 @@ class Deployments:
             object_store_memory=256 << 20,
         )
         serve.start(
-            http_options=HTTPOptions(host="127.0.0.1", port=pick_free_port()),
+            http_options=HTTPOptions(host="127.0.0.1", port=self._http_port),
             grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER]),
         )
         return port
