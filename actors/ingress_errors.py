@@ -68,7 +68,9 @@ def failure_of(error: Exception, call: str, request_id: str | None = None) -> Ca
     code = grpc.StatusCode
     if isinstance(cause, RequestError):
         fields = {cause.field: f"{cause.problem}; {cause.fix}"}
-        return CallFailure(code.INVALID_ARGUMENT, str(cause), "INVALID_REQUEST", fields, request_id)
+        # What is not usable as an id cannot travel in metadata either: gRPC would make the call INTERNAL.
+        named = None if cause.field == "request_id" else request_id
+        return CallFailure(code.INVALID_ARGUMENT, str(cause), "INVALID_REQUEST", fields, named)
     if isinstance(cause, RequestIdInUse):
         return CallFailure(code.ALREADY_EXISTS, str(cause), "REQUEST_ID_IN_USE", request_id=request_id)
     if isinstance(cause, UnknownService):

@@ -30,8 +30,8 @@ MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
 
 REFUSED_METHODS = {
     "mlp_speculator": (
-        "vLLM knows the name but its engine has no drafter for it (vllm#47825): it would end at start-up with "
-        "'Unknown speculative decoding method'; use medusa or eagle3 heads for the same target"
+        "vLLM has kept the name but neither loads such checkpoints nor has a drafter for them (vllm#47825): it would "
+        "end at start-up; use medusa or eagle3 heads for the same target"
     ),
     "extract_hidden_states": (
         "writes hidden states to disk for training heads and drafts nothing; run it with vLLM itself"

@@ -75,9 +75,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     switch = argparse.BooleanOptionalAction
     group.add_argument("--include-stop-str-in-output", action=switch, default=None, help="the text ends with its stop")
     group.add_argument("--skip-special-tokens", action=switch, default=None, help="leave them out of the text")
-    group.add_argument(
-        "--spaces-between-special-tokens", action=switch, default=None, help="set them apart"
-    )
+    group.add_argument("--spaces-between-special-tokens", action=switch, default=None, help="set them apart")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     group.add_argument("--logprobs", metavar="N", type=int,
                        help="with --json: log-probabilities of each token and of the N likeliest")  # fmt: skip

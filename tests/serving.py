@@ -230,7 +230,9 @@ class Deployments:
         serve.run(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
         address = f"127.0.0.1:{self._grpc_port}"
         client = OutriderClient(address)
-        self._current = Deployment(name, config, plan, address, client, *self._references, f"http://127.0.0.1:{self._http_port}")
+        self._current = Deployment(
+            name, config, plan, address, client, *self._references, f"http://127.0.0.1:{self._http_port}"
+        )
         wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
         return self._current
 

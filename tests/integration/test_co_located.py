@@ -90,4 +90,5 @@ def test_suffix_needs_a_package_that_is_not_here_and_says_so(results):
 
 def test_mlp_speculator_is_still_without_a_drafter_in_vllm(results):
     """The reason that our refusal gives. When this fails, vLLM has routed it, and the refusal has to go."""
-    assert "mlp_speculator" in results["mlp_speculator"]["error"]
+    error = results["mlp_speculator"]["error"]
+    assert "Model architectures ['MLPSpeculatorPreTrainedModel'] are not supported" in error

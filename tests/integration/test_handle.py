@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deploy.async_client import AsyncOutriderClient
 from deploy.async_methods import AsyncMethods
-from deploy.client import OutriderError
+from deploy.client import OutriderClient, OutriderError
 from deploy.handle import OutriderHandle
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
@@ -54,8 +54,12 @@ def second_application(outrider: str) -> serve.Application:
 
 @pytest.fixture
 def caller(pair: Deployment) -> Iterator[DeploymentHandle]:
-    yield serve.run(second_application(pair.config.serving.app_name), name="second", route_prefix="/second")
-    serve.delete("second")
+    name = pair.config.serving.app_name
+    one_application = pair.client
+    with OutriderClient(pair.address, application=name) as pair.client:  # two are served meanwhile
+        yield serve.run(second_application(name), name="second", route_prefix="/second")
+        serve.delete("second")
+    pair.client = one_application
 
 
 @pytest.fixture
