@@ -25,6 +25,7 @@ TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "PayloadTooLargeError",
     415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
@@ -32,6 +33,7 @@ TYPES = {
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
 
 

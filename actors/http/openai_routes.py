@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from actors.http.door import REQUEST_ID_HEADER, to_openai_request
 from actors.http.errors import HttpFailure
 from actors.http.relay import ask
 from actors.openai_messages import Endpoint, OpenAIRequest
+from actors.routing.broadcast import broadcast
 
 if TYPE_CHECKING:
     from actors.http.app import HttpContext
@@ -55,12 +55,9 @@ def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        call = context.target.status.remote()
-        try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                await call
-        except TimeoutError:
-            call.cancel()
+        # Not an ordinary call: a queue that is full would refuse it, and a busy server is no sick one.
+        replies = await broadcast(context.target, "check_health", timeout_s=HEALTH_TIMEOUT_S)
+        if not any(reply.ok for reply in replies):
             return HttpFailure(503, f"no target replica answered within {HEALTH_TIMEOUT_S:g} s").response()
         return Response(status_code=200)
 
