@@ -23,7 +23,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda value: 0 < value <= 1, "a number above 0, at most 1 (all tokens)"),
     "top_k": (lambda value: value >= -1, "0 (all tokens) or a positive number"),
     "min_p": (lambda value: 0 <= value <= 1, "a number from 0 (off) to 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "a number above 0 (1 is off)"),
+    "repetition_penalty": (lambda value: 0.01 <= value <= 100, "a number from 0.01 to 100 (1 is off)"),
     "presence_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2 (0 is off)"),
     "frequency_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2 (0 is off)"),
     "max_tokens": (lambda value: value >= 1, "1 or more, or leave it out"),

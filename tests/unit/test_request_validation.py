@@ -139,6 +139,8 @@ def test_speculation_can_be_switched_off_and_the_template_asked_for() -> None:
         ("sampling.structured_outputs.regex", structured(regex="a\0")),
         ("sampling.structured_outputs.choice", structured(choice=pb.Choices())),
         ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
+        ("sampling.repetition_penalty", sampling(repetition_penalty=0.009)),
+        ("sampling.repetition_penalty", sampling(repetition_penalty=101.0)),
         ("sampling.repetition_penalty", sampling(repetition_penalty=math.inf)),
         ("sampling.repetition_penalty", sampling(repetition_penalty=math.nan)),
         ("sampling.presence_penalty", sampling(presence_penalty=2.1)),
