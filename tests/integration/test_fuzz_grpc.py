@@ -1,7 +1,7 @@
 """Random and mutated requests to every RPC, by the thousand: each gets an answer or a status that blames the request,
 and nothing of them is left.
 
-OUTRIDER_FUZZ_REQUESTS (1500) and OUTRIDER_FUZZ_SEED (1) set how many and which. A failure names seed and case;
+OUTRIDER_FUZZ_CASES (1500) and OUTRIDER_FUZZ_SEED (1) set how many and which. A failure names seed and case;
 ``tests.fuzz_cases.case(seed, number)`` makes that one again.
 """
 
@@ -23,7 +23,7 @@ from tests.serving import HANG_GUARD_S, Deployment, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-REQUESTS = int(os.environ.get("OUTRIDER_FUZZ_REQUESTS", "1500"))
+REQUESTS = int(os.environ.get("OUTRIDER_FUZZ_CASES", "1500"))
 SEED = int(os.environ.get("OUTRIDER_FUZZ_SEED", "1"))
 CONCURRENCY = 12
 PROMPT = list(b"Once upon a time there was a request. " * 4)
