@@ -27,6 +27,9 @@ from actors.request_sampling import RequestSampling
 from actors.round_origins import RoundLog, TakenRounds
 from actors.round_settings import EXTRA_ARGS_KEY
 
+_LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words")
+"""Parameters that may forbid every token, such as a JSON schema that refers to itself and nothing else."""
+
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
 """What the grammar compiler puts before its messages: time, file and line of its source."""
@@ -92,20 +95,30 @@ def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None
     return RequestError("sampling" if parameter is None else f"sampling.{parameter}", problem, fix)
 
 
+def _without_a_token(request: GenerationRequest, *, begun: bool) -> Exception:
+    """For an answer that the engine gave up. begun: it has tokens, so what the request asks for can be had."""
+    limits = [name for name in _LIMITS if name in request.sampling]
+    if begun or not limits:
+        return SamplingFailed(request.request_id, "structured_outputs" in request.sampling)
+    return RequestError(
+        f"sampling.{limits[0]}", "leaves no token to begin an answer with", "send what a text can match"
+    )
+
+
 def round_outputs(
     output: RequestOutput, request: GenerationRequest, num_tokens: dict[int, int], rounds: RoundLog
 ) -> list[RoundOutput]:
     """One per answer that vLLM's output, a delta, is about; several with n > 1.
 
     num_tokens: tokens of each answer before this round, by index; brought up to date. rounds: where the tokens' origins
-    are. Raises SamplingFailed.
+    are. Raises SamplingFailed, or RequestError when the request itself may leave no token to begin with.
     """
     outputs = []
     first = not num_tokens
     prompt_logprobs = _prompt_logprobs(output, request) if first else ()
     for completion in output.outputs:
         if completion.finish_reason == "error":
-            raise SamplingFailed(request.request_id, "structured_outputs" in request.sampling)
+            raise _without_a_token(request, begun=bool(num_tokens.get(completion.index)))
         index = completion.index
         num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
         taken = rounds.take(request.request_id, index, len(completion.token_ids))

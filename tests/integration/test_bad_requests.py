@@ -62,6 +62,14 @@ BAD = {
     "request id too long": (PROMPT, {"request_id": "x" * 129}, "request_id"),
     "text that no tokens could spell": ("a" * 1_000_000, {}, "prompt"),
     "request id with spaces": (PROMPT, {"request_id": "a b"}, "request_id"),
+    "request id beyond ASCII": (PROMPT, {"request_id": "Öl"}, "request_id"),
+    "repetition penalty beyond float32": (PROMPT, {"repetition_penalty": 1e308}, "sampling.repetition_penalty"),
+    "schema that nothing matches": (PROMPT, {"json_schema": {"$ref": "#"}}, "sampling.structured_outputs"),
+    "words forbidden that are the only ones allowed": (
+        PROMPT,
+        {"allowed_token_ids": [97], "bad_words": ["a"]},
+        "sampling.allowed_token_ids",
+    ),
 }
 
 

@@ -185,10 +185,20 @@ def test_a_request_that_is_aborted_before_its_prompt_is_read_has_none() -> None:
 def test_an_engine_error_names_the_request_and_the_reason(structured: bool) -> None:
     asked = request(sampling={"structured_outputs": {"regex": "a"}} if structured else {})
     with pytest.raises(SamplingFailed) as caught:
-        round_outputs(output(delta(finish_reason="error"), finished=True), asked, {})
+        round_outputs(output(delta(finish_reason="error"), finished=True), asked, {0: 1})
     error = pickle.loads(pickle.dumps(caught.value))
     assert str(error).startswith("request r-1: the model's logits for the next token were not finite or left no token")
     assert ("structured_outputs" in str(error)) is structured
+
+
+@pytest.mark.parametrize(
+    "limit", [{"structured_outputs": {"json": "{}"}}, {"allowed_token_ids": [1]}, {"bad_words": ["a"]}]
+)
+def test_limits_that_leave_no_token_to_begin_with_are_the_request_s_own(limit: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"sampling.{next(iter(limit))}: leaves no token"):
+        round_outputs(output(delta(finish_reason="error"), finished=True), request(sampling=limit), {})
+    with pytest.raises(SamplingFailed):
+        round_outputs(output(delta(finish_reason="error"), finished=True), request(), {})
 
 
 class ScriptedLLM:
