@@ -14,6 +14,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from actors.generation import (
+    LIMITS,
     GenerationRequest,
     RequestError,
     RoundOutput,
@@ -26,9 +27,6 @@ from actors.generation import (
 from actors.request_sampling import RequestSampling
 from actors.round_origins import RoundLog, TakenRounds
 from actors.round_settings import EXTRA_ARGS_KEY
-
-_LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words")
-"""Parameters that may forbid every token, such as a JSON schema that refers to itself and nothing else."""
 
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
@@ -95,14 +93,13 @@ def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None
     return RequestError("sampling" if parameter is None else f"sampling.{parameter}", problem, fix)
 
 
-def _without_a_token(request: GenerationRequest, *, begun: bool) -> Exception:
-    """For an answer that the engine gave up. begun: it has tokens, so what the request asks for can be had."""
-    limits = [name for name in _LIMITS if name in request.sampling]
-    if begun or not limits:
-        return SamplingFailed(request.request_id, "structured_outputs" in request.sampling)
-    return RequestError(
-        f"sampling.{limits[0]}", "leaves no token to begin an answer with", "send what a text can match"
-    )
+def _without_a_token(request: GenerationRequest, num_tokens: int) -> Exception:
+    """For an answer that the engine gave up after num_tokens: its own limits are to blame where it has any."""
+    limits = [name for name in LIMITS if name in request.sampling]
+    if not limits:
+        return SamplingFailed(request.request_id)
+    where = f"go on with after {num_tokens} tokens" if num_tokens else "begin an answer with"
+    return RequestError(f"sampling.{limits[0]}", f"leaves no token to {where}", "send what a text can match")
 
 
 def round_outputs(
@@ -111,14 +108,14 @@ def round_outputs(
     """One per answer that vLLM's output, a delta, is about; several with n > 1.
 
     num_tokens: tokens of each answer before this round, by index; brought up to date. rounds: where the tokens' origins
-    are. Raises SamplingFailed, or RequestError when the request itself may leave no token to begin with.
+    are. Raises SamplingFailed, or RequestError when the request itself may leave no token to choose.
     """
     outputs = []
     first = not num_tokens
     prompt_logprobs = _prompt_logprobs(output, request) if first else ()
     for completion in output.outputs:
         if completion.finish_reason == "error":
-            raise _without_a_token(request, begun=bool(num_tokens.get(completion.index)))
+            raise _without_a_token(request, num_tokens.get(completion.index, 0))
         index = completion.index
         num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
         taken = rounds.take(request.request_id, index, len(completion.token_ids))

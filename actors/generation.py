@@ -33,22 +33,20 @@ class RequestIdInUse(Exception):
         return f"request_id: {self.request_id!r} is the id of a running request; send another one, or none"
 
 
+LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words")
+"""Sampling parameters that may forbid every token: a JSON schema that refers to itself and nothing else, say."""
+
+
 class SamplingFailed(Exception):
-    """The engine gave a request up because it could not choose its next token. Other requests go on.
+    """The engine gave a request up because it could not choose its next token, and the request has no LIMITS that it
+    may be due to. Other requests go on."""
 
-    structured: the request has structured_outputs, whose grammar may be what failed.
-    """
-
-    def __init__(self, request_id: str, structured: bool = False) -> None:
-        super().__init__(request_id, structured)
-        self.request_id, self.structured = request_id, structured
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
 
     def __str__(self) -> str:
-        text = (
-            f"request {self.request_id}: the model's logits for the next token were not finite or left no token to "
-            "choose"
-        )
-        return f"{text}, or the grammar of sampling.structured_outputs failed" if self.structured else text
+        return f"request {self.request_id}: the model's logits for the next token were not finite"
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.co_located_requests import check_co_located_params
-from actors.generation import RequestError
+from actors.generation import LIMITS, RequestError
 from actors.observability.engine_trace import traced_generate
 from actors.request_sampling import RequestSampling
 from actors.round_settings import EXTRA_ARGS_KEY
 from cluster.platform import on_gpu
-
-_CONSTRAINTS = ("allowed_token_ids", "bad_words", "logit_bias", "structured_outputs", "min_tokens")
-"""Parameters that may forbid every token."""
 
 
 class CheckedEngine:
@@ -84,16 +81,12 @@ def check_for_co_located(params: SamplingParams, method: str) -> None:
 def check_reasons(output: RequestOutput, params: SamplingParams) -> None:
     """vLLM's classes know one way in which the engine gives a request up. Raises for the two that are not its fault."""
     for completion in output.outputs:
-        if completion.finish_reason == "error" and (asked := _constraints(params)):
+        if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
             raise VLLMValidationError(
                 f"{', '.join(asked)} left no token to choose, or the grammar could not go on", parameter=asked[0]
             )
         if completion.finish_reason == "abort" and _is_late(params):
             raise GracefulHTTPError("aborted when its deadline passed", HTTPStatus.REQUEST_TIMEOUT)
-
-
-def _constraints(params: SamplingParams) -> list[str]:
-    return [name for name in _CONSTRAINTS if getattr(params, name)]
 
 
 def _is_late(params: SamplingParams) -> bool:

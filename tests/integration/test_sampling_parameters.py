@@ -273,9 +273,9 @@ def test_a_request_that_forbids_every_token_fails_alone(pair):
     with ThreadPoolExecutor(2) as pool:
         beside = pool.submit(ask, pair, **GREEDY)
         for how in (SAMPLED, GREEDY):
-            with pytest.raises(OutriderError, match="left no token to choose") as failure:
+            with pytest.raises(OutriderError, match="allowed_token_ids: leaves no token") as failure:
                 ask(pair, **how, allowed_token_ids=[65], bad_words=["A"], prompt_logprobs=1)
-            assert failure.value.code is grpc.StatusCode.INTERNAL
+            assert failure.value.code is grpc.StatusCode.INVALID_ARGUMENT
         answer = beside.result()
     pair.reference.check(PROMPT, answer.token_ids, label="beside it")
     wait_until_idle(pair, within_s=5.0)
