@@ -26,7 +26,7 @@ from actors.observability.environment import process_environment
 from actors.observability.logs import request_line
 from actors.observability.replica_metrics import ReplicaMetrics
 from actors.observability.serve_log import serve_log_kept
-from actors.openai_messages import OpenAIHead, OpenAIRequest
+from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.retry import ReplicaLost
 from actors.routing.broadcast import ReplicaReply, sign
 from actors.routing.routing_stats import RoutingStats
@@ -38,7 +38,7 @@ from cluster.placement import ReplicaPlacement
 from cluster.ranks import V1_RUNNER, RankPlacement
 
 if TYPE_CHECKING:
-    from actors.openai_serving import OpenAIServing
+    from actors.openai.serving import OpenAIServing
     from actors.target_engine import TargetEngine
 
 logger = logging.getLogger("ray.serve.outrider.target")
@@ -183,7 +183,7 @@ class Target:
             self._registry.leave.remote(self._replica)
 
     def _start_openai(self) -> OpenAIServing:
-        from actors.openai_serving import OpenAIServing
+        from actors.openai.serving import OpenAIServing
 
         return OpenAIServing(self._engine.llm, self._config, self._replica)
 

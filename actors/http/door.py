@@ -12,7 +12,7 @@ from typing import Any
 from actors.generation import RequestError
 from actors.http.fields import BY_ENDPOINT
 from actors.http.rules import held_against
-from actors.openai_messages import Endpoint, OpenAIRequest
+from actors.openai.messages import Endpoint, OpenAIRequest
 from actors.request_validation import check_request_id
 from actors.verification.mode import BY_NAME
 

@@ -7,7 +7,7 @@ own request models and OpenAI's own parameter types, so that a field that either
 from __future__ import annotations
 
 from actors.http.rules import Label, Refused, Rule, Rules, Works
-from actors.openai_messages import Endpoint
+from actors.openai.messages import Endpoint
 
 _TEXT_ONLY = "text in, text out"
 _DISAGGREGATED = "prefill and decode are not split between engines here"

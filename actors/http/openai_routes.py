@@ -15,7 +15,7 @@ from actors.http.body import read_json_object
 from actors.http.door import REQUEST_ID_HEADER, to_openai_request
 from actors.http.errors import HttpFailure
 from actors.http.relay import ask
-from actors.openai_messages import Endpoint, OpenAIRequest
+from actors.openai.messages import Endpoint, OpenAIRequest
 from actors.routing.broadcast import broadcast
 
 if TYPE_CHECKING:

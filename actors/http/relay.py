@@ -18,7 +18,7 @@ from starlette.responses import Response
 from actors.http.errors import HttpError, failure_of
 from actors.http.event_stream import EventStream
 from actors.observability.logs import note_request
-from actors.openai_messages import OpenAIHead, OpenAIRequest
+from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.retry import retried
 
 Parts = AsyncGenerator[OpenAIHead | str, None]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.generation import GenerationRequest
-from actors.openai_messages import OpenAIRequest
+from actors.openai.messages import OpenAIRequest
 from actors.routing.fingerprint import BYTES_PER_TOKEN, chat_fingerprint, text_fingerprint, token_fingerprint
 from actors.routing.policy import RoutedRequest
 

@@ -15,7 +15,7 @@ from actors.http.app import HttpContext
 from actors.http.errors import add_error_handlers
 from actors.http.openai_routes import add_openai_routes
 from actors.http.relay import ask
-from actors.openai_messages import OpenAIHead, OpenAIRequest
+from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.retry import ReplicaLost
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

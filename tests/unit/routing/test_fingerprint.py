@@ -3,7 +3,7 @@
 import pytest
 
 from actors.generation import ChatMessage, ChatPrompt, GenerationRequest
-from actors.openai_messages import OpenAIRequest
+from actors.openai.messages import OpenAIRequest
 from actors.routing.fingerprint import MAX_BYTES, block_tokens, text_fingerprint, token_fingerprint
 from actors.routing.request_profile import USUAL_ANSWER_TOKENS, profile
 

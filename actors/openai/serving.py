@@ -33,10 +33,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from actors.chat_template import configured_chat_template
 from actors.generation import RequestError
 from actors.http.errors import HttpFailure, failure_of, refused, server_error, timed_out
-from actors.openai_engine import CheckedEngine
-from actors.openai_messages import OpenAIHead, OpenAIRequest
-from actors.openai_schema import openapi
-from actors.openai_validation import problem_of, shortened, validated
+from actors.openai.engine import CheckedEngine
+from actors.openai.messages import OpenAIHead, OpenAIRequest
+from actors.openai.schema import openapi
+from actors.openai.validation import problem_of, shortened, validated
 from actors.retry import ReplicaLost
 from actors.round_settings import EXTRA_ARGS_KEY
 from cluster.config import ConfigError, OutriderConfig

@@ -5,8 +5,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from actors.generation import RequestError
-from actors.openai_schema import openapi
-from actors.openai_validation import validated
+from actors.openai.schema import openapi
+from actors.openai.validation import validated
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -11,7 +11,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from actors.openai_engine import CheckedEngine
+from actors.openai.engine import CheckedEngine
 
 
 class Llm:
