@@ -33,7 +33,6 @@ TYPES = {
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
 }
 
 

@@ -21,9 +21,9 @@ HTTP_STATUS = {
     grpc.StatusCode.CANCELLED: 499,
     grpc.StatusCode.UNIMPLEMENTED: 501,
     grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 408,
 }
-"""As google.rpc.Code maps them. Every other code is 500."""
+"""As google.rpc.Code maps them, but for a passed deadline, which is 408 on every route. Every other code is 500."""
 
 _RETRY = frozenset({429, 503})
 

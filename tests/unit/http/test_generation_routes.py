@@ -115,7 +115,7 @@ def test_a_stream(client: TestClient, servicer: Servicer) -> None:
         ("ALREADY_EXISTS", 409),
         ("RESOURCE_EXHAUSTED", 429),
         ("UNAVAILABLE", 503),
-        ("DEADLINE_EXCEEDED", 504),
+        ("DEADLINE_EXCEEDED", 408),
         ("INTERNAL", 500),
     ],
 )
