@@ -26,8 +26,8 @@ from deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
 
-STATUS_CALLS = 64
-"""Calls an ingress takes beyond the generations it may hold, so that status is answered under full load."""
+BEING_REFUSED = 4096
+"""Calls an ingress takes beyond the generations it may hold: status under full load, and what it is about to refuse."""
 
 ROUTING_STATS_PERIOD_S = 2.0
 """How often replicas report what routers cannot see: a lost drafter, requests of other callers."""
@@ -147,10 +147,11 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         name="Ingress",
         ray_actor_options={"num_cpus": 0, **environment},
         logging_config=logging_config,
-        # Room for every request Target may hold or queue, so that Target's own limit is what refuses the next one.
+        # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
+        # milliseconds. What has to wait for a place here is refused only when another request ends, seconds later.
         max_ongoing_requests=serving.num_replicas * serving.max_ongoing_requests
         + serving.max_queued_requests
-        + STATUS_CALLS,
+        + BEING_REFUSED,
         max_queued_requests=serving.max_queued_requests,
         backpressure_config=full,
         max_constructor_retry_count=1,

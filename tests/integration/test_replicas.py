@@ -145,7 +145,13 @@ async def flood_http(deployment):
                 assert json.loads(response.text)["usage"]["completion_tokens"] == ANSWER_TOKENS
                 outcome.finished(started)
 
-        await asyncio.gather(*(one(number) for number in range(FLOOD)))
+        flood = asyncio.gather(*(one(number) for number in range(FLOOD)))
+        while not outcome.kinds["refused"]:
+            await asyncio.sleep(0.01)
+        assert not flood.done()
+        health = await client.get("/health")
+        assert health.status_code == 200, "a full queue is no illness"
+        await flood
     return outcome
 
 
