@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from vllm import SamplingParams
@@ -12,11 +14,13 @@ from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.metrics.stats import RequestStateStats
 
 from actors.generation import (
     LIMITS,
     GenerationRequest,
     RequestError,
+    RequestTiming,
     RoundOutput,
     SamplingFailed,
     SpeculativeDecodingMetrics,
@@ -153,7 +157,17 @@ def _round_output(
         stop_reason=None if reason is None else str(reason),
         usage=_usage(output, num_tokens),
         speculative_decoding=_metrics(completion),
+        timing=_timing(output.metrics),
     )
+
+
+def _timing(stats: RequestStateStats | None) -> RequestTiming | None:
+    """None when the engine keeps no statistics. A step's times are on one clock of vLLM's, its arrival on another."""
+    if stats is None:
+        return None
+    steps = (stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts)
+    queue, prefill, decode = (after - before if after else 0.0 for before, after in pairwise(steps))
+    return RequestTiming(queue, prefill, decode, max(0.0, time.time() - stats.arrival_time))
 
 
 def _usage(output: RequestOutput, num_tokens: int) -> Usage:

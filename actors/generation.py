@@ -144,6 +144,23 @@ class SpeculativeDecodingMetrics:
     """Index j: rounds in which j drafts were accepted. Length K + 1."""
 
 
+@dataclass(frozen=True)
+class RequestTiming:
+    """Seconds of one request in the target replica, by the names of vLLM's request metrics. 0: it did not get there."""
+
+    queue_time_s: float
+    """From its arrival in the engine to the first step it was part of."""
+
+    prefill_time_s: float
+    """From there to its first token."""
+
+    decode_time_s: float
+    """From its first token to its last."""
+
+    e2e_latency_s: float
+    """From its arrival in the replica to its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """logprob: natural logarithm of the model's own probability, before every sampling parameter."""
@@ -181,6 +198,9 @@ class RoundOutput:
     """Of this answer so far, the prompt's tokens counted in each. In a request's first outputs and an answer's last."""
 
     speculative_decoding: SpeculativeDecodingMetrics | None = None
+    """This and the next in an answer's last output only."""
+
+    timing: RequestTiming | None = None
 
     index: int = 0
     """Which of the n answers."""

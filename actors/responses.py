@@ -156,6 +156,15 @@ def _finish(message: pb.Completion | pb.GenerateStreamResponse, output: RoundOut
             acceptance_histogram=metrics.acceptance_histogram,
         )
     )
+    if (timing := output.timing) is not None:
+        message.metrics.timing.CopyFrom(
+            pb.RequestTiming(
+                queue_time_s=timing.queue_time_s,
+                prefill_time_s=timing.prefill_time_s,
+                decode_time_s=timing.decode_time_s,
+                e2e_latency_s=timing.e2e_latency_s,
+            )
+        )
     if output.usage is None:
         raise RuntimeError("the target finished an answer without counting its tokens")
     return output.usage

@@ -49,6 +49,12 @@ class Answer:
     drafted: int = 0
     accepted: int = 0
 
+    engine_decode_s: float | None = None
+    """From the first token to the last, by the engine's clock; this and the next are None where it is not told."""
+
+    engine_latency_s: float | None = None
+    """From the request's arrival in the target replica to its end there."""
+
     @property
     def ttft_s(self) -> float | None:
         """None when no token came."""
@@ -58,6 +64,16 @@ class Answer:
         """(seconds since the message before, tokens) of every message but the first."""
         for (before_s, _), (at_s, tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
             yield at_s - before_s, tokens
+
+    @property
+    def way_s(self) -> float | None:
+        """What the request and the answer's end spent between the client and the engine, both ways together."""
+        return None if self.engine_latency_s is None else self.ended_s - self.engine_latency_s
+
+    @property
+    def span_s(self) -> float:
+        """From the first message to the last; 0 when there are no two."""
+        return self.arrivals[-1][0] - self.arrivals[0][0] if self.arrivals else 0.0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Answer:

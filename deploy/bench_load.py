@@ -114,7 +114,7 @@ def collect(ask: Ask, stream: CompletionStream, sent: float) -> Answer:
             token_ids.extend(last.token_ids)
     if last is None or last.finish_reason not in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
         raise BenchError("the answer broke off")
-    counted = last.metrics.speculative_decoding
+    counted, timing = last.metrics.speculative_decoding, last.metrics.timing
     return Answer(
         ask.index,
         tuple(arrivals),
@@ -123,4 +123,6 @@ def collect(ask: Ask, stream: CompletionStream, sent: float) -> Answer:
         counted.num_spec_steps,
         counted.num_draft_tokens,
         counted.num_accepted_draft_tokens,
+        timing.decode_time_s,
+        timing.e2e_latency_s,
     )

@@ -129,6 +129,11 @@ def _rounds(side: dict[str, Any], whose: str, concurrency: int) -> list[str]:
             f"{name.removesuffix('_ms')} {value:.1f}" for name, value in times.items() if name != "samples"
         )
         lines.append(f"{whose} rounds, ms, median of the last {times['samples']}: {parts}")
+    if serving := side.get("serving"):
+        lines.append(
+            f"{whose} serving (proxy, ingress, streaming): {_pair(serving['way_ms'])} ms p50 / p99 there and back, and "
+            f"{serving['added_share']:+.2%} on the time from first message to last"
+        )
     if concurrency == 1 and (bound := side.get("bound")):
         lines.append(
             f"bound from {whose} step times: {bound['period_ms']:.1f} ms a round of {bound['k']:.2f} "

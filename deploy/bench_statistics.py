@@ -30,6 +30,7 @@ def side_figures(chunks: Sequence[Chunk], units: int | None, unit: str) -> Figur
         "message_gap_ms": _percentiles(gap_s for answer in answers for gap_s, _ in answer.gaps()),
         "latency_ms": _percentiles(answer.ended_s for answer in answers),
         **acceptance(answers),
+        "serving": serving(answers),
     }
 
 
@@ -52,6 +53,19 @@ def acceptance(answers: Sequence[Answer]) -> Figures:
         "acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_length": 1 + accepted / rounds if rounds else None,
     }
+
+
+def serving(answers: Sequence[Answer]) -> Figures | None:
+    """What network, proxy, ingress and streaming add to the engine's own times; None where it does not tell them.
+
+    way_ms: of a request and its answer's end, both ways together. added_share: by how much the time between an answer's
+    first and last message exceeds the engine's, as a share of it, over all answers.
+    """
+    told = [answer for answer in answers if answer.engine_decode_s]
+    if not told:
+        return None
+    share = sum(answer.span_s for answer in told) / sum(answer.engine_decode_s or 0.0 for answer in told) - 1
+    return {"way_ms": _percentiles(answer.way_s for answer in told), "added_share": share}
 
 
 def ratio_of(ours: Sequence[Chunk], other: Sequence[Chunk]) -> tuple[float, Figures]:

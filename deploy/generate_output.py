@@ -9,6 +9,9 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
 from deploy.client import OutriderClient
 from deploy.client_request import GenerationOptions
 from outrider.v1 import generation_pb2 as pb
@@ -76,23 +79,22 @@ def _statistics(ended: list[pb.GenerateStreamResponse], elapsed_s: float) -> str
 
 
 def _answer(answer: pb.GenerateResponse | pb.Completion) -> dict[str, Any]:
-    speculative = answer.metrics.speculative_decoding
     return {
         "text": answer.text,
         "token_ids": list(answer.token_ids),
         "finish_reason": _finish_reason(answer.finish_reason),
         "stop_reason": answer.stop_reason if answer.HasField("stop_reason") else None,
         "metrics": {
-            "speculative_decoding": {
-                "num_spec_steps": speculative.num_spec_steps,
-                "num_draft_tokens": speculative.num_draft_tokens,
-                "num_accepted_draft_tokens": speculative.num_accepted_draft_tokens,
-                "mean_acceptance_length": speculative.mean_acceptance_length,
-                "draft_acceptance_rate": speculative.draft_acceptance_rate,
-                "acceptance_histogram": list(speculative.acceptance_histogram),
-            }
+            "speculative_decoding": _every_field(answer.metrics.speculative_decoding),
+            "timing": _every_field(answer.metrics.timing),
         },
     }
+
+
+def _every_field(message: Message) -> dict[str, Any]:
+    return json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
 
 
 def _token_logprobs(entry: pb.TokenLogprobs) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from actors.call_failure import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA
 from actors.generation import (
     GenerationRequest,
     RequestError,
+    RequestTiming,
     RoundOutput,
     SamplingFailed,
     SpeculativeDecodingMetrics,
@@ -125,6 +126,7 @@ def stand_in_target(meeting_point: str) -> serve.Application:
                 stop_reason="END",
                 usage=Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=2),
                 speculative_decoding=SpeculativeDecodingMetrics(2, 8, 1, 1.5, 0.125, (1, 1, 0, 0, 0)),
+                timing=RequestTiming(0.5, 0.25, 2.0, 3.0),
             )
 
         async def status(self) -> dict[str, Any]:
@@ -246,6 +248,9 @@ def test_the_unary_answer_is_the_stream_joined(client: OutriderClient) -> None:
         mean_acceptance_length=1.5,
         draft_acceptance_rate=0.125,
         acceptance_histogram=[1, 1, 0, 0, 0],
+    )
+    assert response.metrics.timing == pb.RequestTiming(
+        queue_time_s=0.5, prefill_time_s=0.25, decode_time_s=2.0, e2e_latency_s=3.0
     )
     assert response.request_id
     assert response.request_id != client.generate("go").request_id

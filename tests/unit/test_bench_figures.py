@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from deploy.bench_error import BenchError
 from deploy.bench_plot import draw, round_parts
 from deploy.bench_report import make_report, table
 from deploy.bench_rounds import bound, lookahead, round_time, rounds_between
-from deploy.bench_statistics import acceptance, equal_answers, inter_token_s, ratio_of, side_figures
+from deploy.bench_statistics import acceptance, equal_answers, inter_token_s, ratio_of, serving, side_figures
 from deploy.bench_tune import Setting, Trial, best, one_core_fewer, prompts_to_try, try_out
 from deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb
@@ -63,6 +63,16 @@ def test_acceptance_counts_rounds_not_answers() -> None:
     assert acceptance([ANSWER, ANSWER, EMPTY])["acceptance_rate"] == 0.25
     assert acceptance([ANSWER])["acceptance_length"] == 2.0
     assert acceptance([EMPTY])["acceptance_rate"] is None
+
+
+def test_serving_is_what_the_client_sees_beyond_the_engine() -> None:
+    assert serving([ANSWER, EMPTY]) is None
+    told = replace(ANSWER, engine_decode_s=0.49, engine_latency_s=1.09)
+    slower = replace(told, engine_decode_s=0.5, engine_latency_s=1.07)
+    figures = serving([told, slower, EMPTY])
+    assert figures is not None
+    assert figures["way_ms"]["p50"] == pytest.approx(20)
+    assert figures["added_share"] == pytest.approx(1.0 / 0.99 - 1)
 
 
 def test_the_ratio_is_of_total_throughput_and_its_spread_of_pairs() -> None:

@@ -15,6 +15,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import RequestStateStats
 
 from actors.engine_load import EngineLoad
 from actors.engine_requests import refusal, sampling_params
@@ -23,6 +24,7 @@ from actors.generation import (
     GenerationRequest,
     RequestError,
     RequestIdInUse,
+    RequestTiming,
     RoundOutput,
     SamplingFailed,
     TokenLogprob,
@@ -57,8 +59,12 @@ def round_outputs(output: RequestOutput, asked: GenerationRequest, num_tokens: d
     return outputs_of_rounds(output, asked, num_tokens, RoundLog(speculating=True))
 
 
-def output(*completions: CompletionOutput, finished: bool = False, prompt_logprobs: Any = None) -> RequestOutput:
-    return RequestOutput("r-1", None, [1, 2], prompt_logprobs, list(completions), finished, num_cached_tokens=1)
+def output(
+    *completions: CompletionOutput, finished: bool = False, prompt_logprobs: Any = None, metrics: Any = None
+) -> RequestOutput:
+    return RequestOutput(
+        "r-1", None, [1, 2], prompt_logprobs, list(completions), finished, metrics, num_cached_tokens=1
+    )
 
 
 def test_extra_args_hold_what_the_request_set_and_nothing_else() -> None:
@@ -143,6 +149,26 @@ def test_answers_are_told_apart_and_counted_each() -> None:
     assert last.usage is not None
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (2, 3, 1)
     assert counts == {0: 1, 1: 3}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((100.0, 100.5, 101.5, 104.0), (0.5, 1.0, 2.5)),
+        ((100.0, 100.5, 0.0, 0.0), (0.5, 0.0, 0.0)),
+        ((100.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+    ],
+)
+def test_the_last_output_tells_where_the_time_went(
+    steps: tuple[float, ...], expected: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.engine_requests.time.time", lambda: 1010.0)
+    stats = RequestStateStats(3, 0, 1005.0, *steps)
+    running, ended = output(delta(3), metrics=stats), output(delta(4, finish_reason="stop"), metrics=stats)
+    counts: dict[int, int] = {}
+    assert round_outputs(running, request(), counts)[0].timing is None
+    assert round_outputs(ended, request(), counts)[0].timing == RequestTiming(*expected, 5.0)
+    assert round_outputs(output(delta(4, finish_reason="stop")), request(), {})[0].timing is None
 
 
 def test_logprobs_are_the_tokens_own_and_the_likeliest() -> None:

@@ -30,7 +30,8 @@ METRICS = pb.GenerationMetrics(
         mean_acceptance_length=2.0,
         draft_acceptance_rate=0.25,
         acceptance_histogram=[1, 0, 1, 0, 0],
-    )
+    ),
+    timing=pb.RequestTiming(queue_time_s=0.5, prefill_time_s=0.25, decode_time_s=2.0, e2e_latency_s=2.75),
 )
 
 
@@ -133,7 +134,8 @@ def test_json_is_one_object_with_every_key(address: str, capsys: pytest.CaptureF
                 "mean_acceptance_length": 2.0,
                 "draft_acceptance_rate": 0.25,
                 "acceptance_histogram": [1, 0, 1, 0, 0],
-            }
+            },
+            "timing": {"queue_time_s": 0.5, "prefill_time_s": 0.25, "decode_time_s": 2.0, "e2e_latency_s": 2.75},
         },
         "completions": [],
         "prompt_logprobs": [],

@@ -317,10 +317,24 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerationMetrics(_message.Message):
-    __slots__ = ("speculative_decoding",)
+    __slots__ = ("speculative_decoding", "timing")
     SPECULATIVE_DECODING_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
     speculative_decoding: SpeculativeDecodingMetrics
-    def __init__(self, speculative_decoding: _Optional[_Union[SpeculativeDecodingMetrics, _Mapping]] = ...) -> None: ...
+    timing: RequestTiming
+    def __init__(self, speculative_decoding: _Optional[_Union[SpeculativeDecodingMetrics, _Mapping]] = ..., timing: _Optional[_Union[RequestTiming, _Mapping]] = ...) -> None: ...
+
+class RequestTiming(_message.Message):
+    __slots__ = ("queue_time_s", "prefill_time_s", "decode_time_s", "e2e_latency_s")
+    QUEUE_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    E2E_LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    queue_time_s: float
+    prefill_time_s: float
+    decode_time_s: float
+    e2e_latency_s: float
+    def __init__(self, queue_time_s: _Optional[float] = ..., prefill_time_s: _Optional[float] = ..., decode_time_s: _Optional[float] = ..., e2e_latency_s: _Optional[float] = ...) -> None: ...
 
 class SpeculativeDecodingMetrics(_message.Message):
     __slots__ = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram")
