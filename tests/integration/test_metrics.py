@@ -1,6 +1,12 @@
 """``/metrics`` of a served pair: complete, well formed, moved by traffic, and in agreement with the status."""
 
 import asyncio
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
 import time
 import urllib.request
 
@@ -18,6 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"Hello world, this is")
 NUM_TOKENS = 64
+ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 FRESH_S = 1.1
 """A scrape within a second of another gets its numbers."""
 
@@ -160,6 +167,38 @@ def test_top_shows_what_was_counted(pair, moved, capsys):
     out = capsys.readouterr().out
     assert "1 of 1 replicas up" in out
     assert "link up" in out
+
+
+def test_top_on_a_terminal(pair):
+    """The second screen comes up, is drawn again with what moved, and is left as it was found when q is typed."""
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    argv = ["top", pair.address, "--http", pair.http_url.removeprefix("http://"), "--interval", "0.2"]
+    top = subprocess.Popen([sys.executable, "-m", "deploy.cli", *argv], stdin=theirs, stdout=theirs, stderr=theirs)
+    shown = b""
+
+    def sees(text):
+        nonlocal shown
+        while select.select([ours], [], [], 0)[0]:
+            shown += os.read(ours, 1 << 16)
+        return text in shown
+
+    try:
+        wait_until(lambda: sees(b"1 of 1 replicas up"), HANG_GUARD_S, "the first view")
+        assert shown.startswith(ENTER_SCREEN)
+        shown = b""
+        pair.client.generate(PROMPT, temperature=0.0, max_tokens=NUM_TOKENS)
+        wait_until(lambda: sees(b"1 of 1 replicas up"), HANG_GUARD_S, "another view")
+        assert top.poll() is None
+        os.write(ours, b"q")
+        wait_until(lambda: sees(LEAVE_SCREEN), HANG_GUARD_S, "the end")
+        assert top.wait(HANG_GUARD_S) == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        top.kill()
+        top.wait()
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_a_lost_drafter_is_told_and_its_link_made_anew_is_counted(pair):
