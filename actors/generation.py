@@ -97,7 +97,7 @@ class GenerationRequest:
     """W3C trace headers of the ingress's span; empty when tracing is off."""
 
     avoid_replicas: tuple[str, ...] = ()
-    """Replicas that were lost with this request before it had any output; see actors.retry."""
+    """Replicas that were lost with this request before it had any output; see actors.ingress.retry."""
 
     @property
     def num_answers(self) -> int:

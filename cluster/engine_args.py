@@ -57,7 +57,7 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     vllm_config = _create(AsyncEngineArgs(**args), placement_group, "target")
     scheduler = vllm_config.scheduler_config
     # vLLM decides whether steps may overlap; ours never do.
-    scheduler.scheduler_cls = f"actors.target_scheduler.{'Async' if scheduler.async_scheduling else ''}RoundScheduler"
+    scheduler.scheduler_cls = f"actors.target.scheduler.{'Async' if scheduler.async_scheduling else ''}RoundScheduler"
     return vllm_config
 
 
@@ -69,7 +69,7 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     args["disable_log_stats"] = False
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
-    args["scheduling_policy"] = "priority"  # see actors.fair_scheduling
+    args["scheduling_policy"] = "priority"  # see actors.target.fair_scheduling
     # "auto" keeps whatever the first request needed for all that come after it.
     args["structured_outputs_config"] = {
         "backend": "xgrammar",
@@ -81,12 +81,12 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
         check_build_drafts(config.co_located, gpu=on_gpu())
         args["speculative_config"] = config.co_located.speculative_config(config.num_speculative_tokens)
         return args
-    args["worker_cls"] = "actors.target_worker.TargetWorker"
+    args["worker_cls"] = "actors.target.worker.TargetWorker"
     args["async_scheduling"] = False
     if config.drafter is not None:
         args["speculative_config"] = {
             "method": "custom_class",
-            "model": "actors.target_worker.RemoteProposer",
+            "model": "actors.target.worker.RemoteProposer",
             "num_speculative_tokens": config.num_speculative_tokens,
         }
     return args

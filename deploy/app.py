@@ -112,7 +112,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from actors.http.front import Front
-    from actors.target import Target
+    from actors.target.replica import Target
 
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():

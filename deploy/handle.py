@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from actors.handle_calls import RPCS, CallFailed
+from actors.ingress.handle_calls import RPCS, CallFailed
 from deploy import client_calls as calls
 from deploy.async_methods import AsyncCompletionStream, AsyncMethods, Response
 from deploy.client_attempts import Attempts

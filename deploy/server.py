@@ -39,7 +39,7 @@ from deploy.progress import Progress
 from deploy.start_error import explain
 from deploy.stop import StopSignal
 
-SERVICER = "actors.grpc_services.add_services"
+SERVICER = "actors.ingress.grpc_services.add_services"
 
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
@@ -74,7 +74,7 @@ class Server:
             self._progress.say(f"WARNING: {warning}")
         adopt_orphans()
         # Importing the replica's class loads vLLM, which takes seconds that starting Ray leaves idle.
-        threading.Thread(target=_import_quietly, args=("actors.target",), daemon=True).start()
+        threading.Thread(target=_import_quietly, args=("actors.target.replica",), daemon=True).start()
         self._start_ray(plan)
         self._progress.say(f"deploying {describe(self._config)}")
         app = build_app(self._config, plan)

@@ -12,8 +12,8 @@ from typing import Any
 from actors.generation import RequestError
 from actors.http.fields import BY_ENDPOINT
 from actors.http.rules import held_against
+from actors.ingress.request_validation import check_request_id
 from actors.openai.messages import Endpoint, OpenAIRequest
-from actors.request_validation import check_request_id
 from actors.verification.mode import BY_NAME
 
 TIMEOUT_HEADER = "x-request-timeout-ms"

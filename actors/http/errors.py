@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from actors.generation import RequestError, SamplingFailed
-from actors.ingress_errors import UNAVAILABLE, cause_of
+from actors.ingress.errors import UNAVAILABLE, cause_of
 
 logger = logging.getLogger("ray.serve.outrider.http")
 

@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.http.app import HttpContext, build_http_app
-from actors.ingress import Ingress
+from actors.ingress.servicer import Ingress
 
 
 @serve.ingress()

@@ -37,7 +37,7 @@ _Answer = TypeVar("_Answer")
 
 
 class GenerationRpcs(Protocol):
-    """The servicer whose RPCs these routes call: actors.ingress.Ingress."""
+    """The servicer whose RPCs these routes call: actors.ingress.servicer.Ingress."""
 
     def GenerateStream(
         self, request: pb.GenerateStreamRequest, grpc_context: Any, /

@@ -17,9 +17,9 @@ from starlette.responses import Response
 
 from actors.http.errors import HttpError, failure_of
 from actors.http.event_stream import EventStream
+from actors.ingress.retry import retried
 from actors.observability.logs import note_request
 from actors.openai.messages import OpenAIHead, OpenAIRequest
-from actors.retry import retried
 
 Parts = AsyncGenerator[OpenAIHead | str, None]
 

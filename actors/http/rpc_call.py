@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from actors.call_failure import STATUS_DETAILS_METADATA
 from actors.http.errors import RETRY_AFTER_S, HttpFailure
+from actors.ingress.call_failure import STATUS_DETAILS_METADATA
 
 HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,

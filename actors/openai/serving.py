@@ -30,15 +30,15 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from actors.chat_template import configured_chat_template
 from actors.generation import RequestError
 from actors.http.errors import HttpFailure, failure_of, refused, server_error, timed_out
+from actors.ingress.retry import ReplicaLost
 from actors.openai.engine import CheckedEngine
 from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.openai.schema import openapi
 from actors.openai.validation import problem_of, shortened, validated
-from actors.retry import ReplicaLost
 from actors.round_settings import EXTRA_ARGS_KEY
+from actors.target.chat_template import configured_chat_template
 from cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")

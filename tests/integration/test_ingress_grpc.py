@@ -29,8 +29,6 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 
-from actors import ingress
-from actors.call_failure import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA
 from actors.generation import (
     GenerationRequest,
     RequestError,
@@ -42,7 +40,9 @@ from actors.generation import (
     TokenLogprobs,
     Usage,
 )
-from actors.ingress import Ingress
+from actors.ingress import servicer
+from actors.ingress.call_failure import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA
+from actors.ingress.servicer import Ingress
 from actors.model_info import ModelInfo
 from actors.routing.broadcast import ReplicaReply
 from actors.tokenization import TokenizeRequest, Tokens
@@ -180,7 +180,7 @@ def address(meeting_point: Path) -> Iterator[str]:
     try:
         serve.start(
             http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
-            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=["actors.grpc_services.add_services"]),
+            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=["actors.ingress.grpc_services.add_services"]),
         )
         front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
         serve.run(front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE), name="outrider")
@@ -680,7 +680,7 @@ def test_a_target_that_does_not_answer_makes_no_status_call_hang(monkeypatch: py
 
         def set_trailing_metadata(self, metadata: Any) -> None: ...
 
-    monkeypatch.setattr(ingress, "CONTROL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(servicer, "CONTROL_TIMEOUT_S", 0.05)
     silent, context = Silent(), Context()
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
         asyncio.run(Ingress(silent, "pair", K).GetServerStatus(pb.GetServerStatusRequest(), context))  # type: ignore[arg-type]

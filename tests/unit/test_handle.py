@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
-from actors.handle_calls import CallFailed
+from actors.ingress.handle_calls import CallFailed
 from deploy.client_error import OutriderError
 from deploy.handle import OutriderHandle
 from outrider.v1 import generation_pb2 as pb

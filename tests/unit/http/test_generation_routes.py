@@ -12,11 +12,11 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from actors.call_failure import CallFailure
 from actors.generation import RequestError
 from actors.http.errors import add_error_handlers
 from actors.http.event_stream import EventStream, event
 from actors.http.generation_routes import MAX_TOKEN_TEXTS, add_generation_routes
+from actors.ingress.call_failure import CallFailure
 from outrider.v1 import generation_pb2 as pb
 
 STREAM = "/outrider/v1/stream"

@@ -15,8 +15,8 @@ from actors.http.app import HttpContext
 from actors.http.errors import add_error_handlers
 from actors.http.openai_routes import add_openai_routes
 from actors.http.relay import ask
+from actors.ingress.retry import ReplicaLost
 from actors.openai.messages import OpenAIHead, OpenAIRequest
-from actors.retry import ReplicaLost
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 EVENTS = OpenAIHead(200, "text/event-stream")

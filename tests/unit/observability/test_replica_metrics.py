@@ -12,8 +12,8 @@ from actors.length.origin import Origin
 from actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
 from actors.observability.histogram import Histogram
 from actors.observability.replica_metrics import ReplicaMetrics
-from actors.rounds import TrackedRequest
-from actors.verifier import Verifier
+from actors.target.rounds import TrackedRequest
+from actors.target.verifier import Verifier
 from cluster.config import LinkConfig
 from tests.unit.observability.test_exposition import parse, samples
 

@@ -9,8 +9,8 @@ from actors.drafting.loop import DraftLoop
 from actors.messages import MAX_NAME_LENGTH, Close, CloseReason, DraftSampling, Name, Open, Proposals, ProposalStatus
 from actors.observability.logs import REQUEST_ID_KEY
 from actors.observability.sequence_names import NAMES
-from actors.round_statistics import RoundStatistics, RoundTimes
-from actors.rounds import RoundBook, TrackedRequest
+from actors.target.round_statistics import RoundStatistics, RoundTimes
+from actors.target.rounds import RoundBook, TrackedRequest
 from tests.unit.drafting_engine import MemoryEngine
 
 

@@ -14,8 +14,8 @@ from actors.length.origin import Origin
 from actors.observability import engine_trace, request_trace, tracing
 from actors.observability.round_tracer import RoundTracer
 from actors.round_settings import EXTRA_ARGS_KEY
-from actors.rounds import TrackedRequest
-from actors.verifier import Verifier
+from actors.target.rounds import TrackedRequest
+from actors.target.verifier import Verifier
 from cluster.config import ConfigError, LinkConfig, ServingConfig
 from tests.otlp_collector import collecting
 

@@ -14,9 +14,9 @@ from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from actors.ingress.retry import ReplicaLost
 from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.openai.serving import OpenAIServing
-from actors.retry import ReplicaLost
 from cluster.config import ConfigError, parse_config
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama

@@ -1,0 +1,209 @@
+"""Mounts what Outrider serves over gRPC on Serve's proxies: what ``grpc_servicer_functions`` should name.
+
+The generated functions would do, but for five things, all of them in the proxy, before or behind the ingress:
+
+- Serve passes a client's cancellation on only while the proxy waits for a message; one that arrives while the proxy
+  writes a message is lost, and the engine goes on generating for nobody. So streams are read by a task of their own,
+  which only ever waits for messages.
+- That task would pile up what a slow client does not read. It gives such a client up at MAX_UNREAD_BYTES.
+- A request that does not decode would end as UNKNOWN, with protobuf's own words. One that is larger than
+  MAX_REQUEST_BYTES would go all the way to be refused there.
+- A client that ends its side without having sent a request would be left waiting for ever: gRPC's asyncio server
+  forgets it. So requests are read here, as if they were streams of one.
+- Failures lose their google.rpc details on the way (see actors.ingress.call_failure).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2_grpc
+from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+from actors.ingress.call_failure import STATUS_DETAILS_METADATA, CallFailure, sentence_of, trailing_of
+from outrider.v1 import generation_pb2_grpc
+
+MAX_UNREAD_BYTES = 8 << 20
+"""Of one call: thousands of rounds. The engine is never held up by whoever reads its answers."""
+
+MAX_REQUEST_BYTES = 32 << 20
+"""Millions of token ids. Serve's own limit is 2 GiB."""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def add_services(servicer: Any, server: Any) -> None:
+    """GenerationService and grpc.health.v1.Health on one of Serve's gRPC servers."""
+    mount = _Mount(server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, mount)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, mount)
+
+
+class _Mount:
+    """What the generated functions see in place of the server."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Done below: the same handlers come a second time, by name."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        tolerant = {
+            name: handler._replace(request_streaming=True, request_deserializer=_tolerant(handler.request_deserializer))
+            for name, handler in handlers.items()
+        }
+        make_handler = self._server.service_handler_factory
+
+        def make_wrapped(service_method: str, streaming_type: gRPCStreamingType) -> Callable[..., Any]:
+            if streaming_type in (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM):
+                return _stream(make_handler(service_method, gRPCStreamingType.UNARY_STREAM))
+            return _unary(make_handler(service_method, gRPCStreamingType.UNARY_UNARY))
+
+        self._server.service_handler_factory = make_wrapped
+        try:
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, tolerant),))
+            self._server.add_registered_method_handlers(service, tolerant)
+        finally:
+            self._server.service_handler_factory = make_handler
+
+
+def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Like deserialize, but what cannot be used becomes the failure that its call is to end with."""
+    message_name: str = deserialize.__self__.DESCRIPTOR.full_name  # type: ignore[attr-defined]  # a class's FromString
+
+    def decode(data: bytes) -> Any:
+        if len(data) > MAX_REQUEST_BYTES:
+            sentence = f"request: {len(data)} bytes are too many; send at most {MAX_REQUEST_BYTES}"
+            return _refusal(sentence, "REQUEST_TOO_LARGE")
+        try:
+            return deserialize(data)
+        except DecodeError:
+            sentence = f"request: what was sent is no {message_name}; send one that the published .proto describes"
+            return _refusal(sentence, "UNDECODABLE_REQUEST")
+
+    return decode
+
+
+def _refusal(sentence: str, reason: str) -> CallFailure:
+    field, _, problem = sentence.partition(": ")
+    return CallFailure(grpc.StatusCode.INVALID_ARGUMENT, sentence, reason, {field: problem})
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    """The request that a client sent; a CallFailure for one that cannot be used, or is not there."""
+    async for request in requests:
+        return request
+    return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
+
+
+def _unary(handler: Callable[..., Coroutine[Any, Any, bytes]]) -> Callable[..., Coroutine[Any, Any, bytes]]:
+    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> bytes:
+        request = await _only(requests)
+        if isinstance(request, CallFailure):
+            _fail(context, request)
+            return b""
+        response = await handler(request, context)
+        _finish(context)
+        return response
+
+    return call
+
+
+def _stream(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
+    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        request = await _only(requests)
+        if isinstance(request, CallFailure):
+            _fail(context, request)
+            return
+        unread = _Unread()
+
+        async def read() -> None:
+            try:
+                async for message in handler(request, context):
+                    if not unread.put(message) and not unread.given_up:
+                        unread.give_up()
+                        _fail(context, _slow_reader())
+                        # Serve tells the replica when its handler is cancelled while it waits for the next message.
+                        asyncio.current_task().cancel()  # type: ignore[union-attr]
+            finally:
+                unread.close()
+
+        reading = asyncio.create_task(read())
+        try:
+            while (message := await unread.get()) is not None:
+                await context.write(message)
+            await asyncio.wait([reading])
+            if not unread.given_up:
+                reading.result()
+            _finish(context)
+        finally:
+            # The handler still uses the context on its way out, which crashes the process once the call is over.
+            reading.cancel()
+            await asyncio.wait([reading])
+
+    return call
+
+
+class _Unread:
+    """Messages of one call that its client has not read."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._bytes = 0
+        self.given_up = False
+
+    def put(self, message: bytes) -> bool:
+        """False: there is no room, or the client was given up; the message is dropped."""
+        if self.given_up or self._bytes + len(message) > MAX_UNREAD_BYTES:
+            return False
+        self._bytes += len(message)
+        self._messages.put_nowait(message)
+        return True
+
+    def give_up(self) -> None:
+        self.given_up = True
+        while not self._messages.empty():
+            self._messages.get_nowait()
+
+    def close(self) -> None:
+        self._messages.put_nowait(None)
+
+    async def get(self) -> bytes | None:
+        """None at the end."""
+        message = await self._messages.get()
+        self._bytes -= len(message or b"")
+        return message
+
+
+def _slow_reader() -> CallFailure:
+    sentence = f"{MAX_UNREAD_BYTES >> 20} MiB of the answer are unread; read faster, or ask for less with each token"
+    return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "SLOW_READER")
+
+
+def _fail(context: grpc.aio.ServicerContext, failure: CallFailure) -> None:
+    context.set_code(failure.code)
+    context.set_details(failure.message)
+    context.set_trailing_metadata(tuple(failure.trailing_metadata()))
+
+
+def _finish(context: grpc.aio.ServicerContext) -> None:
+    """Give a call that Serve or the ingress let fail the details it should have."""
+    code = context.code()
+    code = _CODES.get(code) if isinstance(code, int) else code
+    if code is None or code is grpc.StatusCode.OK:
+        return
+    given = context.trailing_metadata() or ()
+    if any(key == STATUS_DETAILS_METADATA for key, _ in given):
+        return
+    details = context.details() or ""
+    details = details.decode() if isinstance(details, bytes) else details
+    trailing = trailing_of(code, details)
+    named = {key for key, _ in trailing}
+    kept = [(key, value) for key, value in given if key not in named]
+    context.set_details(sentence_of(details))
+    context.set_trailing_metadata((*kept, *trailing))

@@ -1,0 +1,235 @@
+"""The front door: a Serve deployment that speaks ``outrider.v1.GenerationService`` and ``grpc.health.v1.Health`` to
+clients, and to target replicas through their handle.
+
+It checks, translates and forwards, one message a round, and holds no policy about tokens. Every error leaves with a
+status code, one sentence and details for programs; what the sentence leaves out is in the log, under the request id.
+``actors.ingress.grpc_services`` mounts it on Serve's proxies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from google.protobuf import json_format
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.handle import DeploymentHandle
+
+from actors.generation import GenerationRequest, RequestIdInUse, RoundOutput
+from actors.ingress.answering import answering
+from actors.ingress.call_failure import REQUEST_ID_METADATA
+from actors.ingress.handle_calls import HandleCalls
+from actors.ingress.health_calls import HealthCalls
+from actors.ingress.prompt_validation import to_token_ids, to_tokenize_request
+from actors.ingress.request_validation import (
+    GenerationMessage,
+    ServedModel,
+    check_model,
+    check_request_id,
+    to_generation_request,
+)
+from actors.ingress.responses import Answers, load_metadata, model_info_message, stream_message
+from actors.ingress.retry import retried
+from actors.ingress.running_requests import RunningRequests
+from actors.ingress.server_info import server_info_message
+from actors.routing.broadcast import ReplicaReply, broadcast, sign
+from outrider.v1 import generation_pb2 as pb
+
+CONTROL_TIMEOUT_S = 5.0
+"""A replica that is starting or stuck must not make a status call hang."""
+
+ABORT_TIMEOUT_S = 2.0
+
+
+class Ingress(HandleCalls, HealthCalls):
+    """Serve calls the method named like the RPC. The target handle must offer
+
+    - ``generate(GenerationRequest)``: streams RoundOutput, each answer's last one with finish_reason. Raises
+      RequestError for a request it refuses, RequestIdInUse, TimeoutError when its deadline passed, SamplingFailed when
+      no next token can be chosen, ConnectionError when its engine is gone;
+    - ``status()``: GetServerStatusResponse as a nested dict with the proto's field names; model may be left out;
+    - ``model_info()``, ``tokenize(TokenizeRequest)``, ``detokenize(ids, skip_special_tokens)``;
+    - ``abort(request_id)``: whether it had the request, and ``check_health()``, both by ``signed_reply``.
+    """
+
+    def __init__(
+        self,
+        target: DeploymentHandle,
+        served_model_name: str,
+        num_speculative_tokens: int,
+        vocab_size: int | None = None,
+        max_retries: int = 1,
+    ) -> None:
+        """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
+        how often a request is sent again whose replica is lost before there is any output."""
+        self._target = target
+        self._generate = target.generate.options(stream=True)
+        self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size)
+        self._max_retries = max_retries
+        self._running = RunningRequests()
+        self._started_unix_s = time.time()
+
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
+        request_id = _request_id(request)
+        with answering(grpc_context, "Generate", request_id) as span:
+            checked = replace(self._check(request, request_id), trace_headers=span.headers)
+            answers = Answers(request_id, checked.num_answers)
+            load = None
+            async with aclosing(self._rounds(checked)) as rounds:
+                async for output in rounds:
+                    answers.add(output)
+                    load = output.load or load
+            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id), *load_metadata(load)])
+            return answers.response()
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        request_id = _request_id(request)
+        with answering(grpc_context, "GenerateStream", request_id) as span:
+            checked = replace(self._check(request, request_id), trace_headers=span.headers)
+            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
+            async with aclosing(self._rounds(checked)) as rounds:
+                async for output in rounds:
+                    if output.load is not None:
+                        metadata = [(REQUEST_ID_METADATA, request_id), *load_metadata(output.load)]
+                        grpc_context.set_trailing_metadata(metadata)
+                    yield stream_message(request_id, output)
+
+    async def AbortRequest(
+        self, request: pb.AbortRequestRequest, grpc_context: RayServegRPCContext
+    ) -> pb.AbortRequestResponse:
+        """The target's own end comes first, as it counts what was done. What has not reached a target, or sits at one
+        that does not answer, is ended by the ingress that holds it."""
+        with answering(grpc_context, "AbortRequest"):
+            check_request_id(request.request_id)
+            heard = True
+            for ask in (self._abort_at_targets, self._abort_at_ingresses):
+                aborted, all_heard = await ask(request.request_id)
+                if aborted:
+                    return pb.AbortRequestResponse(aborted=True)
+                heard = heard and all_heard
+            if not heard:
+                raise ConnectionError("not every replica answered")
+            return pb.AbortRequestResponse(aborted=False)
+
+    async def _abort_at_targets(self, request_id: str) -> tuple[bool, bool]:
+        """Whether one had the request, and whether all of them answered."""
+        try:
+            replies = await broadcast(self._target, "abort", request_id, timeout_s=ABORT_TIMEOUT_S)
+        except (DeploymentUnavailableError, ConnectionError):
+            return False, False
+        return any(reply.value for reply in replies), all(reply.ok for reply in replies)
+
+    async def _abort_at_ingresses(self, request_id: str) -> tuple[bool, bool]:
+        """Likewise; this one first."""
+        if await self.abort_here(request_id):
+            return True, True
+        replies = await broadcast(_this_deployment(), "abort_here", request_id, timeout_s=ABORT_TIMEOUT_S)
+        return any(reply.value for reply in replies), all(reply.ok for reply in replies)
+
+    async def abort_here(self, request_id: str) -> bool:
+        """End a request that this ingress replica holds. Returns whether it does."""
+        return self._running.abort(request_id)
+
+    async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
+        """See routing.broadcast."""
+        return await sign(self, serve.get_replica_context().replica_id.unique_id, method, args)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
+        with answering(grpc_context, "Tokenize"):
+            check_model(request, self._served)
+            tokens = await _within(CONTROL_TIMEOUT_S, self._target.tokenize.remote(to_tokenize_request(request)))
+            return pb.TokenizeResponse(
+                token_ids=tokens.token_ids,
+                count=len(tokens.token_ids),
+                max_model_len=tokens.max_model_len,
+                token_strs=tokens.token_strs,
+            )
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
+    ) -> pb.DetokenizeResponse:
+        with answering(grpc_context, "Detokenize"):
+            check_model(request, self._served)
+            ids = to_token_ids(request, self._served.vocab_size)
+            text = await _within(CONTROL_TIMEOUT_S, self._target.detokenize.remote(ids, request.skip_special_tokens))
+            return pb.DetokenizeResponse(text=text)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetModelInfoResponse:
+        with answering(grpc_context, "GetModelInfo"):
+            info = await _within(CONTROL_TIMEOUT_S, self._target.model_info.remote())
+            return model_info_message(self._served.name, info)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetServerInfoResponse:
+        with answering(grpc_context, "GetServerInfo"):
+            return server_info_message(self._started_unix_s)
+
+    async def GetServerStatus(
+        self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetServerStatusResponse:
+        with answering(grpc_context, "GetServerStatus"):
+            status = await _within(CONTROL_TIMEOUT_S, self._target.status.remote())
+            response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
+            response.model = self._served.name
+            return response
+
+    def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
+        return to_generation_request(request, self._served, request_id=request_id, now_unix_s=time.time())
+
+    async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """The target's outputs.
+
+        However this ends early (client gone, deadline, error on our side), the target's generator is cancelled: that
+        is what makes its engine abort the request. The deadline is watched here too, since a request may spend it
+        waiting for a replica.
+        """
+        if request.request_id in self._running:
+            raise RequestIdInUse(request.request_id)
+
+        def send(avoid: tuple[str, ...]) -> Any:
+            return self._generate.remote(replace(request, avoid_replicas=avoid) if avoid else request)
+
+        outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
+        with self._running.hold(request) as running:
+            async with aclosing(outputs):
+                while (output := await running.next(outputs)) is not None:
+                    running.note(output)
+                    yield output
+            if running.aborted:
+                for output in running.aborted_outputs():
+                    yield output
+            elif running.unfinished:
+                raise RuntimeError(
+                    f"the target's stream ended without a finish reason for answers {running.unfinished}"
+                )
+
+
+async def _within(seconds: float, call: Any) -> Any:
+    """The answer to a call of a target replica. Raises ConnectionError when there is none in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        call.cancel()
+        raise ConnectionError(f"no target replica answered within {seconds:g} s") from None
+
+
+def _request_id(request: GenerationMessage) -> str:
+    return request.request_id if request.HasField("request_id") else uuid.uuid4().hex
+
+
+def _this_deployment() -> DeploymentHandle:
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)

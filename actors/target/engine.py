@@ -1,0 +1,164 @@
+"""The target's engine inside a replica: vLLM's AsyncLLM, in our types. The only actor module that loads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from actors.generation import GenerationRequest, ReplicaLoad, RequestIdInUse, RoundOutput
+from actors.model_info import ModelInfo
+from actors.observability.engine_trace import traced_generate
+from actors.round_origins import RoundLog
+from actors.target.engine_load import EngineLoad
+from actors.target.engine_requests import refusal, round_outputs, sampling_params
+from actors.target.prompt_tokens import PromptTokenizer
+from actors.target.round_output_processor import log_rounds
+from actors.tokenization import TokenizeRequest, Tokens
+
+
+class TargetEngine:
+    """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
+
+    chat_template: in place of the tokenizer's own.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, chat_template: str | None = None) -> None:
+        self._load = EngineLoad()
+        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+        # vLLM's front door refuses min_p and logit_bias under speculation, since its own rejection sampler does not
+        # apply them to drafted tokens (vllm#42744). Ours does, on every row; nothing else we use there looks at this.
+        # Co-located drafting is verified by vLLM's, so there the refusal stands.
+        if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
+            self._llm.input_processor.speculative_config = None
+        self._max_model_len = self._llm.model_config.max_model_len
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+        self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)
+        self._rounds = RoundLog(speculating=speculative is not None)
+        log_rounds(self._llm.output_processor, self._rounds)
+        self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """For vLLM's own serving classes."""
+        return self._llm
+
+    async def warm_up(self) -> None:
+        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores)."""
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        async for _ in self._llm.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
+            pass
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """One RoundOutput per round and answer, an answer's last one with finish_reason; those of n answers are
+        interleaved. Closing the generator aborts the request, all of its answers.
+
+        Raises RequestError for what the model cannot serve, RequestIdInUse, TimeoutError when the request's deadline
+        passes, SamplingFailed when no next token can be chosen, ConnectionError when the engine is gone.
+        """
+        if self._rounds.watches(request.request_id):
+            raise RequestIdInUse(request.request_id)
+        self._rounds.watch(request.request_id)
+        try:
+            async with asyncio.timeout(request.seconds_left()):
+                ids = await self._tokens.prompt_ids(request)
+            params = sampling_params(request, len(ids), self._max_model_len)
+            async with aclosing(self._outputs(request, ids, params)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._rounds.forget(request.request_id)
+
+    async def _outputs(
+        self, request: GenerationRequest, ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RoundOutput, None]:
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        stream = traced_generate(self._llm, prompt, params, request.request_id, request.trace_headers)
+        num_tokens: dict[int, int] = {}
+        async with aclosing(stream):
+            while True:
+                try:
+                    async with asyncio.timeout(request.seconds_left()):
+                        output = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except EngineDeadError as error:
+                    raise ConnectionError("the engine is gone") from error
+                except VLLMClientError as error:
+                    raise refusal(error, request, self._vocab_size) from None
+                except EngineGenerateError as error:
+                    # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
+                    if num_tokens or not isinstance(error.__cause__, ValueError):
+                        raise
+                    raise refusal(error.__cause__, request, self._vocab_size) from None
+                for round_output in round_outputs(output, request, num_tokens, self._rounds):
+                    ended = round_output.finish_reason is not None
+                    yield replace(round_output, load=self.replica_load()) if ended else round_output
+                if output.finished:
+                    return
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request, running or waiting, whoever asked for it: its last output says ``abort``. Returns whether it
+        was here."""
+        if not self._llm.output_processor.external_req_ids.get(request_id):
+            return False
+        await self._llm.abort(request_id)
+        return True
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
+        """Raises RequestError."""
+        return await self._tokens.tokenize(request)
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Raises RequestError."""
+        return await self._tokens.detokenize(token_ids, skip_special_tokens)
+
+    def model_info(self) -> ModelInfo:
+        """Without what speculation is configured to do."""
+        config = self._llm.model_config
+        ends = config.try_get_generation_config().get("eos_token_id")
+        if ends is None:
+            ends = getattr(config.hf_text_config, "eos_token_id", None)
+        return ModelInfo(
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            dtype=str(config.dtype).removeprefix("torch."),
+            architecture=config.architecture,
+            tokenizer=self._tokens.name,
+            has_chat_template=self._tokens.has_chat_template,
+            eos_token_ids=tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,),
+        )
+
+    def replica_load(self) -> ReplicaLoad:
+        """As the scheduler last said."""
+        return ReplicaLoad(self._load.running, self._load.waiting, self._load.kv_cache_usage, self._max_num_seqs)
+
+    async def call_ranks(self, method: str) -> list[Any]:
+        """Call a method of the ranks' worker between two steps. Replies, plain values only, in rank order."""
+        replies: list[Any] = await self._llm.collective_rpc(method)
+        return replies
+
+    def load(self) -> dict[str, Any]:
+        """``running`` and ``waiting`` requests, ``kv_cache_usage`` 0..1."""
+        return self._load.snapshot()
+
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, running and cached together."""
+        cache = self._llm.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine is dead."""
+        await self._llm.check_health()
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()

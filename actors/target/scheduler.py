@@ -1,0 +1,79 @@
+"""The target's scheduler: vLLM's, with an end for requests that no token can be chosen for or whose time is up, and
+with every round's counts beside its tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.request import Request, RequestStatus
+
+from actors.deadlines import Deadlines
+from actors.round_settings import EXTRA_ARGS_KEY
+from actors.target.fair_scheduling import FairScheduling
+
+
+class RoundScheduling:
+    """In front of one of vLLM's schedulers."""
+
+    requests: dict[str, Request]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deadlines = Deadlines()
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        if (deadline := _deadline_unix_s(request)) is not None:
+            self._deadlines.add(request.request_id, deadline, self.requests)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Requests whose deadline has passed, running or waiting, get no further step. Their front end says so to
+        their clients: it has the same deadline."""
+        if late := self._deadlines.passed(time.time(), self.requests):
+            self.finish_requests(late, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Requests that the ranks report in num_nans_in_logits finish with an error; nobody else is touched.
+
+        vLLM only counts them, and a request without tokens would wait for its next step for ever. Requests whose
+        grammar does not compile end the same way, by the same list.
+
+        What vLLM counts for a request's metrics leaves with each round, not only with the last.
+        """
+        failed = model_runner_output.num_nans_in_logits
+        if failed:
+            self.grammar_compile_error_reqs.update(failed)  # type: ignore[attr-defined]
+            for request_id in failed:  # their prompt is done, but there is no output for its logprobs to go with
+                model_runner_output.prompt_logprobs_dict.pop(request_id, None)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                request = self.requests.get(output.request_id)
+                if output.new_token_ids and request is not None and request.spec_decode_metrics is not None:
+                    output.spec_decode_metrics = _as_of_now(request.spec_decode_metrics)
+        return outputs
+
+
+class RoundScheduler(RoundScheduling, FairScheduling, Scheduler):
+    """Of an engine that schedules one step at a time."""
+
+
+class AsyncRoundScheduler(RoundScheduling, FairScheduling, AsyncScheduler):
+    """Of an engine whose steps overlap, as with co-located drafting by vLLM."""
+
+
+def _as_of_now(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
+    """A copy: vLLM's own goes on counting while another thread writes this one to the wire."""
+    return RequestSpecDecodeMetrics(metrics.num_spec_tokens, list(metrics.histogram), metrics.num_draft_tokens)
+
+
+def _deadline_unix_s(request: Request) -> float | None:
+    params = request.sampling_params
+    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
+    deadline: float | None = ours.get("deadline_unix_s")
+    return deadline

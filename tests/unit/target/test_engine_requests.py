@@ -1,0 +1,362 @@
+"""What vLLM is asked, and what its outputs and refusals become. No engine is started: vLLM's own checks run by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import StructuredOutputsConfig
+from vllm.exceptions import VLLMClientError
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import RequestStateStats
+
+from actors.generation import (
+    GenerationRequest,
+    RequestError,
+    RequestIdInUse,
+    RequestTiming,
+    RoundOutput,
+    SamplingFailed,
+    TokenLogprob,
+    TokenLogprobs,
+)
+from actors.round_origins import RoundLog, SpeculationTotals
+from actors.round_settings import EXTRA_ARGS_KEY
+from actors.target.engine import TargetEngine
+from actors.target.engine_load import EngineLoad
+from actors.target.engine_requests import refusal, sampling_params
+from actors.target.engine_requests import round_outputs as outputs_of_rounds
+from actors.target.prompt_tokens import PromptTokenizer
+
+VOCAB_SIZE = 100
+MODEL = SimpleNamespace(is_diffusion=False, max_logprobs=20, get_vocab_size=lambda: VOCAB_SIZE)
+
+
+def request(**fields: Any) -> GenerationRequest:
+    sampling = fields.pop("sampling", {})
+    return GenerationRequest(request_id="r-1", prompt_token_ids=(1, 2), sampling=sampling, **fields)
+
+
+def settings(**fields: Any) -> Any:
+    return (sampling_params(request(**fields), 2, 10).extra_args or {}).get(EXTRA_ARGS_KEY)
+
+
+def delta(*token_ids: int, index: int = 0, **fields: Any) -> CompletionOutput:
+    fields = {"cumulative_logprob": None, "logprobs": None, **fields}
+    return CompletionOutput(
+        index=index, text="".join(chr(97 + i) for i in token_ids), token_ids=list(token_ids), **fields
+    )
+
+
+def round_outputs(output: RequestOutput, asked: GenerationRequest, num_tokens: dict[int, int]) -> list[RoundOutput]:
+    return outputs_of_rounds(output, asked, num_tokens, RoundLog(speculating=True))
+
+
+def output(
+    *completions: CompletionOutput, finished: bool = False, prompt_logprobs: Any = None, metrics: Any = None
+) -> RequestOutput:
+    return RequestOutput(
+        "r-1", None, [1, 2], prompt_logprobs, list(completions), finished, metrics, num_cached_tokens=1
+    )
+
+
+def test_extra_args_hold_what_the_request_set_and_nothing_else() -> None:
+    assert settings() is None
+    assert settings(num_speculative_tokens=2) == {"num_speculative_tokens": 2}
+    assert settings(speculation=False) == {"num_speculative_tokens": 0}
+    assert settings(verification="block") == {"verification": "block"}
+    assert settings(speculation=False, verification="coupled") == {
+        "num_speculative_tokens": 0,
+        "verification": "coupled",
+    }
+    assert settings(deadline_unix_s=12.5) == {"deadline_unix_s": 12.5}
+
+
+def test_every_parameter_reaches_vllm_by_its_name() -> None:
+    chosen: dict[str, Any] = {
+        "n": 3, "logprobs": 2, "prompt_logprobs": 0, "allowed_token_ids": [5], "bad_words": ["no"], "min_p": 0.1,
+        "logit_bias": {5: 1.0}, "seed": 7,
+    }  # fmt: skip
+    params = sampling_params(request(sampling={**chosen, "structured_outputs": {"choice": ["a"]}}), 2, 10)
+    assert {name: getattr(params, name) for name in chosen} == chosen
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.choice == ["a"]
+    assert params.max_tokens == 8
+
+
+def test_min_tokens_that_the_model_has_no_room_for_are_named() -> None:
+    with pytest.raises(RequestError, match="9 is above the 8") as caught:
+        sampling_params(request(sampling={"min_tokens": 9}), 2, 10)
+    assert caught.value.field == "sampling.min_tokens"
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+@pytest.mark.parametrize(
+    ("field", "sampling"),
+    [
+        ("sampling.allowed_token_ids", {"allowed_token_ids": [1, VOCAB_SIZE]}),
+        ("sampling.stop_token_ids", {"stop_token_ids": [VOCAB_SIZE]}),
+        ("sampling.logit_bias", {"logit_bias": {VOCAB_SIZE: 1.0}}),
+        ("sampling.structured_outputs", {"structured_outputs": {"json": '{"type": 5}'}}),
+        ("sampling.structured_outputs", {"structured_outputs": {"regex": "[a"}}),
+        ("sampling.structured_outputs", {"structured_outputs": {"grammar": "nonsense"}}),
+    ],
+)
+def test_what_vllm_refuses_is_named(
+    field: str, sampling: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "vllm.v1.structured_output.backend_guidance.GuidanceBackend.is_tokenizer_supported", lambda _: True
+    )
+    asked = request(sampling=sampling)
+    params = sampling_params(asked, 2, 10)
+    with pytest.raises(VLLMClientError) as caught:
+        params.verify(MODEL, None, StructuredOutputsConfig(backend=backend), SimpleNamespace())
+    error = refusal(caught.value, asked, VOCAB_SIZE)
+    assert error.field == field
+    assert "\n" not in str(error)
+    assert "/project/" not in str(error), "where in the compiler's source is of no use to a client"
+    assert len(str(error)) < 500
+    if "structured" not in field:
+        assert error.fix == f"send ids below {VOCAB_SIZE}"
+
+
+def test_bad_words_that_have_no_tokens_are_named() -> None:
+    asked = request(sampling={"bad_words": [" "]})
+    with pytest.raises(VLLMClientError) as caught:
+        sampling_params(asked, 2, 10).update_from_tokenizer(SimpleNamespace(encode=lambda **_: [], max_token_id=99))
+    assert refusal(caught.value, asked).field == "sampling.bad_words"
+
+
+def test_answers_are_told_apart_and_counted_each() -> None:
+    asked, counts = request(sampling={"n": 2}), {}
+    first = round_outputs(output(delta(3, 4, index=1), delta(5, index=0)), asked, counts)
+    assert [(round_.index, round_.token_ids, round_.finish_reason) for round_ in first] == [
+        (1, (3, 4), None),
+        (0, (5,), None),
+    ]
+    (last,) = round_outputs(
+        output(delta(6, index=1, finish_reason="stop", stop_reason=6), finished=False), asked, counts
+    )
+    assert (last.index, last.finish_reason, last.stop_reason) == (1, "stop", "6")
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (2, 3, 1)
+    assert counts == {0: 1, 1: 3}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((100.0, 100.5, 101.5, 104.0), (0.5, 1.0, 2.5)),
+        ((100.0, 100.5, 0.0, 0.0), (0.5, 0.0, 0.0)),
+        ((100.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+    ],
+)
+def test_the_last_output_tells_where_the_time_went(
+    steps: tuple[float, ...], expected: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.target.engine_requests.time.time", lambda: 1010.0)
+    stats = RequestStateStats(3, 0, 1005.0, *steps)
+    running, ended = output(delta(3), metrics=stats), output(delta(4, finish_reason="stop"), metrics=stats)
+    counts: dict[int, int] = {}
+    assert round_outputs(running, request(), counts)[0].timing is None
+    assert round_outputs(ended, request(), counts)[0].timing == RequestTiming(*expected, 5.0)
+    assert round_outputs(output(delta(4, finish_reason="stop")), request(), {})[0].timing is None
+
+
+def test_logprobs_are_the_tokens_own_and_the_likeliest() -> None:
+    asked = request(sampling={"logprobs": 2})
+    unlikely = {7: Logprob(-9.0, rank=50), 3: Logprob(-0.1, rank=1), 4: Logprob(-2.0, rank=2)}
+    likeliest = {3: Logprob(-0.1, rank=1), 4: Logprob(-2.0, rank=2)}
+    (round_,) = round_outputs(output(delta(7, 3, logprobs=[unlikely, likeliest])), asked, {})
+    top = (TokenLogprob(3, -0.1), TokenLogprob(4, -2.0))
+    assert round_.logprobs == (TokenLogprobs(7, -9.0, 50, top), TokenLogprobs(3, -0.1, 1, top))
+
+
+def test_no_likeliest_tokens_may_be_asked_for() -> None:
+    asked = request(sampling={"logprobs": 0})
+    (round_,) = round_outputs(output(delta(7, logprobs=[{7: Logprob(-0.1, rank=1)}])), asked, {})
+    assert round_.logprobs == (TokenLogprobs(7, -0.1, 1),)
+
+
+@pytest.mark.parametrize("given", [None, [], [{7: Logprob(-0.1, rank=1)}] * 2])
+def test_logprobs_that_do_not_fit_the_tokens_are_an_error(given: Any) -> None:
+    with pytest.raises(RuntimeError, match="r-1"):
+        round_outputs(output(delta(7, logprobs=given)), request(sampling={"logprobs": 0}), {})
+
+
+def test_prompt_logprobs_come_once_a_request() -> None:
+    asked, counts = request(sampling={"n": 2, "prompt_logprobs": 0}), {}
+    given = [None, {2: Logprob(-1.5, rank=4)}]
+    first = round_outputs(output(delta(3, index=0), delta(4, index=1), prompt_logprobs=given), asked, counts)
+    assert [round_.prompt_logprobs for round_ in first] == [(None, TokenLogprobs(2, -1.5, 4)), ()]
+    (later,) = round_outputs(output(delta(5, index=1), prompt_logprobs=given), asked, counts)
+    assert later.prompt_logprobs == ()
+
+
+def test_a_request_that_is_aborted_before_its_prompt_is_read_has_none() -> None:
+    asked = request(sampling={"prompt_logprobs": 0, "logprobs": 0})
+    (round_,) = round_outputs(output(delta(finish_reason="abort", logprobs=[]), prompt_logprobs=[None]), asked, {})
+    assert (round_.prompt_logprobs, round_.logprobs, round_.finish_reason) == ((), (), "abort")
+
+
+def test_an_engine_error_names_the_request_and_the_reason() -> None:
+    with pytest.raises(SamplingFailed) as caught:
+        round_outputs(output(delta(finish_reason="error"), finished=True), request(), {0: 1})
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert str(error) == "request r-1: the model's logits for the next token were not finite"
+
+
+@pytest.mark.parametrize(("before", "where"), [({}, "begin an answer with"), ({0: 7}, "go on with after 7 tokens")])
+@pytest.mark.parametrize(
+    "limit", [{"structured_outputs": {"json": "{}"}}, {"allowed_token_ids": [1]}, {"bad_words": ["a"]}]
+)
+def test_limits_that_leave_no_token_are_the_request_s_own(
+    limit: dict[str, Any], before: dict[int, int], where: str
+) -> None:
+    with pytest.raises(RequestError, match=f"sampling.{next(iter(limit))}: leaves no token to {where}"):
+        round_outputs(output(delta(finish_reason="error"), finished=True), request(sampling=limit), before)
+
+
+class ScriptedLLM:
+    """In place of AsyncLLM: yields outputs and raises errors as they come."""
+
+    def __init__(self, *script: RequestOutput | Exception) -> None:
+        self._script = script
+        self.closed = False
+
+    async def generate(self, *_: Any) -> AsyncIterator[RequestOutput]:
+        try:
+            for step in self._script:
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        finally:
+            self.closed = True
+
+
+def answers(llm: ScriptedLLM, asked: GenerationRequest) -> list[RoundOutput]:
+    engine = object.__new__(TargetEngine)
+    engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
+    engine._tokens = PromptTokenizer(None, VOCAB_SIZE, 10)
+    engine._rounds, engine._load, engine._max_num_seqs = RoundLog(speculating=True), EngineLoad(), 4
+
+    async def collect() -> list[RoundOutput]:
+        return [round_ async for round_ in engine.generate(asked)]
+
+    return asyncio.run(collect())
+
+
+def wrapped(cause: Exception) -> EngineGenerateError:
+    """As vLLM raises what is neither a validation error nor the end of the engine."""
+    error = EngineGenerateError()
+    error.__cause__ = cause
+    return error
+
+
+def test_vllms_front_door_knows_of_no_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would refuse min_p and logit_bias, which our own sampler applies."""
+    front = SimpleNamespace(speculative_config=object())
+    llm = SimpleNamespace(
+        input_processor=front,
+        renderer=None,
+        output_processor=OutputProcessor(None, log_stats=False),
+        model_config=SimpleNamespace(max_model_len=10, get_vocab_size=lambda: VOCAB_SIZE),
+    )
+    monkeypatch.setattr("actors.target.engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm)
+    params = sampling_params(request(sampling={"min_p": 0.5, "logit_bias": {5: 1.0}}), 2, 10)
+    with pytest.raises(VLLMClientError, match="speculative"):
+        params.verify(MODEL, front.speculative_config, None, None)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="custom_class"), scheduler_config=SimpleNamespace(max_num_seqs=4)
+    )
+    TargetEngine(config)  # type: ignore[arg-type]
+    params.verify(MODEL, front.speculative_config, None, None)
+
+
+def test_the_engine_yields_a_round_per_answer_until_all_are_finished() -> None:
+    llm = ScriptedLLM(
+        output(delta(3, index=0), delta(4, index=1)),
+        output(delta(5, index=0, finish_reason="stop")),
+        output(delta(6, index=1, finish_reason="length"), finished=True),
+    )
+    rounds = answers(llm, request(sampling={"n": 2}))
+    assert [(round_.index, round_.finish_reason) for round_ in rounds] == [
+        (0, None), (1, None), (0, "stop"), (1, "length"),
+    ]  # fmt: skip
+    assert llm.closed
+
+
+def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:
+    llm = ScriptedLLM(output(delta(3, index=0)), output(delta(index=1, finish_reason="error")), output(delta(4)))
+    with pytest.raises(SamplingFailed):
+        answers(llm, request(sampling={"n": 2}))
+    assert llm.closed, "the other answers would go on for nobody"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ([VLLMClientError("no")], RequestError),
+        ([wrapped(ValueError("no"))], RequestError),
+        ([wrapped(KeyError("no"))], EngineGenerateError),
+        ([output(delta(3)), wrapped(ValueError("no"))], EngineGenerateError),
+        ([EngineDeadError()], ConnectionError),
+    ],
+)
+def test_errors_of_vllm_are_the_clients_only_where_they_are(script: list[Any], expected: type[Exception]) -> None:
+    with pytest.raises(expected):
+        answers(ScriptedLLM(*script), request())
+
+
+def test_tokens_come_with_their_origins_and_the_first_output_with_the_prompts_length() -> None:
+    log = RoundLog(speculating=True)
+    log.watch("r-1")
+    log.note("r-1", 0, 1, SpeculationTotals())
+    log.note("r-1", 0, 3, SpeculationTotals(1, 3, 2))
+    (first,) = outputs_of_rounds(output(delta(3)), request(), counts := {}, log)
+    (second,) = outputs_of_rounds(output(delta(4, 5, 6)), request(), counts, log)
+    assert (first.origins, first.num_rounds) == (("plain",), 1)
+    assert (second.origins, second.num_rounds) == (("accepted", "accepted", "recovered"), 1)
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.cached_tokens, second.usage) == (2, 1, None)
+
+
+def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
+    engine = object.__new__(TargetEngine)
+    engine._llm = ScriptedLLM(output(delta(3)), output(delta(4, finish_reason="stop"), finished=True))  # type: ignore[assignment]
+    engine._max_model_len, engine._vocab_size, engine._max_num_seqs = 10, VOCAB_SIZE, 4
+    engine._tokens, engine._load = PromptTokenizer(None, VOCAB_SIZE, 10), EngineLoad()
+    engine._rounds = RoundLog(speculating=True)
+
+    async def ask_twice() -> None:
+        first = engine.generate(request())
+        assert (await anext(first)).load is None
+        with pytest.raises(RequestIdInUse, match="r-1"):
+            await anext(engine.generate(request()))
+        last = await anext(first)
+        assert last.load is not None, "the answer's last output says how busy the replica is"
+        assert last.load.max_num_seqs == 4
+        await first.aclose()
+        assert not engine._rounds.watches("r-1")
+        assert (await anext(engine.generate(request()))).token_ids == (3,)
+
+    asyncio.run(ask_twice())
+
+
+@pytest.mark.parametrize(
+    ("verification", "structured"), [("rejection", {"regex": "a+"}), ("block", {"regex": "a+"}), ("greedy", None)]
+)
+def test_a_verification_that_rank_0_would_raise_for_is_refused_before_it(verification: str, structured: Any) -> None:
+    """Callers of the replica's handle do not come through the ingress and its checks."""
+    sampling = {} if structured is None else {"structured_outputs": structured}
+    with pytest.raises(RequestError) as refused:
+        sampling_params(request(sampling=sampling, verification=verification), 2, 10)
+    assert refused.value.field == "speculation.verification"

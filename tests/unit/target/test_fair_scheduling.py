@@ -1,0 +1,58 @@
+"""The scheduler asks the rules of routing.fair_order with its own numbers."""
+
+from types import SimpleNamespace
+
+from actors.routing.fair_order import prefill_threshold, virtual_arrival_ms
+from actors.target.fair_scheduling import FairScheduling
+
+
+class Base:
+    """As much of vLLM's scheduler as the mixin touches."""
+
+    def __init__(self, max_overtaking_s):
+        serving = {"max_overtaking_s": max_overtaking_s}
+        self.vllm_config = SimpleNamespace(additional_config={"outrider": {"serving": serving}})
+        self.scheduler_config = SimpleNamespace(max_num_batched_tokens=1000, long_prefill_token_threshold=0)
+        self.num_spec_tokens = 4
+        self.running = []
+        self.added = []
+
+    def add_request(self, request):
+        self.added.append(request)
+
+    def schedule(self, throttle_prefills=False):
+        return self.scheduler_config.long_prefill_token_threshold, throttle_prefills
+
+
+class Scheduler(FairScheduling, Base):
+    pass
+
+
+def request(tokens, arrival_s, priority=0):
+    return SimpleNamespace(arrival_time=arrival_s, num_prompt_tokens=tokens, max_tokens=16, priority=priority)
+
+
+def test_waiting_requests_are_ordered_by_virtual_arrival():
+    scheduler = Scheduler(max_overtaking_s=3.0)
+    scheduler.add_request(request(5000, 100.0))
+    scheduler.add_request(request(10, 102.0))
+    scheduler.add_request(request(10, 104.0))
+    huge, small, late = (added.priority for added in scheduler.added)
+    assert small < huge < late
+    assert huge == virtual_arrival_ms(100.0, 5000, 16, 3.0)
+
+
+def test_vllms_priority_is_kept():
+    scheduler = Scheduler(max_overtaking_s=3.0)
+    scheduler.add_request(request(10, 100.0))
+    scheduler.add_request(request(5000, 200.0, priority=-1))
+    assert scheduler.added[1].priority < scheduler.added[0].priority
+
+
+def test_long_prompts_share_a_step_in_every_step():
+    scheduler = Scheduler(max_overtaking_s=3.0)
+    assert scheduler.schedule() == (750, False)
+    scheduler.running = [SimpleNamespace(is_prefill_chunk=chunk) for chunk in (True, False, True)]
+    assert scheduler.schedule(throttle_prefills=True) == (375, True)
+    scheduler.running = [SimpleNamespace(is_prefill_chunk=True)] * 400
+    assert scheduler.schedule()[0] == prefill_threshold(1000, 400, at_least=5) == 5

@@ -1,0 +1,122 @@
+"""From a request's parameters to how its tokens are verified and its drafts drawn."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from actors.messages import MAX_BIASED_TOKENS
+from actors.target.request_sampling import RequestSampling, random_seed
+from actors.verification.mode import BY_NAME, Mode, mode_for
+
+
+def params(**changes):
+    """What is read of vLLM's SamplingParams, at its defaults."""
+    fields = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "structured_outputs": None,
+        "extra_args": None,
+        "allowed_token_ids": None,
+        "logit_bias": None,
+        "bad_words_token_ids": None,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def asked(verification):
+    return {"outrider": {"verification": verification}}
+
+
+@pytest.mark.parametrize("deployment", BY_NAME)
+def test_a_plain_sampled_request_is_verified_as_deployed(deployment):
+    assert RequestSampling.of(params(), deployment).mode is BY_NAME[deployment]
+
+
+def test_temperature_zero_is_greedy_whatever_else_is_asked():
+    sampling = RequestSampling.of(params(temperature=0.0, seed=3, top_p=0.5, extra_args=asked("block")), "rejection")
+    assert sampling == RequestSampling(Mode.GREEDY, 0.0, 0, 1.0, 0.0, 3)
+
+
+def test_a_seed_couples_unless_the_request_asks_for_something_else():
+    assert RequestSampling.of(params(seed=7), "rejection").mode is Mode.COUPLED
+    assert RequestSampling.of(params(seed=7, extra_args=asked("block")), "rejection").mode is Mode.BLOCK
+
+
+@pytest.mark.parametrize("deployment", BY_NAME)
+def test_a_grammar_couples_because_the_scheduler_cuts_drafts_by_the_token(deployment):
+    assert RequestSampling.of(params(structured_outputs=object()), deployment).mode is Mode.COUPLED
+
+
+@pytest.mark.parametrize("choice", ["rejection", "block"])
+def test_a_grammar_with_rejection_is_refused(choice):
+    with pytest.raises(ValueError, match="not exact under a grammar"):
+        mode_for(greedy=False, seeded=True, structured=True, asked=choice, deployment="rejection")
+
+
+def test_requests_without_a_seed_get_one_each():
+    seeds = {RequestSampling.of(params(), "rejection").seed for _ in range(100)}
+    assert len(seeds) == 100
+    assert all(0 <= random_seed() < 2**63 for _ in range(100))
+
+
+@pytest.mark.parametrize(("seed", "kept"), [(5, 5), (-5, -5), (2**63 - 1, 2**63 - 1), (2**63, -(2**63))])
+def test_seeds_stay_within_64_bits(seed, kept):
+    assert RequestSampling.of(params(seed=seed), "rejection").seed == kept
+
+
+def test_the_drafter_is_told_the_request_s_own_constraints_and_seed():
+    given = params(temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, seed=4, extra_args=asked("rejection"))
+    sampling = RequestSampling.of(given, "coupled")
+    drafting = sampling.drafting(given, top_n=16, vocab_size=2000)
+    assert (drafting.mode, drafting.temperature, drafting.top_p, drafting.min_p) == (Mode.REJECTION, 0.7, 0.9, 0.1)
+    assert (drafting.top_k, drafting.seed, drafting.top_n) == (0, 4, 16)
+    assert (drafting.biases, drafting.only_biased) == ((), False)
+
+
+def test_only_modes_that_need_q_ask_for_it():
+    given = params(seed=4)
+    assert RequestSampling.of(given, "rejection").drafting(given, top_n=16, vocab_size=2000).top_n == 0
+
+
+def drafting(**changes):
+    given = params(**changes)
+    return RequestSampling.of(given, "rejection").drafting(given, 64, 2000)
+
+
+def test_bias_and_single_token_bad_words_reach_the_drafter():
+    told = drafting(logit_bias={5: 2.0, 6: -3.0}, bad_words_token_ids=[[6], [7], [8, 9]])
+    assert dict(told.biases) == {5: 2.0, 6: -math.inf, 7: -math.inf}
+    assert not told.only_biased
+
+
+def test_allowed_tokens_reach_the_drafter_with_their_biases():
+    told = drafting(allowed_token_ids=[1, 2, 3], logit_bias={2: 1.5, 9: 5.0}, bad_words_token_ids=[[3], [4]])
+    assert told.only_biased
+    assert dict(told.biases) == {1: 0.0, 2: 1.5, 3: -math.inf}
+
+
+def test_too_long_a_list_of_allowed_tokens_stays_here():
+    told = drafting(allowed_token_ids=list(range(MAX_BIASED_TOKENS + 1)), logit_bias={2: 1.5})
+    assert (dict(told.biases), told.only_biased) == ({2: 1.5}, False)
+    told = drafting(logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS + 9), 1.0))
+    assert len(told.biases) == MAX_BIASED_TOKENS
+
+
+def test_a_request_that_forbids_every_token_is_left_to_the_verifier():
+    told = drafting(allowed_token_ids=[3], bad_words_token_ids=[[3]])
+    assert (told.biases, told.only_biased) == ((), False)
+
+
+def test_bad_words_that_the_model_has_no_logits_for_stay_here():
+    assert dict(drafting(bad_words_token_ids=[[1999], [2000]]).biases) == {1999: -math.inf}
+
+
+def test_a_top_p_too_small_for_float32_stays_above_zero():
+    """The kernels refuse a top_p of 0, and an exception there would end the engine."""
+    sampling = RequestSampling.of(params(top_p=1e-300), "rejection")
+    assert float(np.float32(sampling.top_p)) > 0
