@@ -9,7 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from deploy.client import OutriderClient, OutriderError
 from deploy.generate_arguments import add_arguments, options_of
@@ -25,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         return _fail("--logprobs and --prompt-logprobs are printed with --json only; add it", status=2)
     try:
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        with OutriderClient(args.address) as client:
+        with OutriderClient(args.address) as client, _interrupt_closes(client):
             if args.json:
                 print(json.dumps(as_json(client.generate(prompt, **options))), flush=True)
             else:
@@ -41,6 +45,30 @@ def run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
+
+
+@contextmanager
+def _interrupt_closes(client: OutriderClient) -> Iterator[None]:
+    """Ctrl-C closes the client, which ends its calls, and raises KeyboardInterrupt here. Raised wherever the main
+    thread happens to be, as Python does, it is lost when that is a destructor."""
+    interrupted = threading.Event()
+
+    def close(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            # Not by this thread: it may hold the locks that closing takes.
+            threading.Thread(target=client.close, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, close)
+    try:
+        yield
+    except Exception:
+        if not interrupted.is_set():
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 def _fail(message: str, status: int = 1) -> int:
