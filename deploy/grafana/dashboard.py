@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deploy.grafana.rows import ROWS, Panel
+from deploy.grafana.panel import Panel
+from deploy.grafana.rows import ROWS
 
 PATH = Path(__file__).with_name("outrider.json")
 
