@@ -6,9 +6,6 @@ without loading a model is rejected here, by field name, before anything starts.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,13 +16,14 @@ from cluster.co_located_config import CoLocatedConfig as CoLocatedConfig
 from cluster.config_section import ConfigError as ConfigError
 from cluster.config_section import EngineConfig as EngineConfig
 from cluster.config_section import Section
-from cluster.drafter_config import TAGS, DrafterConfig, refusal_of
+from cluster.drafter_config import DrafterConfig, refusal_of
 from cluster.drafter_config import DraftModelConfig as DraftModelConfig
 from cluster.drafter_config import LookupConfig as LookupConfig
 from cluster.drafter_config import NgramConfig as NgramConfig
 from cluster.drafter_config import RemoteConfig as RemoteConfig
 from cluster.drafter_config import SuffixConfig as SuffixConfig
 from cluster.openai_config import OpenAIConfig as OpenAIConfig
+from cluster.validation_text import explained
 
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``: sizes the link's frames and the verifier's rows."""
@@ -253,7 +251,7 @@ def parse_config(data: Any, source: str = "config") -> OutriderConfig:
     try:
         return OutriderConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(error)}") from None
+        raise ConfigError(f"{source}: {explained(error)}") from None
 
 
 def load_config(path: str | Path) -> OutriderConfig:
@@ -266,41 +264,3 @@ def load_config(path: str | Path) -> OutriderConfig:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from None
     return parse_config(data, str(path))
-
-
-_KEY = re.compile(r"([a-z_]+): ")
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors():
-        parts = [str(part) for part in item["loc"] if part not in TAGS]
-        where = ".".join(parts) or "config"
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: {_unknown_key(parts)}")
-        elif item["type"] == "missing":
-            lines.append(f"{where}: required, but missing")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            if parts and _KEY.match(message):
-                where, message = f"{where}.{message.partition(': ')[0]}", message.partition(": ")[2]
-            found = item.get("input")
-            shown = "" if isinstance(found, Mapping | list | Section) or _is_nan(found) else f" (found {found!r})"
-            lines.append(f"{where}: {message}{shown}")
-    return "; ".join(lines)
-
-
-def _unknown_key(parts: list[str]) -> str:
-    """parts: of the dotted path. A key that vLLM users know gets a better answer than one that is misspelt."""
-    *section, key = parts
-    if section == ["drafter"] and key in CoLocatedConfig.model_fields:
-        return (
-            "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"
-        )
-    if section == ["speculation"] and (key in CoLocatedConfig.model_fields or key == "placement"):
-        return "unknown key here; it belongs into the drafter section"
-    return "unknown key; remove it or check its spelling"
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
