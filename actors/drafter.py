@@ -8,41 +8,32 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.drafting.draft_vocabulary import DraftVocabulary
+from actors.drafting.load import load_strategy, warm_up
 from actors.drafting.loop import DraftLoop
-from actors.drafting.strategy import DraftStrategy
 from actors.drafting.suffix import SuffixStrategy
 from actors.drafting.suffix_answers import AnswerPart
-from actors.drafting.suffix_path import SuffixLimits
 from actors.drafting.suffix_pool import PoolMember, RayPool
 from actors.message_codec import pack, unpack
-from actors.messages import Commit, DraftSampling, Message, Proposals
+from actors.messages import Message, Proposals
 from actors.observability.logs import configure as configure_logging
-from actors.verification.mode import Mode
-from cluster.config import ConfigError, DraftModelConfig, NgramConfig, RemoteConfig, SpeculationConfig, SuffixConfig
+from cluster.config import RemoteConfig, SpeculationConfig, SuffixConfig
 from cluster.cores import bind_to, rank_environment
 from cluster.link import Link, LinkBroken, LinkInvitation, join_link
 from cluster.placement import ReplicaPlacement
 from cluster.ranks import NAMESPACE, RankPlacement
 
-if TYPE_CHECKING:
-    from actors.drafting.draft_engine import DraftEngine
-
 logger = logging.getLogger(__name__)
 
 _RESTART_PAUSE_S = 5.0
-_CUT_VOCAB_SIZE = 32768
 _WATCH_EVERY_S = 0.5
 _HUNG_AFTER_DEADLINES = 2
 """A step longer than so many link deadlines: by then the verifier has given the link up, if it could tell."""
@@ -80,8 +71,8 @@ class Drafter:
             bind_to(cores)
         configure_logging()
         try:
-            self._strategy, self._vocab_size = _strategy(config, speculation, ranks, placement_group)
-            _warm_up(self._strategy)
+            self._strategy, self._vocab_size = load_strategy(config, speculation, ranks, placement_group)
+            warm_up(self._strategy)
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise  # the replica reports it as the start-up error it is
@@ -231,81 +222,3 @@ def launch_drafter(
         )
         .remote(config, speculation, None if cores is None or ranks else cores[0], ranks, group, app_name)
     )
-
-
-def _warm_up(strategy: DraftStrategy) -> None:
-    """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
-    key = (0, 0)
-    for sampling in (
-        DraftSampling(),
-        DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9),
-        DraftSampling(Mode.COUPLED, temperature=1.0),
-    ):
-        strategy.open(key, [0] * 64, num_speculative_tokens=2, sampling=sampling)
-        _work_off(strategy)
-        strategy.commit(key, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
-        _work_off(strategy)
-        strategy.close(key)
-    _work_off(strategy)
-
-
-def _work_off(strategy: DraftStrategy) -> None:
-    while (work := strategy.plan()[0]) is not None:
-        work.execute()
-        strategy.complete(work)
-
-
-def _strategy(
-    config: RemoteConfig, speculation: SpeculationConfig, ranks: RankPlacement | None, placement_group: Any
-) -> tuple[DraftStrategy, int | None]:
-    if isinstance(config, SuffixConfig):
-        return _suffix_strategy(config), None
-    if isinstance(config, NgramConfig):
-        from actors.drafting.ngram import NgramStrategy
-
-        return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max), None
-    from actors.drafting.draft_engine import DraftEngine
-    from actors.drafting.draft_model import DraftModelStrategy
-    from actors.drafting.step_planner import LookaheadLimits
-    from cluster.engine_args import drafter_vllm_config
-
-    if ranks is not None and ray.get_runtime_context().was_current_actor_reconstructed:
-        # The ranks of the life before may still be on their way out, and hold their names.
-        ranks = replace(ranks, actor_names=[f"{name}#{os.getpid()}" for name in ranks.actor_names])
-    engine = DraftEngine(drafter_vllm_config(config, ranks, placement_group), in_process=ranks is None)
-    limits = LookaheadLimits(
-        ahead=speculation.draft_ahead,
-        max_side_branches=speculation.max_side_branches,
-        max_rows=config.max_draft_rows,
-        prompt_lookup_min=config.prompt_lookup_min,
-        prompt_lookup_max=config.prompt_lookup_max,
-    )
-    vocabulary = _vocabulary(config, engine)
-    return DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary), engine.vocab_size
-
-
-def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:
-    limits = SuffixLimits(
-        config.suffix_decoding_max_tree_depth,
-        config.suffix_decoding_max_spec_factor,
-        config.suffix_decoding_min_token_prob,
-    )
-    cached = config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens
-    return SuffixStrategy(limits, *cached, name=secrets.token_hex(8))
-
-
-def _vocabulary(config: DraftModelConfig, engine: DraftEngine) -> DraftVocabulary | None:
-    """What the output head is cut to; None: it stays whole."""
-    size = config.draft_vocab_size
-    if size is None:
-        big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE and config.tensor_parallel_size == 1
-        size = _CUT_VOCAB_SIZE if big else 0
-    if size == 0:
-        return None
-    if size > engine.vocab_size:
-        raise ConfigError(
-            f"drafter.draft_vocab_size: {size}, the model has {engine.vocab_size} tokens; set fewer, or 0 for all"
-        )
-    vocabulary = DraftVocabulary(engine.vocab_size, size, always=engine.end_token_ids)
-    engine.cut_head(vocabulary.token_ids)
-    return vocabulary

@@ -38,6 +38,7 @@ from actors.messages import (
     ProposalStatus,
     SparseQ,
 )
+from actors.payload_writer import PayloadWriter
 from actors.verification.mode import Mode
 from cluster.link.frame import HEADER_WORDS
 
@@ -76,7 +77,7 @@ def pack(messages: Sequence[Message], capacity_words: int) -> list[np.ndarray]:
     Order is kept. An Open too long for its frame goes on in the next. Raises MessageError when another message does
     not fit a whole frame, or a number does not fit 32 bits.
     """
-    writer = _PayloadWriter(capacity_words - HEADER_WORDS)
+    writer = PayloadWriter(capacity_words - HEADER_WORDS)
     for message in messages:
         if isinstance(message, Commit):
             ids = message.token_ids
@@ -131,55 +132,7 @@ def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_wor
     return messages
 
 
-class _PayloadWriter:
-    """Fills payloads of `capacity` words one after the other. Small things go through a list, q through arrays."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._done: list[np.ndarray] = []
-        self._start()
-
-    def _start(self) -> None:
-        self._arrays: list[np.ndarray] = []
-        self._words: list[int] = [0]
-        self._count = 0
-        self.room = self._capacity - 1
-
-    def add(self, what: str, words: list[int], arrays: Sequence[np.ndarray] = ()) -> None:
-        """One message: `words`, then the flat int32 `arrays`. On to the next frame when this one lacks the room."""
-        size = len(words) + sum(len(array) for array in arrays)
-        if size > self.room:
-            self.next_frame()
-            if size > self.room:
-                raise MessageError(what, f"{size} words do not fit a frame with room for {self.room}")
-        self._words += words
-        if arrays:
-            self._flush_words()
-            self._arrays += arrays
-        self._count += 1
-        self.room -= size
-
-    def next_frame(self) -> None:
-        if self._count:
-            self._flush_words()
-            payload = self._arrays[0] if len(self._arrays) == 1 else np.concatenate(self._arrays)
-            payload[0] = self._count
-            self._done.append(payload)
-            self._start()
-
-    def finish(self) -> list[np.ndarray]:
-        self.next_frame()
-        return self._done
-
-    def _flush_words(self) -> None:
-        try:
-            self._arrays.append(np.array(self._words, dtype=np.int32))
-        except (OverflowError, ValueError, TypeError) as error:
-            raise MessageError("payload", f"a value is no 32-bit integer: {error}") from None
-        self._words = []
-
-
-def _write_open(message: Open, writer: _PayloadWriter) -> None:
+def _write_open(message: Open, writer: PayloadWriter) -> None:
     ids, sampling = message.token_ids, message.sampling
     doubles = _SAMPLING.pack(sampling.seed, sampling.temperature, sampling.top_p, sampling.min_p)
     start = 0
@@ -199,7 +152,7 @@ def _write_open(message: Open, writer: _PayloadWriter) -> None:
         start += len(chunk)
 
 
-def _write_proposals(message: Proposals, writer: _PayloadWriter) -> None:
+def _write_proposals(message: Proposals, writer: PayloadWriter) -> None:
     ids, q = message.token_ids, message.q
     n = 0 if q is None else q.ids.shape[1]
     head = [_PROPOSALS, _proposals_words(len(ids), n), message.request, message.base_committed_len]
@@ -211,7 +164,7 @@ def _write_proposals(message: Proposals, writer: _PayloadWriter) -> None:
         writer.add("Proposals", words, (q.ids.reshape(-1), probs.reshape(-1)))
 
 
-def _write_name(message: Name, writer: _PayloadWriter) -> None:
+def _write_name(message: Name, writer: PayloadWriter) -> None:
     encoded = message.request_id.encode("ascii")
     padded = np.frombuffer(encoded + b"\0" * (-len(encoded) % 4), dtype=np.int32).tolist()
     writer.add("Name", [_NAME, _FIXED_WORDS[_NAME] + len(padded), message.request, len(encoded), *padded])

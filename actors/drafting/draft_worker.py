@@ -7,7 +7,8 @@ import math
 import torch
 
 from actors.drafting.cut_head import CutHead
-from actors.drafting.draw import DrawnRow, DrawRow, Draws
+from actors.drafting.draw import DrawnRow, Draws
+from actors.drafting.draw_group import DrawRow
 from actors.drafting.line import Drawn
 from actors.drafting.paged_forward import PagedForward
 from actors.drafting.step_plan import StepPlan

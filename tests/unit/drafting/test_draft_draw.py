@@ -5,99 +5,22 @@ import math
 import pytest
 import torch
 
-from actors.drafting.draw import DrawRow, Draws
+from actors.drafting.draw import Draws
 from actors.messages import DraftSampling, SparseQ
-from actors.verification.constraints import Constraints
-from actors.verification.draft_sampler import sample_drafts
 from actors.verification.mode import Mode
-from actors.verification.token_subset import TokenSubset
-
-VOCAB = 500
-INF = math.inf
-ONLY = ((3, 0.0), (50, 2.0), (77, -1.0), (400, -INF))
-
-SAMPLINGS = {
-    "greedy": DraftSampling(seed=1),
-    "rejection": DraftSampling(Mode.REJECTION, temperature=0.7, seed=2, top_n=8),
-    "rejection-64": DraftSampling(Mode.REJECTION, temperature=1.3, top_k=20, top_p=0.9, seed=-3, top_n=64),
-    "block": DraftSampling(Mode.BLOCK, temperature=1.0, min_p=0.05, seed=4, top_n=8),
-    "coupled": DraftSampling(Mode.COUPLED, temperature=0.9, top_p=0.95, seed=5),
-    "coupled-2": DraftSampling(Mode.COUPLED, temperature=1.2, seed=6, top_n=3),
-    "one-hot": DraftSampling(Mode.REJECTION, temperature=0.7, seed=7, top_n=0),
-    "wide": DraftSampling(Mode.BLOCK, temperature=2.0, seed=8, top_n=1024),
-    "biased": DraftSampling(Mode.REJECTION, temperature=1.0, seed=9, top_n=8, biases=((11, 6.0), (12, -INF))),
-    "only": DraftSampling(Mode.REJECTION, temperature=1.0, seed=10, top_n=8, biases=ONLY, only_biased=True),
-    "greedy-only": DraftSampling(biases=ONLY, only_biased=True),
-    "coupled-only": DraftSampling(Mode.COUPLED, temperature=1.0, seed=12, biases=ONLY, only_biased=True),
-}
-
-
-def first_row(name, sampling, committed_len=10):
-    """A row whose first token is the first of its round."""
-    return DrawRow(name, sampling, committed_len, committed_len)
-
-
-def random_logits(rows, seed=0, vocab=VOCAB):
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def run(rows, steps):
-    """steps: (request ids, logits) of each. Returns DrawnRow by request."""
-    draws = Draws(rows)
-    ids = {row.row_id: [] for row in rows}
-    for request_ids, logits in steps:
-        before = logits.clone()
-        drawn = draws.draw(logits, request_ids)
-        assert (drawn.dtype, list(drawn.shape)) == (torch.int32, [len(request_ids), 1])
-        assert torch.equal(logits.nan_to_num(), before.nan_to_num())
-        for request_id, (token,) in zip(request_ids, drawn.tolist(), strict=True):
-            if request_id in ids:
-                ids[request_id].append(token)
-            else:
-                assert token == 0
-    return draws.results(ids)
-
-
-def by_hand(sampling, logits, position, round_start):
-    """sample_drafts for one row. logits: float32 [V]."""
-    logits = logits.clone()
-    if sampling.only_biased:
-        kept = torch.full_like(logits, -INF)
-        for token, _ in sampling.biases:
-            kept[token] = logits[token]
-        logits = kept
-    for token, bias in sampling.biases:
-        logits[token] += bias
-    mode = Mode.GREEDY if sampling.mode.samples_q and not sampling.top_n else sampling.mode
-    constraints = Constraints(
-        temperature=torch.tensor([sampling.temperature or 1.0]),
-        top_k=torch.tensor([sampling.top_k]),
-        top_p=torch.tensor([sampling.top_p]),
-        min_p=torch.tensor([sampling.min_p]),
-        max_top_k=sampling.top_k,
-        all_top_k=sampling.top_k > 0,
-        any_top_p=sampling.top_p < 1,
-        any_min_p=sampling.min_p > 0,
-    )
-    seed, position, start = (torch.tensor([value]) for value in (sampling.seed, position, round_start))
-    return sample_drafts(logits.unsqueeze(0), mode, constraints, seed, position, start, sampling.top_n)
-
-
-def check_against_hand(drafted, sampling, rows_of_logits, committed_len):
-    """rows_of_logits: what each of the drafts was drawn from."""
-    assert len(drafted.token_ids) == len(rows_of_logits)
-    assert not drafted.bad_logits
-    for index, logits in enumerate(rows_of_logits):
-        expected = by_hand(sampling, logits, committed_len + index, committed_len)
-        assert drafted.token_ids[index] == int(expected.ids)
-        if expected.q_ids is None:
-            assert drafted.q_ids is None
-            continue
-        assert (drafted.q_ids.dtype, drafted.q_probs.dtype) == ("int32", "float32")
-        assert drafted.q_ids[index].tolist() == expected.q_ids[0].tolist()
-        torch.testing.assert_close(torch.from_numpy(drafted.q_probs[index]), expected.q_probs[0], atol=1e-6, rtol=1e-5)
-    if drafted.q_ids is not None:
-        SparseQ(drafted.q_ids, drafted.q_probs)
+from tests.unit.drafting.draw_cases import (
+    INF,
+    ONLY,
+    SAMPLINGS,
+    VOCAB,
+    by_hand,
+    check_against_hand,
+    draw_row,
+    draw_steps,
+    first_row,
+    random_logits,
+    run,
+)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -231,21 +154,6 @@ def test_ids_that_do_not_match_the_draws_are_an_error():
         draws.results({"a": []})
 
 
-def draw_row(name, sampling, position=10, round_start=10):
-    return DrawRow(name, sampling, position, round_start)
-
-
-def draw_steps(rows, steps, vocab_ids=None):
-    """steps: (row ids, logits, alternatives) of each. Returns DrawnRow by row."""
-    draws = Draws(rows, vocab_ids)
-    ids = {}
-    for row_ids, logits, alternatives in steps:
-        drawn = draws.draw(logits, row_ids, alternatives=alternatives)
-        for row_id, (token,) in zip(row_ids, drawn.tolist(), strict=True):
-            ids.setdefault(row_id, []).append(token)
-    return draws.results(ids)
-
-
 def test_a_row_that_joins_late_starts_at_its_own_position_and_one_that_pauses_goes_on_at_its_own():
     rows = [
         draw_row("main", SAMPLINGS["rejection"], 10, 10),
@@ -266,114 +174,6 @@ def test_a_row_that_joins_late_starts_at_its_own_position_and_one_that_pauses_go
         assert len(drawn[row.row_id].token_ids) == len(seen)
         for index, (token, logits) in enumerate(zip(drawn[row.row_id].token_ids, seen, strict=True)):
             assert token == int(by_hand(row.sampling, logits, row.position + index, row.round_start).ids)
-
-
-def subset_and_full(seed, rows, size, spread=3.0, vocab=2000):
-    """Ids in any order, logits over them, and logits over the whole vocabulary with the others forbidden."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(vocab, generator=generator)[:size]
-    logits = torch.randn(rows, size, generator=generator) * spread
-    full = torch.full((rows, vocab), -INF)
-    full[:, ids] = logits
-    return ids, logits, full
-
-
-@pytest.mark.parametrize("alternatives", [0, 1, 3])
-@pytest.mark.parametrize("size", [1500, 1024, 200])
-@pytest.mark.parametrize("name", [name for name in SAMPLINGS if "only" not in name])
-def test_a_cut_vocabulary_draws_as_the_full_one_with_the_other_tokens_forbidden(name, size, alternatives):
-    sampling = SAMPLINGS[name]
-    rows = [draw_row(str(i), sampling, 10 + i, 10 + i) for i in range(6)]
-    names = [row.row_id for row in rows]
-    ids, logits, full = subset_and_full(size, 6, size)
-    steps, full_steps = [(names, logits, alternatives)] * 2, [(names, full, alternatives)] * 2
-    cut, whole = draw_steps(rows, steps, ids), draw_steps(rows, full_steps)
-    kept = draw_steps(rows, steps, TokenSubset(ids))
-    for row_id in names:
-        assert cut[row_id].token_ids == whole[row_id].token_ids == kept[row_id].token_ids
-        assert set(cut[row_id].token_ids) <= set(ids.tolist())
-        both = cut[row_id], whole[row_id]
-        for field in ("q_ids", "q_probs", "alternatives", "confidence"):
-            left, right = (getattr(row, field) for row in both)
-            assert (left is None) == (right is None)
-            if left is None:
-                continue
-            assert left.dtype == right.dtype
-            if field == "q_ids":
-                left, right = (
-                    torch.where(torch.from_numpy(r.q_probs) > 0, torch.from_numpy(r.q_ids), -1) for r in both
-                )
-            else:
-                left, right = torch.from_numpy(left), torch.from_numpy(right)
-            width = min(left.shape[1], right.shape[1])  # q is no wider than the vocabulary
-            torch.testing.assert_close(left[:, :width], right[:, :width], atol=1e-6, rtol=1e-5)
-        if cut[row_id].q_ids is not None:
-            SparseQ(cut[row_id].q_ids, cut[row_id].q_probs)
-
-
-def test_equal_logits_are_drawn_by_the_lowest_id_wherever_it_stands():
-    ids = torch.tensor([70, 9, 400, 3, 80])
-    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]])
-    drawn = draw_steps([draw_row("a", DraftSampling())], [(["a"], logits, 2)], ids)["a"]
-    assert drawn.token_ids == [9]
-    assert sorted(drawn.alternatives[0].tolist()) == [80, 400]
-
-
-ENDLESS = {
-    "rejection": DraftSampling(Mode.REJECTION, temperature=1.0, biases=((3, 1.0),), only_biased=True),
-    "coupled": DraftSampling(Mode.COUPLED, temperature=1.0, biases=((3, 0.0), (4, -INF)), only_biased=True),
-    "greedy": DraftSampling(biases=((3, 0.0), (9, -INF)), only_biased=True),
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_row_whose_allowed_tokens_are_all_outside_ends_without_a_draft_or_a_warning(name):
-    ids, logits, _ = subset_and_full(1, 2, 300, vocab=VOCAB)
-    ids = torch.where(ids == 3, VOCAB, ids)
-    rows = [draw_row("none", ENDLESS[name]), draw_row("some", SAMPLINGS["biased"])]
-    drawn = draw_steps(rows, [(["none", "some"], logits, 1)] * 2, ids)
-    none, some = drawn["none"], drawn["some"]
-    assert (none.token_ids, none.q_ids, none.q_probs, none.alternatives, none.confidence) == (
-        [],
-        None,
-        None,
-        None,
-        None,
-    )
-    assert (none.exhausted, none.bad_logits) == (True, False)
-    assert (len(some.token_ids), some.exhausted, some.bad_logits) == (2, False, False)
-
-
-@pytest.mark.parametrize("mode", list(Mode))
-def test_biases_of_tokens_outside_are_dropped_and_the_others_count(mode):
-    ids = torch.tensor([77, 400, 5, 3, 60])
-    sampling = DraftSampling(mode, temperature=3.0, seed=1, top_n=8, biases=ONLY, only_biased=True)
-    names = [str(i) for i in range(40)]
-    rows = [draw_row(name, sampling, position) for position, name in enumerate(names)]
-    drawn = draw_steps(rows, [(names, torch.zeros(40, 5), 0)], ids)
-    tokens = {drawn[name].token_ids[0] for name in names}
-    assert tokens == ({3} if mode is Mode.GREEDY else {3, 77})
-    assert not any(drawn[name].exhausted for name in names)
-
-
-@pytest.mark.parametrize("name", [name for name in SAMPLINGS if name not in ("greedy-only", "coupled-only", "only")])
-@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
-def test_bad_logits_of_a_cut_vocabulary_end_the_row_with_a_valid_id(name, bad):
-    ids, logits, _ = subset_and_full(2, 2, 400)
-    logits[0, 7 if bad > 0 else slice(None)] = bad
-    rows = [draw_row("bad", SAMPLINGS[name]), draw_row("good", SAMPLINGS[name])]
-    draws = Draws(rows, ids)
-    tokens = draws.draw(logits, ["bad", "good"], alternatives=2)
-    assert int(tokens[0]) in ids.tolist()
-    drawn = draws.results({"bad": [int(tokens[0])], "good": [int(tokens[1])]})
-    assert (drawn["bad"].token_ids, drawn["bad"].bad_logits, drawn["bad"].exhausted) == ([], True, False)
-    assert len(drawn["good"].token_ids) == 1
-
-
-def test_a_vocabulary_of_another_size_than_the_logits_is_an_error():
-    draws = Draws([draw_row("a", DraftSampling())], torch.arange(7))
-    with pytest.raises(ValueError, match="vocab_ids: 7 tokens for 500 columns of logits"):
-        draws.draw(random_logits(1), ["a"])
 
 
 def test_greedy_alternatives_are_the_next_logits_with_plain_probabilities():
