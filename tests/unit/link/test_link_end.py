@@ -1,6 +1,5 @@
-"""The link's rules, over a wire made of two queues."""
+"""How a link ends: closed, aborted, or broken by what it finds on the wire."""
 
-import pickle
 import queue
 import threading
 import time
@@ -8,179 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from cluster.link import Link, LinkBroken, LinkError, LinkInvitation, TransportClosed, TransportTimeout
-from cluster.link.frame import HEADER_WORDS, FrameKind, encode
+from cluster.link import LinkBroken
+from cluster.link.frame import HEADER_WORDS, FrameKind
+from tests.unit.link.memory_transport import CAPACITY, SOON_S, MemoryTransport, frame, until_broken, words
 
 pytestmark = pytest.mark.timeout(30)
-
-CAPACITY = 64
-SOON_S = 5.0
-"""Upper bound for what takes microseconds: a guard against hanging, not a measurement."""
-
-
-class MemoryTransport:
-    """One end of a pair of queues, with a Transport's contract."""
-
-    def __init__(self, inbound, outbound):
-        self.inbound, self.outbound = inbound, outbound
-        self.closed = False
-        self.peer_reads = threading.Event()
-        self.peer_reads.set()
-
-    @classmethod
-    def pair(cls):
-        a, b = queue.SimpleQueue(), queue.SimpleQueue()
-        return cls(a, b), cls(b, a)
-
-    def send(self, buffer):
-        self.peer_reads.wait()
-        if self.closed:
-            raise TransportClosed("aborted on this side")
-        self.outbound.put(buffer.copy())
-
-    def recv(self, buffer, timeout_s):
-        if self.closed:
-            raise TransportClosed("aborted on this side")
-        try:
-            frame = self.inbound.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TransportTimeout("recv timed out") from None
-        if frame is None:
-            raise TransportClosed("peer is gone")
-        buffer[:] = frame
-
-    def abort(self):
-        self.closed = True
-        self.peer_reads.set()
-        self.inbound.put(None)
-        self.outbound.put(None)
-
-
-@pytest.fixture
-def make_link():
-    links = []
-
-    def make(transport, deadline_s=60.0, epoch=1, decode=np.ndarray.tolist, started=True, **options):
-        link = Link(
-            transport,
-            epoch=epoch,
-            capacity_words=CAPACITY,
-            link_deadline_s=deadline_s,
-            decode=decode,
-            name=f"test{len(links)}",
-            **options,
-        )
-        links.append(link)
-        if started:
-            link.start()
-        return link
-
-    yield make
-    for link in links:
-        link.abort("end of test")
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("test")]
-    assert left == [], "threads survived their link"
-
-
-@pytest.fixture
-def pair(make_link):
-    def make(**options):
-        a, b = MemoryTransport.pair()
-        return make_link(a, **options), make_link(b, **options)
-
-    return make
-
-
-def words(*values):
-    return np.array(values, dtype=np.int32)
-
-
-def frame(sequence, kind=FrameKind.DATA, payload=(), epoch=1):
-    buffer = np.zeros(CAPACITY, dtype=np.int32)
-    encode(buffer, epoch=epoch, sequence=sequence, kind=kind, payload=words(*payload))
-    return buffer
-
-
-def until_broken(link):
-    deadline = time.monotonic() + SOON_S
-    while link.broken is None:
-        assert time.monotonic() < deadline, "the link never broke"
-        time.sleep(0.001)
-    return link.broken
-
-
-def test_frames_arrive_in_order_with_their_numbers(pair):
-    a, b = pair()
-    a.post([words(1, 2), words(3)], work_us=77)
-    first, second = b.poll(SOON_S), b.poll(SOON_S)
-    assert (first.messages, first.work_us, first.nbytes) == ([1, 2], 0, 4 * (HEADER_WORDS + 2))
-    assert (second.messages, second.work_us, second.nbytes) == ([3], 77, 4 * (HEADER_WORDS + 1))
-    assert (first.sequence, second.sequence) == (0, 1)
-    b.post([words(9)])
-    assert a.poll(SOON_S).messages == [9]
-    assert a.broken is None
-    assert b.broken is None
-
-
-def test_poll_without_waiting_and_without_news(pair):
-    a, _ = pair()
-    assert a.poll(0) is None
-    assert a.poll(0.01) is None
-    assert a.broken is None
-
-
-def test_on_receive_replaces_the_inbox(make_link):
-    """One queue can serve many links."""
-    arrivals = queue.SimpleQueue()
-    ends = []
-    for tag in ("x", "y"):
-        near, far = MemoryTransport.pair()
-        make_link(near, on_receive=lambda received, tag=tag: arrivals.put((tag, received.messages)))
-        ends.append(make_link(far))
-    ends[0].post([words(1)])
-    assert arrivals.get(timeout=SOON_S) == ("x", [1])
-    ends[1].post([words(2)])
-    assert arrivals.get(timeout=SOON_S) == ("y", [2])
-
-
-def test_counters(pair):
-    a, b = pair()
-    a.post([words(1, 2, 3)])
-    b.poll(SOON_S)
-    a.ping(count=1)  # its answer comes after the counting of what was sent before
-    assert (a.counters.frames_sent, b.counters.frames_received) == (2, 2)
-    assert a.counters.bytes_sent == b.counters.bytes_received == 4 * (2 * HEADER_WORDS + 3 + 1)
-    assert b.counters.frames_sent == a.counters.frames_received == 1
-    assert a.counters.last_receive_monotonic_s <= time.monotonic()
-
-
-def test_ping(pair):
-    a, b = pair()
-    stats = a.ping(count=5)
-    assert 0 < stats.min_us <= stats.median_us <= stats.max_us
-    assert b.poll(0) is None
-    assert b.counters.frames_received == 5
-
-
-def test_ping_that_is_not_answered(make_link):
-    transport, _ = MemoryTransport.pair()
-    link = make_link(transport)
-    with pytest.raises(LinkError, match=r"no answer to a ping within 0\.0 s"):
-        link.ping(count=1, timeout_s=0.02)
-    assert link.broken is None
-
-
-def test_a_late_pong_is_not_taken_for_the_next_ones(make_link):
-    """The answer to a ping that was given up arrives first, and must not end the next ping."""
-    near, far = MemoryTransport.pair()
-    link = make_link(near)
-    with pytest.raises(LinkError):
-        link.ping(count=1, timeout_s=0.02)
-    far.send(frame(0, FrameKind.PONG, [1]))
-    with pytest.raises(LinkError):
-        link.ping(count=1, timeout_s=0.02)
-    far.send(frame(1, FrameKind.PONG, [3]))
-    link.ping(count=1)
 
 
 def test_silence_breaks_the_link(make_link):
@@ -189,15 +20,6 @@ def test_silence_breaks_the_link(make_link):
     link = make_link(transport, deadline_s=0.05, on_broken=reasons.put)
     assert reasons.get(timeout=SOON_S) == link.broken
     assert link.broken == "link deadline of 0.05 s passed: recv timed out"
-
-
-def test_heartbeats_keep_an_idle_link(pair):
-    a, b = pair(deadline_s=0.4)
-    time.sleep(1.0)
-    assert a.broken is None
-    assert b.broken is None
-    assert a.counters.frames_received >= 2
-    assert a.poll(0) is None
 
 
 @pytest.mark.parametrize(
@@ -379,8 +201,3 @@ def test_link_that_was_never_started_can_be_ended(make_link):
     link = make_link(transport, started=False)
     link.close("never mind")
     assert transport.closed
-
-
-def test_invitation_travels_by_pickle():
-    invitation = LinkInvitation(3, "gloo", "127.0.0.1", 1234, 4096, 100.0, 500.0, 32000, 4, "verifier-0")
-    assert pickle.loads(pickle.dumps(invitation)) == invitation

@@ -1,0 +1,59 @@
+"""The draft model's policy over an engine in memory, and one way to open, commit and step."""
+
+import itertools
+
+from actors.drafting.draft_model import DraftModelStrategy
+from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.verification.mode import Mode
+from tests.unit.drafting_engine import MemoryEngine, continuation
+
+GREEDY = DraftSampling()
+SAMPLED = DraftSampling(Mode.REJECTION, temperature=0.8, seed=5, top_n=3)
+KEY, OTHER = (1, 1), (2, 1)
+
+
+class Bench:
+    """A strategy, its engine, and one way to make commits."""
+
+    def __init__(self, limits=None, chunk=16, **engine):
+        self.engine = MemoryEngine(**engine)
+        self.strategy = DraftModelStrategy(self.engine, chunk, limits, clock=itertools.count().__next__)
+        self.texts = {}
+
+    def open(self, key, tokens, sampling=GREEDY, k=4):
+        self.texts[key] = list(tokens)
+        return self.strategy.open(key, list(tokens), k, sampling)
+
+    def commit(self, key, tokens, k=4, on_miss=None):
+        commit = Commit(key[1], len(self.texts[key]), tokens, k, k if on_miss is None else on_miss)
+        self.texts[key] += tokens
+        return self.strategy.commit(key, commit)
+
+    def answer(self, key, tokens, k=4, on_miss=None):
+        """The one answer that is at hand; None if there is none."""
+        answers = self.commit(key, tokens, k, on_miss)
+        assert len(answers) < 2
+        return answers[0] if answers else None
+
+    def step(self):
+        """One unit of work. Returns its answers; None when there is nothing to do."""
+        work, answers = self.strategy.plan()
+        if work is None:
+            return answers or None
+        work.execute()
+        return answers + self.strategy.complete(work)
+
+    def settle(self):
+        """Work until nothing is left to draft ahead. Returns all answers."""
+        answers = []
+        while (more := self.step()) is not None:
+            answers += more
+        return answers
+
+    def drafts(self, key, count=4, samples_q=False):
+        return continuation(self.texts[key], count, samples_q)
+
+
+def ids(draft):
+    assert draft.status is ProposalStatus.OK
+    return draft.token_ids

@@ -1,0 +1,157 @@
+"""The draft model's policy at its limits: long prompts, a full KV cache, long texts, bad logits, many requests."""
+
+import itertools
+
+import pytest
+
+from actors.drafting.draft_model import DraftModelStrategy
+from actors.drafting.draft_vocabulary import DraftVocabulary
+from actors.drafting.loop import DraftLoop
+from actors.drafting.step_planner import LookaheadLimits
+from actors.drafting.strategy import UnknownSequence
+from actors.messages import Close, CloseReason, Commit, Open, ProposalStatus
+from tests.unit.drafting.draft_bench import GREEDY, KEY, OTHER, Bench, ids
+from tests.unit.drafting_engine import VOCAB, MemoryEngine
+
+
+class Nowhere:
+    def send(self, proposals, work_us): ...
+
+
+def test_long_prompts_are_prefilled_in_chunks_and_announced():
+    bench = Bench(chunk=16)
+    assert bench.open(KEY, range(100)) is None
+    ready = [a for a in bench.settle() if a.status is ProposalStatus.READY]
+    assert [a.key for a in ready] == [KEY]
+    assert max(len(row.token_ids) for plan in bench.engine.plans for row in plan.rows) <= 32
+    assert bench.open(OTHER, range(5)).status is ProposalStatus.READY
+
+
+def test_a_prompt_in_the_prefix_cache_needs_no_prefill():
+    bench = Bench(chunk=16)
+    bench.engine.cached = 96
+    assert bench.open(KEY, range(100)).status is ProposalStatus.READY
+    bench.commit(KEY, [5])
+    assert ids(bench.settle()[0]) == bench.drafts(KEY)
+
+
+def test_prompts_get_their_share_while_sequences_wait():
+    bench = Bench(LookaheadLimits(ahead=False), chunk=16)
+    bench.open(KEY, range(10))
+    bench.settle()
+    bench.open(OTHER, range(200))
+    steps = 0
+    while bench.strategy.usage()["num_prefilling"]:
+        bench.commit(KEY, [1], k=1)
+        bench.step()
+        steps += 1
+        assert steps < 200
+    assert steps > 12, "commits come first"
+
+
+def test_out_of_kv_is_answered_and_room_brings_drafts_back():
+    bench = Bench(num_blocks=8)  # 32 tokens
+    bench.open(KEY, range(20))
+    bench.settle()
+    bench.open(OTHER, range(100, 106))
+    bench.settle()
+    bench.commit(OTHER, [7], k=8)
+    answers = bench.settle()
+    assert answers
+    bench.strategy.close(KEY)
+    bench.commit(OTHER, [8], k=8)
+    assert ids(bench.settle()[0]) == bench.drafts(OTHER, 8)
+
+
+def test_side_branches_yield_to_texts():
+    bench = Bench(LookaheadLimits(max_side_branches=20), num_blocks=14)
+    bench.open(KEY, range(10))
+    bench.settle()
+    bench.commit(KEY, [999])
+    bench.settle()
+    assert bench.strategy.usage()["num_side_branches"] > 0
+    bench.open(OTHER, range(100, 120))
+    bench.settle()
+    bench.commit(OTHER, [3])
+    assert ids(bench.settle()[0]) == bench.drafts(OTHER)
+
+
+def test_drafts_end_at_the_longest_text_the_model_takes():
+    bench = Bench(max_model_len=16)
+    bench.open(KEY, range(10))
+    bench.settle()
+    bench.commit(KEY, [1, 2, 3])
+    assert ids(bench.settle()[0]) == bench.drafts(KEY, 3)
+    bench.commit(KEY, [1, 2])
+    assert ids(bench.settle()[0]) == bench.drafts(KEY, 1)
+    assert bench.answer(KEY, [1]).status is ProposalStatus.LENGTH
+    assert bench.answer(KEY, [1]).status is ProposalStatus.LENGTH
+    assert bench.open(OTHER, range(16)) is None
+    assert bench.strategy.commit(OTHER, Commit(1, 16, [1], 4, 4))[0].status is ProposalStatus.LENGTH
+
+
+def test_bad_logits_end_the_drafts_and_nothing_else():
+    bench = Bench()
+    bench.open(KEY, range(10))
+    bench.settle()
+    bench.engine.bad_after = 13
+    bench.commit(KEY, [1])
+    assert ids(bench.settle()[0]) == bench.drafts(KEY, 2)
+    bench.engine.bad_after = None
+    bench.commit(KEY, [1])
+    assert ids(bench.settle()[0]) == bench.drafts(KEY)
+
+
+def test_unknown_sequences_and_lengths_are_named():
+    bench = Bench()
+    with pytest.raises(UnknownSequence):
+        bench.strategy.commit(KEY, Commit(1, 5, [1], 4, 4))
+    bench.open(KEY, range(10))
+    with pytest.raises(UnknownSequence):
+        bench.strategy.commit(KEY, Commit(1, 5, [1], 4, 4))
+
+
+def test_the_memory_of_lookahead_is_bounded_and_comes_back():
+    bench = Bench(LookaheadLimits(max_side_branches=5))
+    for index in range(20):
+        bench.open((1, index), range(index, index + 30))
+    bench.settle()
+    for index in range(20):
+        bench.commit((1, index), [index])
+        bench.settle()
+    usage = bench.strategy.usage()
+    assert 20 < usage["num_side_branches"] <= 20 * 5
+    assert usage["branch_blocks"] <= 20 * 5 * 3
+    for index in range(20):
+        bench.strategy.close((1, index))
+    bench.settle()
+    assert bench.strategy.usage() == {
+        "num_sequences": 0,
+        "num_prefilling": 0,
+        "num_side_branches": 0,
+        "branch_blocks": 0,
+        "kv_cache_usage": 0.0,
+    }
+
+
+def test_a_thousand_requests_leave_nothing_behind():
+    vocabulary = DraftVocabulary(VOCAB, 200)
+    engine = MemoryEngine()
+    limits = LookaheadLimits(prompt_lookup_min=1, prompt_lookup_max=2)
+    strategy = DraftModelStrategy(engine, 64, limits, vocabulary, itertools.count().__next__)
+    loop = DraftLoop(strategy)
+    loop.attach(1, Nowhere())
+    for request in range(1000):
+        loop.deliver(1, [Open(request, 3, 0, [request % 50, 2, 3], 2, GREEDY), Commit(request, 3, [5], 2, 2)])
+        for _ in range(3):
+            work, _ = strategy.plan()
+            work.execute()
+            strategy.complete(work)
+        loop.deliver(1, [Close(request, CloseReason.FINISHED)])
+    assert strategy.plan() == (None, [])
+    usage = loop.usage()
+    assert (usage["num_sequences"], usage["branch_blocks"], usage["kv_cache_usage"]) == (0, 0, 0)
+    assert not engine.committed
+    assert not engine.taken
+    left = [loop._asked, loop._opening, loop._keys[1], vocabulary._pinned_by, vocabulary._pins, strategy._closed]
+    assert not any(left)

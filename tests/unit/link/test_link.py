@@ -1,0 +1,101 @@
+"""What a link delivers, counts and measures, over a wire made of two queues."""
+
+import pickle
+import queue
+import time
+
+import pytest
+
+from cluster.link import LinkError, LinkInvitation
+from cluster.link.frame import HEADER_WORDS, FrameKind
+from tests.unit.link.memory_transport import SOON_S, MemoryTransport, frame, words
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def test_frames_arrive_in_order_with_their_numbers(pair):
+    a, b = pair()
+    a.post([words(1, 2), words(3)], work_us=77)
+    first, second = b.poll(SOON_S), b.poll(SOON_S)
+    assert (first.messages, first.work_us, first.nbytes) == ([1, 2], 0, 4 * (HEADER_WORDS + 2))
+    assert (second.messages, second.work_us, second.nbytes) == ([3], 77, 4 * (HEADER_WORDS + 1))
+    assert (first.sequence, second.sequence) == (0, 1)
+    b.post([words(9)])
+    assert a.poll(SOON_S).messages == [9]
+    assert a.broken is None
+    assert b.broken is None
+
+
+def test_poll_without_waiting_and_without_news(pair):
+    a, _ = pair()
+    assert a.poll(0) is None
+    assert a.poll(0.01) is None
+    assert a.broken is None
+
+
+def test_on_receive_replaces_the_inbox(make_link):
+    """One queue can serve many links."""
+    arrivals = queue.SimpleQueue()
+    ends = []
+    for tag in ("x", "y"):
+        near, far = MemoryTransport.pair()
+        make_link(near, on_receive=lambda received, tag=tag: arrivals.put((tag, received.messages)))
+        ends.append(make_link(far))
+    ends[0].post([words(1)])
+    assert arrivals.get(timeout=SOON_S) == ("x", [1])
+    ends[1].post([words(2)])
+    assert arrivals.get(timeout=SOON_S) == ("y", [2])
+
+
+def test_counters(pair):
+    a, b = pair()
+    a.post([words(1, 2, 3)])
+    b.poll(SOON_S)
+    a.ping(count=1)  # its answer comes after the counting of what was sent before
+    assert (a.counters.frames_sent, b.counters.frames_received) == (2, 2)
+    assert a.counters.bytes_sent == b.counters.bytes_received == 4 * (2 * HEADER_WORDS + 3 + 1)
+    assert b.counters.frames_sent == a.counters.frames_received == 1
+    assert a.counters.last_receive_monotonic_s <= time.monotonic()
+
+
+def test_ping(pair):
+    a, b = pair()
+    stats = a.ping(count=5)
+    assert 0 < stats.min_us <= stats.median_us <= stats.max_us
+    assert b.poll(0) is None
+    assert b.counters.frames_received == 5
+
+
+def test_ping_that_is_not_answered(make_link):
+    transport, _ = MemoryTransport.pair()
+    link = make_link(transport)
+    with pytest.raises(LinkError, match=r"no answer to a ping within 0\.0 s"):
+        link.ping(count=1, timeout_s=0.02)
+    assert link.broken is None
+
+
+def test_a_late_pong_is_not_taken_for_the_next_ones(make_link):
+    """The answer to a ping that was given up arrives first, and must not end the next ping."""
+    near, far = MemoryTransport.pair()
+    link = make_link(near)
+    with pytest.raises(LinkError):
+        link.ping(count=1, timeout_s=0.02)
+    far.send(frame(0, FrameKind.PONG, [1]))
+    with pytest.raises(LinkError):
+        link.ping(count=1, timeout_s=0.02)
+    far.send(frame(1, FrameKind.PONG, [3]))
+    link.ping(count=1)
+
+
+def test_heartbeats_keep_an_idle_link(pair):
+    a, b = pair(deadline_s=0.4)
+    time.sleep(1.0)
+    assert a.broken is None
+    assert b.broken is None
+    assert a.counters.frames_received >= 2
+    assert a.poll(0) is None
+
+
+def test_invitation_travels_by_pickle():
+    invitation = LinkInvitation(3, "gloo", "127.0.0.1", 1234, 4096, 100.0, 500.0, 32000, 4, "verifier-0")
+    assert pickle.loads(pickle.dumps(invitation)) == invitation

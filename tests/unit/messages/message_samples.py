@@ -1,0 +1,85 @@
+"""Messages of every kind, and a way there and back through the codec."""
+
+import numpy as np
+
+from actors.message_codec import pack, unpack
+from actors.messages import (
+    MAX_BIAS,
+    MAX_NAME_LENGTH,
+    MAX_TOP_N,
+    Close,
+    CloseReason,
+    Commit,
+    DraftSampling,
+    Name,
+    Open,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
+from actors.verification.mode import Mode
+from cluster.link.frame import HEADER_WORDS, MAX_INT31
+
+VOCAB, K = 1000, 4
+CAPACITY = 256
+INF, NAN = float("inf"), float("nan")
+
+
+def drawn(**changes):
+    values = {
+        "mode": Mode.REJECTION,
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "seed": 12345678901,
+        "top_n": 8,
+    }
+    return DraftSampling(**(values | changes))
+
+
+def open_request(**changes):
+    values = {
+        "request": 3,
+        "prompt_len": 5,
+        "offset": 0,
+        "token_ids": [1, 2, 3, 4, 5],
+        "num_speculative_tokens": 4,
+        "sampling": drawn(),
+    }
+    return Open(**(values | changes))
+
+
+def sparse_q(k=2, n=3):
+    probs = np.full((k, n), 1 / n, dtype=np.float32)
+    return SparseQ(np.arange(k * n, dtype=np.int32).reshape(k, n), probs)
+
+
+EVERY_KIND = [
+    open_request(),
+    open_request(sampling=DraftSampling()),
+    open_request(sampling=drawn(seed=-(2**63)), request=MAX_INT31),
+    open_request(sampling=drawn(seed=2**63 - 1, mode=Mode.BLOCK, top_n=MAX_TOP_N)),
+    open_request(sampling=drawn(mode=Mode.COUPLED, top_k=MAX_INT31, min_p=1.0)),
+    open_request(sampling=drawn(biases=((7, 1.5), (999, -INF), (0, -MAX_BIAS)))),
+    open_request(sampling=drawn(mode=Mode.GREEDY, biases=((7, 1.5), (8, -INF)), only_biased=True)),
+    open_request(offset=1, prompt_len=6, sampling=drawn(top_n=0)),
+    Name(3, "x"),
+    Name(MAX_INT31, "0_req-1-0a1b2c3d"),
+    Name(0, "n" * MAX_NAME_LENGTH),
+    Commit(3, 5, [7], 2, 1),
+    Commit(3, 6, [1, 2, 3, 4, 999], 2, 1),
+    Close(3, CloseReason.FINISHED),
+    Close(0, CloseReason.ABORTED),
+    Close(1, CloseReason.PREEMPTED),
+    Proposals(3, 11, [1, 2, 3, 4]),
+    Proposals(3, 11, []),
+    *(Proposals(3, 11, [], status) for status in ProposalStatus),
+    Proposals(3, 11, [2, 3], q=sparse_q()),
+]
+
+
+def repack(messages, capacity=CAPACITY, vocab_size=VOCAB, k=K):
+    payloads = pack(messages, capacity)
+    assert all(p.dtype == np.int32 and p.ndim == 1 and len(p) <= capacity - HEADER_WORDS for p in payloads)
+    return [message for payload in payloads for message in unpack(payload, vocab_size, k)]

@@ -1,0 +1,135 @@
+"""The target's engine over a script in place of AsyncLLM: rounds, failures, and ids in use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from actors.generation import GenerationRequest, RequestError, RequestIdInUse, RoundOutput, SamplingFailed
+from actors.round_origins import RoundLog
+from actors.target.engine import TargetEngine
+from actors.target.engine_load import EngineLoad
+from actors.target.engine_requests import sampling_params
+from actors.target.prompt_tokens import PromptTokenizer
+from tests.unit.target.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
+
+
+class ScriptedLLM:
+    """In place of AsyncLLM: yields outputs and raises errors as they come."""
+
+    def __init__(self, *script: RequestOutput | Exception) -> None:
+        self._script = script
+        self.closed = False
+
+    async def generate(self, *_: Any) -> AsyncIterator[RequestOutput]:
+        try:
+            for step in self._script:
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        finally:
+            self.closed = True
+
+
+def answers(llm: ScriptedLLM, asked: GenerationRequest) -> list[RoundOutput]:
+    engine = object.__new__(TargetEngine)
+    engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
+    engine._tokens = PromptTokenizer(None, VOCAB_SIZE, 10)
+    engine._rounds, engine._load, engine._max_num_seqs = RoundLog(speculating=True), EngineLoad(), 4
+
+    async def collect() -> list[RoundOutput]:
+        return [round_ async for round_ in engine.generate(asked)]
+
+    return asyncio.run(collect())
+
+
+def wrapped(cause: Exception) -> EngineGenerateError:
+    """As vLLM raises what is neither a validation error nor the end of the engine."""
+    error = EngineGenerateError()
+    error.__cause__ = cause
+    return error
+
+
+def test_vllms_front_door_knows_of_no_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would refuse min_p and logit_bias, which our own sampler applies."""
+    front = SimpleNamespace(speculative_config=object())
+    llm = SimpleNamespace(
+        input_processor=front,
+        renderer=None,
+        output_processor=OutputProcessor(None, log_stats=False),
+        model_config=SimpleNamespace(max_model_len=10, get_vocab_size=lambda: VOCAB_SIZE),
+    )
+    monkeypatch.setattr("actors.target.engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm)
+    params = sampling_params(request(sampling={"min_p": 0.5, "logit_bias": {5: 1.0}}), 2, 10)
+    with pytest.raises(VLLMClientError, match="speculative"):
+        params.verify(MODEL, front.speculative_config, None, None)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="custom_class"), scheduler_config=SimpleNamespace(max_num_seqs=4)
+    )
+    TargetEngine(config)  # type: ignore[arg-type]
+    params.verify(MODEL, front.speculative_config, None, None)
+
+
+def test_the_engine_yields_a_round_per_answer_until_all_are_finished() -> None:
+    llm = ScriptedLLM(
+        output(delta(3, index=0), delta(4, index=1)),
+        output(delta(5, index=0, finish_reason="stop")),
+        output(delta(6, index=1, finish_reason="length"), finished=True),
+    )
+    rounds = answers(llm, request(sampling={"n": 2}))
+    assert [(round_.index, round_.finish_reason) for round_ in rounds] == [
+        (0, None), (1, None), (0, "stop"), (1, "length"),
+    ]  # fmt: skip
+    assert llm.closed
+
+
+def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:
+    llm = ScriptedLLM(output(delta(3, index=0)), output(delta(index=1, finish_reason="error")), output(delta(4)))
+    with pytest.raises(SamplingFailed):
+        answers(llm, request(sampling={"n": 2}))
+    assert llm.closed, "the other answers would go on for nobody"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ([VLLMClientError("no")], RequestError),
+        ([wrapped(ValueError("no"))], RequestError),
+        ([wrapped(KeyError("no"))], EngineGenerateError),
+        ([output(delta(3)), wrapped(ValueError("no"))], EngineGenerateError),
+        ([EngineDeadError()], ConnectionError),
+    ],
+)
+def test_errors_of_vllm_are_the_clients_only_where_they_are(script: list[Any], expected: type[Exception]) -> None:
+    with pytest.raises(expected):
+        answers(ScriptedLLM(*script), request())
+
+
+def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
+    engine = object.__new__(TargetEngine)
+    engine._llm = ScriptedLLM(output(delta(3)), output(delta(4, finish_reason="stop"), finished=True))  # type: ignore[assignment]
+    engine._max_model_len, engine._vocab_size, engine._max_num_seqs = 10, VOCAB_SIZE, 4
+    engine._tokens, engine._load = PromptTokenizer(None, VOCAB_SIZE, 10), EngineLoad()
+    engine._rounds = RoundLog(speculating=True)
+
+    async def ask_twice() -> None:
+        first = engine.generate(request())
+        assert (await anext(first)).load is None
+        with pytest.raises(RequestIdInUse, match="r-1"):
+            await anext(engine.generate(request()))
+        last = await anext(first)
+        assert last.load is not None, "the answer's last output says how busy the replica is"
+        assert last.load.max_num_seqs == 4
+        await first.aclose()
+        assert not engine._rounds.watches("r-1")
+        assert (await anext(engine.generate(request()))).token_ids == (3,)
+
+    asyncio.run(ask_twice())
