@@ -1,0 +1,50 @@
+"""The front door as clients meet it: Ray, Serve's gRPC proxy and the real Ingress, before a scripted target."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, gRPCOptions
+
+from actors.ingress.servicer import Ingress
+from deploy.client import OutriderClient
+from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K, stand_in_target
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="package")
+def meeting_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("meeting")
+
+
+@pytest.fixture(scope="package")
+def address(meeting_point: Path) -> Iterator[str]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    port = free_port()
+    try:
+        serve.start(
+            http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
+            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=["actors.ingress.grpc_services.add_services"]),
+        )
+        front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
+        serve.run(front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE), name="outrider")
+        yield f"127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[OutriderClient]:
+    with OutriderClient(address) as client:
+        yield client

@@ -1,0 +1,196 @@
+"""Everything else that is served over gRPC: status, health, reflection, tokens, and what is served by what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import ray
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from actors.ingress import servicer
+from actors.ingress.servicer import Ingress
+from cluster.link.frame import PROTOCOL_VERSION
+from deploy.client import OutriderClient
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc as rpc
+from tests.integration.ingress.calls import failure, reason
+from tests.integration.ingress.stand_in_target import HANG_GUARD_S, VOCAB_SIZE, K
+
+STATUS = {
+    "methods": ["ngram"],
+    "speculation_up": True,
+    "num_speculative_tokens": K,
+    "link": {"state": "LINK_STATE_UP", "epoch": 2, "reconnects": 1, "drafter": "Drafter-0", "rtt_us": 106.5},
+    "rounds": {"rounds": 10, "drafted": 30, "accepted": 15, "median": {"period_ms": 12.5, "samples": 10}},
+    "target": {"running": 1, "waiting": 0, "kv_cache_usage": 0.25},
+}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def test_the_status_of_the_target_is_passed_on(client: OutriderClient, meeting_point: Path) -> None:
+    (meeting_point / "status.json").write_text(json.dumps(STATUS))
+    status = client.status()
+    assert (status.model, list(status.methods), status.speculation_up) == ("pair", ["ngram"], True)
+    assert (status.link.state, status.link.epoch, status.link.rtt_us) == (pb.LINK_STATE_UP, 2, 106.5)
+    assert (status.rounds.accepted, status.rounds.median.period_ms) == (15, 12.5)
+    assert status.target.kv_cache_usage == 0.25
+    assert not status.HasField("drafter")
+
+
+def test_a_status_with_a_wrong_name_is_an_error_not_a_gap(client: OutriderClient, meeting_point: Path) -> None:
+    (meeting_point / "status.json").write_text(json.dumps({"link": {"epok": 1}}))
+    assert failure(client.status).code is grpc.StatusCode.INTERNAL
+
+
+def test_reflection_describes_the_service(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert "outrider.v1.GenerationService" in database.get_services()
+        described = database.FindFileContainingSymbol("outrider.v1.GenerationService")
+        assert [method.name for method in described.service[0].method] == [
+            "Generate",
+            "GenerateStream",
+            "AbortRequest",
+            "Tokenize",
+            "Detokenize",
+            "GetModelInfo",
+            "GetServerInfo",
+            "GetServerStatus",
+        ]
+
+
+def test_reflection_is_enough_to_call_without_stubs(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        for service, rpc_name, fields, expected in (
+            ("outrider.v1.GenerationService", "Tokenize", {"text": "hi"}, "token_ids: 104"),
+            ("outrider.v1.GenerationService", "GetModelInfo", {}, 'architecture: "Llama"'),
+            ("grpc.health.v1.Health", "Check", {}, "status: SERVING"),
+        ):
+            method = pool.FindServiceByName(service).FindMethodByName(rpc_name)
+            request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+            call = channel.unary_unary(
+                f"/{service}/{rpc_name}",
+                request_serializer=request.SerializeToString,
+                response_deserializer=response.FromString,
+            )
+            assert expected in str(call(request(**fields)))
+
+
+def test_health_is_that_of_the_target(address: str, meeting_point: Path) -> None:
+    with grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "outrider.v1.GenerationService"):
+            assert health.Check(health_pb2.HealthCheckRequest(service=service)).status == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="outrider.v2.Other"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert reason(caught.value) == "UNKNOWN_SERVICE"
+        statuses = health.List(health_pb2.HealthListRequest()).statuses
+        assert {name: each.status for name, each in statuses.items()} == {
+            "": SERVING,
+            "outrider.v1.GenerationService": SERVING,
+        }
+        watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_GUARD_S)
+        assert next(watched).status == SERVING
+        (meeting_point / "broken").touch()
+        assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        (meeting_point / "broken").unlink()
+        assert next(watched).status == SERVING
+        watched.cancel()
+        unknown = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=HANG_GUARD_S)
+        assert next(unknown).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        unknown.cancel()
+
+
+def test_tokens_and_text_are_asked_of_the_target(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        found = stub.Tokenize(pb.TokenizeRequest(text="hi", return_token_strs=True))
+        assert (list(found.token_ids), found.count, found.max_model_len) == ([104, 105], 2, 256)
+        assert list(found.token_strs) == ["a"]
+        assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[72, 73])).text == "HI!"
+        assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[72, 73], skip_special_tokens=True)).text == "HI"
+        for ask, request, field in (
+            (stub.Tokenize, pb.TokenizeRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), "chat"),
+            (stub.Tokenize, pb.TokenizeRequest(), "prompt"),
+            (stub.Tokenize, pb.TokenizeRequest(model="another", text="a"), "model"),
+            (stub.Detokenize, pb.DetokenizeRequest(token_ids=[VOCAB_SIZE]), "token_ids"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith(f"{field}: ")
+
+
+def test_what_is_served_and_by_what(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        model = stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (model.model, model.max_model_len, model.num_speculative_tokens) == ("pair", 256, K)
+        server = stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert server.ray_version == ray.__version__
+        assert server.outrider_version
+        assert server.vllm_version.startswith("0.")
+        assert server.torch_version
+        assert 0 <= time.time() - server.start_time.ToSeconds() < 3600
+        assert (server.api, server.link_protocol_version) == ("outrider.v1", PROTOCOL_VERSION)
+
+
+def test_a_single_application_needs_no_name_and_minds_no_wrong_one(address: str) -> None:
+    with OutriderClient(address, application="another") as client:
+        assert client.generate("go").text == "one three"
+
+
+def test_a_target_that_does_not_answer_makes_no_status_call_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent:
+        generate = status = None
+        cancelled = False
+
+        def __init__(self) -> None:
+            self.generate = self.status = self
+
+        def options(self, **_: Any) -> Silent:
+            return self
+
+        def remote(self, *_: Any) -> Silent:
+            return self
+
+        def __await__(self) -> Any:
+            return asyncio.sleep(HANG_GUARD_S).__await__()
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    class Context:
+        _code: grpc.StatusCode | None = None
+
+        def set_code(self, code: grpc.StatusCode) -> None:
+            self._code = code
+
+        def code(self) -> grpc.StatusCode | None:
+            return self._code
+
+        def set_details(self, details: str) -> None: ...
+
+        def set_trailing_metadata(self, metadata: Any) -> None: ...
+
+    monkeypatch.setattr(servicer, "CONTROL_TIMEOUT_S", 0.05)
+    silent, context = Silent(), Context()
+    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+        asyncio.run(Ingress(silent, "pair", K).GetServerStatus(pb.GetServerStatusRequest(), context))  # type: ignore[arg-type]
+    assert context.code() is grpc.StatusCode.UNAVAILABLE
+    assert silent.cancelled
