@@ -1,146 +1,22 @@
-"""Links over real Gloo between two real processes: echo, damage, silence, death, and a new epoch after each.
-
-Run as a script this file is the peer: it reads one JSON job a line, joins that link, echoes every frame until the
-link breaks, and reports the reason as one JSON line.
-"""
+"""Links over real Gloo between two real processes: echo, damage, silence, death, and a new epoch after each."""
 
 import contextlib
 import dataclasses
-import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from actors.message_codec import pack, unpack
+from actors.message_codec import pack
 from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
 from actors.verification.mode import Mode
-from cluster.link import Link, LinkError, LinkInvitation, TransportClosed, host_link, join_link
+from cluster.link import LinkError, TransportClosed, join_link
 from cluster.link.frame import HEADER_WORDS
-
-VOCAB, K = 1000, 4
-CAPACITY = 4096
-DEADLINE_S = 2.0
-HANG_S = 30.0
-"""Only a guard against hanging; nothing here measures speed."""
-
-KIND_WORD, DATA = 4, 1
-
-
-class FlipBit:
-    """A transport that damages one word of the first DATA frame, after the checksum was written."""
-
-    def __init__(self, transport, word):
-        self._transport, self._word = transport, word
-
-    def send(self, buffer):
-        if buffer[KIND_WORD] == DATA and self._word is not None:
-            buffer[self._word] ^= 1 << 7
-            self._word = None
-        self._transport.send(buffer)
-
-    def recv(self, buffer, timeout_s):
-        self._transport.recv(buffer, timeout_s)
-
-    def abort(self):
-        self._transport.abort()
-
-
-def invite(epoch, verifier_id, host="127.0.0.1"):
-    return host_link(
-        host=host,
-        epoch=epoch,
-        backend="gloo",
-        capacity_words=CAPACITY,
-        round_deadline_ms=100,
-        link_deadline_ms=DEADLINE_S * 1000,
-        vocab_size=VOCAB,
-        num_speculative_tokens=K,
-        verifier_id=verifier_id,
-    )
-
-
-def make_link(transport, epoch, name, **options):
-    link = Link(
-        transport,
-        epoch=epoch,
-        capacity_words=CAPACITY,
-        link_deadline_s=DEADLINE_S,
-        decode=partial(unpack, vocab_size=VOCAB, max_tokens_k=K),
-        name=name,
-        **options,
-    )
-    link.start()
-    return link
-
-
-def peer_main():
-    for line in sys.stdin:
-        job = json.loads(line)
-        invitation = LinkInvitation(**job["invitation"])
-        transport = FlipBit(join_link(invitation, HANG_S), job["flip_word"])
-        link = make_link(transport, invitation.epoch + job["epoch_offset"], "peer")
-        echoed = 0
-        while link.broken is None:
-            received = link.poll(0.2)
-            if received is not None:
-                with contextlib.suppress(LinkError):
-                    link.post(pack(received.messages, CAPACITY), work_us=received.work_us + 1)
-                    echoed += 1
-                if echoed == job["close_after"]:
-                    time.sleep(0.05)
-                    link.close("had enough")
-        link.abort("done")
-        print(json.dumps({"broken": link.broken, "echoed": echoed}), flush=True)
-
-
-class Peer:
-    """The other process, and links to it."""
-
-    def __init__(self):
-        root = Path(__file__).resolve().parents[2]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(root)},
-        )
-        self.links = []
-        self.epoch = 0
-
-    def link(self, flip_word=None, epoch_offset=0, close_after=0, **options):
-        self.epoch += 1
-        invitation, complete = invite(self.epoch, "test")
-        job = {
-            "invitation": dataclasses.asdict(invitation),
-            "flip_word": flip_word,
-            "epoch_offset": epoch_offset,
-            "close_after": close_after,
-        }
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        link = make_link(complete(60), self.epoch, f"link{self.epoch}", **options)
-        self.links.append(link)
-        return link
-
-    def report(self):
-        return json.loads(self.process.stdout.readline())
-
-    def end(self):
-        for link in self.links:
-            link.abort("end of test")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, K, Peer, invite
 
 
 @pytest.fixture(scope="module")
@@ -331,69 +207,3 @@ def test_abort_wakes_sender_and_receiver_here_and_there():
     waits("peer", here.recv, 1000)
     assert outcomes.get_nowait()[0] == "peer"
     here.abort()
-
-
-def test_verifier_whose_drafter_never_comes():
-    invitation, complete = invite(1, "lonely")
-    with pytest.raises(LinkError, match=r"link of lonely, epoch 1: no drafter within 0\.3 s"):
-        complete(0.3)
-    with pytest.raises(LinkError, match="used up"):
-        complete(0.3)
-    with pytest.raises(LinkError, match=r"link of lonely, epoch 1: no answer at 127\.0\.0\.1"):
-        join_link(invitation, 5)
-
-
-def test_drafter_whose_verifier_never_completes():
-    invitation, complete = invite(1, "absent")
-    with pytest.raises(LinkError, match=r"link of absent, epoch 1: no verifier within 0\.3 s"):
-        join_link(invitation, 0.3)
-    del complete
-
-
-def test_host_that_is_not_ours():
-    with pytest.raises(LinkError, match=r"'192\.0\.2\.1': cannot listen there"):
-        invite(1, "v", host="192.0.2.1")
-
-
-def cuda_is_there():
-    import torch
-
-    return torch.cuda.is_available()
-
-
-@pytest.mark.skipif(cuda_is_there(), reason="needs a machine without CUDA")
-def test_nccl_without_cuda_says_so():
-    invitation, complete = invite(1, "cpu")
-    outcome = queue.SimpleQueue()
-
-    def joins():
-        try:
-            join_link(dataclasses.replace(invitation, backend="nccl"), HANG_S)
-        except LinkError as error:
-            outcome.put(str(error))
-
-    drafter = threading.Thread(target=joins)
-    drafter.start()
-    with contextlib.suppress(LinkError):  # gloo here, on purpose: only its sign-in is wanted
-        complete(1.0)
-    drafter.join(HANG_S)
-    assert outcome.get_nowait() == "nccl needs a CUDA device on both ends; use link.backend: gloo"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not cuda_is_there(), reason="needs a CUDA device")
-def test_nccl_peer_never_comes():
-    """All that one GPU can show: the groups are made, the deadline is ours, abort works, the process lives."""
-    from torch.distributed import TCPStore
-
-    from cluster.link.nccl import NcclTransport
-
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    start = time.monotonic()
-    with pytest.raises(LinkError, match="nccl"):
-        NcclTransport(store, 0, device="cuda:0", capacity_words=CAPACITY, connect_timeout_s=5, send_timeout_s=1)
-    assert time.monotonic() - start < HANG_S
-
-
-if __name__ == "__main__":
-    peer_main()

@@ -8,14 +8,12 @@ import httpx
 import openai
 import pytest
 
+from tests.integration.openai_calls import MESSAGES, MODEL, PROMPT, acceptance, chat, complete
 from tests.serving import MAX_MODEL_LEN, K, wait_until, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-PROMPT = "Once upon a time there was a request"
-MESSAGES = [{"role": "user", "content": PROMPT}]
 CHAT_PROMPT = f"user: {PROMPT}\nassistant: "
-MODEL = "tiny"
 NO_SPACE = {"32": -100, "10": -100}
 """Grammars for JSON allow any white space, which a random model would go on with."""
 
@@ -25,6 +23,7 @@ SCHEMA = {
     "required": ["ok", "colour"],
     "additionalProperties": False,
 }
+
 TOOL = {"type": "function", "function": {"name": "paint", "strict": True, "parameters": SCHEMA}}
 AT_ONCE_S = 1.5
 """A second, and what asking takes."""
@@ -34,22 +33,6 @@ AT_ONCE_S = 1.5
 def client(pair):
     with openai.OpenAI(base_url=f"{pair.http_url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def complete(client, **changes):
-    extra = {"return_token_ids": True, **changes.pop("extra", {})}
-    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, **changes}
-    return client.completions.create(**options, extra_body=extra)
-
-
-def chat(client, **changes):
-    extra = {"return_token_ids": True, **changes.pop("extra", {})}
-    options = {"model": MODEL, "messages": MESSAGES, "max_tokens": 24, **changes}
-    return client.chat.completions.create(**options, extra_body=extra)
-
-
-def acceptance(answer):
-    return answer.metrics["speculative_decoding"]
 
 
 def test_models(client, pair):

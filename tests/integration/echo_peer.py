@@ -1,0 +1,139 @@
+"""The other end of a link, in a process of its own.
+
+Run as a script this file is that process: it reads one JSON job a line, joins that link, echoes every frame until the
+link breaks, and reports the reason as one JSON line.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from actors.message_codec import pack, unpack
+from cluster.link import Link, LinkError, LinkInvitation, host_link, join_link
+
+VOCAB, K = 1000, 4
+CAPACITY = 4096
+DEADLINE_S = 2.0
+HANG_S = 30.0
+"""Only a guard against hanging; nothing here measures speed."""
+
+KIND_WORD, DATA = 4, 1
+
+
+class FlipBit:
+    """A transport that damages one word of the first DATA frame, after the checksum was written."""
+
+    def __init__(self, transport, word):
+        self._transport, self._word = transport, word
+
+    def send(self, buffer):
+        if buffer[KIND_WORD] == DATA and self._word is not None:
+            buffer[self._word] ^= 1 << 7
+            self._word = None
+        self._transport.send(buffer)
+
+    def recv(self, buffer, timeout_s):
+        self._transport.recv(buffer, timeout_s)
+
+    def abort(self):
+        self._transport.abort()
+
+
+def invite(epoch, verifier_id, host="127.0.0.1"):
+    return host_link(
+        host=host,
+        epoch=epoch,
+        backend="gloo",
+        capacity_words=CAPACITY,
+        round_deadline_ms=100,
+        link_deadline_ms=DEADLINE_S * 1000,
+        vocab_size=VOCAB,
+        num_speculative_tokens=K,
+        verifier_id=verifier_id,
+    )
+
+
+def make_link(transport, epoch, name, **options):
+    link = Link(
+        transport,
+        epoch=epoch,
+        capacity_words=CAPACITY,
+        link_deadline_s=DEADLINE_S,
+        decode=partial(unpack, vocab_size=VOCAB, max_tokens_k=K),
+        name=name,
+        **options,
+    )
+    link.start()
+    return link
+
+
+def peer_main():
+    for line in sys.stdin:
+        job = json.loads(line)
+        invitation = LinkInvitation(**job["invitation"])
+        transport = FlipBit(join_link(invitation, HANG_S), job["flip_word"])
+        link = make_link(transport, invitation.epoch + job["epoch_offset"], "peer")
+        echoed = 0
+        while link.broken is None:
+            received = link.poll(0.2)
+            if received is not None:
+                with contextlib.suppress(LinkError):
+                    link.post(pack(received.messages, CAPACITY), work_us=received.work_us + 1)
+                    echoed += 1
+                if echoed == job["close_after"]:
+                    time.sleep(0.05)
+                    link.close("had enough")
+        link.abort("done")
+        print(json.dumps({"broken": link.broken, "echoed": echoed}), flush=True)
+
+
+class Peer:
+    """The other process, and links to it."""
+
+    def __init__(self):
+        root = Path(__file__).resolve().parents[2]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(root)},
+        )
+        self.links = []
+        self.epoch = 0
+
+    def link(self, flip_word=None, epoch_offset=0, close_after=0, **options):
+        self.epoch += 1
+        invitation, complete = invite(self.epoch, "test")
+        job = {
+            "invitation": dataclasses.asdict(invitation),
+            "flip_word": flip_word,
+            "epoch_offset": epoch_offset,
+            "close_after": close_after,
+        }
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        link = make_link(complete(60), self.epoch, f"link{self.epoch}", **options)
+        self.links.append(link)
+        return link
+
+    def report(self):
+        return json.loads(self.process.stdout.readline())
+
+    def end(self):
+        for link in self.links:
+            link.abort("end of test")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+if __name__ == "__main__":
+    peer_main()

@@ -1,0 +1,76 @@
+"""Links that never come about: a side that stays away, a host that is not ours, NCCL without a device."""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+
+import pytest
+
+from cluster.link import LinkError, join_link
+from tests.integration.echo_peer import CAPACITY, HANG_S, invite
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_verifier_whose_drafter_never_comes():
+    invitation, complete = invite(1, "lonely")
+    with pytest.raises(LinkError, match=r"link of lonely, epoch 1: no drafter within 0\.3 s"):
+        complete(0.3)
+    with pytest.raises(LinkError, match="used up"):
+        complete(0.3)
+    with pytest.raises(LinkError, match=r"link of lonely, epoch 1: no answer at 127\.0\.0\.1"):
+        join_link(invitation, 5)
+
+
+def test_drafter_whose_verifier_never_completes():
+    invitation, complete = invite(1, "absent")
+    with pytest.raises(LinkError, match=r"link of absent, epoch 1: no verifier within 0\.3 s"):
+        join_link(invitation, 0.3)
+    del complete
+
+
+def test_host_that_is_not_ours():
+    with pytest.raises(LinkError, match=r"'192\.0\.2\.1': cannot listen there"):
+        invite(1, "v", host="192.0.2.1")
+
+
+def cuda_is_there():
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.mark.skipif(cuda_is_there(), reason="needs a machine without CUDA")
+def test_nccl_without_cuda_says_so():
+    invitation, complete = invite(1, "cpu")
+    outcome = queue.SimpleQueue()
+
+    def joins():
+        try:
+            join_link(dataclasses.replace(invitation, backend="nccl"), HANG_S)
+        except LinkError as error:
+            outcome.put(str(error))
+
+    drafter = threading.Thread(target=joins)
+    drafter.start()
+    with contextlib.suppress(LinkError):  # gloo here, on purpose: only its sign-in is wanted
+        complete(1.0)
+    drafter.join(HANG_S)
+    assert outcome.get_nowait() == "nccl needs a CUDA device on both ends; use link.backend: gloo"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not cuda_is_there(), reason="needs a CUDA device")
+def test_nccl_peer_never_comes():
+    """All that one GPU can show: the groups are made, the deadline is ours, abort works, the process lives."""
+    from torch.distributed import TCPStore
+
+    from cluster.link.nccl import NcclTransport
+
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    start = time.monotonic()
+    with pytest.raises(LinkError, match="nccl"):
+        NcclTransport(store, 0, device="cuda:0", capacity_words=CAPACITY, connect_timeout_s=5, send_timeout_s=1)
+    assert time.monotonic() - start < HANG_S
