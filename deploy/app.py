@@ -117,6 +117,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():
         check_cluster_can_hold(placement, serving.num_replicas, ray.cluster_resources())
+    capacity = serving.num_replicas * serving.max_ongoing_requests + serving.max_queued_requests
     full = BackpressureConfig(status_code=429)
     variables = process_environment(serving)
     environment: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
@@ -149,9 +150,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         logging_config=logging_config,
         # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
         # milliseconds. What has to wait for a place here is refused only when another request ends, seconds later.
-        max_ongoing_requests=serving.num_replicas * serving.max_ongoing_requests
-        + serving.max_queued_requests
-        + BEING_REFUSED,
+        max_ongoing_requests=capacity + BEING_REFUSED,
         max_queued_requests=serving.max_queued_requests,
         backpressure_config=full,
         max_constructor_retry_count=1,
@@ -166,6 +165,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         config.num_speculative_tokens,
         max_request_bytes=serving.max_request_bytes,
         max_retries=serving.num_replicas - 1,
+        capacity=capacity,
     )
 
 

@@ -41,6 +41,9 @@ from deploy.stop import StopSignal
 
 SERVICER = "actors.ingress.grpc_services.add_services"
 
+PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.http.proxy_gate.middlewares"}
+"""For the HTTP proxies of a cluster that is started here. Elsewhere it belongs in the environment of the nodes."""
+
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
 
@@ -115,7 +118,7 @@ class Server:
         return left
 
     def _start_ray(self, plan: ReplicaPlan) -> None:
-        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1"})
+        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **PROXY_ENVIRONMENT})
         if not self._verbose:
             warnings.filterwarnings("ignore")
             logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -20,7 +20,7 @@ from cluster.ranks import NAMESPACE
 from deploy.app import ReplicaPlan, build_app, plan_replica
 from deploy.client import OutriderClient
 from deploy.ports import pick_free_port
-from deploy.server import SERVICER
+from deploy.server import PROXY_ENVIRONMENT, SERVICER
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
 from tests.tiny_models import build_tiny_llama
@@ -253,6 +253,7 @@ class Deployments:
 
     def _start_cluster(self) -> int:
         port = pick_free_port()
+        os.environ.update(PROXY_ENVIRONMENT)
         ray.init(
             "local",
             num_cpus=16,

@@ -12,6 +12,7 @@ from actors.http.generation_routes import GenerationRpcs, add_generation_routes
 from actors.http.metrics import add_metrics_routes
 from actors.http.openai_routes import add_openai_routes
 from actors.http.page import add_page_routes
+from actors.http.proxy_gate import TellCapacity
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class HttpContext:
     rpcs: GenerationRpcs
     """The gRPC servicer."""
 
+    capacity: int | None = None
+    """Requests that targets and queue hold together, which proxies are told; None: unknown."""
+
 
 def build_http_app(context: HttpContext) -> FastAPI:
     """Routes of all parts. Errors have OpenAI's shape on all of them. No pages of FastAPI's: they load scripts from
@@ -44,4 +48,6 @@ def build_http_app(context: HttpContext) -> FastAPI:
     add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.max_request_bytes)
     add_page_routes(app)
     add_metrics_routes(app, context.target)
+    if context.capacity is not None:
+        app.add_middleware(TellCapacity, capacity=context.capacity)
     return app

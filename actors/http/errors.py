@@ -69,6 +69,11 @@ def refused(error: RequestError) -> HttpFailure:
     return HttpFailure(400, str(error), error.field)
 
 
+def queue_full() -> HttpFailure:
+    """Wherever it is found out."""
+    return HttpFailure(429, "the queue is full; retry later", headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
 def timed_out(request_id: str) -> HttpFailure:
     """408, which OpenAI's clients know; a gateway's 504 would blame the server."""
     return HttpFailure(408, f"request {request_id} was aborted when its deadline passed")
@@ -88,7 +93,7 @@ def failure_of(error: BaseException, request_id: str) -> HttpFailure:
     if isinstance(cause, TimeoutError):
         return timed_out(request_id)
     if isinstance(cause, BackPressureError):
-        return HttpFailure(429, "the queue is full; retry later", headers={"Retry-After": str(RETRY_AFTER_S)})
+        return queue_full()
     if isinstance(cause, UNAVAILABLE):
         logger.warning("request %s: target replica unavailable: %s", request_id, cause)
         message = f"request {request_id}: the target replica is not available; retry"

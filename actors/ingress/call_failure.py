@@ -89,6 +89,12 @@ class CallFailure:
         return _cut(self.message) + _SEPARATOR + base64.b64encode(status.SerializeToString()).decode()
 
 
+def queue_full(request_id: str | None = None) -> CallFailure:
+    """Wherever it is found out."""
+    sentence = "the queue is full; retry later"
+    return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "QUEUE_FULL", request_id=request_id)
+
+
 def sentence_of(details: str) -> str:
     """What a person is to read of a packed text, or of any other."""
     return details.partition(_SEPARATOR)[0]

@@ -12,7 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.grpc_util import RayServegRPCContext
 
 from actors.generation import RequestError, RequestIdInUse, SamplingFailed
-from actors.ingress.call_failure import CallFailure
+from actors.ingress.call_failure import CallFailure, queue_full
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -79,8 +79,7 @@ def failure_of(error: Exception, call: str, request_id: str | None = None) -> Ca
         sentence = f"{call} was aborted when its deadline passed"
         return CallFailure(code.DEADLINE_EXCEEDED, sentence, "DEADLINE_EXCEEDED", request_id=request_id)
     if isinstance(cause, BackPressureError):
-        sentence = "the queue is full; retry later"
-        return CallFailure(code.RESOURCE_EXHAUSTED, sentence, "QUEUE_FULL", request_id=request_id)
+        return queue_full(request_id)
     if isinstance(cause, UNAVAILABLE):
         logger.warning("%s: target replica unavailable: %s", call, cause)
         sentence = f"{call}: the target replica is not available; retry"

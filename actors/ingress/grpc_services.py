@@ -1,6 +1,6 @@
 """Mounts what Outrider serves over gRPC on Serve's proxies: what ``grpc_servicer_functions`` should name.
 
-The generated functions would do, but for five things, all of them in the proxy, before or behind the ingress:
+The generated functions would do, but for six things, all of them in the proxy, before or behind the ingress:
 
 - Serve passes a client's cancellation on only while the proxy waits for a message; one that arrives while the proxy
   writes a message is lost, and the engine goes on generating for nobody. So streams are read by a task of their own,
@@ -11,6 +11,7 @@ The generated functions would do, but for five things, all of them in the proxy,
 - A client that ends its side without having sent a request would be left waiting for ever: gRPC's asyncio server
   forgets it. So requests are read here, as if they were streams of one.
 - Failures lose their google.rpc details on the way (see actors.ingress.call_failure).
+- A full queue is told too late when many come at once (see actors.ingress.gate).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from actors.ingress.call_failure import STATUS_DETAILS_METADATA, CallFailure, sentence_of, trailing_of
+from actors.ingress.call_failure import STATUS_DETAILS_METADATA, CallFailure, queue_full, sentence_of, trailing_of
+from actors.ingress.gate import CAPACITY_METADATA, Gates
 from outrider.v1 import generation_pb2_grpc
 
 MAX_UNREAD_BYTES = 8 << 20
@@ -32,6 +34,14 @@ MAX_UNREAD_BYTES = 8 << 20
 
 MAX_REQUEST_BYTES = 32 << 20
 """Millions of token ids. Serve's own limit is 2 GiB."""
+
+GATED = tuple(f"/outrider.v1.GenerationService/{name}" for name in ("Generate", "GenerateStream"))
+"""Calls that take a place. The others are short, and to be answered when the queue is full too."""
+
+_APPLICATION_METADATA = "application"
+"""By which a client tells Serve which application it means, where there are several."""
+
+_GATES = Gates("grpc")
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -61,8 +71,10 @@ class _Mount:
 
         def make_wrapped(service_method: str, streaming_type: gRPCStreamingType) -> Callable[..., Any]:
             if streaming_type in (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM):
-                return _stream(make_handler(service_method, gRPCStreamingType.UNARY_STREAM))
-            return _unary(make_handler(service_method, gRPCStreamingType.UNARY_UNARY))
+                call = _stream(make_handler(service_method, gRPCStreamingType.UNARY_STREAM))
+            else:
+                call = _unary(make_handler(service_method, gRPCStreamingType.UNARY_UNARY))
+            return _gated(call, takes_a_place=service_method in GATED)
 
         self._server.service_handler_factory = make_wrapped
         try:
@@ -99,6 +111,28 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
     async for request in requests:
         return request
     return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
+
+
+def _gated(call: Callable[..., Coroutine[Any, Any, Any]], *, takes_a_place: bool) -> Callable[..., Any]:
+    """Refuses a call that there is no room for. What is let through teaches how much room there is."""
+
+    async def gated(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        asked = dict(context.invocation_metadata() or ())
+        gate = _GATES.of(str(asked.get(_APPLICATION_METADATA, "")))
+        if takes_a_place and not gate.enter():
+            _GATES.count_refusal()
+            _fail(context, queue_full())
+            return b""
+        try:
+            return await call(requests, context)
+        finally:
+            if takes_a_place:
+                gate.leave()
+            for key, value in context.trailing_metadata() or ():
+                if key == CAPACITY_METADATA:
+                    gate.learn(value)
+
+    return gated
 
 
 def _unary(handler: Callable[..., Coroutine[Any, Any, bytes]]) -> Callable[..., Coroutine[Any, Any, bytes]]:

@@ -25,6 +25,7 @@ class HealthCalls:
     """A base of the ingress deployment."""
 
     _target: DeploymentHandle
+    _capacity_metadata: list[tuple[str, str]]
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
@@ -32,6 +33,7 @@ class HealthCalls:
         with answering(grpc_context, "Check"):
             if request.service not in HEALTH_SERVICES:
                 raise UnknownService(request.service)
+            grpc_context.set_trailing_metadata(self._capacity_metadata)
             return health_pb2.HealthCheckResponse(status=await self._health())
 
     async def List(

@@ -22,9 +22,10 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
-from actors.generation import GenerationRequest, RequestIdInUse, RoundOutput
+from actors.generation import GenerationRequest, ReplicaLoad, RequestIdInUse, RoundOutput
 from actors.ingress.answering import answering
 from actors.ingress.call_failure import REQUEST_ID_METADATA
+from actors.ingress.gate import CAPACITY_METADATA
 from actors.ingress.handle_calls import HandleCalls
 from actors.ingress.health_calls import HealthCalls
 from actors.ingress.prompt_validation import to_token_ids, to_tokenize_request
@@ -66,13 +67,16 @@ class Ingress(HandleCalls, HealthCalls):
         num_speculative_tokens: int,
         vocab_size: int | None = None,
         max_retries: int = 1,
+        capacity: int | None = None,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
-        how often a request is sent again whose replica is lost before there is any output."""
+        how often a request is sent again whose replica is lost before there is any output. capacity: requests that
+        targets and queue hold together, which proxies are told; None: unknown."""
         self._target = target
         self._generate = target.generate.options(stream=True)
         self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size)
         self._max_retries = max_retries
+        self._capacity_metadata = [] if capacity is None else [(CAPACITY_METADATA, str(capacity))]
         self._running = RunningRequests()
         self._started_unix_s = time.time()
 
@@ -86,7 +90,7 @@ class Ingress(HandleCalls, HealthCalls):
                 async for output in rounds:
                     answers.add(output)
                     load = output.load or load
-            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id), *load_metadata(load)])
+            grpc_context.set_trailing_metadata(self._trailing(request_id, load))
             return answers.response()
 
     async def GenerateStream(
@@ -95,12 +99,11 @@ class Ingress(HandleCalls, HealthCalls):
         request_id = _request_id(request)
         with answering(grpc_context, "GenerateStream", request_id) as span:
             checked = replace(self._check(request, request_id), trace_headers=span.headers)
-            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
+            grpc_context.set_trailing_metadata(self._trailing(request_id))
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
                     if output.load is not None:
-                        metadata = [(REQUEST_ID_METADATA, request_id), *load_metadata(output.load)]
-                        grpc_context.set_trailing_metadata(metadata)
+                        grpc_context.set_trailing_metadata(self._trailing(request_id, output.load))
                     yield stream_message(request_id, output)
 
     async def AbortRequest(
@@ -168,12 +171,14 @@ class Ingress(HandleCalls, HealthCalls):
     ) -> pb.GetModelInfoResponse:
         with answering(grpc_context, "GetModelInfo"):
             info = await _within(CONTROL_TIMEOUT_S, self._target.model_info.remote())
+            grpc_context.set_trailing_metadata(self._capacity_metadata)
             return model_info_message(self._served.name, info)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerInfoResponse:
         with answering(grpc_context, "GetServerInfo"):
+            grpc_context.set_trailing_metadata(self._capacity_metadata)
             return server_info_message(self._started_unix_s)
 
     async def GetServerStatus(
@@ -183,7 +188,11 @@ class Ingress(HandleCalls, HealthCalls):
             status = await _within(CONTROL_TIMEOUT_S, self._target.status.remote())
             response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
             response.model = self._served.name
+            grpc_context.set_trailing_metadata(self._capacity_metadata)
             return response
+
+    def _trailing(self, request_id: str, load: ReplicaLoad | None = None) -> list[tuple[str, str | bytes]]:
+        return [(REQUEST_ID_METADATA, request_id), *self._capacity_metadata, *load_metadata(load)]
 
     def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
         return to_generation_request(request, self._served, request_id=request_id, now_unix_s=time.time())

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import urllib.request
 from collections import Counter
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 from ray import serve
 
 from actors.routing.broadcast import broadcast
+from deploy.top_scrape import parse
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.serving import HANG_GUARD_S, wait_until
@@ -161,13 +163,21 @@ def memory(deployment):
     return {pid: psutil.Process(pid).memory_info().rss for pid in pids}
 
 
+def refused_by_the_ingress(deployment):
+    time.sleep(1.1)  # two scrapes within a second are one
+    with urllib.request.urlopen(f"{deployment.http_url}/metrics", timeout=HANG_GUARD_S) as response:
+        return parse(response.read().decode(), time.monotonic()).sum("outrider:admission_rejections_total")
+
+
 @pytest.mark.parametrize("flood", [flood_grpc, flood_http])
 def test_more_requests_than_there_is_room_for(two_replicas, flood):
     """Sixteen are held and thirty-two wait; the rest is refused, and nothing of them is left behind."""
     asyncio.run(flood(two_replicas)).check()
-    before = memory(two_replicas)
+    before, refused_before = memory(two_replicas), refused_by_the_ingress(two_replicas)
     outcome = asyncio.run(flood(two_replicas))
     outcome.check()
+    # The proxy knows from earlier answers how much room there is, and does not bother the ingress with the rest.
+    assert refused_by_the_ingress(two_replicas) - refused_before < outcome.kinds["refused"] / 2
     grown = {pid: (size - before[pid]) >> 20 for pid, size in memory(two_replicas).items()}
     assert max(grown.values()) < 32, f"MiB by process: {grown}"
 

@@ -16,6 +16,7 @@ from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from actors.ingress import grpc_services
 from actors.ingress.call_failure import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA, CallFailure
+from actors.ingress.gate import CAPACITY_METADATA, Gates
 from actors.ingress.grpc_services import add_services
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
@@ -29,6 +30,7 @@ class Proxy:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.told: list[tuple[str, str]] = []
         self.sent = 0
         self.read = asyncio.Semaphore(10)
         """Released by a client for each message of a "paced" answer."""
@@ -38,11 +40,13 @@ class Proxy:
     def make_handler(self, service_method: str, streaming_type: gRPCStreamingType) -> Any:
         async def unary(request: Any, context: Any) -> bytes:
             self.asked.append((service_method, request))
+            if getattr(request, "request_id", "") == "wait":
+                await self.read.acquire()
             if getattr(request, "request_id", "") == "fail":
                 context.set_code(FAILURE.code)
                 context.set_details(FAILURE.packed())
                 return b""
-            context.set_trailing_metadata([("kept", "yes")])
+            context.set_trailing_metadata([("kept", "yes"), *self.told])
             return b""
 
         async def stream(request: Any, context: Any) -> AsyncGenerator[bytes, None]:
@@ -227,3 +231,32 @@ async def test_a_client_that_leaves_is_noticed_while_nothing_is_written() -> Non
         await call.read()
         call.cancel()
         await asyncio.wait_for(proxy.cancelled.wait(), 30)
+
+
+async def test_beyond_the_capacity_that_an_answer_told_generations_are_refused_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grpc_services, "_GATES", Gates("grpc"))
+    proxy = Proxy()
+    proxy.read = asyncio.Semaphore(0)
+    proxy.told = [(CAPACITY_METADATA, "2")]
+    async with serving(proxy) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest())
+        held = [stub.Generate(pb.GenerateRequest(request_id="wait")) for _ in range(2)]
+        while len(proxy.asked) < 3:  # noqa: ASYNC110 - another task's list
+            await asyncio.sleep(0.001)
+        for call in (stub.Generate(pb.GenerateRequest()), stub.GenerateStream(pb.GenerateStreamRequest())):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ended(call)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert reason(trailing(caught.value.trailing_metadata())) == "QUEUE_FULL"
+        assert len(proxy.asked) == 3, "a refused call went on"
+        await health.Check(health_pb2.HealthCheckRequest())
+        other = stub.Generate(pb.GenerateRequest(), metadata=(("application", "another"),))
+        assert trailing(await other.trailing_metadata())["kept"] == "yes"
+        proxy.read.release()
+        proxy.read.release()
+        await asyncio.gather(*held)
+        await stub.Generate(pb.GenerateRequest())
