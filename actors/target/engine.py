@@ -20,7 +20,7 @@ from actors.model_info import ModelInfo
 from actors.observability.engine_trace import traced_generate
 from actors.round_origins import RoundLog
 from actors.target.engine_load import EngineLoad
-from actors.target.engine_requests import refusal, round_outputs, sampling_params
+from actors.target.engine_requests import is_of_request, refusal, round_outputs, sampling_params
 from actors.target.prompt_tokens import PromptTokenizer
 from actors.target.round_output_processor import log_rounds
 from actors.tokenization import TokenizeRequest, Tokens
@@ -108,10 +108,12 @@ class TargetEngine:
 
     async def abort(self, request_id: str) -> bool:
         """End a request, running or waiting, whoever asked for it: its last output says ``abort``. Returns whether it
-        was here."""
-        if not self._llm.output_processor.external_req_ids.get(request_id):
+        was here. One of OpenAI's API goes by the id it came with and by that of its answer."""
+        known = self._llm.output_processor.external_req_ids
+        ids = [external for external, running in known.items() if running and is_of_request(external, request_id)]
+        if not ids:
             return False
-        await self._llm.abort(request_id)
+        await self._llm.abort(ids)
         return True
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:

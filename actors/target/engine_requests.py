@@ -106,6 +106,16 @@ def _without_a_token(request: GenerationRequest, num_tokens: int) -> Exception:
     return RequestError(f"sampling.{limits[0]}", f"leaves no token to {where}", "send what a text can match")
 
 
+def is_of_request(engine_id: str, request_id: str) -> bool:
+    """Whether what the engine calls engine_id is, or is part of, the request that its caller calls request_id. vLLM's
+    serving classes call a chat ``chatcmpl-ID``, and prompt i of a completion, whose answer is ``cmpl-ID``,
+    ``cmpl-ID-i``."""
+    if engine_id in (request_id, f"chatcmpl-{request_id}"):
+        return True
+    completion, _, prompt = engine_id.rpartition("-")
+    return prompt.isdigit() and completion.startswith("cmpl-") and completion in (request_id, f"cmpl-{request_id}")
+
+
 def round_outputs(
     output: RequestOutput, request: GenerationRequest, num_tokens: dict[int, int], rounds: RoundLog
 ) -> list[RoundOutput]:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.integration.openai_calls import MESSAGES, MODEL, PROMPT, acceptance, chat, complete
-from tests.serving import MAX_MODEL_LEN, K, wait_until, wait_until_idle
+from tests.serving import MAX_MODEL_LEN, K, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -25,8 +25,6 @@ SCHEMA = {
 }
 
 TOOL = {"type": "function", "function": {"name": "paint", "strict": True, "parameters": SCHEMA}}
-AT_ONCE_S = 1.5
-"""A second, and what asking takes."""
 
 
 @pytest.fixture
@@ -237,38 +235,6 @@ def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError) as caught:
         complete(client, model="other")
     assert caught.value.param == "model"
-
-
-def test_a_stream_that_is_closed_is_aborted(client, pair):
-    wait_until_idle(pair, 60)
-    stream = complete(client, temperature=0, max_tokens=900, stream=True)
-    for _ in range(3):
-        next(stream)
-    assert pair.status().target.running == 1
-    stream.close()
-    wait_until_idle(pair, AT_ONCE_S)
-
-
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_a_client_that_gives_up_waiting_is_aborted(client, pair, endpoint):
-    wait_until_idle(pair, 60)
-    with pytest.raises(openai.APITimeoutError):
-        (chat if endpoint == "chat" else complete)(client, temperature=0, max_tokens=900, timeout=0.7)
-    wait_until_idle(pair, AT_ONCE_S)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_the_deadline_is_kept(client, pair, stream):
-    wait_until_idle(pair, 60)
-    headers = {"x-request-timeout-ms": "500"}
-    if stream:
-        with pytest.raises(openai.APIError, match="deadline"):
-            list(complete(client, temperature=0, max_tokens=900, stream=True, extra_headers=headers))
-    else:
-        with pytest.raises(openai.APIStatusError, match="deadline") as caught:
-            complete(client, temperature=0, max_tokens=900, extra_headers=headers)
-        assert caught.value.status_code == 408
-    wait_until_idle(pair, AT_ONCE_S)
 
 
 async def test_many_at_once(pair):

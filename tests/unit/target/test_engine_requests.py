@@ -24,7 +24,7 @@ from actors.generation import (
 )
 from actors.round_origins import RoundLog, SpeculationTotals
 from actors.round_settings import EXTRA_ARGS_KEY
-from actors.target.engine_requests import refusal, sampling_params
+from actors.target.engine_requests import is_of_request, refusal, sampling_params
 from actors.target.engine_requests import round_outputs as outputs_of_rounds
 from tests.unit.target.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
@@ -217,3 +217,23 @@ def test_a_verification_that_rank_0_would_raise_for_is_refused_before_it(verific
     with pytest.raises(RequestError) as refused:
         sampling_params(request(sampling=sampling, verification=verification), 2, 10)
     assert refused.value.field == "speculation.verification"
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "request_id", "same"),
+    [
+        ("r-1", "r-1", True),
+        ("chatcmpl-r-1", "r-1", True),
+        ("chatcmpl-r-1", "chatcmpl-r-1", True),
+        ("cmpl-r-1-0", "r-1", True),
+        ("cmpl-r-1-12", "cmpl-r-1", True),
+        ("cmpl-r-1-0", "cmpl-r-1-0", True),
+        ("r-1-0", "r-1", False),
+        ("r-10", "r-1", False),
+        ("cmpl-r-1-0", "r", False),
+        ("cmpl-r-1-x", "r-1", False),
+        ("chatcmpl-r-1", "cmpl-r-1", False),
+    ],
+)
+def test_which_requests_of_the_engine_a_callers_id_means(engine_id: str, request_id: str, same: bool) -> None:
+    assert is_of_request(engine_id, request_id) is same
