@@ -151,7 +151,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
         # milliseconds. What has to wait for a place here is refused only when another request ends, seconds later.
         max_ongoing_requests=capacity + BEING_REFUSED,
-        max_queued_requests=serving.max_queued_requests,
+        # Calls count as queued until the proxy has looked at them: a burst must not shut out what has room, or health.
+        max_queued_requests=capacity + BEING_REFUSED,
         backpressure_config=full,
         max_constructor_retry_count=1,
         health_check_timeout_s=60.0,
