@@ -19,7 +19,7 @@ from actors.ingress.gate import CAPACITY_METADATA, Gates
 GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/outrider/v1/stream")
 """Ends of paths whose requests take a place."""
 
-_ASKED_OFTEN = ("/health", "/v1/models", "/outrider/v1/status")
+_ASKED_OFTEN = ("/health", "/metrics", "/v1/models", "/outrider/v1/status")
 """Ends of others whose answers tell how much room there is."""
 
 
