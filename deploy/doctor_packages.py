@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
+from cluster.versions import installed_version
 from deploy.finding import Finding, fail, ok, warn
 
 RAY, VLLM_MINOR, TORCH_OF_CPU = "2.60.0", "0.32", "2.13"
@@ -19,10 +20,7 @@ Version = Callable[[str], str | None]
 
 
 def installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return installed_version(name) or None
 
 
 def check_packages(version: Version = installed, python: Sequence[int] = sys.version_info[:3]) -> list[Finding]:

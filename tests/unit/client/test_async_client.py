@@ -6,7 +6,7 @@ import asyncio
 import gc
 import inspect
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -17,17 +17,6 @@ from deploy.client import OutriderClient, OutriderError
 from deploy.handle import OutriderHandle
 from deploy.ports import pick_free_port
 from tests.unit.scripted_service import FULL, HANG_GUARD_S, LOST, ScriptedService, serving
-
-
-@pytest.fixture
-def service() -> ScriptedService:
-    return ScriptedService()
-
-
-@pytest.fixture
-def address(service: ScriptedService) -> Iterator[str]:
-    with serving(service) as address:
-        yield address
 
 
 @pytest.fixture
