@@ -17,6 +17,7 @@ CAPACITY_METADATA = "outrider-capacity"
 """Trailing metadata of gRPC answers, and header of HTTP's: how many generations can be held and queued together."""
 
 _LOG_EVERY_S = 10.0
+_MOST_APPLICATIONS = 64
 
 logger = logging.getLogger("ray.serve.outrider.proxy")
 
@@ -63,10 +64,13 @@ class Gates:
         self._refusals: Counter | None = None
 
     def of(self, application: str) -> Gate:
-        """application: whatever tells its calls from another one's."""
-        if application not in self._gates:
-            self._gates[application] = Gate(f"{self._api} calls of application {application!r}")
-        return self._gates[application]
+        """application: whatever tells its calls from another one's. Clients choose it, so not all of them are kept."""
+        gate = self._gates.get(application)
+        if gate is None:
+            if len(self._gates) == _MOST_APPLICATIONS:  # the oldest goes; its calls leave it all the same
+                del self._gates[next(iter(self._gates))]
+            gate = self._gates[application] = Gate(f"{self._api} calls of application {application[:60]!r}")
+        return gate
 
     def count_refusal(self) -> None:
         """In Ray's metrics: no ingress hears of it."""
