@@ -23,13 +23,18 @@ class Front(Ingress):
         num_speculative_tokens: int,
         *args: Any,
         max_request_bytes: int,
-        capacity: int | None = None,
         **kwargs: Any,
     ) -> None:
         """args, kwargs: Ingress's own. max_request_bytes: longest HTTP body that is read."""
-        super().__init__(target, served_model_name, num_speculative_tokens, *args, capacity=capacity, **kwargs)
+        super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
-            target, served_model_name, num_speculative_tokens, max_request_bytes, self._max_retries, self, capacity
+            target,
+            served_model_name,
+            num_speculative_tokens,
+            max_request_bytes,
+            self._max_retries,
+            self,
+            kwargs.get("capacity"),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

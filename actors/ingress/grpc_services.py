@@ -70,6 +70,7 @@ class _Mount:
         make_handler = self._server.service_handler_factory
 
         def make_wrapped(service_method: str, streaming_type: gRPCStreamingType) -> Callable[..., Any]:
+            call: Callable[..., Coroutine[Any, Any, Any]]
             if streaming_type in (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM):
                 call = _stream(make_handler(service_method, gRPCStreamingType.UNARY_STREAM))
             else:
