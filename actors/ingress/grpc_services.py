@@ -232,11 +232,14 @@ def _finish(context: grpc.aio.ServicerContext) -> None:
     code = _CODES.get(code) if isinstance(code, int) else code
     if code is None or code is grpc.StatusCode.OK:
         return
-    given = context.trailing_metadata() or ()
-    if any(key == STATUS_DETAILS_METADATA for key, _ in given):
-        return
     details = context.details() or ""
     details = details.decode() if isinstance(details, bytes) else details
+    given = context.trailing_metadata() or ()
+    if any(key == STATUS_DETAILS_METADATA for key, _ in given):
+        # Serve sends the ingress's context along with each message, as it is when the message leaves. A call that
+        # fails right behind a message has its metadata kept after all, and its details packed all the same.
+        context.set_details(sentence_of(details))
+        return
     trailing = trailing_of(code, details)
     named = {key for key, _ in trailing}
     kept = [(key, value) for key, value in given if key not in named]

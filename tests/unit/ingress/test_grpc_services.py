@@ -60,8 +60,10 @@ class Proxy:
                         yield pb.GenerateStreamResponse(text_delta=BIG).SerializeToString()
                         await asyncio.sleep(0)
                     await asyncio.sleep(60)
-                if request.request_id == "fail":
+                if request.request_id in ("fail", "fail at once"):
                     yield pb.GenerateStreamResponse(text_delta="first").SerializeToString()
+                    if request.request_id == "fail at once":  # the message took the failure along
+                        context.set_trailing_metadata(FAILURE.trailing_metadata())
                     context.set_code(FAILURE.code)
                     context.set_details(FAILURE.packed())
                     return
@@ -187,6 +189,15 @@ async def test_a_failure_has_its_sentence_and_its_details_where_they_belong() ->
         metadata = trailing(error.trailing_metadata())
         assert reason(metadata) == "REQUEST_ID_IN_USE"
         assert metadata[REQUEST_ID_METADATA] == "r-1"
+
+
+async def test_a_failure_whose_metadata_came_through_with_a_message_is_told_the_same_way() -> None:
+    async with serving(Proxy()) as channel:
+        call = rpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest(request_id="fail at once"))
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await ended(call)
+    assert (failed.value.code(), failed.value.details()) == (grpc.StatusCode.ALREADY_EXISTS, "taken")
+    assert reason(trailing(failed.value.trailing_metadata())) == "REQUEST_ID_IN_USE"
 
 
 async def test_a_call_that_went_well_keeps_its_metadata() -> None:
