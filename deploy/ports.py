@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 from cluster.config import ConfigError, OutriderConfig
+
+_PICKED_FROM = range(20_000, 32_000)
+"""Above the ports of Ray's workers, below those that Linux gives to whoever does not ask for one, among them every
+outgoing connection: one of these may be gone by the time that Serve listens."""
+
+_TRIES = 100
 
 
 def port_is_free(port: int, host: str | None = None) -> bool:
@@ -22,9 +29,12 @@ def port_is_free(port: int, host: str | None = None) -> bool:
 
 
 def pick_free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+    """One that nobody else is likely to take before it is served on. Raises ConfigError when all that it tried are in
+    use."""
+    for port in random.sample(_PICKED_FROM, _TRIES):
+        if port_is_free(port):
+            return port
+    raise ConfigError(f"serving: {_TRIES} ports from {_PICKED_FROM[0]} on are in use; name ports that are free")
 
 
 def settle_ports(config: OutriderConfig) -> OutriderConfig:

@@ -18,7 +18,7 @@ import pytest
 from cluster.config import ConfigError, parse_config
 from deploy import app, cli
 from deploy.app import config_from_args
-from deploy.ports import port_is_free, settle_ports
+from deploy.ports import pick_free_port, port_is_free, settle_ports
 from deploy.processes import SharedMemoryWatch, mapped_shared_memory, remove_shared_memory
 from deploy.start_error import explain
 from deploy.stop import Stopped, StopSignal
@@ -120,6 +120,11 @@ def test_ports(taken_port: int) -> None:
     assert port_is_free(serving.grpc_port)
     with pytest.raises(ConfigError, match=r"serving\.grpc_port: port \d+ is in use.*--grpc-port"):
         settle_ports(parse_config({"target": {"model": "m"}, "serving": {"grpc_port": taken_port, "http_port": 0}}))
+
+
+def test_a_picked_port_is_none_that_an_outgoing_connection_may_get() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 1024 < max(pick_free_port() for _ in range(20)) < min(first, 32768)
 
 
 def test_serve_args_are_a_preset_or_a_tree(outrider_home: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +12,8 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 
 from actors.ingress.servicer import Ingress
 from deploy.client import OutriderClient
+from deploy.ports import pick_free_port
 from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K, stand_in_target
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="package")
@@ -30,10 +24,10 @@ def meeting_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def address(meeting_point: Path) -> Iterator[str]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    port = free_port()
+    port = pick_free_port()
     try:
         serve.start(
-            http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
+            http_options=HTTPOptions(host="127.0.0.1", port=pick_free_port()),
             grpc_options=gRPCOptions(port=port, grpc_servicer_functions=["actors.ingress.grpc_services.add_services"]),
         )
         front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
