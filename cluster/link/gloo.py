@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -46,12 +47,21 @@ class GlooTransport:
         except RuntimeError as error:
             raise TransportError(f"gloo could not connect from {local_host}: {_first_line(error)}") from error
 
-    def send(self, buffer: np.ndarray) -> None:
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
+        """What a peer waits for is on the wire when this returns: Gloo writes it in the caller's thread."""
         group = self._open_group()
         try:
-            group.send([torch.from_numpy(buffer)], self._peer, self._rank).wait(self._send_timeout)
+            work = group.send([torch.from_numpy(buffer)], self._peer, self._rank)
         except RuntimeError as error:
             raise self._failure(error) from error
+
+        def finish() -> None:
+            try:
+                work.wait(self._send_timeout)
+            except RuntimeError as error:
+                raise self._failure(error) from error
+
+        return finish
 
     def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
         group = self._open_group()

@@ -1,5 +1,8 @@
 """A link: two threads and two queues around one transport, so that nobody else ever waits on the wire.
 
+A frame that finds nothing before it is put on the wire by whoever posts it: a thread that has to be woken first would
+take longer than all the rest of a hit. What may take time, until the peer has read it, is the send thread's.
+
 The one rule about failure: a link breaks once, for one reason, for good. From then on `broken` is that reason, `post`
 and `ping` raise LinkBroken, and `poll` hands out what had arrived whole before the break and then None, at once.
 `poll` never raises: whoever gets None from it looks at `broken`.
@@ -14,11 +17,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from cluster.link.frame import Frame, FrameError, FrameKind, decode, encode, next_sequence
+from cluster.link.frame import Frame, FrameError, FrameKind, decode, next_sequence
+from cluster.link.sending import HEARTBEAT, Begun, Outgoing, Sending
 from cluster.link.traffic import LinkCounters, PingStats, Received
 from cluster.link.transport import LinkBroken, LinkError, Transport, TransportError, TransportTimeout
 
@@ -28,16 +32,6 @@ T = TypeVar("T")
 
 MAX_CLOSE_REASON_BYTES = 512
 _JOIN_TIMEOUT_S = 5.0
-
-
-class _Outgoing(NamedTuple):
-    kind: FrameKind
-    payload: np.ndarray
-    work_us: int = 0
-
-
-_NO_WORDS = np.empty(0, dtype=np.int32)
-_HEARTBEAT = _Outgoing(FrameKind.HEARTBEAT, _NO_WORDS)
 
 
 class Link(Generic[T]):
@@ -78,7 +72,11 @@ class Link(Generic[T]):
         self._on_receive = on_receive
         self._max_queued_frames = max_queued_frames
         # None in a queue wakes whoever waits there: the link is broken.
-        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Outgoing | Begun | None] = queue.SimpleQueue()
+        self._idle = False
+        """Nothing is on its way or queued, and the send thread waits: whoever posts may send."""
+
+        self._sending = Sending(transport, epoch, capacity_words)
         self._inbox: queue.SimpleQueue[Received[T] | None] = queue.SimpleQueue()
         self._pongs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._ping_lock = threading.Lock()
@@ -108,7 +106,7 @@ class Link(Generic[T]):
         """
         last = len(payloads) - 1
         for index, payload in enumerate(payloads):
-            self._enqueue(_Outgoing(FrameKind.DATA, payload, work_us if index == last else 0))
+            self._enqueue(Outgoing(FrameKind.DATA, payload, work_us if index == last else 0))
 
     def poll(self, timeout_s: float = 0.0) -> Received[T] | None:
         """The next received frame, or None: nothing within `timeout_s` (0 never blocks), or the link has ended."""
@@ -131,7 +129,7 @@ class Link(Generic[T]):
             for _ in range(count):
                 self._pings += 1
                 start_ns = time.perf_counter_ns()
-                self._enqueue(_Outgoing(FrameKind.PING, np.array([self._pings], dtype=np.int32)))
+                self._enqueue(Outgoing(FrameKind.PING, np.array([self._pings], dtype=np.int32)))
                 self._await_pong(self._pings, deadline, timeout_s)
                 round_trips_us.append((time.perf_counter_ns() - start_ns) / 1000)
         return PingStats(min(round_trips_us), statistics.median(round_trips_us), max(round_trips_us))
@@ -145,7 +143,8 @@ class Link(Generic[T]):
             first = self._broken is None and self._ending_here is None
             if first:
                 self._ending_here = f"closed on this side: {reason}"
-                self._outgoing.put(_Outgoing(FrameKind.CLOSE, words))
+                self._idle = False
+                self._outgoing.put(Outgoing(FrameKind.CLOSE, words))
         if first and sender.is_alive() and sender is not threading.current_thread():
             sender.join(timeout_s)
         self.abort(reason)
@@ -162,13 +161,14 @@ class Link(Generic[T]):
                 if thread.is_alive():
                     logger.error("link %s: thread %s did not end", self.name, thread.name)
 
-    def _enqueue(self, item: _Outgoing) -> None:
+    def _enqueue(self, item: Outgoing) -> None:
         if self._outgoing.qsize() >= self._max_queued_frames:
             self._break(f"send queue overflow: {self._max_queued_frames} frames unsent")
         # Under the lock, so that nothing is queued behind a CLOSE, where it would silently stay.
         with self._lock:
             if self._broken is None and self._ending_here is None:
-                self._outgoing.put(item)
+                idle, self._idle = self._idle, False
+                self._outgoing.put(self._sending.begin(item) if idle else item)
                 return
         raise LinkBroken(f"link {self.name}: {self._broken or self._ending_here}")
 
@@ -199,28 +199,25 @@ class Link(Generic[T]):
             self._break(f"internal error: {error!r}")
 
     def _send_loop(self) -> None:
-        buffer = np.zeros(self.capacity_words, dtype=np.int32)
-        sequence = 0
         while True:
+            with self._lock:
+                self._idle = self._outgoing.empty()
+            item: Outgoing | Begun | None
             try:
                 item = self._outgoing.get(timeout=self._deadline_s / 4)
             except queue.Empty:
-                item = _HEARTBEAT
+                with self._lock:
+                    if not self._idle:
+                        continue  # something came just now
+                    self._idle = False
+                item = HEARTBEAT
             if item is None:
                 return
-            used = encode(
-                buffer,
-                epoch=self.epoch,
-                sequence=sequence,
-                kind=item.kind,
-                payload=item.payload,
-                work_us=item.work_us,
-            )
-            self._transport.send(buffer)
+            begun = item if isinstance(item, Begun) else self._sending.begin(item)
+            begun.finish()
             self.counters.frames_sent += 1
-            self.counters.bytes_sent += 4 * used
-            sequence = next_sequence(sequence)
-            if item.kind is FrameKind.CLOSE:
+            self.counters.bytes_sent += begun.nbytes
+            if begun.kind is FrameKind.CLOSE:
                 return
 
     def _recv_loop(self) -> None:
@@ -246,7 +243,7 @@ class Link(Generic[T]):
         elif frame.kind is FrameKind.PING:
             # A link that has just ended owes no answer.
             with contextlib.suppress(LinkBroken):
-                self._enqueue(_Outgoing(FrameKind.PONG, frame.payload.copy()))
+                self._enqueue(Outgoing(FrameKind.PONG, frame.payload.copy()))
         elif frame.kind is FrameKind.PONG:
             if len(frame.payload) != 1:
                 raise FrameError(f"length: a PONG carries 1 word, found {len(frame.payload)}")

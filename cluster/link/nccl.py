@@ -13,10 +13,11 @@ Never run by the authors with two GPUs: treat as unproven. Three things are know
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -78,7 +79,11 @@ class NcclTransport:
         self._out, self._in = ways[rank], ways[1 - rank]
         self._connect(rank, capacity_words, connect_timeout_s)
 
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
+        return functools.partial(self.send, buffer)
+
     def send(self, buffer: np.ndarray) -> None:
+        """Block until `buffer` may be reused."""
         self._check_open()
         way = self._out
         way.on_host.copy_(torch.from_numpy(buffer))

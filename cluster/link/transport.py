@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -34,8 +35,10 @@ class Transport(Protocol):
     After any TransportError, and after abort, every call raises a TransportError.
     """
 
-    def send(self, buffer: np.ndarray) -> None:
-        """Block until `buffer` may be reused. Raises TransportClosed or TransportTimeout."""
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
+        """Begin to send, or leave all of it to the function returned; never blocks. That function, which another thread
+        may call, blocks until `buffer` may be reused. Both raise TransportClosed, the function TransportTimeout too.
+        """
 
     def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
         """Block until `buffer` is full. Raises TransportClosed or TransportTimeout."""

@@ -33,11 +33,11 @@ class FlipBit:
     def __init__(self, transport, word):
         self._transport, self._word = transport, word
 
-    def send(self, buffer):
+    def start_send(self, buffer):
         if buffer[KIND_WORD] == DATA and self._word is not None:
             buffer[self._word] ^= 1 << 7
             self._word = None
-        self._transport.send(buffer)
+        return self._transport.start_send(buffer)
 
     def recv(self, buffer, timeout_s):
         self._transport.recv(buffer, timeout_s)

@@ -28,6 +28,9 @@ class MemoryTransport:
         a, b = queue.SimpleQueue(), queue.SimpleQueue()
         return cls(a, b), cls(b, a)
 
+    def start_send(self, buffer):
+        return lambda: self.send(buffer)
+
     def send(self, buffer):
         self.peer_reads.wait()
         if self.closed:

@@ -2,6 +2,7 @@
 
 import pickle
 import queue
+import threading
 import time
 
 import pytest
@@ -24,6 +25,61 @@ def test_frames_arrive_in_order_with_their_numbers(pair):
     assert a.poll(SOON_S).messages == [9]
     assert a.broken is None
     assert b.broken is None
+
+
+def test_a_frame_that_finds_nothing_before_it_is_begun_by_whoever_posts_it(make_link):
+    near, far = MemoryTransport.pair()
+    begun_by = queue.SimpleQueue()
+
+    def start_send(buffer):
+        begun_by.put(threading.get_ident())
+        return MemoryTransport.start_send(near, buffer)
+
+    near.start_send = start_send
+    a, b = make_link(near), make_link(far)
+    deadline = time.monotonic() + SOON_S
+    sent = 0
+    while True:  # the send thread may still be on its way to the queue
+        a.post([words(sent)])
+        assert b.poll(SOON_S).messages == [sent]
+        sent += 1
+        if begun_by.get(timeout=SOON_S) == threading.get_ident():
+            break
+        assert time.monotonic() < deadline, "every frame was left to the send thread"
+        time.sleep(0.001)
+
+
+def test_a_peer_that_does_not_read_delays_nobody_who_posts(make_link):
+    near, far = MemoryTransport.pair()
+    near.peer_reads.clear()
+    a, b = make_link(near), make_link(far)
+    for value in range(20):
+        a.post([words(value)])
+    assert b.poll(0.01) is None
+    near.peer_reads.set()
+    assert [b.poll(SOON_S).messages for _ in range(20)] == [[value] for value in range(20)]
+
+
+def test_frames_of_many_threads_and_heartbeats_keep_their_numbers(pair):
+    """A frame out of order, or two in one buffer, breaks the link."""
+    a, b = pair(deadline_s=0.4)
+    threads, each = 4, 300
+
+    def post(thread):
+        for index in range(each):
+            a.post([words(thread, index)])
+            if index % 50 == 0:
+                time.sleep(0.05)  # heartbeats come every 0.1 s
+
+    posting = [threading.Thread(target=post, args=(thread,)) for thread in range(threads)]
+    for thread in posting:
+        thread.start()
+    received = [b.poll(SOON_S).messages for _ in range(threads * each)]
+    for thread in posting:
+        thread.join()
+    for thread in range(threads):
+        assert [index for sender, index in received if sender == thread] == list(range(each))
+    assert (a.broken, b.broken) == (None, None)
 
 
 def test_poll_without_waiting_and_without_news(pair):
