@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from vllm import envs
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
@@ -57,10 +58,40 @@ class RayRanksExecutor(RayExecutorV2):
 
     def _init_executor(self) -> None:
         self._placement = RankPlacement.of(self.vllm_config)
+        self._asks_early = (
+            self.vllm_config.speculative_config is not None and not self.vllm_config.scheduler_config.async_scheduling
+        )
+        self._drafts: Any = None
         with self._seams():
             super()._init_executor()
         for queue in self.response_mqs:
             _sleep_early(queue)
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        output = super().execute_model(scheduler_output, non_block=non_block)
+        if scheduler_output.total_num_scheduled_tokens and not scheduler_output.has_structured_output_requests:
+            self._ask_for_drafts()
+        return output
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        output = super().sample_tokens(grammar_output, non_block=non_block)
+        self._ask_for_drafts()
+        return output
+
+    def take_draft_token_ids(self) -> Any:
+        drafts, self._drafts = self._drafts, None
+        return super().take_draft_token_ids() if drafts is None else drafts.result()
+
+    def _ask_for_drafts(self) -> None:
+        """vLLM asks when it has processed a step's output. Asked now, rank 0 goes on to wait for the drafter by itself
+        meanwhile, and need not be woken once more."""
+        if self._asks_early:
+            self._drafts = self.collective_rpc(
+                "take_draft_token_ids",
+                timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+                unique_reply_rank=self.output_rank,
+                non_block=True,
+            )
 
     def _build_runtime_env(self) -> dict:
         runtime_env = super()._build_runtime_env()
