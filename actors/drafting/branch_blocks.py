@@ -37,15 +37,11 @@ class BranchBlocks:
             if start % size:
                 first = start // size
                 self._copies.append((own[group][first], side.private[group][first]))
+        side.blocks = tuple(
+            own[group][: span.start] + list(private.values())
+            for group, (span, private) in enumerate(zip(spans, side.private, strict=True))
+        )
         return True
-
-    def table(self, own: tuple[list[int], ...], side: SideBranch) -> tuple[list[int], ...]:
-        """The branch's block table, as far as its own blocks go."""
-        tables = []
-        for group, private in enumerate(side.private):
-            table = own[group][: min(private)]
-            tables.append(table + [private[index] for index in sorted(private)])
-        return tuple(tables)
 
     def restore(self, own: tuple[list[int], ...], side: SideBranch) -> None:
         """Copy what a branch has computed into its sequence's blocks, which must reach as far, and free its own."""

@@ -12,7 +12,7 @@ from actors.drafting.draw_group import DrawRow
 from actors.drafting.line import Drawn
 from actors.drafting.paged_forward import PagedForward
 from actors.drafting.step_plan import StepPlan
-from actors.verification.draft_sampler import greedy_drafts
+from actors.verification.draft_sampler import greedy_ranking
 from actors.verification.mode import Mode
 from actors.verification.token_subset import TokenSubset
 from cluster.platform import worker_class
@@ -70,17 +70,16 @@ def _draw(plan: StepPlan, logits: torch.Tensor, subset: TokenSubset | None) -> l
 def _greedy(logits: torch.Tensor, subset: TokenSubset | None, alternatives: int) -> list[Drawn]:
     """What Draws gives where every row is greedy and none biased, in a fraction of the time: there is nothing to set
     up."""
-    sample = greedy_drafts(logits.to(torch.float32), subset, alternatives)
-    ids = sample.ids.tolist()
-    if sample.alternatives is None or sample.confidence is None:
-        return [Drawn(token) for token in ids]
+    ranking, shares_of = greedy_ranking(logits.to(torch.float32), subset, alternatives)
+    if not alternatives:
+        return [Drawn(token) for (token,) in ranking]
     drawn = []
-    for token, others, shares in zip(ids, sample.alternatives.tolist(), sample.confidence.tolist(), strict=True):
-        if not math.isfinite(shares[0]):
+    for (token, *others), (confidence, *shares) in zip(ranking, shares_of, strict=True):
+        if not math.isfinite(confidence):
             drawn.append(Drawn(-1, usable=False, bad_logits=True))
             continue
-        named = tuple((other, share) for other, share in zip(others, shares[1:], strict=True) if other >= 0)
-        drawn.append(Drawn(token, confidence=shares[0], alternatives=named))
+        named = tuple((other, share) for other, share in zip(others, shares, strict=True) if other >= 0)
+        drawn.append(Drawn(token, confidence=confidence, alternatives=named))
     return drawn
 
 

@@ -7,6 +7,7 @@ a rollback is feeding from an earlier position, and a branch is a row with anoth
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,10 @@ class PagedForward:
         self._kv_caches = runner.kv_caches
         self._num_blocks: int = runner.kv_cache_config.num_blocks
         self._groups: list[list[Any]] = runner.attn_groups
-        self._block_sizes: list[int] = [runner.input_batch.block_table[i].block_size for i in range(len(self._groups))]
+        self._tables = [
+            _BlockTables(index, runner.input_batch.block_table[index].block_size, runner.device)
+            for index in range(len(self._groups))
+        ]
         self._graphs = _PiecewiseGraphs(runner) if self._device.type != "cpu" else None
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -40,53 +44,68 @@ class PagedForward:
     def __call__(self, rows: Sequence[StepRow]) -> Tensor:
         """Feed every row, guesses included. Returns the hidden states that are drawn from, [draws, hidden size]: those
         after the last tokens of each row, as many as it has draws."""
-        device = self._device
-        lengths = np.fromiter((row.num_fed for row in rows), np.int32, len(rows))
-        starts = np.fromiter((row.start for row in rows), np.int32, len(rows))
-        query_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(lengths, out=query_start[1:])
-        total, longest = int(query_start[-1]), int(lengths.max())
+        count = len(rows)
+        lengths = [row.num_fed for row in rows]
+        starts = np.array([row.start for row in rows], np.int64)
+        total, longest = sum(lengths), max(lengths)
         if longest == 1:
-            row_of, positions = np.arange(len(rows)), starts.astype(np.int64)
-            tokens = np.fromiter((row.token_ids[0] for row in rows), np.int32, len(rows))
+            query_start, row_of, positions = np.arange(count + 1, dtype=np.int32), np.arange(count), starts
+            tokens = np.array([row.token_ids[0] for row in rows], np.int32)
+            seq_lens = starts + 1
         else:
-            row_of = np.repeat(np.arange(len(rows)), lengths)
-            positions = (starts - query_start[:-1])[row_of].astype(np.int64) + np.arange(total)
+            query_start = np.zeros(count + 1, np.int32)
+            np.cumsum(lengths, out=query_start[1:])
+            row_of = np.repeat(np.arange(count), lengths)
+            positions = (starts - query_start[:-1])[row_of] + np.arange(total)
             tokens = np.concatenate([np.asarray([*row.token_ids, *row.guesses], np.int32) for row in rows])
-        seq_lens = starts + lengths
+            seq_lens = starts + lengths
+        metadata, slots = self._metadata(rows, query_start, seq_lens.astype(np.int32), longest, row_of, positions)
+        hidden = self._forward(tokens, positions, metadata, slots)
+        if sum(len(row.draws) for row in rows) == total:
+            return hidden
+        drawn = [
+            position
+            for row, end in zip(rows, query_start[1:].tolist(), strict=True)
+            for position in range(end - len(row.draws), end)
+        ]
+        return hidden[torch.tensor(drawn, dtype=torch.int64, device=self._device)]
+
+    def _metadata(
+        self,
+        rows: Sequence[StepRow],
+        query_start: np.ndarray,
+        seq_lens: np.ndarray,
+        longest: int,
+        row_of: np.ndarray,
+        positions: np.ndarray,
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Attention metadata and KV slots by layer. query_start: int32 [rows + 1]; seq_lens: int32 [rows]; longest: the
+        most that a row feeds; row_of, positions: int64 [tokens]."""
         max_seq_len = int(seq_lens.max())
-        on_host = torch.from_numpy(query_start)
-        query_start_loc, seq_lens_t = on_host.to(device), torch.from_numpy(seq_lens).to(device)
+        query_start_cpu, seq_lens_cpu = torch.from_numpy(query_start), torch.from_numpy(seq_lens)
+        query_start_loc, seq_lens_t = query_start_cpu.to(self._device), seq_lens_cpu.to(self._device)
         metadata: dict[str, Any] = {}
         slots: dict[str, Tensor] = {}
-        for index, groups in enumerate(self._groups):
-            table = self._table(rows, index, max_seq_len)
-            size = self._block_sizes[index]
-            slot = table[row_of, positions // size].astype(np.int64) * size + positions % size
-            slot_t = torch.from_numpy(slot).to(device)
+        for groups, tables in zip(self._groups, self._tables, strict=True):
+            table, table_t = tables.of(rows, max_seq_len)
+            slot_t = torch.from_numpy(tables.slots(table, row_of, positions)).to(self._device)
             common = CommonAttentionMetadata(
                 query_start_loc=query_start_loc,
-                query_start_loc_cpu=on_host,
+                query_start_loc_cpu=query_start_cpu,
                 seq_lens=seq_lens_t,
-                seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens),
+                seq_lens_cpu_upper_bound=seq_lens_cpu,
                 num_reqs=len(rows),
-                num_actual_tokens=total,
+                num_actual_tokens=len(positions),
                 max_query_len=longest,
                 max_seq_len=max_seq_len,
-                block_table_tensor=torch.from_numpy(table).to(device),
+                block_table_tensor=table_t,
                 slot_mapping=slot_t,
             )
             for group in groups:
                 built = group.build_metadata(common)
                 for name in group.layer_names:
                     metadata[name], slots[name] = built, slot_t
-        hidden = self._forward(tokens, positions, metadata, slots)
-        drawn = [
-            position
-            for row, end in zip(rows, query_start[1:].tolist(), strict=True)
-            for position in range(end - len(row.draws), end)
-        ]
-        return hidden if len(drawn) == total else hidden[torch.tensor(drawn, dtype=torch.int64, device=device)]
+        return metadata, slots
 
     def _forward(
         self, tokens: np.ndarray, positions: np.ndarray, metadata: dict[str, Any], slots: dict[str, Tensor]
@@ -101,14 +120,32 @@ class PagedForward:
         assert isinstance(hidden, Tensor)
         return hidden[:total]
 
-    def _table(self, rows: Sequence[StepRow], group: int, max_seq_len: int) -> np.ndarray:
-        """int32 [rows, width]: block ids of one KV group."""
-        width = -(-max_seq_len // self._block_sizes[group])
-        table = np.zeros((len(rows), width), np.int32)
-        for index, row in enumerate(rows):
-            blocks = row.block_ids[group][:width]
-            table[index, : len(blocks)] = blocks
-        return table
+
+class _BlockTables:
+    """One KV cache group's block tables, kept from step to step while its rows have the same blocks."""
+
+    def __init__(self, group: int, block_size: int, device: torch.device) -> None:
+        self._group, self._block_size, self._device = group, block_size, device
+        self._kept: list[Sequence[int]] = []
+        self._table = np.zeros((0, 0), np.int32)
+        self._on_device = torch.from_numpy(self._table)
+
+    def of(self, rows: Sequence[StepRow], max_seq_len: int) -> tuple[np.ndarray, Tensor]:
+        """int32 [rows, width] on the host and on the device: the block ids of each row."""
+        width = -(-max_seq_len // self._block_size)
+        blocks = [row.block_ids[self._group] for row in rows]
+        same = len(blocks) == len(self._kept) and all(map(operator.is_, blocks, self._kept))
+        if not same or width != self._table.shape[1]:
+            table = np.zeros((len(rows), width), np.int32)
+            for index, ids in enumerate(blocks):
+                table[index, : min(len(ids), width)] = ids[:width]
+            self._kept, self._table, self._on_device = blocks, table, torch.from_numpy(table).to(self._device)
+        return self._table, self._on_device
+
+    def slots(self, table: np.ndarray, row_of: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int64 [tokens]: where each token's keys and values go."""
+        size = self._block_size
+        return table[row_of, positions // size].astype(np.int64) * size + positions % size
 
 
 class _PiecewiseGraphs:

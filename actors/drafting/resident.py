@@ -23,6 +23,12 @@ class Resident:
     appended_to: int = 0
     """Leading text tokens that the engine knows."""
 
+    allocated_to: int = 0
+    """Positions below this have KV blocks."""
+
+    blocks: tuple[list[int], ...] = ()
+    """These blocks, one list per KV cache group."""
+
     index: NgramIndex | None = None
     """Of the text, for guesses of draws."""
 

@@ -28,12 +28,14 @@ NUM_ALTERNATIVES = 2
 class SideBranch:
     """line.tokens[0] is the outcome's next token, at position line.start. value: the outcome's probability.
 
-    private: of each KV group, block index -> the branch's own block; all other blocks are the sequence's.
+    private: of each KV group, block index -> the branch's own block; all other blocks are the sequence's. blocks: of
+    each KV group, the branch's block table as far as its own blocks go.
     """
 
     line: Line
     value: float
     private: tuple[dict[int, int], ...] = ()
+    blocks: tuple[list[int], ...] = ()
 
 
 class DraftSequence:

@@ -26,8 +26,10 @@ class StepRow:
     """Tokens to feed, the first of them at position `start`.
 
     block_ids: the KV blocks of the row's sequence from its beginning, one list per KV cache group, enough for what is
-        fed. draws: what is drawn after token_ids; none for a prefill chunk. guesses: one fewer than draws; what these
-        draws but the last are expected to be, fed in the same step. Draws count up to the first that is not its guess.
+        fed. Nobody changes a list: who gets another block gets another list.
+    draws: what is drawn after token_ids; none for a prefill chunk.
+    guesses: one fewer than draws; what these draws but the last are expected to be, fed in the same step. Draws count
+        up to the first that is not its guess.
     """
 
     token_ids: Sequence[int]

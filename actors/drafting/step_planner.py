@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ class StepPlanner:
         self._chunk = min(prefill_chunk_tokens, engine.max_num_batched_tokens)
         self._max_rows = min(limits.max_rows, engine.max_num_batched_tokens)
         self.branches = BranchBlocks(engine)
+        self._span = math.gcd(*engine.block_sizes)
+        """Tokens that blocks hold whole multiples of: what is allocated to a multiple of it costs no block more."""
 
     def drafts(self, due: Collection[Resident], answers: list[Draft]) -> DraftStep | None:
         """A step over those who wait, in their order, then over what can be drafted ahead. answers: those that need no
@@ -79,8 +82,7 @@ class StepPlanner:
             if not self._allocate(resident, end):
                 continue  # a shorter one may still fit
             budget -= end - start
-            ids = sequence.text[start:end]
-            step.plan.rows.append(StepRow(ids, start, self._engine.block_ids(resident.request_id)))
+            step.plan.rows.append(StepRow(sequence.text[start:end], start, resident.blocks))
             step.targets.append((resident, None))
         return self._finished(step)
 
@@ -101,13 +103,12 @@ class StepPlanner:
             return
         if not self._has_room(step, sequence.num_uncomputed + len(guesses)):
             return
-        if not self._allocate(resident, draws[-1].position):
+        if not self._has_blocks(resident, draws[-1].position) and not self._allocate(resident, draws[-1].position):
             if answers is not None:
                 sequence.give_up()
                 answers.append(Draft(sequence.key, sequence.committed_len, [], ProposalStatus.OUT_OF_KV))
             return
-        blocks = self._engine.block_ids(resident.request_id)
-        self._add_row(step, resident, sequence.main, blocks, draws, guesses)
+        self._add_row(step, resident, sequence.main, resident.blocks, draws, guesses)
 
     def _add_ahead(self, step: DraftStep) -> None:
         """Main lines of answered sequences first, then side branches, the likeliest outcomes first."""
@@ -121,8 +122,7 @@ class StepPlanner:
             draws, guesses = self._draws(resident, side.line)
             if not draws or not self._has_room(step, 1 + len(guesses)):
                 continue
-            own = self._engine.block_ids(resident.request_id)
-            self._add_row(step, resident, side.line, self.branches.table(own, side), draws, guesses)
+            self._add_row(step, resident, side.line, side.blocks, draws, guesses)
 
     def _draws(self, resident: Resident, line: Line) -> tuple[list[Draw], list[int]]:
         """What the line's next row draws, and what an earlier passage of the text says these draws will be."""
@@ -157,10 +157,17 @@ class StepPlanner:
         fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens
         return fits and len(step.plan.rows) < self._max_rows
 
+    def _has_blocks(self, resident: Resident, end: int) -> bool:
+        """Nothing was committed since blocks were last allocated, and they reach as far."""
+        sequence = resident.sequence
+        settled = resident.appended_to == sequence.committed_len and sequence.adopted is None
+        return settled and end <= resident.allocated_to
+
     def _allocate(self, resident: Resident, end: int) -> bool:
         """KV blocks of the sequence's own for all positions below `end`; an adopted branch's are copied there."""
         sequence = resident.sequence
         length = sequence.committed_len
+        end = min(-(-end // self._span) * self._span, sequence.max_len) if end > length else end
         known = min(end, length)
         computed = min(sequence.main.num_computed, known - 1)
         if resident.appended_to < length:
@@ -170,9 +177,10 @@ class StepPlanner:
             # Who is waited for comes before what is drafted ahead.
             if not (sequence.due and self._drop_a_branch()):
                 return False
+        resident.blocks = self._engine.block_ids(resident.request_id)
+        resident.allocated_to = end
         if sequence.adopted is not None:
-            own = self._engine.block_ids(resident.request_id)
-            self.branches.restore(own, sequence.adopted)
+            self.branches.restore(resident.blocks, sequence.adopted)
             sequence.adopted = None
         return True
 
@@ -206,7 +214,6 @@ class StepPlanner:
         for outcome in found[: max(limits.max_side_branches - len(sequence.sides), 0)]:
             line = Line(outcome.position, [outcome.token], [None], num_computed=outcome.position)
             side = SideBranch(line, outcome.value)
-            own = self._engine.block_ids(resident.request_id)
-            if not self.branches.allocate(own, side, outcome.position + 1 + sequence.num_wanted):
+            if not self.branches.allocate(resident.blocks, side, outcome.position + 1 + sequence.num_wanted):
                 return
             sequence.sides[outcome.position, outcome.token] = side

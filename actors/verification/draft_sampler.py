@@ -14,7 +14,7 @@ from torch import Tensor
 from actors.verification.constraints import Constraints, thresholds
 from actors.verification.coupled import coupled_ranking
 from actors.verification.draft_sample import DraftSample
-from actors.verification.greedy_numpy import FEW_LOGITS, greedy_in_numpy
+from actors.verification.greedy_numpy import FEW_LOGITS, greedy_in_numpy, ranked_in_numpy
 from actors.verification.mode import Mode
 from actors.verification.philox import Role, uniform64
 from actors.verification.tiles import SEARCH_TILE, argmax, at_least, search_maxima
@@ -70,6 +70,21 @@ def greedy_drafts(logits: Tensor, subset: TokenSubset | None = None, alternative
     if logits.device.type == "cpu" and logits.numel() <= FEW_LOGITS:
         return greedy_in_numpy(logits, subset, alternatives)
     return greedy_in_torch(logits, subset, alternatives)
+
+
+def greedy_ranking(
+    logits: Tensor, subset: TokenSubset | None, alternatives: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """`greedy_drafts`, on the host: of each row the draft and the alternatives, and the probabilities of these."""
+    if logits.device.type == "cpu" and logits.numel() <= FEW_LOGITS:
+        token_ids = None if subset is None else subset.ids.numpy()
+        ranked, shares = ranked_in_numpy(logits.numpy(), token_ids, alternatives)
+        return ranked.tolist(), shares.tolist()
+    sample = greedy_in_torch(logits, subset, alternatives)
+    ids = sample.ids.unsqueeze(1)
+    if sample.alternatives is None or sample.confidence is None:
+        return ids.tolist(), []
+    return torch.cat([ids, sample.alternatives], 1).tolist(), sample.confidence.tolist()
 
 
 def likeliest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
