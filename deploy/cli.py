@@ -18,7 +18,7 @@ COMMANDS = {
     "doctor": "check a configuration against this machine before anything is loaded",
     "bench": "measure a closed-loop load, in turns with another way to serve the same model",
 }
-"""Name -> summary. Each is a module of ``deploy`` with ``add_arguments(parser)`` and ``run(args) -> int``."""
+"""Name -> summary. Each is a module of ``deploy.commands`` with ``add_arguments(parser)`` and ``run(args) -> int``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
         if name == chosen:
-            importlib.import_module(f"deploy.{name}").add_arguments(command)
+            importlib.import_module(f"deploy.commands.{name}").add_arguments(command)
     args = parser.parse_args(arguments)
-    return int(importlib.import_module(f"deploy.{args.command}").run(args))
+    return int(importlib.import_module(f"deploy.commands.{args.command}").run(args))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 
 import psutil
 
-from deploy.client import OutriderClient, OutriderError
+from deploy.client.sync_client import OutriderClient, OutriderError
 from deploy.processes import SharedMemoryWatch, adopt_orphans, descendants, describe, end_descendants
 from deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb

@@ -24,13 +24,13 @@ from ray.serve.exceptions import BackPressureError, RayServeException, RequestCa
 from ray.serve.handle import DeploymentHandle
 
 from actors.ingress.handle_calls import RPCS, CallFailed
-from deploy import client_calls as calls
-from deploy.async_methods import AsyncCompletionStream, AsyncMethods, Response
-from deploy.client_attempts import Attempts
-from deploy.client_balance import Balancer
-from deploy.client_calls import CONTROL_TIMEOUT_S, Call
-from deploy.client_error import OutriderError, error_of_status
-from deploy.client_retry import RetryPolicy
+from deploy.client import calls
+from deploy.client.async_methods import AsyncCompletionStream, AsyncMethods, Response
+from deploy.client.attempts import Attempts
+from deploy.client.balance import Balancer
+from deploy.client.calls import CONTROL_TIMEOUT_S, Call
+from deploy.client.error import OutriderError, error_of_status
+from deploy.client.retry import RetryPolicy
 from outrider.v1 import generation_pb2 as pb
 
 __all__ = ["AsyncCompletionStream", "OutriderError", "OutriderHandle"]

@@ -25,7 +25,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from cluster.config import ConfigError, OutriderConfig
 from cluster.ranks import NAMESPACE
 from deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
-from deploy.client import OutriderClient, OutriderError
+from deploy.client.sync_client import OutriderClient, OutriderError
 from deploy.ports import reachable
 from deploy.processes import (
     SharedMemoryWatch,

@@ -18,7 +18,7 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from cluster.config import OutriderConfig, parse_config
 from cluster.ranks import NAMESPACE
 from deploy.app import ReplicaPlan, build_app, plan_replica
-from deploy.client import OutriderClient
+from deploy.client.sync_client import OutriderClient
 from deploy.ports import pick_free_port
 from deploy.server import PROXY_ENVIRONMENT, SERVICER
 from outrider.v1 import generation_pb2 as pb
@@ -270,7 +270,7 @@ class Deployments:
 
 
 def _answers(client: OutriderClient) -> bool:
-    from deploy.client import OutriderError
+    from deploy.client.sync_client import OutriderError
 
     try:
         return bool(client.status(timeout_s=10).model)

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deploy.async_client import AsyncCompletionStream, AsyncOutriderClient
-    from deploy.client import CompletionStream, OutriderClient
-    from deploy.client_error import FieldViolation, OutriderError
+    from deploy.client.async_client import AsyncCompletionStream, AsyncOutriderClient
+    from deploy.client.sync_client import CompletionStream, OutriderClient
+    from deploy.client.error import FieldViolation, OutriderError
     from deploy.handle import OutriderHandle
 
 __all__ = [
@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncCompletionStream": "deploy.async_client",
-    "AsyncOutriderClient": "deploy.async_client",
-    "CompletionStream": "deploy.client",
-    "FieldViolation": "deploy.client_error",
-    "OutriderClient": "deploy.client",
-    "OutriderError": "deploy.client_error",
+    "AsyncCompletionStream": "deploy.client.async_client",
+    "AsyncOutriderClient": "deploy.client.async_client",
+    "CompletionStream": "deploy.client.sync_client",
+    "FieldViolation": "deploy.client.error",
+    "OutriderClient": "deploy.client.sync_client",
+    "OutriderError": "deploy.client.error",
     "OutriderHandle": "deploy.handle",
 }
 

@@ -32,7 +32,7 @@ COUPLED_SEEDS = 4
 
 
 def served(args: argparse.Namespace) -> dict[str, Any]:
-    from deploy.client import OutriderClient
+    from deploy.client.sync_client import OutriderClient
 
     rows = []
     chosen = prompts(args.dataset, args.count)

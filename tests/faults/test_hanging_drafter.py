@@ -8,7 +8,7 @@ import grpc
 import pytest
 import ray
 
-from deploy.client import OutriderError
+from deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, wait_until
 from tests.traffic import Traffic

@@ -7,7 +7,7 @@ import threading
 import grpc
 import pytest
 
-from deploy.client import OutriderClient, OutriderError
+from deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.serving import HANG_GUARD_S, wait_until, wait_until_idle

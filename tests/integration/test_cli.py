@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from deploy.client import OutriderClient, OutriderError
+from deploy.client.sync_client import OutriderClient, OutriderError
 from deploy.processes import shared_memory_entries
 from tests.reference import Reference
 from tests.serving import Models, engine

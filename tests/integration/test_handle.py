@@ -12,9 +12,9 @@ import pytest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deploy.async_client import AsyncOutriderClient
-from deploy.async_methods import AsyncMethods
-from deploy.client import OutriderClient, OutriderError
+from deploy.client.async_client import AsyncOutriderClient
+from deploy.client.async_methods import AsyncMethods
+from deploy.client.sync_client import OutriderClient, OutriderError
 from deploy.handle import OutriderHandle
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle

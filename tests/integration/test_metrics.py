@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observability.exposition import CONTENT_TYPE
 from deploy.cli import main
-from deploy.top_scrape import parse
-from deploy.top_view import view
+from deploy.top.scrape import parse
+from deploy.top.view import view
 from tests.serving import HANG_GUARD_S, K, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -140,7 +140,7 @@ def test_vllm_bench_reads_them(pair, moved):
 
 
 def test_a_refused_request_counts_under_its_status(pair):
-    from deploy.client import OutriderError
+    from deploy.client.sync_client import OutriderError
 
     before = scrape(pair)
     with pytest.raises(OutriderError):

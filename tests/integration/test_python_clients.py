@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from deploy.async_client import AsyncOutriderClient
-from deploy.client import OutriderClient, OutriderError
+from deploy.client.async_client import AsyncOutriderClient
+from deploy.client.sync_client import OutriderClient, OutriderError
 from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

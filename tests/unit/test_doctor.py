@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.config import parse_config
-from deploy import doctor_machine, doctor_packages
 from deploy.cli import main
-from deploy.doctor import check_method, render
-from deploy.doctor_models import check_checkpoints, check_files, weight_files
-from deploy.finding import Level, fail, judged, ok, warn, worst
+from deploy.commands.doctor import check_method, render
+from deploy.doctor import machine as doctor_machine
+from deploy.doctor import packages as doctor_packages
+from deploy.doctor.finding import Level, fail, judged, ok, warn, worst
+from deploy.doctor.models import check_checkpoints, check_files, weight_files
 
 GIB = 1 << 30
 DOCUMENT = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 16}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy import fetch as fetch_module
-from deploy.convert_gguf import write_rope_theta
-from deploy.fetch import FetchError, fetch_model
-from deploy.fetch_sources import MODELS, ModelSource
-from deploy.model_store import MANIFEST, find_model
+from deploy.commands import fetch as fetch_module
+from deploy.commands.fetch import FetchError, fetch_model
+from deploy.models.convert_gguf import write_rope_theta
+from deploy.models.sources import MODELS, ModelSource
+from deploy.models.store import MANIFEST, find_model
 from deploy.progress import Progress
 
 PARTS = [b"first " * 1000, b"second " * 1000, b"third " * 1000]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.client import build_request
-from deploy.client_request import GenerationOptions
-from deploy.generate_arguments import add_arguments, options_of
+from deploy.client.request import GenerationOptions
+from deploy.client.sync_client import build_request
+from deploy.generate.arguments import add_arguments, options_of
 from outrider.v1 import generation_pb2 as pb
 
 

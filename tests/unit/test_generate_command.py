@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from deploy import generate
+from deploy.commands import generate
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 
@@ -258,7 +258,7 @@ def test_a_wrong_command_line_is_exit_2(arguments: list[str], capsys: pytest.Cap
 
 _AS_A_PROGRAM = """
 import argparse, sys
-from deploy import generate
+from deploy.commands import generate
 parser = argparse.ArgumentParser()
 generate.add_arguments(parser)
 sys.exit(generate.run(parser.parse_args()))

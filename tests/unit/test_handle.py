@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
 from actors.ingress.handle_calls import CallFailed
-from deploy.client_error import OutriderError
+from deploy.client.error import OutriderError
 from deploy.handle import OutriderHandle
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.scripted_service import LOST, REFUSED

@@ -10,10 +10,10 @@ import pytest
 
 from cluster.config import ConfigError
 from cluster.method_names import CO_LOCATED_METHODS, REMOTE_METHODS
-from deploy.checkpoint_kind import kind_of
 from deploy.cli import main
-from deploy.method_guide import Build, Candidate, advise
-from deploy.model_check import check_drafts, check_heads, check_mtp
+from deploy.models.check import check_drafts, check_heads, check_mtp
+from deploy.models.checkpoint_kind import kind_of
+from deploy.models.method_guide import Build, Candidate, advise
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError, DraftModelConfig, parse_config
-from deploy.fetch_sources import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS
-from deploy.model_check import check_models, check_same_tokens, check_same_vocabulary, check_tensor_parallel
-from deploy.model_store import models_dir, write_manifest
+from deploy.models.check import check_models, check_same_tokens, check_same_vocabulary, check_tensor_parallel
+from deploy.models.sources import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS
+from deploy.models.store import models_dir, write_manifest
 from deploy.preset import Overrides, models_to_fetch, preset_names, resolve_config
 
 pytestmark = pytest.mark.usefixtures("outrider_home")

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from deploy.client import OutriderClient
+from deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from tests.bench.emulation.in_process import KV_CACHE_BYTES, MAX_MODEL_LEN
 from tests.bench.emulation.load import Load, prompt

@@ -11,7 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from actors.ingress.call_failure import STATUS_DETAILS_METADATA
-from deploy.client import OutriderError
+from deploy.client.sync_client import OutriderError
 from tests.integration.ingress.stand_in_target import HANG_GUARD_S
 
 

@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 
 from actors.ingress.servicer import Ingress
-from deploy.client import OutriderClient
+from deploy.client.sync_client import OutriderClient
 from deploy.ports import pick_free_port
 from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K, stand_in_target
 

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from actors.ingress import servicer
 from actors.ingress.servicer import Ingress
 from cluster.link.frame import PROTOCOL_VERSION
-from deploy.client import OutriderClient
+from deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.integration.ingress.calls import failure, reason

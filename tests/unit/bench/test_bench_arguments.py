@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError, parse_config
-from deploy import bench, cli, client
-from deploy.bench_arguments import add_arguments, check_comparison, core_sets, load_of, with_cores
-from deploy.bench_dataset import Dataset
-from deploy.bench_error import BenchError
-from deploy.bench_machine import check_memory
-from deploy.bench_run import configuration
+from deploy import cli
+from deploy.bench.arguments import add_arguments, check_comparison, core_sets, load_of, with_cores
+from deploy.bench.dataset import Dataset
+from deploy.bench.error import BenchError
+from deploy.bench.machine import check_memory
+from deploy.bench.run import configuration
+from deploy.client import sync_client
+from deploy.commands import bench
 from deploy.processes import SharedMemoryWatch
 from deploy.progress import Progress
 from deploy.stop import StopSignal
@@ -125,7 +127,7 @@ def test_two_sides_that_do_not_fit_the_memory_are_refused(tmp_path: Path) -> Non
 
 
 def test_nobody_at_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PROBE_S", 0.02)
+    monkeypatch.setattr(sync_client, "PROBE_S", 0.02)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

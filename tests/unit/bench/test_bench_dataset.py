@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError
-from deploy.bench_dataset import Dataset, read_dataset
+from deploy.bench.dataset import Dataset, read_dataset
 
 
 def test_plain_and_gzipped_files_hold_the_same_prompts(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from deploy import bench_alternate
-from deploy.bench_alternate import Alternation, chunks_of, warm_up_asks
-from deploy.bench_answers import Answer, Ask, Chunk, SideName
-from deploy.bench_error import BenchError
-from deploy.bench_plot import draw, round_parts
-from deploy.bench_report import make_report, table
-from deploy.bench_rounds import bound, lookahead, round_time, rounds_between
-from deploy.bench_statistics import acceptance, equal_answers, inter_token_s, ratio_of, serving, side_figures
-from deploy.bench_tune import Setting, Trial, best, one_core_fewer, prompts_to_try, try_out
+from deploy.bench import alternate
+from deploy.bench.alternate import Alternation, chunks_of, warm_up_asks
+from deploy.bench.answers import Answer, Ask, Chunk, SideName
+from deploy.bench.error import BenchError
+from deploy.bench.plot import draw, round_parts
+from deploy.bench.report import make_report, table
+from deploy.bench.rounds import bound, lookahead, round_time, rounds_between
+from deploy.bench.statistics import acceptance, equal_answers, inter_token_s, ratio_of, serving, side_figures
+from deploy.bench.tune import Setting, Trial, best, one_core_fewer, prompts_to_try, try_out
 from deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb
 
@@ -179,7 +179,7 @@ class FakeSide:
 @pytest.fixture
 def no_settling(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     settled: list[int] = []
-    monkeypatch.setattr(bench_alternate, "settle", lambda sides, sleep: settled.append(len(sides)))
+    monkeypatch.setattr(alternate, "settle", lambda sides, sleep: settled.append(len(sides)))
     return settled
 
 

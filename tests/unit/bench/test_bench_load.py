@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from cluster.config import parse_config
-from deploy import bench_load
-from deploy.bench_answers import Ask
-from deploy.bench_error import BenchError
-from deploy.bench_load import ask_all
-from deploy.bench_other import engine_arguments, environment
-from deploy.client import OutriderClient
+from deploy.bench import load
+from deploy.bench.answers import Ask
+from deploy.bench.error import BenchError
+from deploy.bench.load import ask_all
+from deploy.bench.other import engine_arguments, environment
+from deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 
@@ -102,7 +102,7 @@ def test_a_request_that_fails_ends_the_run(text: str, message: str, service: tup
 def test_an_interrupt_cancels_what_is_under_way(
     service: tuple[Service, OutriderClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_load, "POLL_S", 0.02)
+    monkeypatch.setattr(load, "POLL_S", 0.02)
     server, client = service
 
     def interrupt(done: int, tokens: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.model_check import check_same_tokens, check_same_vocabulary, read_vocabulary
+from deploy.models.check import check_same_tokens, check_same_vocabulary, read_vocabulary
 from tests.bench.emulation.checkpoint import write_checkpoint
 from tests.bench.emulation.emulation import KEY, Emulation
 from tests.bench.emulation.plugin import register, write_distribution

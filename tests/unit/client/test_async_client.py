@@ -12,8 +12,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from deploy.async_client import AsyncOutriderClient
-from deploy.client import OutriderClient, OutriderError
+from deploy.client.async_client import AsyncOutriderClient
+from deploy.client.sync_client import OutriderClient, OutriderError
 from deploy.handle import OutriderHandle
 from deploy.ports import pick_free_port
 from tests.unit.scripted_service import FULL, HANG_GUARD_S, LOST, ScriptedService, serving
@@ -191,7 +191,7 @@ async def test_retries_wait_as_long_as_the_server_says(
         waits.append(delay_s)
 
     async with AsyncOutriderClient(address, retries=1) as client:
-        monkeypatch.setattr("deploy.async_client.asyncio.sleep", sleep)
+        monkeypatch.setattr("deploy.client.async_client.asyncio.sleep", sleep)
         service.failing = [failure]
         assert (await client.generate("hi")).text == "whole"
         service.failing = [failure]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from deploy.client_attempts import Attempts
-from deploy.client_balance import LOAD_REPORT, Balancer
-from deploy.client_calls import Call, generate, status
-from deploy.client_error import OutriderError
-from deploy.client_retry import RetryPolicy
+from deploy.client.attempts import Attempts
+from deploy.client.balance import LOAD_REPORT, Balancer
+from deploy.client.calls import Call, generate, status
+from deploy.client.error import OutriderError
+from deploy.client.retry import RetryPolicy
 from outrider.v1 import generation_pb2 as pb
 
 LOST = OutriderError(grpc.StatusCode.UNAVAILABLE, "lost", retry_after_s=1.0)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from deploy.client import OutriderClient, OutriderError
+from deploy.client.sync_client import OutriderClient, OutriderError
 from deploy.ports import pick_free_port
 from tests.unit.scripted_service import FULL, HANG_GUARD_S, LOST, ScriptedService, serving
 

@@ -12,7 +12,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from actors.generation import RequestError
 from actors.ingress.errors import errors_become_status
 from actors.ingress.handle_calls import CallFailed, HandleCalls
-from deploy.client_error import FieldViolation, error_of_status
+from deploy.client.error import FieldViolation, error_of_status
 from outrider.v1 import generation_pb2 as pb
 
 

@@ -5,13 +5,13 @@ import json
 import grpc
 import pytest
 
-from deploy import top
 from deploy.cli import main
-from deploy.client_error import OutriderError
-from deploy.top_render import render
-from deploy.top_scrape import ScrapeError, parse
-from deploy.top_status import view_of_status
-from deploy.top_view import LinkView, ReplicaView, View, view
+from deploy.client.error import OutriderError
+from deploy.commands import top
+from deploy.top.render import render
+from deploy.top.scrape import ScrapeError, parse
+from deploy.top.status import view_of_status
+from deploy.top.view import LinkView, ReplicaView, View, view
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.observability.test_application_metrics import exposed
 

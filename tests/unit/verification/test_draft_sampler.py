@@ -6,8 +6,8 @@ import torch
 from actors.verification import torch_kernel
 from actors.verification.batch import Sampling, VerificationBatch
 from actors.verification.constraints import constrain_logits
-from actors.verification.draft_sampler import greedy_in_torch, likeliest, sample_drafts
-from actors.verification.greedy_numpy import greedy_in_numpy
+from actors.verification.draft_sampler import greedy_in_torch, greedy_ranking, likeliest, sample_drafts
+from actors.verification.greedy_numpy import FEW_LOGITS, greedy_in_numpy
 from actors.verification.gumbel import gumbel
 from actors.verification.interface import choose
 from actors.verification.mode import Mode
@@ -119,6 +119,20 @@ def test_a_few_greedy_rows_in_numpy_are_what_torch_gives(size, step, cut, altern
         of_named = shares[columns[torch.tensor(named, dtype=torch.int64)]] / shares.sum()
         torch.testing.assert_close(of_named, found.confidence[row, 1 : 1 + len(named)])
         assert [other >= 0 for other in others] == [other >= 0 for other in expected.alternatives[row].tolist()]
+
+
+@pytest.mark.parametrize("alternatives", [0, 2])
+@pytest.mark.parametrize("size", [3000, FEW_LOGITS])
+def test_a_ranking_is_the_greedy_drafts_on_the_host(size, alternatives):
+    """Few logits go through numpy, many through torch."""
+    ids, logits = random_subset(11, size + 10, size, 2)
+    subset = TokenSubset(ids)
+    ranked, shares = greedy_ranking(logits, subset, alternatives)
+    drafts = greedy_in_torch(logits, subset, alternatives)
+    assert [row[0] for row in ranked] == drafts.ids.tolist()
+    if alternatives:
+        assert [row[1:] for row in ranked] == drafts.alternatives.tolist()
+        torch.testing.assert_close(torch.tensor(shares), drafts.confidence)
 
 
 def test_rows_without_a_finite_maximum_say_so_in_numpy_too():

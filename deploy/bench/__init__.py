@@ -1,0 +1,1 @@
+"""What ``outrider bench`` is made of: loads, the other sides, and figures."""

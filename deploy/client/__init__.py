@@ -1,0 +1,1 @@
+"""The Python clients, synchronous and for asyncio."""

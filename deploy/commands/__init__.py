@@ -1,0 +1,1 @@
+"""The ``outrider`` command's subcommands, a module each."""

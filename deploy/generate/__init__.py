@@ -1,0 +1,1 @@
+"""What ``outrider generate`` takes and prints."""

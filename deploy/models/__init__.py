@@ -1,0 +1,1 @@
+"""Finding, fetching and judging the models that a deployment names."""

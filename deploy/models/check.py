@@ -1,0 +1,207 @@
+"""What a checkpoint's own files say against a configuration, before anything is started.
+
+The checks are pure: they take decoded ``config.json`` documents and vocabularies. ``check_models`` reads the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from deploy.models.checkpoint_kind import ModelJson, kind_of, text_model
+
+
+def check_tensor_parallel(
+    document: ModelJson, tensor_parallel_size: int, section: str, key: str = "tensor_parallel_size"
+) -> None:
+    """Raise ConfigError unless attention and feed-forward layers split evenly over the ranks.
+
+    section: ``target`` or ``drafter``; key: of it, for the message. Fewer key-value heads than ranks are fine when they
+    divide the ranks: each rank then keeps a copy of one.
+    """
+    model, ranks = text_model(document), tensor_parallel_size
+    heads = model.get("num_attention_heads")
+    kv_heads = model.get("num_key_value_heads") or heads
+    width = model.get("intermediate_size")
+    problem = None
+    if isinstance(heads, int) and heads % ranks:
+        problem = f"the {heads} attention heads (num_attention_heads)"
+    elif isinstance(kv_heads, int) and kv_heads % ranks and ranks % kv_heads:
+        problem = f"the {kv_heads} key-value heads (num_key_value_heads)"
+    elif isinstance(width, int) and width % ranks:
+        problem = f"the feed-forward width {width} (intermediate_size)"
+    if problem is None:
+        return
+    allowed = ", ".join(str(n) for n in range(1, 65) if _splits(heads, kv_heads, width, n))
+    raise ConfigError(
+        f"{section}.{key}: {ranks} does not divide {problem} of {section}.model; this model allows {allowed}"
+    )
+
+
+def _splits(heads: Any, kv_heads: Any, width: Any, ranks: int) -> bool:
+    even = all(not isinstance(size, int) or size % ranks == 0 for size in (heads, width))
+    return even and (not isinstance(kv_heads, int) or kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def check_same_vocabulary(target: ModelJson, drafter: ModelJson) -> None:
+    """Raise ConfigError when the two models' token ids cannot mean the same: the sizes differ."""
+    sizes = text_model(target).get("vocab_size"), text_model(drafter).get("vocab_size")
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"drafter.model: its vocabulary has {sizes[1]} tokens, the target's has {sizes[0]} (vocab_size in "
+            "config.json); use a drafter made for this target's tokenizer, of the same model family"
+        )
+
+
+def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int]) -> None:
+    """Raise ConfigError when a token (vocabulary entry -> id) differs: same size, but another tokenizer."""
+    differing = [token for token, index in target.items() if drafter.get(token) != index]
+    if differing or len(target) != len(drafter):
+        example = f", e.g. {differing[0]!r} is {target[differing[0]]} there" if differing else ""
+        raise ConfigError(
+            f"drafter.model: its tokenizer differs from the target's in {max(len(differing), 1)} of {len(target)} "
+            f"tokens{example}; use a drafter of the same model family"
+        )
+
+
+def check_models(config: OutriderConfig) -> None:
+    """Check every checkpoint of ``config`` against it. Reads config.json, and tokenizer.json where both sides have one.
+
+    Raises ConfigError naming the field and the fix; a hub id whose config.json cannot be had is one of these.
+    """
+    target = read_model_json(config.target, "target")
+    check_tensor_parallel(target, config.target.tensor_parallel_size, "target")
+    _check_length(target, config.target.max_model_len, "target")
+    if config.co_located is not None:
+        _check_co_located(config, config.co_located, target)
+    if not isinstance(config.drafter, DraftModelConfig):
+        return
+    drafter = read_model_json(config.drafter, "drafter")
+    check_drafts(drafter, "draft_model")
+    check_tensor_parallel(drafter, config.drafter.tensor_parallel_size, "drafter")
+    _check_length(drafter, config.drafter.max_model_len, "drafter")
+    check_same_vocabulary(target, drafter)
+    _check_tokenizers(config.target.model, config.drafter.model)
+
+
+def check_drafts(drafter: ModelJson, method: str) -> None:
+    """Raise ConfigError when the checkpoint is not what the method drafts with."""
+    kind = kind_of(drafter).kind
+    wanted = "model" if method in ("draft_model", "mtp") else method
+    if kind == wanted:
+        return
+    holds = "a language model" if kind == "model" else f"{kind} heads"
+    needs = "a language model" if wanted == "model" else f"{wanted} heads"
+    if kind == "model" and wanted in ("eagle", "eagle3"):
+        return  # heads that call themselves after the model they imitate: vLLM renames them
+    raise ConfigError(
+        f"drafter.model: it holds {holds}, and method {method} drafts with {needs}; set drafter.method: "
+        f"{'draft_model' if kind == 'model' else kind}, or give another checkpoint"
+    )
+
+
+def check_heads(target: ModelJson, heads: ModelJson) -> None:
+    """Raise ConfigError when the heads were made for a target of another width."""
+    size, made_for = kind_of(target).hidden_size, kind_of(heads).target_hidden_size
+    if size and made_for and size != made_for:
+        raise ConfigError(
+            f"drafter.model: heads for a hidden size of {made_for}, the target's is {size} (hidden_size in "
+            "config.json); use heads that were trained for this target"
+        )
+
+
+def check_mtp(target: ModelJson) -> None:
+    """Raise ConfigError when the target has no layers that predict further tokens, or vLLM does not draft with them."""
+    kind = kind_of(target)
+    if not kind.mtp_layers:
+        raise ConfigError(
+            "drafter.method: mtp, but target.model's config.json names no layers that predict further tokens "
+            "(num_nextn_predict_layers); see which methods fit: outrider methods MODEL"
+        )
+    if not kind.mtp_family:
+        raise ConfigError(
+            f"drafter.method: mtp, but vLLM does not draft with the extra layers of {kind.architecture}; see which "
+            "methods fit: outrider methods MODEL"
+        )
+
+
+def _check_co_located(config: OutriderConfig, drafter: CoLocatedConfig, target: ModelJson) -> None:
+    if drafter.method == "mtp" and drafter.model is None:
+        check_mtp(target)
+    if drafter.model is None:
+        return
+    engine = EngineConfig(model=drafter.model, revision=drafter.revision)
+    document = read_model_json(engine, "drafter")
+    check_drafts(document, drafter.method)
+    if drafter.method != "draft_model":
+        if drafter.method != "mtp":
+            check_heads(target, document)
+        return
+    ranks = drafter.draft_tensor_parallel_size or config.target.tensor_parallel_size
+    check_tensor_parallel(document, ranks, "drafter", key="draft_tensor_parallel_size")
+    if not drafter.use_heterogeneous_vocab:
+        check_same_vocabulary(target, document)
+        _check_tokenizers(config.target.model, drafter.model)
+
+
+def _check_tokenizers(target: str, drafter: str) -> None:
+    vocabularies = read_vocabulary(target), read_vocabulary(drafter)
+    if vocabularies[0] is not None and vocabularies[1] is not None:
+        check_same_tokens(vocabularies[0], vocabularies[1])
+
+
+def _check_length(document: ModelJson, max_model_len: int | None, section: str) -> None:
+    model = text_model(document)
+    limit = model.get("max_position_embeddings")
+    scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    if max_model_len and isinstance(limit, int) and max_model_len > limit and not scaled:
+        raise ConfigError(
+            f"{section}.max_model_len: {max_model_len} is above the {limit} positions {section}.model was made for "
+            "(max_position_embeddings); lower it"
+        )
+
+
+def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
+    """config.json of a local checkpoint, or of a hub id (which downloads that one file)."""
+    path = Path(engine.model) / "config.json"
+    if not path.is_file():
+        path = _download_model_json(engine, section)
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{section}.model: {path} is not readable as JSON ({error}); fetch the model again") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{section}.model: {path} holds no JSON object; fetch the model again")
+    return document
+
+
+def _download_model_json(engine: EngineConfig, section: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(engine.model, "config.json", revision=engine.revision, etag_timeout=10))
+    except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{section}.model: {engine.model!r} is no local checkpoint directory, and the model hub does not give it "
+            f"({reason}); give a directory (--{section} PATH), or use the preset after: outrider fetch PRESET"
+        ) from None
+
+
+def read_vocabulary(model: str) -> dict[str, int] | None:
+    """Token -> id from a local checkpoint's tokenizer.json; None where there is none or it keeps none of these."""
+    path = Path(model) / "tokenizer.json"
+    try:
+        document = json.loads(path.read_text())
+        vocabulary = document["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if isinstance(vocabulary, list):  # unigram: [token, score] by id
+        tokens = {entry[0]: index for index, entry in enumerate(vocabulary)}
+    else:
+        tokens = dict(vocabulary)
+    tokens.update({added["content"]: added["id"] for added in document.get("added_tokens", [])})
+    return tokens

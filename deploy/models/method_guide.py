@@ -1,0 +1,176 @@
+"""Which speculation method fits a target, and why: the selection guide as code. Pure: reads no file, loads nothing.
+
+What is said about load and speed-ups comes from the sources named beside it, not from a measurement of this machine;
+`outrider bench` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.method_names import CO_LOCATED_METHODS, GPU_ONLY_METHODS, REFUSED_METHODS, REMOTE_METHODS
+from deploy.models.checkpoint_kind import CheckpointKind
+
+FITS, POSSIBLE, REFUSED = "fits", "possible", "refused"
+"""Can be used as things are; needs something that is not here; cannot be used."""
+
+SMALLEST_RATIO = 3.0
+"""A draft model should have at most a third of the target's weights: each draft step reads all of its own."""
+
+NEEDS_HIDDEN_STATES = "needs the target's hidden states or weights, so it runs inside the target's engine"
+
+WHEN: dict[str, str] = {
+    "draft_model": "any text; the gain shrinks with load, and the length controller stops it in time",
+    "ngram": "answers that repeat their prompt: edits, summaries, retrieval; costs nothing where they do not",
+    "suffix": "answers that repeat each other: agents, code, templates (1.8 to 4.5 times on agents, arXiv 2411.04975)",
+    "eagle": "low to middle load; heads for this very target (1.5 to 2.8 times at batch 1, arXiv 2401.15077)",
+    "eagle3": "low to middle load; the best heads there are for most targets (arXiv 2503.01840)",
+    "medusa": "old heads; eagle3 accepts more (arXiv 2401.10774)",
+    "mtp": "models that bring the layer along: the cheapest draft there is, good at every load but the highest",
+    "dflash": "low load, long drafts: all of them in one pass",
+    "dspark": "low load, long drafts",
+    "ngram_gpu": "as ngram, without the trip to the host",
+}
+"""Method -> for which texts and loads."""
+
+LOAD_ADVICE = (
+    "Load: a fixed number of drafts falls below no speculation at high concurrency (7,852 against 8,879 tok/s at 256, "
+    "vllm#52362). Remote drafting chooses the number for each request and round and stops by itself; co-located "
+    "drafting does not, so set num_speculative_tokens_per_batch_size there, or lower num_speculative_tokens.",
+    "Memory: a remote drafter takes nothing from the target's KV cache; co-located weights and KV do.",
+    "Hardware: a remote draft model needs cores or GPUs of its own. Overlap gains most at batch 1 to 8 and where the "
+    "drafter's hardware is small beside the target's; count tok/s per accelerator, not per deployment.",
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that is here and could draft for the target."""
+
+    name: str
+    """Its directory."""
+
+    kind: CheckpointKind
+    same_tokens: bool | None
+    """Whether the two tokenizers agree token for token; None: they could not be compared."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """What is installed."""
+
+    gpu: bool
+    arctic_inference: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    method: str
+    placement: str
+    """``remote`` or ``co_located``; ``-`` for what runs in neither."""
+
+    verdict: str
+    reason: str
+    model: str | None = None
+    """The checkpoint to name in ``drafter.model``."""
+
+
+def advise(target: CheckpointKind, candidates: Sequence[Candidate], build: Build) -> list[Advice]:
+    """One line for each method and place, what fits first."""
+    found = [_remote(method, target, candidates) for method in REMOTE_METHODS]
+    found += [_co_located(method, target, candidates, build) for method in CO_LOCATED_METHODS]
+    found.append(Advice("mlp_speculator", "-", REFUSED, REFUSED_METHODS["mlp_speculator"]))
+    order = (FITS, POSSIBLE, REFUSED)
+    return sorted(found, key=lambda advice: order.index(advice.verdict))
+
+
+def _remote(method: str, target: CheckpointKind, candidates: Sequence[Candidate]) -> Advice:
+    if method != "draft_model":
+        return Advice(method, "remote", FITS, WHEN[method])
+    return _draft_model("remote", target, candidates)
+
+
+def _co_located(method: str, target: CheckpointKind, candidates: Sequence[Candidate], build: Build) -> Advice:
+    if method in GPU_ONLY_METHODS and not build.gpu:
+        return Advice(method, "co_located", REFUSED, f"not on CPU: {GPU_ONLY_METHODS[method]}")
+    if method == "suffix" and not build.arctic_inference:
+        return Advice(
+            method, "co_located", REFUSED, "vLLM's own needs the package arctic-inference; the remote one needs nothing"
+        )
+    if method in ("ngram", "ngram_gpu", "suffix"):
+        return Advice(method, "co_located", FITS, f"{WHEN[method]}; searches on the engine's own thread")
+    if method == "draft_model":
+        return _draft_model("co_located", target, candidates)
+    if method == "mtp":
+        return _mtp(target)
+    return _heads(method, target, candidates)
+
+
+def _draft_model(placement: str, target: CheckpointKind, candidates: Sequence[Candidate]) -> Advice:
+    fitting, misfits = [], []
+    for candidate in candidates:
+        if candidate.kind.kind != "model":
+            continue
+        if (problem := _misfit(target, candidate)) is None:
+            fitting.append(candidate)
+        else:
+            misfits.append(f"{candidate.name}: {problem}")
+    if fitting:
+        best = min(fitting, key=lambda candidate: abs((_ratio(target, candidate) or 8.0) - 8.0))
+        ratio = _ratio(target, best)
+        size = f"{ratio:.1f} times smaller" if ratio is not None else "size not comparable"
+        more = f", {len(fitting) - 1} more here" if len(fitting) > 1 else ""
+        return Advice(
+            "draft_model", placement, FITS, f"same vocabulary, {size}{more}; {WHEN['draft_model']}", best.name
+        )
+    reason = "needs a smaller model of the same tokenizer, and none is here"
+    if misfits:
+        reason += f" ({'; '.join(misfits[:2])})"
+    return Advice("draft_model", placement, POSSIBLE, reason)
+
+
+def _misfit(target: CheckpointKind, candidate: Candidate) -> str | None:
+    if candidate.kind.vocab_size != target.vocab_size:
+        return f"vocabulary of {candidate.kind.vocab_size} tokens, the target's has {target.vocab_size}"
+    if candidate.same_tokens is False:
+        return "another tokenizer of the same size"
+    ratio = _ratio(target, candidate)
+    if ratio is not None and ratio < SMALLEST_RATIO:
+        return f"only {ratio:.1f} times smaller than the target; {SMALLEST_RATIO:g} times at least is worth a try"
+    return None
+
+
+def _ratio(target: CheckpointKind, candidate: Candidate) -> float | None:
+    if not target.num_parameters or not candidate.kind.num_parameters:
+        return None
+    return target.num_parameters / candidate.kind.num_parameters
+
+
+def _mtp(target: CheckpointKind) -> Advice:
+    if not target.mtp_layers:
+        return Advice(
+            "mtp", "co_located", REFUSED, "the target's config.json names no layers that predict further tokens"
+        )
+    if not target.mtp_family:
+        return Advice(
+            "mtp", "co_located", REFUSED, f"vLLM 0.32 does not draft with the extra layers of {target.architecture}"
+        )
+    layers = f"{target.mtp_layers} layer{'s' if target.mtp_layers > 1 else ''} of its own"
+    return Advice("mtp", "co_located", FITS, f"{layers}, if its weights are in the checkpoint; {WHEN['mtp']}")
+
+
+def _heads(method: str, target: CheckpointKind, candidates: Sequence[Candidate]) -> Advice:
+    wrong = None
+    for candidate in candidates:
+        if candidate.kind.kind != method:
+            continue
+        size = candidate.kind.target_hidden_size
+        if size in (None, target.hidden_size):
+            return Advice(
+                method, "co_located", FITS, f"heads of the right width are here; {WHEN[method]}", candidate.name
+            )
+        wrong = f"{candidate.name} is for a hidden size of {size}, the target's is {target.hidden_size}"
+    return Advice(
+        method, "co_located", POSSIBLE, wrong or f"{NEEDS_HIDDEN_STATES}, with heads trained for it; none are here"
+    )

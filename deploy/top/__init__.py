@@ -1,0 +1,1 @@
+"""What ``outrider top`` reads and shows."""
