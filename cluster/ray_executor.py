@@ -58,9 +58,9 @@ class RayRanksExecutor(RayExecutorV2):
 
     def _init_executor(self) -> None:
         self._placement = RankPlacement.of(self.vllm_config)
-        self._asks_early = (
-            self.vllm_config.speculative_config is not None and not self.vllm_config.scheduler_config.async_scheduling
-        )
+        # Drafting by vLLM itself samples in a call of its own, and mostly tells nobody of its drafts.
+        speculative = self.vllm_config.speculative_config
+        self._asks_early = speculative is not None and speculative.method == "custom_class"
         self._drafts: Any = None
         with self._seams():
             super()._init_executor()

@@ -7,7 +7,6 @@ a rollback is feeding from an earlier position, and a branch is a row with anoth
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,8 +133,7 @@ class _BlockTables:
         """int32 [rows, width] on the host and on the device: the block ids of each row."""
         width = -(-max_seq_len // self._block_size)
         blocks = [row.block_ids[self._group] for row in rows]
-        same = len(blocks) == len(self._kept) and all(map(operator.is_, blocks, self._kept))
-        if not same or width != self._table.shape[1]:
+        if blocks != self._kept or width != self._table.shape[1]:  # in one process the lists are the same objects
             table = np.zeros((len(rows), width), np.int32)
             for index, ids in enumerate(blocks):
                 table[index, : min(len(ids), width)] = ids[:width]

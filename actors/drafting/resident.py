@@ -23,6 +23,9 @@ class Resident:
     appended_to: int = 0
     """Leading text tokens that the engine knows."""
 
+    allocated_for: int = 0
+    """Length of the text when blocks were last allocated."""
+
     allocated_to: int = 0
     """Positions below this have KV blocks."""
 

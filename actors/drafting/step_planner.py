@@ -160,14 +160,14 @@ class StepPlanner:
     def _has_blocks(self, resident: Resident, end: int) -> bool:
         """Nothing was committed since blocks were last allocated, and they reach as far."""
         sequence = resident.sequence
-        settled = resident.appended_to == sequence.committed_len and sequence.adopted is None
+        settled = resident.allocated_for == sequence.committed_len and sequence.adopted is None
         return settled and end <= resident.allocated_to
 
     def _allocate(self, resident: Resident, end: int) -> bool:
         """KV blocks of the sequence's own for all positions below `end`; an adopted branch's are copied there."""
         sequence = resident.sequence
         length = sequence.committed_len
-        end = min(-(-end // self._span) * self._span, sequence.max_len) if end > length else end
+        end = min(-(-end // self._span) * self._span, sequence.max_len) if end >= length else end
         known = min(end, length)
         computed = min(sequence.main.num_computed, known - 1)
         if resident.appended_to < length:
@@ -178,7 +178,7 @@ class StepPlanner:
             if not (sequence.due and self._drop_a_branch()):
                 return False
         resident.blocks = self._engine.block_ids(resident.request_id)
-        resident.allocated_to = end
+        resident.allocated_for, resident.allocated_to = length, end
         if sequence.adopted is not None:
             self.branches.restore(resident.blocks, sequence.adopted)
             sequence.adopted = None

@@ -60,7 +60,7 @@ ROUNDS = (
     MetricSpec("outrider:step_seconds", "histogram", "From the start of a decode step to the start of the next."),
     MetricSpec("outrider:step_target_seconds", "histogram", "Of it the target's forward pass and verification."),
     MetricSpec("outrider:step_draft_seconds", "histogram", "Of it the drafter's work that the target waited for."),
-    MetricSpec("outrider:proposal_wait_seconds", "histogram", "Of it standing still to wait for proposals."),
+    MetricSpec("outrider:proposal_wait_seconds", "histogram", "Of it waiting for proposals."),
 )
 
 LENGTHS = (

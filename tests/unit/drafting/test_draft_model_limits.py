@@ -49,6 +49,21 @@ def test_prompts_get_their_share_while_sequences_wait():
     assert steps > 12, "commits come first"
 
 
+def test_blocks_are_asked_for_once_a_commit(monkeypatch):
+    bench = Bench(block_size=64)
+    asked = []
+    allocate = bench.engine.allocate
+    monkeypatch.setattr(bench.engine, "allocate", lambda *arguments: asked.append(arguments) or allocate(*arguments))
+    bench.open(KEY, range(5))
+    bench.settle()
+    for _ in range(3):
+        asked.clear()
+        (answer,) = bench.commit(KEY, [999]) or bench.settle()  # a miss
+        assert ids(answer) == bench.drafts(KEY)
+        bench.settle()
+        assert len(asked) == 1
+
+
 def test_out_of_kv_is_answered_and_room_brings_drafts_back():
     bench = Bench(num_blocks=8)  # 32 tokens
     bench.open(KEY, range(20))
