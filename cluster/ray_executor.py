@@ -1,8 +1,9 @@
 """vLLM's Ray executor, with ranks on the bundles, cores and actor names that a RankPlacement asks for.
 
-Three things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
+Four things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
 group it is handed (the stock one insists on a Ray device key, which the CPU platform lacks), it names and places
-each rank, and it binds a CPU rank's threads to the rank's own cores before torch starts any.
+each rank, it binds a CPU rank's threads to the rank's own cores before torch starts any, and it asks for drafts
+together with the step that they follow.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class PagedForward:
         metadata: dict[str, Any] = {}
         slots: dict[str, Tensor] = {}
         for groups, tables in zip(self._groups, self._tables, strict=True):
-            table, table_t = tables.of(rows, max_seq_len)
-            slot_t = torch.from_numpy(tables.slots(table, row_of, positions)).to(self._device)
+            table_t = tables.of(rows, max_seq_len)
+            slot_t = torch.from_numpy(tables.slots(row_of, positions)).to(self._device)
             common = CommonAttentionMetadata(
                 query_start_loc=query_start_loc,
                 query_start_loc_cpu=query_start_cpu,
@@ -129,8 +129,8 @@ class _BlockTables:
         self._table = np.zeros((0, 0), np.int32)
         self._on_device = torch.from_numpy(self._table)
 
-    def of(self, rows: Sequence[StepRow], max_seq_len: int) -> tuple[np.ndarray, Tensor]:
-        """int32 [rows, width] on the host and on the device: the block ids of each row."""
+    def of(self, rows: Sequence[StepRow], max_seq_len: int) -> Tensor:
+        """int32 [rows, width] on the device: the block ids of each row."""
         width = -(-max_seq_len // self._block_size)
         blocks = [row.block_ids[self._group] for row in rows]
         if blocks != self._kept or width != self._table.shape[1]:  # in one process the lists are the same objects
@@ -138,12 +138,12 @@ class _BlockTables:
             for index, ids in enumerate(blocks):
                 table[index, : min(len(ids), width)] = ids[:width]
             self._kept, self._table, self._on_device = blocks, table, torch.from_numpy(table).to(self._device)
-        return self._table, self._on_device
+        return self._on_device
 
-    def slots(self, table: np.ndarray, row_of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """int64 [tokens]: where each token's keys and values go."""
+    def slots(self, row_of: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int64 [tokens]: where the keys and values of each token go, of the rows last asked for."""
         size = self._block_size
-        return table[row_of, positions // size].astype(np.int64) * size + positions % size
+        return self._table[row_of, positions // size].astype(np.int64) * size + positions % size
 
 
 class _PiecewiseGraphs:
