@@ -1,39 +1,25 @@
-"""Philox and the coupled noise in Triton: the same bits as `philox.py` and `gumbel.py`."""
+"""Coupled noise and uniforms in Triton, by its own Philox: the same bits as `philox.py` and `gumbel.py`."""
 
 from __future__ import annotations
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from actors.verification import philox
 from actors.verification.philox import Role
 
-M0, M1 = tl.constexpr(philox.MULTIPLIER_0), tl.constexpr(philox.MULTIPLIER_1)
-W0, W1 = tl.constexpr(philox.WEYL_0), tl.constexpr(philox.WEYL_1)
-ROUNDS = tl.constexpr(philox.ROUNDS)
 ACCEPT, RESIDUAL = tl.constexpr(int(Role.ACCEPT)), tl.constexpr(int(Role.RESIDUAL))
 COUPLED, COUPLED_FINE = tl.constexpr(int(Role.COUPLED)), tl.constexpr(int(Role.COUPLED_FINE))
 
 
 @triton.jit
 def philox_words(seed, block, position, role, round_start):
-    """Four uint32 words for each entry of `block` (uint32). seed: int64; position, role, round_start: integers."""
-    c0 = block
-    c1 = position.to(tl.uint32) + tl.zeros_like(block)
-    c2 = tl.zeros_like(block) + role
-    c3 = round_start.to(tl.uint32) + tl.zeros_like(block)
-    k0 = seed.to(tl.uint64).to(tl.uint32)
-    k1 = (seed.to(tl.uint64) >> 32).to(tl.uint32)
-    for _ in tl.static_range(ROUNDS):
-        product_0 = c0.to(tl.uint64) * M0
-        product_1 = c2.to(tl.uint64) * M1
-        c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = product_1.to(tl.uint32)
-        c3 = product_0.to(tl.uint32)
-        k0 = (k0.to(tl.uint64) + W0).to(tl.uint32)
-        k1 = (k1.to(tl.uint64) + W1).to(tl.uint32)
-    return c0, c1, c2, c3
+    """Four uint32 words for each entry of `block` (uint32). seed: int64; position, role, round_start: integers.
+
+    ``tl.philox`` is Philox4x32-10 with the seed's low and high words as the key: the words of `philox.words`.
+    """
+    zeros = tl.zeros_like(block)
+    place, start = position.to(tl.uint32) + zeros, round_start.to(tl.uint32) + zeros
+    return tl.philox(seed, block, place, zeros + role, start)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Run by test_triton.py in a process of its own, with TRITON_INTERPRET=1 set before Triton is imported.
 
 Compares the two implementations on random batches of mixed modes: committed tokens, accepted lengths and status.
+Before them Philox, word by word.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import math
 import sys
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from actors.verification import coupled, torch_kernel, triton_kernel
+from actors.verification import coupled, philox, torch_kernel, triton_kernel, triton_noise
 from actors.verification.batch import Sampling, VerificationBatch
+from actors.verification.philox import Role
 from actors.verification.token_subset import TokenSubset
 
 REQUESTS, N = 10, 5
@@ -54,6 +58,34 @@ def random_batch(seed: int, vocab_size: int, with_q: bool, constrained: bool, da
     return VerificationBatch.build(logits, num_drafts, draft_ids, sampling, *q)
 
 
+@triton.jit
+def store_words(out, seed, block, position, role: tl.constexpr, round_start, TILE: tl.constexpr):
+    """uint32 [4, TILE] at out: the words of TILE blocks from `block` on."""
+    lane = tl.arange(0, TILE)
+    w0, w1, w2, w3 = triton_noise.philox_words(tl.load(seed), (block + lane).to(tl.uint32), position, role, round_start)
+    for word in tl.static_range(4):
+        tl.store(out + word * TILE + lane, w0 if word == 0 else w1 if word == 1 else w2 if word == 2 else w3)
+
+
+def compare_words(tile: int = 16) -> int:
+    """Every word of Philox, at the ends of each argument's range too. Returns how many words differ."""
+    different = 0
+    counters = [
+        (0, 0, 0, Role.ACCEPT),
+        (1, 131_071, 131_072, Role.RESIDUAL),
+        (2**31 - tile // 2, 2**31 - 1, 1, Role.COUPLED),
+        (2**32 - tile, 7, 2**31 - 1, Role.COUPLED_FINE),
+    ]
+    for seed in (0, -1, 2**63 - 1, -(2**63), 0x299F31D0A4093822):
+        for block, position, round_start, role in counters:
+            out = torch.zeros(4, tile, dtype=torch.uint32)
+            key = torch.tensor([seed])
+            store_words[(1,)](out, key, block, position, int(role), round_start, tile)
+            expected = philox.words(key, role, torch.tensor([position]), block + torch.arange(tile), round_start)
+            different += int((torch.stack(expected) != out.to(torch.int64)).sum())
+    return different
+
+
 def compare_choices() -> int:
     """The drafter's own coupled choice, among all tokens and among some. Returns how many rows chose differently."""
     different = 0
@@ -78,6 +110,9 @@ def compare_choices() -> int:
 
 
 def main() -> int:
+    if different := compare_words():
+        print(f"{different} words of Philox differ")
+        return 1
     if different := compare_choices():
         print(f"{different} coupled choices of the drafter differ")
         return 1
