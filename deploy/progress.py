@@ -1,14 +1,21 @@
-"""Progress on stderr: lines with the seconds since the start. stdout stays for what other programs read."""
+"""Progress on stderr: lines with the seconds since the start, a bar for what has a size. stdout stays for what other
+programs read."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
+
+Counted = Callable[[str, int], None]
+"""(what is being done, bytes done so far)."""
 
 
 class Progress:
-    """Says what is going on: ``say`` once, ``wait`` repeatedly while one thing lasts."""
+    """Says what is going on: ``say`` once, ``wait`` repeatedly while one thing lasts, ``counting`` around what has a
+    known size."""
 
     def __init__(self, stream: TextIO | None = None, repeat_every_s: float = 5.0) -> None:
         self._stream = stream
@@ -31,3 +38,38 @@ class Progress:
         if step != self._step or time.monotonic() - self._last_at >= self._repeat_every_s:
             self.say(f"{step} {detail}".rstrip())
             self._step = step
+
+    @contextmanager
+    def counting(self, total: int, done: int = 0) -> Iterator[Counted]:
+        """Around work on ``total`` bytes, of which ``done`` are there already: what it yields is called often.
+
+        On a terminal a bar with amount, speed and time left, which goes when the work ends; else lines, as ``wait``.
+        """
+        stream = self._stream or sys.stderr
+        if not stream.isatty():
+            yield lambda step, done: self.wait(f"{step},", f"{_mb(done)} of {_mb(total)} MB")
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=Console(file=stream), expand=True, transient=True, redirect_stdout=False) as bars:
+            task = bars.add_task("", total=total, completed=done)
+            yield lambda step, done: bars.update(task, description=step, completed=done)
+
+
+def _mb(size: int) -> int:
+    return round(size / 1e6)

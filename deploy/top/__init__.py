@@ -1,1 +1,0 @@
-"""What ``outrider top`` reads and shows."""
