@@ -77,5 +77,5 @@ class DraftStrategy(Protocol):
         """``num_sequences``, ``num_prefilling`` and ``kv_cache_usage`` (0..1)."""
 
     def counters(self) -> dict[str, Any]:
-        """What the method counts since its start, for metrics (observability/replica_families.py has the names). Plain
+        """What the method counts since its start, for metrics (observability/metrics.py has the names). Plain
         values; {} for none."""

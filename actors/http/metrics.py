@@ -12,9 +12,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.http.tracing import TraceRequests
-from actors.observability.application_metrics import ApplicationMetrics, Scraped
 from actors.observability.exposition import CONTENT_TYPE
-from actors.observability.ingress_metrics import CANCELLED, METRICS, IngressMetrics
+from actors.observability.metrics import CANCELLED, METRICS, ApplicationMetrics, IngressMetrics, Scraped
 from actors.routing.broadcast import broadcast
 
 if TYPE_CHECKING:

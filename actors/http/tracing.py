@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.observability.request_trace import ingress_span
-from actors.observability.tracing import TRACE_HEADERS, process_tracer
+from actors.observability.tracing import TRACE_HEADERS, ingress_span, process_tracer
 
 
 class TraceRequests:

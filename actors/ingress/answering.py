@@ -9,8 +9,8 @@ import grpc
 from ray.serve.grpc_util import RayServegRPCContext
 
 from actors.ingress.errors import IN_PROCESS_PEERS, errors_become_status
-from actors.observability.ingress_metrics import CANCELLED, METRICS
-from actors.observability.request_trace import RequestSpan, rpc_span
+from actors.observability.metrics import CANCELLED, METRICS
+from actors.observability.tracing import RequestSpan, rpc_span
 
 
 @contextmanager

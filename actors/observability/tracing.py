@@ -1,29 +1,44 @@
-"""OpenTelemetry in a process of ours: on when the environment names a collector, as OpenTelemetry has it.
+"""OpenTelemetry in a process of ours, and a span for each request: at the ingress, which began the call, and in the
+target, which generates.
 
-``environment`` turns the configuration into those variables, which every process of a deployment inherits, vLLM's too:
-its own spans then go to the same place, sampled alike. Nothing of OpenTelemetry is imported while tracing is off.
+It is on when the environment names a collector, as OpenTelemetry has it. ``environment`` turns the configuration into
+those variables, which every process of a deployment inherits, vLLM's too: its own spans then go to the same place,
+sampled alike. While tracing is off nothing of OpenTelemetry is imported, and a span costs a look at one variable.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import importlib.util
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from actors.observability.logs import request_line
+from actors.round_settings import EXTRA_ARGS_KEY
 from cluster.config import ConfigError, ServingConfig
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Span, SpanKind, Tracer
+
+logger = logging.getLogger("ray.serve.outrider.ingress")
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 """``grpc`` where it is not set, as in vLLM, or ``http/protobuf``."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
+
+NO_HEADERS: dict[str, str] = {}
+
+_current: ContextVar[dict[str, str]] = ContextVar("headers of the ingress's innermost span", default=NO_HEADERS)
+"""A call made inside the ingress, such as an RPC for the page, carries no headers, and belongs to its HTTP request."""
 
 _PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
 
@@ -85,6 +100,136 @@ def headers_of(span: Span) -> dict[str, str]:
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, context=set_span_in_context(span, Context()))
     return carrier
+
+
+class RequestSpan:
+    """A request's open span, or nothing. headers: for whoever is called next; empty without a trace."""
+
+    def __init__(self, span: Span | None, headers: dict[str, str]) -> None:
+        self._span, self.headers = span, headers
+
+    @property
+    def is_recorded(self) -> bool:
+        """False too for a trace that is passed on but not sampled."""
+        return self._span is not None and self._span.is_recording()
+
+    def set(self, **attributes: Any) -> None:
+        """Attributes, ``outrider.`` before each name. None is left out."""
+        if self._span is not None:
+            for name, value in attributes.items():
+                if value is not None:
+                    self._span.set_attribute(f"outrider.{name}", value)
+
+
+OFF = RequestSpan(None, NO_HEADERS)
+
+
+@contextmanager
+def ingress_span(name: str, headers: Mapping[str, str], **attributes: Any) -> Iterator[RequestSpan]:
+    """name: of the call, such as the RPC's. headers: HTTP headers or gRPC metadata, names in lower case."""
+    tracer = process_tracer("ingress")
+    if tracer is None:
+        yield OFF
+        return
+    from opentelemetry.trace import SpanKind
+
+    if not any(header in headers for header in TRACE_HEADERS):
+        headers = _current.get()
+    with _span(tracer, name, headers, SpanKind.SERVER) as span:
+        span.set(**attributes)
+        before = _current.get()
+        _current.set(span.headers)
+        try:
+            yield span
+        finally:
+            _current.set(before)  # no token: a generator may be closed in another context
+
+
+@contextmanager
+def rpc_span(rpc: str, grpc_context: Any, request_id: str | None) -> Iterator[RequestSpan]:
+    """A request's RPC at the ingress: its span, and its line in the log. request_id None: a control call, which gets
+    neither."""
+    if request_id is None:
+        yield OFF
+        return
+    with request_line(logger, request_id), _traced_rpc(rpc, grpc_context, request_id) as span:
+        yield span
+
+
+@contextmanager
+def _traced_rpc(rpc: str, grpc_context: Any, request_id: str) -> Iterator[RequestSpan]:
+    if process_tracer("ingress") is None:
+        yield OFF
+        return
+    # The client's metadata, whose values may be bytes.
+    headers = {key: value for key, value in grpc_context.invocation_metadata() if isinstance(value, str)}
+    with ingress_span(f"outrider.v1.GenerationService/{rpc}", headers, api="grpc", request_id=request_id) as span:
+        yield span
+
+
+@contextmanager
+def target_span(request_id: str, headers: Mapping[str, str]) -> Iterator[RequestSpan]:
+    tracer = process_tracer("target")
+    if tracer is None:
+        yield OFF
+        return
+    from opentelemetry.trace import SpanKind
+
+    with _span(tracer, "outrider.target", headers, SpanKind.INTERNAL) as span:
+        span.set(request_id=request_id)
+        yield span
+
+
+@contextmanager
+def _span(tracer: Tracer, name: str, headers: Mapping[str, str], kind: SpanKind) -> Iterator[RequestSpan]:
+    from opentelemetry.trace import Status, StatusCode
+
+    span = tracer.start_span(name, context_of(headers), kind=kind)
+    try:
+        yield RequestSpan(span, headers_of(span))
+    except (asyncio.CancelledError, GeneratorExit):
+        span.set_attribute("outrider.cancelled", True)
+        raise
+    except BaseException as error:
+        span.record_exception(error)
+        span.set_status(Status(StatusCode.ERROR, str(error)))
+        raise
+    finally:
+        span.end()
+
+
+def traced_generate(
+    llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str] | None = None, **options: Any
+) -> AsyncGenerator[Any, None]:
+    """``llm.generate``, traced where tracing is on. trace_headers: W3C, of whoever asks. options: more for vLLM."""
+    if process_tracer("target") is None:
+        outputs: AsyncGenerator[Any, None] = llm.generate(prompt, params, request_id, **options)
+        return outputs
+    return _traced(llm, prompt, params, request_id, trace_headers or {}, options)
+
+
+async def _traced(
+    llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str], options: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    with target_span(request_id, trace_headers) as span:
+        if span.is_recorded:
+            extra = dict(params.extra_args or {})
+            extra[EXTRA_ARGS_KEY] = {**extra.get(EXTRA_ARGS_KEY, {}), "trace_headers": span.headers}
+            params.extra_args = extra
+        # Also when it is not sampled: vLLM would begin a trace of its own otherwise.
+        stream = llm.generate(prompt, params, request_id, trace_headers=span.headers, **options)
+        num_tokens = 0
+        async with aclosing(stream):
+            async for output in stream:
+                num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                if output.finished:
+                    span.set(
+                        prompt_tokens=len(output.prompt_token_ids or ()),
+                        completion_tokens=num_tokens,
+                        cached_tokens=output.num_cached_tokens,
+                        finish_reason=output.outputs[0].finish_reason if output.outputs else None,
+                    )
+                yield output
 
 
 def _exporter(endpoint: str) -> Any:

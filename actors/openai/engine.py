@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.generation import LIMITS, RequestError
-from actors.observability.engine_trace import traced_generate
+from actors.observability.tracing import traced_generate
 from actors.round_settings import EXTRA_ARGS_KEY
 from actors.target.co_located_requests import check_co_located_params
 from actors.target.request_sampling import RequestSampling

@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.generation import GenerationRequest, ReplicaLoad, RequestIdInUse, RoundOutput
 from actors.model_info import ModelInfo
-from actors.observability.engine_trace import traced_generate
+from actors.observability.tracing import traced_generate
 from actors.round_origins import RoundLog
 from actors.target.engine_load import EngineLoad
 from actors.target.engine_requests import is_of_request, refusal, round_outputs, sampling_params

@@ -23,9 +23,8 @@ from actors.generation import GenerationRequest, RoundOutput
 from actors.ingress.retry import ReplicaLost
 from actors.model_info import VERIFICATIONS, ModelInfo
 from actors.observability.environment import process_environment
-from actors.observability.logs import request_line
-from actors.observability.replica_metrics import ReplicaMetrics
-from actors.observability.serve_log import serve_log_kept
+from actors.observability.logs import request_line, serve_log_kept
+from actors.observability.metrics import ReplicaMetrics
 from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.routing.broadcast import ReplicaReply, sign
 from actors.routing.routing_stats import RoutingStats

@@ -286,6 +286,6 @@ def test_a_log_is_bounded_and_handed_out_in_pieces():
 
 
 def test_what_it_counts_is_exported_by_its_name():
-    from actors.observability.replica_families import _SUFFIX
+    from actors.observability.metrics import _SUFFIX
 
     assert set(_SUFFIX) - {"suffix_pool_failures"} <= set(strategy().counters())

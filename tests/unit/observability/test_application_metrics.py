@@ -8,8 +8,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
 
 from actors.http.metrics import CountRequests
-from actors.observability.application_metrics import ApplicationMetrics, Scraped
-from actors.observability.ingress_metrics import IngressMetrics
+from actors.observability.metrics import ApplicationMetrics, IngressMetrics, Scraped
 from tests.unit.observability.test_exposition import samples
 
 

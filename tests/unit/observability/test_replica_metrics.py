@@ -11,7 +11,7 @@ from actors.length.limits import LengthLimits
 from actors.length.origin import Origin
 from actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
 from actors.observability.histogram import Histogram
-from actors.observability.replica_metrics import ReplicaMetrics
+from actors.observability.metrics import ReplicaMetrics
 from actors.target.rounds import TrackedRequest
 from actors.target.verifier import Verifier
 from cluster.config import LinkConfig
@@ -115,7 +115,7 @@ async def test_the_failing_controller_is_counted():
 def test_the_drafter_s_names_are_those_that_are_exported():
     from actors.drafting.draft_model import DraftModelStrategy
     from actors.drafting.loop import DraftLoop
-    from actors.observability import replica_families
+    from actors.observability import metrics as families
     from tests.unit.drafting_engine import MemoryEngine
 
     vocabulary = DraftVocabulary(16, 8)
@@ -123,7 +123,7 @@ def test_the_drafter_s_names_are_those_that_are_exported():
     vocabulary.observe([1, 15])
     reported = loop.metrics()
     assert reported["vocabulary_missed"] == 1
-    assert {*replica_families._DRAFTER_GAUGES, *replica_families._DRAFTER_COUNTERS} <= set(reported)
+    assert {*families._DRAFTER_GAUGES, *families._DRAFTER_COUNTERS} <= set(reported)
 
 
 async def test_scrapes_of_one_moment_ask_once_and_later_ones_again():

@@ -11,7 +11,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from actors.http.tracing import TraceRequests
 from actors.length.fixed import FixedLengths
 from actors.length.origin import Origin
-from actors.observability import engine_trace, request_trace, tracing
+from actors.observability import tracing
 from actors.observability.round_tracer import RoundTracer
 from actors.round_settings import EXTRA_ARGS_KEY
 from actors.target.rounds import TrackedRequest
@@ -30,8 +30,7 @@ def spans(monkeypatch):
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
-    for module in (request_trace, engine_trace):
-        monkeypatch.setattr(module, "process_tracer", lambda component: tracer)
+    monkeypatch.setattr(tracing, "process_tracer", lambda component: tracer)
     monkeypatch.setattr("actors.http.tracing.process_tracer", lambda component: tracer)
     return SimpleNamespace(tracer=tracer, finished=exporter.get_finished_spans)
 
@@ -58,8 +57,8 @@ class FakeLLM:
 
 async def test_a_request_s_spans_are_one_trace_that_the_caller_began(spans):
     llm, params = FakeLLM(), SimpleNamespace(extra_args={EXTRA_ARGS_KEY: {"verification": "coupled"}})
-    with request_trace.rpc_span("Generate", context(CALLER.items()), "r1") as span:
-        outputs = engine_trace.traced_generate(llm, "p", params, "r1", span.headers)
+    with tracing.rpc_span("Generate", context(CALLER.items()), "r1") as span:
+        outputs = tracing.traced_generate(llm, "p", params, "r1", span.headers)
         assert [len(output.outputs[0].token_ids) async for output in outputs] == [1, 2]
     ours = params.extra_args[EXTRA_ARGS_KEY]
     assert ours["verification"] == "coupled"
@@ -82,7 +81,7 @@ async def test_a_request_s_spans_are_one_trace_that_the_caller_began(spans):
 
 async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_rounds(spans):
     llm, params = FakeLLM(), SimpleNamespace(extra_args=None)
-    async for _ in engine_trace.traced_generate(llm, "p", params, "r1", UNSAMPLED):
+    async for _ in tracing.traced_generate(llm, "p", params, "r1", UNSAMPLED):
         pass
     assert params.extra_args is None
     assert llm.options["trace_headers"]["traceparent"].startswith(f"00-{TRACE_ID}-")
@@ -91,22 +90,22 @@ async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_rounds(span
 
 
 def test_control_calls_are_not_traced(spans):
-    with request_trace.rpc_span("GetServerStatus", context(), None) as span:
+    with tracing.rpc_span("GetServerStatus", context(), None) as span:
         assert span.headers == {}
     assert spans.finished() == ()
 
 
 def test_headers_that_are_none_begin_a_trace(spans):
-    with request_trace.ingress_span("x", {"traceparent": "rubbish"}):
+    with tracing.ingress_span("x", {"traceparent": "rubbish"}):
         pass
     (span,) = spans.finished()
     assert span.parent is None
 
 
 def test_errors_and_cancellations_end_the_span_and_say_so(spans):
-    with pytest.raises(RuntimeError), request_trace.ingress_span("failed", {}):
+    with pytest.raises(RuntimeError), tracing.ingress_span("failed", {}):
         raise RuntimeError("INTERNAL: broken")
-    with pytest.raises(GeneratorExit), request_trace.ingress_span("left", {}):
+    with pytest.raises(GeneratorExit), tracing.ingress_span("left", {}):
         raise GeneratorExit
     failed, left = spans.finished()
     assert (failed.status.status_code, failed.status.description) == (StatusCode.ERROR, "INTERNAL: broken")
@@ -121,7 +120,7 @@ async def test_http_requests_hand_their_span_on_in_the_headers(spans):
         seen.update({name.decode(): value.decode() for name, value in scope["headers"]})
         await send({"type": "http.response.start", "status": 200, "headers": []})
         # A call made inside the ingress has no headers and belongs to this request.
-        with request_trace.rpc_span("GenerateStream", context(), "r1"):
+        with tracing.rpc_span("GenerateStream", context(), "r1"):
             pass
 
     async def send(message): ...
@@ -183,12 +182,12 @@ async def test_off_means_untouched(monkeypatch):
     monkeypatch.delenv(tracing.ENDPOINT, raising=False)
     tracing.process_tracer.cache_clear()
     llm, params = FakeLLM(), SimpleNamespace(extra_args=None)
-    async for _ in engine_trace.traced_generate(llm, "p", params, "r1", {}):
+    async for _ in tracing.traced_generate(llm, "p", params, "r1", {}):
         pass
     assert llm.options == {}
     assert params.extra_args is None
-    with request_trace.rpc_span("Generate", context(CALLER.items()), "r1") as span:
-        assert span is request_trace.OFF
+    with tracing.rpc_span("Generate", context(CALLER.items()), "r1") as span:
+        assert span is tracing.OFF
 
 
 def test_the_configuration_becomes_opentelemetry_s_own_variables(monkeypatch):
@@ -226,9 +225,9 @@ def test_spans_reach_a_collector_with_their_component(monkeypatch):
             monkeypatch.setenv(name, value)
         tracing.process_tracer.cache_clear()
         try:
-            with request_trace.ingress_span("sampled by its caller", CALLER):
+            with tracing.ingress_span("sampled by its caller", CALLER):
                 pass
-            with request_trace.ingress_span("not sampled here", {}):
+            with tracing.ingress_span("not sampled here", {}):
                 pass
             tracer = tracing.process_tracer("ingress")
             tracer.span_processor.force_flush()
