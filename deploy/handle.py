@@ -25,12 +25,10 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.ingress.handle_calls import RPCS, CallFailed
 from deploy.client import calls
-from deploy.client.async_methods import AsyncCompletionStream, AsyncMethods, Response
-from deploy.client.attempts import Attempts
-from deploy.client.balance import Balancer
+from deploy.client.async_client import AsyncCompletionStream, AsyncMethods, Response
+from deploy.client.attempts import Attempts, Balancer, RetryPolicy
 from deploy.client.calls import CONTROL_TIMEOUT_S, Call
 from deploy.client.error import OutriderError, error_of_status
-from deploy.client.retry import RetryPolicy
 from outrider.v1 import generation_pb2 as pb
 
 __all__ = ["AsyncCompletionStream", "OutriderError", "OutriderHandle"]

@@ -10,24 +10,123 @@ async with AsyncOutriderClient("127.0.0.1:9000") as client:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
 from deploy.client import calls
-from deploy.client.async_methods import AsyncCompletionStream, AsyncMethods, Response
-from deploy.client.attempts import Attempts
-from deploy.client.balance import Balancer
-from deploy.client.calls import CONTROL_TIMEOUT_S, Call
-from deploy.client.connection import DEFAULT_ADDRESS, PROBE_S, Pairs, Servers, Stubs, may_be_absent
+from deploy.client.attempts import Attempts, Balancer, RetryPolicy
+from deploy.client.calls import (
+    CONTROL_TIMEOUT_S,
+    DEFAULT_ADDRESS,
+    PROBE_S,
+    Call,
+    Pairs,
+    Servers,
+    Stubs,
+    may_be_absent,
+)
 from deploy.client.error import OutriderError, error_of_status
-from deploy.client.retry import RetryPolicy
+from deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions
 from outrider.v1 import generation_pb2 as pb
 
-__all__ = ["AsyncCompletionStream", "AsyncOutriderClient", "OutriderError"]
+__all__ = ["AsyncCompletionStream", "AsyncMethods", "AsyncOutriderClient", "OutriderError"]
+
+Response = TypeVar("Response")
+
+
+class AsyncCompletionStream(AsyncIterator[pb.GenerateStreamResponse], ABC):
+    """The messages of one request, one a round and answer.
+
+    Closing it before its end cancels the request on the server; so does leaving its ``async with`` block, cancelling
+    the task that waits for a message, and losing the last reference to it.
+    """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Cancel the request, unless it has ended. Iterating then stops."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class AsyncMethods(ABC):
+    """The methods of the API, by whatever way the calls travel: AsyncOutriderClient and OutriderHandle.
+
+    Every method raises OutriderError. Cancelling the task that awaits one cancels the call on the server.
+    """
+
+    @abstractmethod
+    async def _unary(self, call: Call[Response]) -> Response: ...
+
+    @abstractmethod
+    def _rounds(self, call: Call[pb.GenerateStreamResponse]) -> AsyncCompletionStream: ...
+
+    @abstractmethod
+    async def healthy(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> bool:
+        """Whether requests can be sent now."""
+
+    async def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> pb.GenerateResponse:
+        """The whole answer to a text or to token ids; with n above 1 all are in completions."""
+        return await self._unary(calls.generate(prompt, options))
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> AsyncCompletionStream:
+        """The answer round by round; with n above 1 those of all, told apart by index. Not awaited itself."""
+        return self._rounds(calls.stream(prompt, options))
+
+    async def chat(self, messages: ChatPrompt, **options: Unpack[ChatOptions]) -> pb.GenerateResponse:
+        """The whole answer to a conversation, put into the model's chat template."""
+        return await self._unary(calls.chat(messages, options))
+
+    def stream_chat(self, messages: ChatPrompt, **options: Unpack[ChatOptions]) -> AsyncCompletionStream:
+        """The same round by round. Not awaited itself."""
+        return self._rounds(calls.stream_chat(messages, options))
+
+    async def tokenize(
+        self,
+        prompt: str | ChatPrompt,
+        *,
+        timeout_s: float | None = CONTROL_TIMEOUT_S,
+        **options: Unpack[TokenizeOptions],
+    ) -> pb.TokenizeResponse:
+        """The tokens of a text or a conversation: what generation makes of the same prompt."""
+        return await self._unary(calls.tokenize(prompt, options, timeout_s))
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout_s: float | None = CONTROL_TIMEOUT_S,
+    ) -> pb.DetokenizeResponse:
+        """The text of tokens."""
+        return await self._unary(calls.detokenize(token_ids, skip_special_tokens, model, timeout_s))
+
+    async def abort(self, request_id: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> bool:
+        """End a request, whoever sent it. Returns whether it was there, running or waiting."""
+        return (await self._unary(calls.abort(request_id, timeout_s))).aborted
+
+    async def status(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> pb.GetServerStatusResponse:
+        """What is served and how speculation is doing, at the replica that answers."""
+        return await self._unary(calls.status(timeout_s))
+
+    async def model_info(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> pb.GetModelInfoResponse:
+        """What is served: what stays the same as long as the server runs."""
+        return await self._unary(calls.model_info(timeout_s))
+
+    async def server_info(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> pb.GetServerInfoResponse:
+        """Versions and start time."""
+        return await self._unary(calls.server_info(timeout_s))
 
 
 class AsyncOutriderClient(AsyncMethods):

@@ -20,13 +20,19 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from deploy.client import calls
-from deploy.client.attempts import Attempts
-from deploy.client.balance import Balancer
-from deploy.client.calls import CONTROL_TIMEOUT_S, Call
-from deploy.client.connection import DEFAULT_ADDRESS, PROBE_S, Pairs, Servers, Stubs, may_be_absent
+from deploy.client.attempts import Attempts, Balancer, RetryPolicy
+from deploy.client.calls import (
+    CONTROL_TIMEOUT_S,
+    DEFAULT_ADDRESS,
+    PROBE_S,
+    Call,
+    Pairs,
+    Servers,
+    Stubs,
+    may_be_absent,
+)
 from deploy.client.error import FieldViolation, OutriderError, error_of_status
 from deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions, build_request
-from deploy.client.retry import RetryPolicy
 from outrider.v1 import generation_pb2 as pb
 
 __all__ = [

@@ -12,8 +12,7 @@ import pytest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deploy.client.async_client import AsyncOutriderClient
-from deploy.client.async_methods import AsyncMethods
+from deploy.client.async_client import AsyncMethods, AsyncOutriderClient
 from deploy.client.sync_client import OutriderClient, OutriderError
 from deploy.handle import OutriderHandle
 from outrider.v1 import generation_pb2 as pb

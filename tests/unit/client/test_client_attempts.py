@@ -5,11 +5,9 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from deploy.client.attempts import Attempts
-from deploy.client.balance import LOAD_REPORT, Balancer
+from deploy.client.attempts import LOAD_REPORT, Attempts, Balancer, RetryPolicy
 from deploy.client.calls import Call, generate, status
 from deploy.client.error import OutriderError
-from deploy.client.retry import RetryPolicy
 from outrider.v1 import generation_pb2 as pb
 
 LOST = OutriderError(grpc.StatusCode.UNAVAILABLE, "lost", retry_after_s=1.0)

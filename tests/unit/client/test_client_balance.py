@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.client.balance import FIRST_REST_S, LOAD_REPORT, LONGEST_REST_S, REPORT_LIFETIME_S, Balancer, requests_held
+from deploy.client.attempts import FIRST_REST_S, LOAD_REPORT, LONGEST_REST_S, REPORT_LIFETIME_S, Balancer, requests_held
 from outrider.v1 import generation_pb2 as pb
 
 

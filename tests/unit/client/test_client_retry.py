@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from deploy.client.attempts import FIRST_DELAY_S, LONGEST_DELAY_S, RetryPolicy
 from deploy.client.error import OutriderError
-from deploy.client.retry import FIRST_DELAY_S, LONGEST_DELAY_S, RetryPolicy
 
 UNAVAILABLE, FULL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 
