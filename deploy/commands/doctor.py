@@ -15,10 +15,18 @@ from dataclasses import asdict
 from cluster.build_check import check_build_drafts
 from cluster.config import ConfigError, OutriderConfig
 from deploy.app import describe, engine_on_gpu
-from deploy.doctor.finding import Finding, Level, fail, judged, ok, warn, worst
-from deploy.doctor.machine import check_machine
-from deploy.doctor.models import check_checkpoints
-from deploy.doctor.packages import check_packages
+from deploy.doctor import (
+    Finding,
+    Level,
+    check_checkpoints,
+    check_machine,
+    check_packages,
+    fail,
+    judged,
+    ok,
+    warn,
+    worst,
+)
 from deploy.preset import Overrides, preset_names, resolve_config
 
 

