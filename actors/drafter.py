@@ -6,6 +6,7 @@ own concurrency group, so they are answered while the loop computes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -183,6 +184,28 @@ class Drafter:
             # targets decode plainly, Ray starts a fresh drafter.
             logger.exception("the draft loop failed; this drafter ends and will be restarted")
             os._exit(1)
+
+
+class DrafterStatus:
+    """A drafter's status, for all of one event loop who ask. One call is out at a time: those that were given up would
+    pile up at a stopped drafter, which answers every one of them when it goes on."""
+
+    def __init__(self, drafter: Any) -> None:
+        """drafter: Ray's handle of the actor."""
+        self._drafter = drafter
+        self._asking: asyncio.Future[dict[str, Any]] | None = None
+
+    async def ask(self, within_s: float) -> dict[str, Any]:
+        """See Drafter.status; the answer to the call that is out, if one is. Raises TimeoutError and RayError."""
+        if self._asking is None:
+            self._asking = asyncio.wrap_future(self._drafter.status.remote().future())
+            self._asking.add_done_callback(self._answered)
+        return await asyncio.wait_for(asyncio.shield(self._asking), within_s)
+
+    def _answered(self, asking: asyncio.Future[dict[str, Any]]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # whoever asked may have given up: then nobody else takes it
 
 
 def launch_drafter(
