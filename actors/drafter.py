@@ -6,6 +6,7 @@ own concurrency group, so they are answered while the loop computes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.drafting.hang_watch import end_when_hung
 from actors.drafting.load import load_strategy, warm_up
 from actors.drafting.loop import DraftLoop
 from actors.drafting.suffix import SuffixStrategy
@@ -34,9 +36,6 @@ from cluster.ranks import NAMESPACE, RankPlacement
 logger = logging.getLogger(__name__)
 
 _RESTART_PAUSE_S = 5.0
-_WATCH_EVERY_S = 0.5
-_HUNG_AFTER_DEADLINES = 2
-"""A step longer than so many link deadlines: by then the verifier has given the link up, if it could tell."""
 
 _ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
@@ -89,7 +88,8 @@ class Drafter:
         self._thread = threading.Thread(target=self._run_loop, name="draft-loop", daemon=True)
         self._thread.start()
         self._longest_deadline_s = 0.0
-        threading.Thread(target=self._watch, name="draft-watch", daemon=True).start()
+        watching = self._loop.at_work, lambda: self._longest_deadline_s
+        threading.Thread(target=end_when_hung, args=watching, name="draft-watch", daemon=True).start()
 
     @ray.method(concurrency_group="control")
     def ready(self) -> str:
@@ -164,17 +164,6 @@ class Drafter:
             logger.exception("the draft loop failed; this drafter ends and will be restarted")
             os._exit(1)
 
-    def _watch(self) -> None:
-        """End a drafter that stands still. Its links beat their hearts and its receive threads still answer, so from
-        outside it may look well."""
-        while True:
-            time.sleep(_WATCH_EVERY_S)
-            deadline_s = _HUNG_AFTER_DEADLINES * self._longest_deadline_s
-            reason = self._loop.hangs(deadline_s) if deadline_s else None
-            if reason is not None:
-                logger.error("%s; this drafter ends and will be restarted", reason)
-                os._exit(1)
-
     def _run_loop(self) -> None:
         try:
             self._loop.run()
@@ -183,6 +172,28 @@ class Drafter:
             # targets decode plainly, Ray starts a fresh drafter.
             logger.exception("the draft loop failed; this drafter ends and will be restarted")
             os._exit(1)
+
+
+class DrafterStatus:
+    """A drafter's status, for all of one event loop who ask. One call is out at a time: those that were given up would
+    pile up at a stopped drafter, which answers every one of them when it goes on."""
+
+    def __init__(self, drafter: Any) -> None:
+        """drafter: Ray's handle of the actor."""
+        self._drafter = drafter
+        self._asking: asyncio.Future[dict[str, Any]] | None = None
+
+    async def ask(self, within_s: float) -> dict[str, Any]:
+        """See Drafter.status; the answer to the call that is out, if one is. Raises TimeoutError and RayError."""
+        if self._asking is None:
+            self._asking = asyncio.wrap_future(self._drafter.status.remote().future())
+            self._asking.add_done_callback(self._answered)
+        return await asyncio.wait_for(asyncio.shield(self._asking), within_s)
+
+    def _answered(self, asking: asyncio.Future[dict[str, Any]]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # whoever asked may have given up: then nobody else takes it
 
 
 def launch_drafter(

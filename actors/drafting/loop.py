@@ -7,6 +7,7 @@ its results, among them the answers nobody had foreseen.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from actors.drafting.hang_watch import STEP
 from actors.drafting.strategy import Draft, DraftStrategy, SequenceKey, UnknownSequence
 from actors.messages import Close, Commit, DraftSampling, Message, Name, Open, Proposals, ProposalStatus
 from actors.observability.sequence_names import NAMES
@@ -51,7 +53,8 @@ class DraftLoop:
         self._asked: dict[SequenceKey, tuple[int, float]] = {}
         """Of the commit that is not yet answered: the length it led to, and when it came."""
 
-        self._working_since: float | None = None
+        self._numbers = itertools.count()
+        self._at_work: dict[int | str, int] = {}
         self.steps = 0
         self.rounds = 0
         self.drafted = 0
@@ -72,14 +75,15 @@ class DraftLoop:
         """Apply a link's messages and send what can be answered at once."""
         answers: list[Draft] = []
         arrived = self._clock()
+        self._at_work[link_id] = next(self._numbers)
         with self._lock:
-            if link_id not in self._sinks:  # it broke meanwhile
-                return
-            for message in messages:
-                answers += self._apply((link_id, message.request), message, arrived)
-            self._wake()
+            if link_id in self._sinks:  # else it broke meanwhile
+                for message in messages:
+                    answers += self._apply((link_id, message.request), message, arrived)
+                self._wake()
             outgoing = self._outgoing(answers)
         _send(outgoing)
+        self._at_work.pop(link_id, None)
 
     def stop(self) -> None:
         with self._lock:
@@ -91,16 +95,10 @@ class DraftLoop:
         with self._lock:
             self._wake()
 
-    def hangs(self, deadline_s: float) -> str | None:
-        """What has stood still for so long, or None. Waits for the lock that long at most. Not for the loop's own
-        thread."""
-        since = self._working_since
-        if since is not None and time.monotonic() - since > deadline_s:
-            return f"a step has been running for over {deadline_s:g} s"
-        if not self._lock.acquire(timeout=deadline_s):
-            return f"messages have been waiting for over {deadline_s:g} s"
-        self._lock.release()
-        return None
+    def at_work(self) -> dict[int | str, int]:
+        """What is under way, numbered anew each time: the loop's own work as STEP, and messages by their link. Takes no
+        lock, for who holds it may be what stands still."""
+        return dict(self._at_work)
 
     def usage(self) -> dict[str, float]:
         with self._lock:
@@ -116,21 +114,22 @@ class DraftLoop:
     def run(self) -> None:
         """Until stop(). An exception of the strategy ends the loop: its state can no longer be trusted."""
         while True:
+            self._at_work[STEP] = next(self._numbers)
             with self._lock:
                 if self._stopped:
+                    self._at_work.pop(STEP)
                     return
                 self._arrived = False
                 work, answers = self._strategy.plan()
                 outgoing = self._outgoing(answers)
             _send(outgoing)
             if work is None:
+                self._at_work.pop(STEP)
                 with self._lock:
                     while not self._arrived:
                         self._changed.wait()
                 continue
-            self._working_since = time.monotonic()
             work.execute()
-            self._working_since = None
             with self._lock:
                 self.steps += 1
                 outgoing = self._outgoing(self._strategy.complete(work))

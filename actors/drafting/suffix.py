@@ -44,7 +44,8 @@ class _Sequence:
     num_shared: int = 0
     """Leading tokens that are the prompt's, or that others know."""
 
-    announced: bool = False
+    num_wanted: int = 0
+    """Drafts that the last commit asked for, while it waits for the text to be read."""
 
 
 @dataclass
@@ -99,7 +100,7 @@ class SuffixStrategy:
         )
         self._sequences[key] = sequence
         self._read(key, sequence)
-        return self._ready(key, sequence)
+        return None if key in self._unread else self._ready(key, sequence)
 
     def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
         sequence = self._sequences.get(key)
@@ -109,11 +110,10 @@ class SuffixStrategy:
         self._share(sequence, PART_TOKENS)
         length = len(sequence.token_ids)
         if key in self._unread:
+            sequence.num_wanted = commit.num_wanted
             return [Draft(key, length, [], ProposalStatus.NOT_READY)] if commit.num_wanted else []
         self._read(key, sequence)
-        if commit.num_wanted == 0:
-            return []
-        return [Draft(key, length, self._draft(sequence, commit.num_wanted), ProposalStatus.OK, origin=Origin.MISS)]
+        return [self._answer(key, sequence, commit.num_wanted)] if commit.num_wanted else []
 
     def close(self, key: SequenceKey) -> None:
         sequence = self._sequences.pop(key, None)
@@ -129,8 +129,11 @@ class SuffixStrategy:
         if self._unread:
             key, sequence = next(iter(self._unread.items()))
             self._read(key, sequence)
-            ready = self._ready(key, sequence)
-            return [] if ready is None else [ready]
+            if key in self._unread:
+                return []
+            ready, num_wanted = self._ready(key, sequence), sequence.num_wanted
+            # Whoever asked before waits for an answer from READY on.
+            return [ready, *([self._answer(key, sequence, num_wanted)] if num_wanted else [])]
         for _ in range(min(_SLICE_PARTS, len(self._to_learn))):
             assert self._answers is not None
             self._answers.add(self._to_learn.popleft())
@@ -176,6 +179,10 @@ class SuffixStrategy:
             queue.popleft()
             self.counted.parts_lost += 1
 
+    def _answer(self, key: SequenceKey, sequence: _Sequence, num_wanted: int) -> Draft:
+        drafted = self._draft(sequence, num_wanted)
+        return Draft(key, len(sequence.token_ids), drafted, ProposalStatus.OK, origin=Origin.MISS)
+
     def _draft(self, sequence: _Sequence, num_wanted: int) -> list[int]:
         end_of_text = sequence.token_ids[-self.limits.max_tree_depth :]
         own = best_path(sequence.index, end_of_text, num_wanted, self.limits, is_the_text=True)
@@ -196,10 +203,8 @@ class SuffixStrategy:
         else:
             self._unread.pop(key, None)
 
-    def _ready(self, key: SequenceKey, sequence: _Sequence) -> Draft | None:
-        if key in self._unread or sequence.announced:
-            return None
-        sequence.announced = True
+    @staticmethod
+    def _ready(key: SequenceKey, sequence: _Sequence) -> Draft:
         return Draft(key, len(sequence.token_ids), [], ProposalStatus.READY)
 
     def _share(self, sequence: _Sequence, least: int) -> None:

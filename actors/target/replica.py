@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from actors.drafter import launch_drafter
+from actors.drafter import DrafterStatus, launch_drafter
 from actors.generation import GenerationRequest, RoundOutput
 from actors.ingress.retry import ReplicaLost
 from actors.model_info import VERIFICATIONS, ModelInfo
 from actors.observability.environment import process_environment
 from actors.observability.logs import request_line, serve_log_kept
-from actors.observability.metrics import ReplicaMetrics
+from actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.routing.broadcast import ReplicaReply, sign
 from actors.routing.routing_stats import RoutingStats
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve.outrider.target")
 
 _CONTROL_TIMEOUT_S = 5.0
+_DRAFTER_TIMEOUT_S = 0.5
 _REGISTRY_ATTEMPTS = 4
 _FIRST_LINK_TIMEOUT_S = 60.0
 
@@ -62,6 +63,7 @@ class Target:
         self._address = ray.get_runtime_context().gcs_address
         self._registry = get_or_create_registry(config.serving.app_name)
         self._drafter = self._start_drafter() if config.remote_drafter is not None else None
+        self._drafter_status = DrafterStatus(self._drafter) if self._drafter is not None else None
         await self._renew_lease(LOADING_LEASE_S)
         with serve_log_kept():
             self._engine = self._start_engine()
@@ -127,9 +129,9 @@ class Target:
             "state": f"LINK_STATE_{link['state'].upper()}",
             **{name: link[name] for name in ("epoch", "reconnects", "drafter", "rtt_us", "last_error")},
         }
-        assert self._drafter is not None
+        assert self._drafter_status is not None
         with suppress(ray.exceptions.RayError, TimeoutError):  # a drafter that is loading or gone has no load
-            drafter = await asyncio.wait_for(asyncio.wrap_future(self._drafter.status.remote().future()), 0.5)
+            drafter = await self._drafter_status.ask(_DRAFTER_TIMEOUT_S)
             status["drafter"] = {
                 "running": int(drafter["num_sequences"]),
                 "waiting": int(drafter["num_prefilling"]),
@@ -210,13 +212,13 @@ class Target:
 
     def _replica_metrics(self) -> ReplicaMetrics:
         # Not through self, which a replica's shutdown must be able to free.
-        name, drafter, engine = self._config.served_model_name, self._drafter, self._engine
+        name, drafter, engine = self._config.served_model_name, self._drafter_status, self._engine
         if drafter is None:
             return ReplicaMetrics(name, None, None)
         return ReplicaMetrics(
             name,
             lambda: _ask_rank_0(engine, "round_metrics"),
-            lambda: asyncio.wrap_future(drafter.status.remote().future()),
+            lambda: drafter.ask(ANSWER_WITHIN_S),
         )
 
     def _drafter_name(self) -> str | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from actors.length.fixed import FixedLengths
 from actors.length.length_controller import LengthController
@@ -30,6 +30,9 @@ from cluster.link_keeper import HANG
 logger = logging.getLogger(__name__)
 
 NO_DRAFTS = Lengths(0, 0)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Verifier:
@@ -70,11 +73,11 @@ class Verifier:
 
     def track(self, request: TrackedRequest) -> None:
         self._book.track(request)
-        self._lengths.track(request.request_id, request.num_speculative_tokens)
+        self._guarded(self._lengths.track, request.request_id, request.num_speculative_tokens)
 
     def untrack(self, request_id: str, reason: CloseReason) -> None:
         self._book.untrack(request_id, reason)
-        self._lengths.untrack(request_id)
+        self._guarded(self._lengths.untrack, request_id)
 
     def begin_step(self) -> None:
         """Adopt a new link, drop a broken one, and let opened and closed requests reach the drafter now."""
@@ -98,25 +101,26 @@ class Verifier:
                     epoch = self._link.epoch if self._link is not None else 0
                     self.tracer.committed(request_id, drafted, len(token_ids), epoch)
                 if drafted:
-                    self._lengths.observe_round(request_id, drafted, len(token_ids) - 1)
+                    self._guarded(self._lengths.observe_round, request_id, drafted, len(token_ids) - 1)
                 if request_id not in finished:
                     going_on.append(request_id)
-        lengths = self._choose(going_on)
+        lengths = self._guarded(self._lengths.choose, going_on) or {}
         for request_id, token_ids in committed.items():
             if token_ids:
                 wanted = lengths.get(request_id, NO_DRAFTS)
                 self._book.commit(request_id, token_ids, request_id in finished, wanted.k, wanted.k_miss)
         self._flush()
 
-    def _choose(self, request_ids: list[str]) -> dict[str, Lengths]:
-        """An error of the controller's must not end the engine: nothing is drafted any more, and the log says so."""
+    def _guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Every call of the length controller's. An error of its must not end the engine: nothing is drafted any more,
+        and the log says so."""
         try:
-            return self._lengths.choose(request_ids)
+            return call(*args, **kwargs)
         except Exception:
             logger.exception("the length controller failed: no more drafts until this replica is restarted")
             self._length_controller_failures += 1
             self._lengths = FixedLengths(0)
-            return {}
+            return None
 
     def take_drafts(self, request_ids: Collection[str]) -> list[list[int]]:
         """Proposals for the next step, one list per request, waiting no longer than the round's deadline.
@@ -146,7 +150,7 @@ class Verifier:
             if not self._lagging:  # else nobody waited, which says nothing of how long it would have taken
                 waited_s = time.perf_counter() - started
                 for request_id in late:
-                    self._lengths.observe_answer(request_id, Origin.NONE, 0, 0.0, waited_s)
+                    self._guarded(self._lengths.observe_answer, request_id, Origin.NONE, 0, 0.0, waited_s)
             self._lagging = True
         self._check_silence()
         self._flush()
@@ -188,7 +192,7 @@ class Verifier:
                 )
             )
             if self._step_load is not None:
-                self._lengths.observe_step(*self._step_load, period_s - self._wait_s)
+                self._guarded(self._lengths.observe_step, *self._step_load, period_s - self._wait_s)
         self._step_started, self._target_s, self._wait_s, self._work_us = now, 0.0, 0.0, 0
         self._step_load = (num_requests, num_tokens) if decodes_only else None
 
@@ -207,7 +211,7 @@ class Verifier:
             self.tracer.waited(0.0)
 
     def status(self) -> dict[str, Any]:
-        lengths = self._lengths.snapshot()
+        lengths = self._guarded(self._lengths.snapshot)
         return {
             **self.statistics.snapshot(),
             "dropped_proposals": self._book.stale + self._book.unusable,
@@ -219,6 +223,7 @@ class Verifier:
         """What is exported, in plain values: counts, histograms in seconds, the length controller's state. Cheap, for
         the next step waits for it."""
         book = self._book
+        lengths = self._guarded(self._lengths.snapshot)
         return {
             **self.statistics.counts(),
             "histograms": self.statistics.histograms(),
@@ -228,7 +233,7 @@ class Verifier:
             "wanted": {str(k): count for k, count in sorted(book.wanted.items())},
             "degraded": dict(book.degraded),
             "length_controller_failures": self._length_controller_failures,
-            "lengths": self._lengths.snapshot(),
+            "lengths": lengths or {},
         }
 
     def _take_answers(self, messages: Sequence[Message], waited_s: float) -> None:
@@ -238,7 +243,8 @@ class Verifier:
             step_s = answer.step_us / 1e6
             if self.tracer is not None:
                 self.tracer.answered(request_id, answer.origin)
-            self._lengths.observe_answer(request_id, answer.origin, len(answer.token_ids), step_s, waited_s)
+            num_tokens = len(answer.token_ids)
+            self._guarded(self._lengths.observe_answer, request_id, answer.origin, num_tokens, step_s, waited_s)
 
     def _check_silence(self) -> None:
         """A drafter that beats its heart but answers no commit for a whole link deadline hangs."""

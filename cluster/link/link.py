@@ -58,7 +58,8 @@ class Link(Generic[T]):
             breaks the link.
         on_broken: called once with the reason, from the thread that noticed, unless this side closed or aborted.
         on_receive: takes every received frame instead of the inbox, on the receive thread: return quickly. Lets one
-            consumer wait for many links on a queue of its own. Not called after close or abort has returned.
+            consumer wait for many links on a queue of its own. Not called after close, or a join that says True, has
+            returned.
         max_queued_frames: more than this many, unsent or (in the inbox) unread, break the link.
         """
         self.name = name
@@ -84,6 +85,9 @@ class Link(Generic[T]):
         self._lock = threading.Lock()
         self._broken: str | None = None
         self._ending_here: str | None = None
+        self._reaper: threading.Thread | None = None
+        """Frees the wire and sees both threads out, once the link is broken."""
+
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), name=f"{name}-{way}", daemon=True)
             for way, loop in (("send", self._send_loop), ("recv", self._recv_loop))
@@ -135,7 +139,8 @@ class Link(Generic[T]):
         return PingStats(min(round_trips_us), statistics.median(round_trips_us), max(round_trips_us))
 
     def close(self, reason: str, timeout_s: float = 1.0) -> None:
-        """Send what is queued, tell the peer why, and end. Waits `timeout_s` at most for a peer that does not read."""
+        """Send what is queued, tell the peer why, and end. Waits `timeout_s` at most for a peer that does not read, and
+        then as join does."""
         encoded = reason.encode()[:MAX_CLOSE_REASON_BYTES]
         words = np.frombuffer(encoded + b"\0" * (-len(encoded) % 4), dtype=np.int32)
         sender = self._threads[0]
@@ -148,18 +153,23 @@ class Link(Generic[T]):
         if first and sender.is_alive() and sender is not threading.current_thread():
             sender.join(timeout_s)
         self.abort(reason)
+        self.join()
 
     def abort(self, reason: str) -> None:
-        """End at once, without telling the peer. Returns when both threads have ended."""
+        """End without telling the peer. Returns at once, whatever the wire does; see join."""
         with self._lock:
             if self._ending_here is None:
                 self._ending_here = f"aborted on this side: {reason}"
         self._break(reason)
-        for thread in self._threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(_JOIN_TIMEOUT_S)
-                if thread.is_alive():
-                    logger.error("link %s: thread %s did not end", self.name, thread.name)
+
+    def join(self, timeout_s: float = 2 * _JOIN_TIMEOUT_S) -> bool:
+        """Wait until a link that has ended has freed its wire and both its threads are gone. Returns whether that is
+        so. Returns at once where it cannot be waited for: from the link's own callbacks, and before the end."""
+        reaper = self._reaper
+        if reaper is None or threading.current_thread() in self._threads:
+            return False
+        reaper.join(timeout_s)
+        return not any(thread.is_alive() for thread in (reaper, *self._threads))
 
     def _enqueue(self, item: Outgoing) -> None:
         if self._outgoing.qsize() >= self._max_queued_frames:
@@ -266,7 +276,9 @@ class Link(Generic[T]):
                 return
             ended_here = self._ending_here is not None
             self._broken = self._ending_here or reason
-        self._transport.abort()
+            # To free a wire may take long, and whoever breaks the link may be the engine's step.
+            self._reaper = threading.Thread(target=self._reap, name=f"{self.name}-reap", daemon=True)
+            self._reaper.start()
         self._outgoing.put(None)
         self._inbox.put(None)
         self._pongs.put(None)
@@ -275,3 +287,11 @@ class Link(Generic[T]):
         logger.warning("link %s, epoch %d, broken: %s", self.name, self.epoch, self._broken)
         if self._on_broken is not None:
             self._on_broken(self._broken)
+
+    def _reap(self) -> None:
+        self._transport.abort()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_JOIN_TIMEOUT_S)
+                if thread.is_alive():
+                    logger.error("link %s: thread %s did not end", self.name, thread.name)

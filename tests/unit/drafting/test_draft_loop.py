@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from actors.drafting.hang_watch import HangWatch
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import Draft
 from actors.length.origin import Origin
@@ -238,26 +239,31 @@ def test_an_answer_to_an_overtaken_commit_leaves_the_other_s_clock_alone(loop, l
     assert (answers[0].base_committed_len, work_us) == (5, 500_000)
 
 
+def ticks_until_hung(watch, at_work, most=100):
+    return next((count for count in range(most) if watch.tick(at_work(), 1.0)), None)
+
+
 def test_a_step_that_does_not_end_is_a_hang(loop, link, strategy):
     sink = link(1)
     loop.deliver(1, [opening(1, 3)])
     sink.next()
-    assert loop.hangs(0.01) is None
+    watch = HangWatch(tick_s=1.0, least_patience_s=3.0)
     strategy.gate.clear()
     loop.deliver(1, [commit(1, 3)])
     assert strategy.working.wait(SOON_S)
-    while (reason := loop.hangs(0.01)) is None:
-        pass
-    assert "a step has been running" in reason
+    assert ticks_until_hung(watch, loop.at_work) == 4
+    assert "a step has been running for over 3 s" in watch.tick(loop.at_work(), 1.0)
     strategy.gate.set()
     sink.next()
-    while loop.hangs(0.01) is not None:
+    while loop.at_work():
         pass
+    assert ticks_until_hung(watch, loop.at_work) is None
 
 
 def test_messages_that_wait_for_the_lock_are_a_hang(strategy):
     loop = DraftLoop(strategy)
     loop.attach(1, Sink())
+    loop.attach(2, Sink())
     entered, leave = threading.Event(), threading.Event()
 
     def stuck(*_):
@@ -265,9 +271,21 @@ def test_messages_that_wait_for_the_lock_are_a_hang(strategy):
         leave.wait(SOON_S)
 
     strategy.open = stuck
-    thread = threading.Thread(target=loop.deliver, args=(1, [opening(1, 3)]))
-    thread.start()
+    threads = [threading.Thread(target=loop.deliver, args=(link, [opening(1, 3)])) for link in (1, 2)]
+    for thread in threads:
+        thread.start()
     assert entered.wait(SOON_S)
-    assert "messages have been waiting" in loop.hangs(0.01)
+    watch = HangWatch(tick_s=1.0, least_patience_s=3.0)
+    assert ticks_until_hung(watch, loop.at_work) is not None
+    assert "messages have been waiting" in watch.tick(loop.at_work(), 1.0)
     leave.set()
-    thread.join(SOON_S)
+    for thread in threads:
+        thread.join(SOON_S)
+    assert loop.at_work() == {}
+
+
+def test_what_waits_for_nothing_but_news_is_not_at_work(loop):
+    loop.wake()
+    while loop.at_work():
+        pass
+    assert ticks_until_hung(HangWatch(), loop.at_work) is None

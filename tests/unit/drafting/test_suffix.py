@@ -13,7 +13,8 @@ from actors.drafting.suffix_answers import AnswerPart, SuffixAnswers
 from actors.drafting.suffix_path import SuffixLimits
 from actors.drafting.suffix_pool import PartLog, PoolMember
 from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.messages import Commit, DraftSampling, Proposals, ProposalStatus
+from actors.target.rounds import RoundBook, TrackedRequest
 from actors.verification.mode import Mode
 
 KEY, OTHER = (1, 1), (2, 7)
@@ -132,8 +133,43 @@ def test_a_long_prompt_is_read_between_rounds():
     drafted = drafter.commit(KEY, commit(KEY, len(prompt), [7]))
     assert drafted == [Draft(KEY, len(prompt) + 1, [], ProposalStatus.NOT_READY)]
     assert drafter.usage()["num_prefilling"] == 1
-    assert work_off(drafter) == [Draft(KEY, len(prompt) + 1, [], ProposalStatus.READY)]
+    assert work_off(drafter) == [
+        Draft(KEY, len(prompt) + 1, [], ProposalStatus.READY),
+        Draft(KEY, len(prompt) + 1, [8, 9, 10], ProposalStatus.OK, origin=Origin.MISS),
+    ]
     assert drafter.commit(KEY, commit(KEY, len(prompt) + 1, [8]))[0].token_ids == [9, 10, 11, 12]
+
+
+def test_of_the_commits_of_an_unread_prompt_the_last_is_answered_once_if_it_wants_drafts():
+    drafter = strategy()
+    prompt = [*range(10_000), 5, 6]
+    for key, last_wants in ((KEY, 3), (OTHER, 0)):
+        drafter.open(key, list(prompt), 4, GREEDY)
+        drafter.commit(key, commit(key, len(prompt), [7], 1))
+        drafter.commit(key, commit(key, len(prompt) + 1, [8, 9], last_wants))
+    answers = work_off(drafter)
+    assert [(answer.key, answer.status) for answer in answers] == [
+        (KEY, ProposalStatus.READY), (KEY, ProposalStatus.OK), (OTHER, ProposalStatus.READY)
+    ]  # fmt: skip
+    assert answers[1].base_committed_len == len(prompt) + 3
+    assert len(answers[1].token_ids) == 3
+
+
+def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():
+    """The verifier waits from READY on: by then the answer must be on its way."""
+    drafter = strategy()
+    prompt = [*range(10_000), 5, 6]
+    book = RoundBook()
+    book.link_up()
+    book.track(TrackedRequest("a", list(prompt), 4))
+    (opened,) = book.take_outbox()
+    drafter.open((1, opened.request), list(opened.token_ids), 4, opened.sampling)
+    book.commit("a", [7], False, 4, 4)
+    (committed,) = book.take_outbox()
+    for draft in [*drafter.commit((1, opened.request), committed), *work_off(drafter)]:
+        book.receive([Proposals(draft.key[1], draft.base_committed_len, draft.token_ids, draft.status)])
+    assert not book.awaited()
+    assert book.take_drafts(["a"]) == [[8, 9, 10]]
 
 
 def test_a_long_prompt_that_is_closed_half_read_is_forgotten():

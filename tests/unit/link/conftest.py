@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cluster.link import Link
-from tests.unit.link.memory_transport import CAPACITY, MemoryTransport
+from tests.unit.link.memory_transport import CAPACITY, SOON_S, MemoryTransport
 
 
 @pytest.fixture
@@ -31,6 +31,7 @@ def make_link():
     yield make
     for link in links:
         link.abort("end of test")
+        assert link.join(SOON_S), f"{link.name} has not ended"
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("test")]
     assert left == [], "threads survived their link"
 

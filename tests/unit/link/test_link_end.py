@@ -201,3 +201,63 @@ def test_link_that_was_never_started_can_be_ended(make_link):
     link = make_link(transport, started=False)
     link.close("never mind")
     assert transport.closed
+
+
+def test_abort_waits_for_nothing_and_leaves_nothing(make_link):
+    """Whoever aborts may be the engine's step: neither a wire that is slow to free nor a thread that is slow to end is
+    its matter."""
+    transport, _ = MemoryTransport.pair()
+    let_go = threading.Event()
+    freed_by, plain_abort, plain_recv = [], transport.abort, transport.recv
+
+    def slow_abort():
+        freed_by.append(threading.get_ident())
+        assert let_go.wait(4 * SOON_S)
+        plain_abort()
+
+    def slow_recv(buffer, timeout_s):
+        try:
+            plain_recv(buffer, timeout_s)
+        finally:
+            let_go.wait(4 * SOON_S)
+
+    transport.abort, transport.recv = slow_abort, slow_recv
+    link = make_link(transport)
+    aborted = threading.Event()
+    stepping = threading.Thread(target=lambda: (link.abort("hangs"), aborted.set()))
+    stepping.start()
+    try:
+        assert aborted.wait(SOON_S), "abort waits for the wire"
+        assert link.broken == "aborted on this side: hangs"
+        assert link.poll(60) is None
+        assert not link.join(0)
+    finally:
+        let_go.set()
+        stepping.join()
+    assert link.join(SOON_S)
+    assert len(freed_by) == 1
+    assert stepping.ident not in freed_by
+
+
+def test_too_much_unsent_costs_whoever_posts_no_time(make_link):
+    transport, _ = MemoryTransport.pair()
+    transport.peer_reads.clear()
+    let_go = threading.Event()
+    plain_abort = transport.abort
+    transport.abort = lambda: (let_go.wait(4 * SOON_S), plain_abort())
+    link = make_link(transport, max_queued_frames=3)
+    outcome = queue.SimpleQueue()
+
+    def post():
+        try:
+            link.post([words(1)] * 5)
+        except LinkBroken as error:
+            outcome.put(str(error))
+
+    posting = threading.Thread(target=post)
+    posting.start()
+    try:
+        assert "send queue overflow" in outcome.get(timeout=SOON_S)
+    finally:
+        let_go.set()
+        posting.join()

@@ -65,10 +65,9 @@ def never_after_ready(message):
     )
 
 
-def make(link=None, round_deadline_ms=10.0, link_deadline_ms=60_000.0):
-    verifier = Verifier(
-        LinkConfig(round_deadline_ms=round_deadline_ms, link_deadline_ms=link_deadline_ms), FixedLengths(4)
-    )
+def make(link=None, round_deadline_ms=10.0, link_deadline_ms=60_000.0, lengths=None):
+    config = LinkConfig(round_deadline_ms=round_deadline_ms, link_deadline_ms=link_deadline_ms)
+    verifier = Verifier(config, lengths or FixedLengths(4))
     if link is not None:
         verifier.offer_link(link)
         verifier.begin_step()

@@ -77,17 +77,30 @@ def test_forgetting_the_warm_up():
     assert verifier.status()["rounds"] == 0
 
 
-def test_a_controller_that_fails_ends_drafting_and_not_the_engine(caplog):
-    class Failing(FixedLengths):
-        def choose(self, request_ids):
-            raise ZeroDivisionError("a test")
+CONTROLLER = ("choose", "observe_answer", "observe_round", "observe_step", "snapshot", "track", "untrack")
 
-    verifier = make(FakeLink(drafting([1, 2, 3])))
-    verifier._lengths = Failing(4)
-    verifier.track(tracked())
-    for _ in range(3):
-        assert step(verifier, {"a": [7]}) == [[]]
+
+@pytest.mark.parametrize("fails", CONTROLLER)
+def test_a_controller_that_fails_ends_drafting_and_not_the_engine(fails, caplog):
+    assert set(CONTROLLER) == {name for name in vars(FixedLengths) if not name.startswith("_")}
+    lengths = FixedLengths(4)
+
+    def fail(*_):
+        raise ZeroDivisionError("a test")
+
+    setattr(lengths, fails, fail)
+    verifier = make(FakeLink(drafting([1, 2, 3])), lengths=lengths)
+    for request_id in ("a", "b"):  # whatever failed for the first does not for the second
+        verifier.track(tracked(request_id))
+        step(verifier, {request_id: [7]})
+        step(verifier, {request_id: [1, 2, 3, 9]}, {request_id: 3})
+        verifier.status()
+        verifier.untrack(request_id, CloseReason.FINISHED)
+    verifier.track(tracked("c"))
+    assert step(verifier, {"c": [7]}) == [[]]
+    assert verifier.metrics()["length_controller_failures"] == 1
     assert caplog.text.count("the length controller failed") == 1
+    assert [type(message) for message in verifier._link.sent].count(Open) == 3, "requests are followed all the same"
 
 
 def test_refused_answers_reach_the_controller_as_none():

@@ -1,0 +1,74 @@
+"""Tells a drafter that stands still from one that is slow, and from one that was stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+logger = logging.getLogger(__name__)
+
+WATCH_EVERY_S = 0.25
+LEAST_PATIENCE_S = 5.0
+_DEADLINES = 2
+"""By then the verifier has given the link up, if it could tell."""
+
+_LONGEST_BEFORE = 4
+_FADE = 0.999
+"""Of the longest time so far, a tick: half of it counts after some three minutes."""
+
+STEP = "step"
+"""What the loop's own thread does, in DraftLoop.at_work; everything else there is a link's messages."""
+
+
+class HangWatch:
+    """Reads no clock but counts its own ticks: one that came late, because the process was stopped or got no core,
+    counts as one, for in the meantime nobody could get on. Pure.
+
+    Whatever is under way may take `_DEADLINES` link deadlines, least_patience_s, or `_LONGEST_BEFORE` times what took
+    longest lately, whichever is most.
+    """
+
+    def __init__(self, tick_s: float = WATCH_EVERY_S, least_patience_s: float = LEAST_PATIENCE_S) -> None:
+        self._tick_s, self._least_patience_s = tick_s, least_patience_s
+        self._standing: dict[int | str, tuple[int, int]] = {}
+        """What was under way at the last tick: its number, and for how many ticks it has been."""
+
+        self._longest = 0.0
+
+    def tick(self, at_work: Mapping[int | str, int], link_deadline_s: float) -> str | None:
+        """What has stood still for too long, or None. at_work: see DraftLoop.at_work."""
+        before, self._standing = self._standing, {}
+        self._longest *= _FADE
+        for key, (number, ticks) in before.items():
+            if at_work.get(key) != number:
+                self._longest = max(self._longest, ticks)
+        lately_s = _LONGEST_BEFORE * self._longest * self._tick_s
+        patience_s = max(_DEADLINES * link_deadline_s, self._least_patience_s, lately_s)
+        for key, number in at_work.items():
+            known, ticks = before.get(key, (number, -1))
+            ticks = ticks + 1 if known == number else 0
+            self._standing[key] = number, ticks
+            if ticks * self._tick_s > patience_s:
+                what = "a step has been running" if key == STEP else "messages have been waiting"
+                return f"{what} for over {patience_s:g} s"
+        return None
+
+
+def end_when_hung(
+    at_work: Callable[[], Mapping[int | str, int]],
+    link_deadline_s: Callable[[], float],
+    tick_s: float = WATCH_EVERY_S,
+    least_patience_s: float = LEAST_PATIENCE_S,
+) -> NoReturn:
+    """Watch for ever; end this process when it stands still. Its links beat their hearts and its receive threads still
+    answer, so from outside it may look well."""
+    watch = HangWatch(tick_s, least_patience_s)
+    while True:
+        time.sleep(tick_s)
+        reason = watch.tick(at_work(), link_deadline_s())
+        if reason is not None:
+            logger.error("%s; this drafter ends and will be restarted", reason)
+            os._exit(1)

@@ -1,0 +1,69 @@
+"""Who asks a drafter how it is, when it does not answer."""
+
+import asyncio
+import concurrent.futures
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from actors.drafter import DrafterStatus
+from actors.observability.replica_metrics import ReplicaMetrics
+
+A_MOMENT_S = 0.01
+
+
+class StoppedDrafter:
+    """A handle as Ray gives it; every call to it stays open until the test answers."""
+
+    def __init__(self):
+        self.calls = []
+        self.status = self
+
+    def remote(self):
+        self.calls.append(concurrent.futures.Future())
+        return self
+
+    def future(self):
+        return self.calls[-1]
+
+
+async def test_one_call_is_out_however_many_ask_and_give_up():
+    drafter = StoppedDrafter()
+    status = DrafterStatus(drafter)
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            await status.ask(A_MOMENT_S)
+    metrics = ReplicaMetrics("m", None, lambda: status.ask(1.0), registry=CollectorRegistry(), answer_within_s=0.01)
+    await asyncio.gather(metrics.text(), metrics.text())
+    assert len(drafter.calls) == 1
+
+
+async def test_its_answer_is_for_all_who_wait_and_the_next_is_asked_anew():
+    drafter = StoppedDrafter()
+    status = DrafterStatus(drafter)
+    with pytest.raises(TimeoutError):
+        await status.ask(A_MOMENT_S)
+    waiting = [asyncio.ensure_future(status.ask(10.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    drafter.calls[0].set_result({"links": 1})
+    assert await asyncio.gather(*waiting) == [{"links": 1}] * 2
+    asked = asyncio.ensure_future(status.ask(10.0))
+    await asyncio.sleep(0)
+    drafter.calls[1].set_result({"links": 2})
+    assert await asked == {"links": 2}
+    assert len(drafter.calls) == 2
+
+
+async def test_a_drafter_that_dies_unanswered_is_asked_again():
+    drafter = StoppedDrafter()
+    status = DrafterStatus(drafter)
+    with pytest.raises(TimeoutError):
+        await status.ask(A_MOMENT_S)
+    asked = asyncio.ensure_future(status.ask(10.0))
+    await asyncio.sleep(0)
+    drafter.calls[0].set_exception(ConnectionError("gone"))
+    with pytest.raises(ConnectionError):
+        await asked
+    with pytest.raises(TimeoutError):
+        await status.ask(A_MOMENT_S)
+    assert len(drafter.calls) == 2
