@@ -33,7 +33,6 @@ from deploy.processes import (
     descendants,
     end_descendants,
     reap_orphans,
-    remove_shared_memory,
 )
 from deploy.progress import Progress
 from deploy.start_error import explain
@@ -114,7 +113,8 @@ class Server:
                 self._progress.say("Ray is gone already or does not answer; ending its processes")
             _call(ray.shutdown, RAY_SHUTDOWN_S if self._ray_lives() else RAY_GONE_SHUTDOWN_S)
         left = end_descendants(grace_s=5.0)
-        remove_shared_memory(self._shared_memory.theirs())
+        for name in self._shared_memory.remove_theirs():
+            self._progress.say(f"left /dev/shm/{name}: it may be another program's")
         return left
 
     def _start_ray(self, plan: ReplicaPlan) -> None:

@@ -1,7 +1,7 @@
 """``outrider serve``: a deployment on this machine, from configuration to clean end.
 
 stdout gets exactly one line, once requests can be answered. stderr gets progress, or one line that explains a
-failure. However it ends, no process it started and no shared memory of theirs is left.
+failure. However it ends, no process it started is left, and no shared memory that is certainly theirs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"outrider: serve: could not end {', '.join(left)}", file=sys.stderr, flush=True)
         code = 1
     elif server is not None and code == 0:
-        progress.say("stopped; no process and no shared memory left")
+        progress.say("stopped; nothing of this server is left")
     return code
 
 
