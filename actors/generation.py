@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
+
+from actors.deadlines import Deadline
 
 
 class RequestError(Exception):
@@ -88,8 +89,8 @@ class GenerationRequest:
     verification: str | None = None
     """``rejection``, ``block`` or ``coupled``; None: as the deployment is configured (see verification.mode)."""
 
-    deadline_unix_s: float | None = None
-    """Wall-clock time after which the answer is worthless; the engine then drops the request."""
+    deadline: Deadline | None = None
+    """After which the answer is worthless; the engine then drops the request."""
 
     prompt_chat: ChatPrompt | None = None
 
@@ -106,7 +107,7 @@ class GenerationRequest:
 
     def seconds_left(self) -> float | None:
         """Until the deadline, negative once it has passed. None without one."""
-        return None if self.deadline_unix_s is None else self.deadline_unix_s - time.time()
+        return None if self.deadline is None else self.deadline.left_s()
 
 
 @dataclass(frozen=True)

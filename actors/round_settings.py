@@ -6,5 +6,6 @@ EXTRA_ARGS_KEY = "outrider"
 - ``num_speculative_tokens``: fewer drafts than the deployment's, 0 for none;
 - ``verification``: ``rejection``, ``block`` or ``coupled``, the request's own choice;
 - ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
-- ``deadline_unix_s``: wall-clock time from which on the scheduler drops the request.
+- ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;
+- ``deadline``: its form on the way through vLLM's serving classes, within one process (see actors.openai.engine).
 """

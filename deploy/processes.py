@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -75,54 +76,112 @@ def describe(process: psutil.Process) -> str:
 
 
 class SharedMemoryWatch:
-    """Which names in /dev/shm belong to descendants. ``note`` from time to time, while those that made them live."""
+    """Which names in /dev/shm belong to descendants. ``note`` from time to time, while those that made them live.
+
+    Only what is certainly theirs is ever removed: /dev/shm may be shared with programs whose processes, and their
+    numbers, are not to be seen from here.
+    """
 
     def __init__(self) -> None:
-        self._before = shared_memory_entries()
+        self._before = _inodes()
         self._pids: set[int] = set()
-        self._mapped: set[str] = set()
+        self._mapped: dict[str, int] = {}
 
     def note(self) -> None:
         pids = {process.pid for process in descendants()}
         self._pids |= pids
-        self._mapped |= mapped_shared_memory(pids)
+        self._mapped |= _mapped_inodes(pids)
 
     def theirs(self) -> set[str]:
-        """Names that are there now: mapped by a descendant when noted, or made since the start and called after one."""
-        entries = shared_memory_entries()
-        return (entries & self._mapped) | {name for name in entries - self._before if _pids_in(name) & self._pids}
+        """New names of this user's that no living process uses, and that a descendant had mapped when noted, or that a
+        runtime library names exactly so after one."""
+        used = self._used()
+        return {
+            name
+            for name, inode in self._new().items()
+            if name not in used
+            and (self._mapped.get(name) == inode or self._is_named_after_one(name))
+            and _is_own(name)
+        }
 
     def of_nobody(self) -> set[str]:
         """Names made since the start that no living process has mapped or is called by, other than ``theirs``."""
-        new = shared_memory_entries() - self._before - self.theirs()
         living = set(psutil.pids())
-        return {name for name in new - mapped_shared_memory(living) if not _pids_in(name) & living}
+        unused = self._new().keys() - self.theirs() - mapped_shared_memory(living)
+        return {name for name in unused if not _numbers_in(name) & living}
+
+    def remove_theirs(self) -> list[str]:
+        """Unlink ``theirs``; call when their processes are gone. Returns the new names that are left although a
+        descendant had them mapped, or they hold the number of one: they may be another program's."""
+        remove_shared_memory(self.theirs())
+        return sorted(name for name in self._new() if name in self._mapped or _numbers_in(name) & self._pids)
+
+    def _new(self) -> dict[str, int]:
+        """Names, with their inodes, that were not there at the start."""
+        return {name: inode for name, inode in _inodes().items() if self._before.get(name) != inode}
+
+    def _used(self) -> set[str]:
+        """Names that a living process has mapped or open, or that a library in it may come back to."""
+        living = set(psutil.pids())
+        return mapped_shared_memory(living) | {name for name in shared_memory_entries() if _owner_in(name) in living}
+
+    def _is_named_after_one(self, name: str) -> bool:
+        return _owner_in(name) in self._pids
 
 
-def _pids_in(name: str) -> set[int]:
-    """Whole numbers in a name. Intel's OpenMP runtime makes ``__KMP_REGISTERED_LIB_<pid>_<uid>``, mapped only briefly.
+def _owner_in(name: str) -> int | None:
+    """The process that a library names its segment after, mapping it only briefly. None for any other name."""
+    if (openmp := re.fullmatch(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)", name)) is not None:  # Intel's and LLVM's
+        return int(openmp[1]) if int(openmp[2]) == os.getuid() else None
+    torch = re.fullmatch(r"torch_(\d+)_\d+_\d+", name)
+    return int(torch[1]) if torch is not None else None
 
-    The digits inside a random hexadecimal name are none.
-    """
+
+def _numbers_in(name: str) -> set[int]:
+    """Whole numbers in a name. The digits inside a random hexadecimal name are none."""
     return {int(number) for number in re.findall(r"(?<![0-9A-Za-z])\d{1,7}(?![0-9A-Za-z])", name)}
+
+
+def _is_own(name: str) -> bool:
+    try:
+        return (SHARED_MEMORY / name).lstat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+
+
+def _inodes() -> dict[str, int]:
+    """Inode of every name in /dev/shm. A name alone may be given to another segment meanwhile."""
+    try:
+        with os.scandir(SHARED_MEMORY) as entries:
+            return {entry.name: entry.inode() for entry in entries}
+    except FileNotFoundError:
+        return {}
+
+
+def _mapped_inodes(pids: Iterable[int]) -> dict[str, int]:
+    """Names in /dev/shm, with their inodes, that the given processes have mapped or open and that still have a name."""
+    found: dict[str, int] = {}
+    prefix = f"{SHARED_MEMORY}/"
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            files = [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue  # ended meanwhile
+        fields = (line.split(maxsplit=5) for line in maps.splitlines() if prefix in line)
+        seen = [(words[5], int(words[4])) for words in fields]
+        for file in files:
+            with suppress(FileNotFoundError):  # closed meanwhile
+                seen.append((os.readlink(file), os.stat(file).st_ino))
+        for path, inode in seen:
+            if path.startswith(prefix) and not path.endswith("(deleted)"):
+                found[path.removeprefix(prefix)] = inode
+    return found
 
 
 def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
     """Names in /dev/shm that the given processes have mapped or open and that still have a name there."""
-    names: set[str] = set()
-    for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
-        except OSError:
-            continue  # ended meanwhile
-        mapped = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/" in line)
-        names.update(
-            path.removeprefix(f"{SHARED_MEMORY}/")
-            for path in [*mapped, *links]
-            if path.startswith(f"{SHARED_MEMORY}/") and not path.endswith("(deleted)")
-        )
-    return names
+    return set(_mapped_inodes(pids))
 
 
 def shared_memory_entries() -> set[str]:

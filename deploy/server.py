@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
@@ -26,6 +25,7 @@ from cluster.config import ConfigError, OutriderConfig
 from cluster.ranks import NAMESPACE
 from deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from deploy.client.sync_client import OutriderClient, OutriderError
+from deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
 from deploy.ports import reachable
 from deploy.processes import (
     SharedMemoryWatch,
@@ -33,7 +33,6 @@ from deploy.processes import (
     descendants,
     end_descendants,
     reap_orphans,
-    remove_shared_memory,
 )
 from deploy.progress import Progress
 from deploy.start_error import explain
@@ -68,7 +67,8 @@ class Server:
         self._address = os.environ.get("RAY_ADDRESS")
         self._shared_memory = SharedMemoryWatch()
         self._logs: Path | None = None
-        self._daemons: list[psutil.Process] = []
+        self._daemons: dict[int, str] = {}
+        self._stopped_asking = threading.Event()
 
     def start(self) -> None:
         """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
@@ -98,23 +98,50 @@ class Server:
         self._wait_until_answering()
 
     def wait(self) -> None:
-        """Return never; Stopped ends it."""
+        """Return never; Stopped ends it. Raises ServerDied when Ray, Serve or the application has ended by itself."""
+        judge = ApplicationJudge(self._config.serving.app_name)
+        asking = (self._application_state, judge, self._stopped_asking)
+        threading.Thread(target=keep_asking, args=asking, daemon=True).start()
         for beat in itertools.count():
+            self._check_lives(judge)
             if beat % NOTE_EVERY_BEATS == 0:
                 # Processes that die early would take the knowledge of their shared memory with them.
                 self._shared_memory.note()
             reap_orphans()
             self._stop.wait(BEAT_S)
 
+    def _check_lives(self, judge: ApplicationJudge) -> None:
+        """Raises ServerDied, or Stopped when asked to end meanwhile."""
+        alive = {process.pid for process in descendants()}
+        dead = next((name for pid, name in self._daemons.items() if pid not in alive), None)
+        died = judge.verdict() if dead is None else f"Ray's {dead} has ended"
+        if died is not None:
+            self._stop.wait(0.5)  # a signal to the whole process group ends them, too
+            raise ServerDied(f"{died}{self._where()}")
+
+    def _application_state(self) -> ApplicationState:
+        """As Serve's controller says. Raises what Ray raises when it does not answer."""
+        app = serve.status().applications.get(self._config.serving.app_name)
+        if app is None:
+            return ApplicationState(None, serves=False)
+        serves = app.status is ApplicationStatus.RUNNING or all(
+            any(getattr(state, "value", state) == "RUNNING" and count for state, count in each.replica_states.items())
+            for each in app.deployments.values()
+        )
+        message = app.message or next((each.message for each in app.deployments.values() if each.message), "")
+        return ApplicationState(app.status.value, serves and bool(app.deployments), message)
+
     def stop(self) -> list[str]:
         """Take everything down. Returns one line per process that could not be ended."""
+        self._stopped_asking.set()
         self._shared_memory.note()
         if ray.is_initialized():
             if not _call(self._take_down_serve, SERVE_SHUTDOWN_S, while_true=self._ray_lives):
                 self._progress.say("Ray is gone already or does not answer; ending its processes")
             _call(ray.shutdown, RAY_SHUTDOWN_S if self._ray_lives() else RAY_GONE_SHUTDOWN_S)
         left = end_descendants(grace_s=5.0)
-        remove_shared_memory(self._shared_memory.theirs())
+        for name in self._shared_memory.remove_theirs():
+            self._progress.say(f"left /dev/shm/{name}: it may be another program's")
         return left
 
     def _start_ray(self, plan: ReplicaPlan) -> None:
@@ -141,7 +168,7 @@ class Server:
                 logging_level=level,
             )
             self._logs = Path(context.address_info["session_dir"]) / "logs"
-            self._daemons = [process for process in descendants() if process.name() in RAY_DAEMONS]
+            self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}
         self._stop.install()
         self._progress.say(f"Ray is up{self._where()}")
         if not self._address and os.environ.get("RAY_AUTH_MODE") == "token":
@@ -197,7 +224,7 @@ class Server:
     def _ray_lives(self) -> bool:
         """False when the daemons we started ended before us, as a signal to the whole process group makes them."""
         alive = {process.pid for process in descendants()}
-        return all(daemon.pid in alive for daemon in self._daemons)
+        return all(pid in alive for pid in self._daemons)
 
     def _take_down_serve(self) -> None:
         # Ends the replicas gracefully. In a cluster of ours the rest goes down with Ray: serve.shutdown would kill its

@@ -6,9 +6,11 @@ What is known about a request without the model is checked here; the rest is vLL
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from actors.deadlines import Deadline
 from actors.generation import RequestError
 from actors.http.fields import BY_ENDPOINT
 from actors.http.rules import held_against
@@ -43,7 +45,7 @@ def to_openai_request(
     *,
     num_speculative_tokens: int,
     request_id: str,
-    now_unix_s: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> OpenAIRequest:
     """num_speculative_tokens: K, 0 without a drafter. request_id: for a request that brings none.
 
@@ -61,7 +63,7 @@ def to_openai_request(
         body=kept,
         round_options=_round_options(speculation, _is_structured(kept), num_speculative_tokens),
         trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
-        deadline_unix_s=_deadline(headers, now_unix_s),
+        deadline=_deadline(headers, clock),
     )
 
 
@@ -155,7 +157,7 @@ def _check_num_speculative_tokens(wanted: Any, enabled: bool, most: int) -> None
         raise RequestError(field, "is given, but speculation.enabled is false", "leave one of the two out")
 
 
-def _deadline(headers: Mapping[str, str], now_unix_s: float) -> float | None:
+def _deadline(headers: Mapping[str, str], clock: Callable[[], float]) -> Deadline | None:
     text = headers.get(TIMEOUT_HEADER)
     if text is None:
         return None
@@ -164,4 +166,4 @@ def _deadline(headers: Mapping[str, str], now_unix_s: float) -> float | None:
         raise RequestError(
             TIMEOUT_HEADER, f"{text[:40]!r} is no time to answer in", f"send 1 to {MAX_TIMEOUT_MS} milliseconds"
         )
-    return now_unix_s + timeout_ms / 1000
+    return Deadline.after(timeout_ms / 1000, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -75,7 +74,6 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
             request.headers,
             num_speculative_tokens=context.num_speculative_tokens,
             request_id=uuid.uuid4().hex,
-            now_unix_s=time.time(),
         )
         return await ask(context.target, checked, context.max_retries)
 

@@ -5,7 +5,7 @@ The generated functions would do, but for six things, all of them in the proxy, 
 - Serve passes a client's cancellation on only while the proxy waits for a message; one that arrives while the proxy
   writes a message is lost, and the engine goes on generating for nobody. So streams are read by a task of their own,
   which only ever waits for messages.
-- That task would pile up what a slow client does not read. It gives such a client up at MAX_UNREAD_BYTES.
+- That task would pile up what a slow client does not read. It gives such a client up (see _Unread).
 - A request that does not decode would end as UNKNOWN, with protobuf's own words. One that is larger than
   MAX_REQUEST_BYTES would go all the way to be refused there.
 - A client that ends its side without having sent a request would be left waiting for ever: gRPC's asyncio server
@@ -17,6 +17,7 @@ The generated functions would do, but for six things, all of them in the proxy, 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -30,7 +31,14 @@ from actors.ingress.gate import CAPACITY_METADATA, Gates
 from outrider.v1 import generation_pb2_grpc
 
 MAX_UNREAD_BYTES = 8 << 20
-"""Of one call: thousands of rounds. The engine is never held up by whoever reads its answers."""
+"""Of one call: thousands of rounds. More may wait for a moment, as long as it becomes less. The engine is never held up
+by whoever reads its answers."""
+
+MOST_UNREAD_BYTES = 4 * MAX_UNREAD_BYTES
+"""No message is kept beyond these, the largest one not counted."""
+
+PATIENCE_S = 10.0
+"""In which a reader with more than MAX_UNREAD_BYTES before it must have caught up by something."""
 
 MAX_REQUEST_BYTES = 32 << 20
 """Millions of token ids. Serve's own limit is 2 GiB."""
@@ -155,16 +163,18 @@ def _stream(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callable[...
         if isinstance(request, CallFailure):
             _fail(context, request)
             return
-        unread = _Unread()
+
+        def give_up() -> None:
+            _fail(context, _slow_reader())
+            # Serve tells the replica when its handler is cancelled while it waits for the next message.
+            reading.cancel()
+
+        unread = _Unread(give_up)
 
         async def read() -> None:
             try:
                 async for message in handler(request, context):
-                    if not unread.put(message) and not unread.given_up:
-                        unread.give_up()
-                        _fail(context, _slow_reader())
-                        # Serve tells the replica when its handler is cancelled while it waits for the next message.
-                        asyncio.current_task().cancel()  # type: ignore[union-attr]
+                    unread.put(message)
             finally:
                 unread.close()
 
@@ -177,6 +187,7 @@ def _stream(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callable[...
                 reading.result()
             _finish(context)
         finally:
+            unread.stop_watching()
             # The handler still uses the context on its way out, which crashes the process once the call is over.
             reading.cancel()
             await asyncio.wait([reading])
@@ -185,38 +196,83 @@ def _stream(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callable[...
 
 
 class _Unread:
-    """Messages of one call that its client has not read."""
+    """Messages of one call that its client has not read.
 
-    def __init__(self) -> None:
+    The client is slow when, over MAX_UNREAD_BYTES, they do not become fewer within PATIENCE_S, or when they
+    are over MOST_UNREAD_BYTES without the largest of them. One message's size is never held against the client.
+    """
+
+    def __init__(self, on_slow: Callable[[], None]) -> None:
+        """on_slow: called once; nothing is kept from then on."""
         self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._on_slow = on_slow
+        self._sizes: deque[int] = deque()
         self._bytes = 0
+        self._most_bytes = 0
+        """At a time, since the backlog was last judged."""
+
+        self._judging: asyncio.TimerHandle | None = None
+        self._closed = False
         self.given_up = False
 
-    def put(self, message: bytes) -> bool:
-        """False: there is no room, or the client was given up; the message is dropped."""
-        if self.given_up or self._bytes + len(message) > MAX_UNREAD_BYTES:
-            return False
+    def put(self, message: bytes) -> None:
+        if self.given_up:
+            return
+        if self._bytes > MOST_UNREAD_BYTES and self._bytes - max(self._sizes) > MOST_UNREAD_BYTES:
+            self._give_up()
+            return
         self._bytes += len(message)
+        self._sizes.append(len(message))
+        self._most_bytes = max(self._most_bytes, self._bytes)
         self._messages.put_nowait(message)
-        return True
+        if self._bytes > MAX_UNREAD_BYTES and self._judging is None:
+            self._watch()
 
-    def give_up(self) -> None:
+    def stop_watching(self) -> None:
+        if self._judging is not None:
+            self._judging.cancel()
+
+    def _watch(self) -> None:
+        self._most_bytes = self._bytes
+        self._judging = asyncio.get_running_loop().call_later(PATIENCE_S, self._judge)
+
+    def _judge(self) -> None:
+        self._judging = None
+        if self._bytes <= MAX_UNREAD_BYTES:
+            return
+        if self._bytes < self._most_bytes:
+            self._watch()
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
         self.given_up = True
         while not self._messages.empty():
             self._messages.get_nowait()
+        self._sizes.clear()
+        self._bytes = 0
+        if self._closed:
+            self._messages.put_nowait(None)
+        self._on_slow()
 
     def close(self) -> None:
+        """There will be no more."""
+        self._closed = True
         self._messages.put_nowait(None)
 
     async def get(self) -> bytes | None:
         """None at the end."""
         message = await self._messages.get()
-        self._bytes -= len(message or b"")
+        if message is not None:
+            self._bytes -= self._sizes.popleft()
         return message
 
 
 def _slow_reader() -> CallFailure:
-    sentence = f"{MAX_UNREAD_BYTES >> 20} MiB of the answer are unread; read faster, or ask for less with each token"
+    sentence = (
+        f"over {MAX_UNREAD_BYTES >> 20} MiB of the answer wait to be read and do not become fewer; "
+        "read faster, or ask for less with each token"
+    )
     return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "SLOW_READER")
 
 

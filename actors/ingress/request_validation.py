@@ -7,8 +7,11 @@ on, so defaults stay the engine's.
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from actors.deadlines import Deadline
 from actors.generation import ChatPrompt, GenerationRequest, RequestError
 from actors.ingress.prompt_validation import to_chat_prompt
 from actors.ingress.sampling_validation import check_vocabulary, to_sampling
@@ -40,11 +43,15 @@ class ServedModel:
 
 
 def to_generation_request(
-    message: GenerationMessage, served: ServedModel, *, request_id: str, now_unix_s: float
+    message: GenerationMessage,
+    served: ServedModel,
+    *,
+    request_id: str,
+    clock: Callable[[], float] = time.monotonic,
 ) -> GenerationRequest:
     """Check message and translate it.
 
-    request_id: the client's, or one made for a client that sent none. now_unix_s: time of arrival.
+    request_id: the client's, or one made for a client that sent none.
     Raises RequestError naming the first public field that is wrong.
     """
     check_request_id(request_id)
@@ -61,7 +68,7 @@ def to_generation_request(
         speculation=enabled,
         num_speculative_tokens=num_speculative_tokens,
         verification=_verification(message),
-        deadline_unix_s=_deadline(message, now_unix_s),
+        deadline=_deadline(message, clock),
     )
 
 
@@ -149,12 +156,12 @@ def _verification(message: GenerationMessage) -> str | None:
     return chosen
 
 
-def _deadline(message: GenerationMessage, now_unix_s: float) -> float | None:
+def _deadline(message: GenerationMessage, clock: Callable[[], float]) -> Deadline | None:
     if not message.HasField("timeout_ms"):
         return None
     if message.timeout_ms == 0:
         raise RequestError("timeout_ms", "0 leaves no time to answer", "send 1 or more, or leave it out")
-    return now_unix_s + message.timeout_ms / 1000
+    return Deadline.after(message.timeout_ms / 1000, clock)
 
 
 def _shown(text: str, limit: int = 60) -> str:

@@ -195,7 +195,7 @@ class Ingress(HandleCalls, HealthCalls):
         return [(REQUEST_ID_METADATA, request_id), *self._capacity_metadata, *load_metadata(load)]
 
     def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
-        return to_generation_request(request, self._served, request_id=request_id, now_unix_s=time.time())
+        return to_generation_request(request, self._served, request_id=request_id)
 
     async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """The target's outputs.

@@ -3,7 +3,7 @@ wrong is told in exceptions that they know the status of."""
 
 from __future__ import annotations
 
-import time
+import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
@@ -15,6 +15,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from actors.deadlines import Deadline
 from actors.generation import LIMITS, RequestError
 from actors.observability.tracing import traced_generate
 from actors.round_settings import EXTRA_ARGS_KEY
@@ -41,16 +42,22 @@ class CheckedEngine:
         check_for_ranks(sampling_params)
         if self._co_located is not None:
             check_for_co_located(sampling_params, self._co_located)
-        return self._outputs(prompt, sampling_params, request_id, options)
+        params, deadline = _with_time_left(sampling_params)
+        return self._outputs(prompt, params, request_id, options, deadline)
 
     async def _outputs(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        options: dict[str, Any],
+        deadline: Deadline | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         started = False
         async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
             try:
                 async for output in outputs:
-                    check_reasons(output, params)
+                    check_reasons(output, params, deadline)
                     started = True
                     yield output
             except EngineDeadError:
@@ -78,20 +85,27 @@ def check_for_co_located(params: SamplingParams, method: str) -> None:
         raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
 
 
-def check_reasons(output: RequestOutput, params: SamplingParams) -> None:
+def check_reasons(output: RequestOutput, params: SamplingParams, deadline: Deadline | None) -> None:
     """vLLM's classes know one way in which the engine gives a request up. Raises for the two that are not its fault."""
     for completion in output.outputs:
         if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
             raise VLLMValidationError(
                 f"{', '.join(asked)} left no token to choose, or the grammar could not go on", parameter=asked[0]
             )
-        if completion.finish_reason == "abort" and _is_late(params):
+        if completion.finish_reason == "abort" and deadline is not None and deadline.left_s() <= 0:
             raise GracefulHTTPError("aborted when its deadline passed", HTTPStatus.REQUEST_TIMEOUT)
 
 
-def _is_late(params: SamplingParams) -> bool:
-    deadline = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}).get("deadline_unix_s")
-    return deadline is not None and deadline <= time.time()
+def _with_time_left(params: SamplingParams) -> tuple[SamplingParams, Deadline | None]:
+    """What goes to the engine's process, and the deadline by which this one judges."""
+    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
+    deadline: Deadline | None = ours.get("deadline")
+    if deadline is None:
+        return params, None
+    kept = {name: value for name, value in ours.items() if name != "deadline"}
+    params = copy.copy(params)  # vLLM gives all prompts of a request the same extra_args
+    params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: {**kept, "timeout_s": deadline.left_s()}}
+    return params, deadline
 
 
 def _first_line(error: BaseException) -> str:

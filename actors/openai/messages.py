@@ -5,9 +5,10 @@ Free of vLLM: the ingress loads this.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from actors.deadlines import Deadline
 
 Endpoint = Literal["chat", "completions", "tokenize", "detokenize", "models", "openapi"]
 """``/v1/chat/completions``, ``/v1/completions``, ``/tokenize``, ``/detokenize``, ``/v1/models``, ``/openapi.json``."""
@@ -31,12 +32,12 @@ class OpenAIRequest:
     avoid_replicas: tuple[str, ...] = ()
     """Replicas that have just failed this request."""
 
-    deadline_unix_s: float | None = None
-    """Wall-clock time after which the answer is worthless."""
+    deadline: Deadline | None = None
+    """After which the answer is worthless."""
 
     def seconds_left(self) -> float | None:
         """Until the deadline, negative once it has passed. None without one."""
-        return None if self.deadline_unix_s is None else self.deadline_unix_s - time.time()
+        return None if self.deadline is None else self.deadline.left_s()
 
 
 @dataclass(frozen=True)

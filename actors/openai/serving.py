@@ -149,8 +149,8 @@ class OpenAIServing:
             raise RequestError("speculation", "this deployment drafts for every request alike", "leave it out")
         parsed = validated(kind, request.body)
         ours = dict(request.round_options)
-        if request.deadline_unix_s is not None:
-            ours["deadline_unix_s"] = request.deadline_unix_s
+        if request.deadline is not None:
+            ours["deadline"] = request.deadline  # CheckedEngine makes what is left of it
         if ours:
             parsed.vllm_xargs = {EXTRA_ARGS_KEY: ours}  # set past vLLM's validation
         return parsed

@@ -58,8 +58,8 @@ def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: 
         ours["num_speculative_tokens"] = limit
     if request.verification is not None:
         ours["verification"] = request.verification
-    if request.deadline_unix_s is not None:
-        ours["deadline_unix_s"] = request.deadline_unix_s
+    if (left_s := request.seconds_left()) is not None:
+        ours["timeout_s"] = left_s
     if ours:
         settings["extra_args"] = {EXTRA_ARGS_KEY: ours}
     try:

@@ -4,6 +4,7 @@ with every round's counts beside its tokens."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -21,19 +22,20 @@ class RoundScheduling:
 
     requests: dict[str, Request]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadlines = Deadlines()
+        self._clock = clock
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if (deadline := _deadline_unix_s(request)) is not None:
-            self._deadlines.add(request.request_id, deadline, self.requests)
+        if (timeout_s := _timeout_s(request)) is not None:
+            self._deadlines.add(request.request_id, self._clock() + timeout_s, self.requests)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Requests whose deadline has passed, running or waiting, get no further step. Their front end says so to
-        their clients: it has the same deadline."""
-        if late := self._deadlines.passed(time.time(), self.requests):
+        their clients: it has a deadline of its own, which is no later than this."""
+        if late := self._deadlines.passed(self._clock(), self.requests):
             self.finish_requests(late, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
@@ -72,8 +74,8 @@ def _as_of_now(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
     return RequestSpecDecodeMetrics(metrics.num_spec_tokens, list(metrics.histogram), metrics.num_draft_tokens)
 
 
-def _deadline_unix_s(request: Request) -> float | None:
+def _timeout_s(request: Request) -> float | None:
     params = request.sampling_params
     ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
-    deadline: float | None = ours.get("deadline_unix_s")
-    return deadline
+    timeout_s: float | None = ours.get("timeout_s")
+    return timeout_s

@@ -1,7 +1,7 @@
 """``outrider bench``: a closed-loop load on our server, in turns with another way to serve the same target.
 
 Exit status: 0 measured, 1 it failed (one line on stderr says why), 2 the command line is wrong, 130 interrupted.
-However it ends, no process it started and no shared memory of theirs is left.
+However it ends, no process it started is left, and no shared memory that is certainly theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deploy.bench.plot import check_plot, draw
 from deploy.bench.report import table
 from deploy.bench.run import BenchRun, configuration, other_configuration
 from deploy.client.request import OutriderError
-from deploy.processes import SharedMemoryWatch, adopt_orphans, end_descendants, remove_shared_memory
+from deploy.processes import SharedMemoryWatch, adopt_orphans, end_descendants
 from deploy.progress import Progress
 from deploy.stop import Stopped, StopSignal
 
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
                     bench.close()
             finally:
                 left = end_descendants(grace_s=0.0 if bench is None else 5.0)
-                remove_shared_memory(memory.theirs())
+                for name in memory.remove_theirs():
+                    progress.say(f"left /dev/shm/{name}: it may be another program's")
     if left:
         return _fail(f"bench: could not end {', '.join(left)}", verbose=False)
     return code

@@ -1,7 +1,7 @@
 """``outrider serve``: a deployment on this machine, from configuration to clean end.
 
 stdout gets exactly one line, once requests can be answered. stderr gets progress, or one line that explains a
-failure. However it ends, no process it started and no shared memory of theirs is left.
+failure. However it ends, no process it started is left, and no shared memory that is certainly theirs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import traceback
 from typing import TextIO
 
 from cluster.config import ConfigError, OutriderConfig
+from deploy.liveness import ServerDied
 from deploy.ports import reachable, settle_ports
 from deploy.preset import Overrides, is_preset, models_to_fetch, preset_names, resolve_config
 from deploy.progress import Progress
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit code: 0, or 1 after a failure told on stderr."""
+    """Serve until SIGINT or SIGTERM, or until what it runs on dies. Returns the exit code: 0, or 1 after a failure told
+    on stderr."""
     addresses = _claim_stdout(args.verbose)
     progress = Progress()
     stop = StopSignal()
@@ -58,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         progress.say("stopping")
     except ConfigError as error:
         code = _fail(str(error), args.verbose)
+    except ServerDied as error:
+        code = _fail(f"serve: {error}", args.verbose)
     except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
         code = _fail(f"serve: {type(error).__name__}: {error}", args.verbose)
     finally:
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"outrider: serve: could not end {', '.join(left)}", file=sys.stderr, flush=True)
         code = 1
     elif server is not None and code == 0:
-        progress.say("stopped; no process and no shared memory left")
+        progress.say("stopped; nothing of this server is left")
     return code
 
 

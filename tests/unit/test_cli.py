@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,6 @@ from cluster.config import ConfigError, parse_config
 from deploy import app, cli
 from deploy.app import config_from_args
 from deploy.ports import pick_free_port, port_is_free, settle_ports
-from deploy.processes import SharedMemoryWatch, mapped_shared_memory, remove_shared_memory
 from deploy.start_error import explain
 from deploy.stop import Stopped, StopSignal
 
@@ -198,45 +196,6 @@ def test_orphans_of_orphans_are_ended() -> None:
     result = subprocess.run([sys.executable, "-c", ADOPTER], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert not psutil.pid_exists(int(result.stdout))
-
-
-def test_shared_memory_is_found_by_who_maps_it_and_removed() -> None:
-    mine = shared_memory.SharedMemory(create=True, size=4096)
-    try:
-        assert mine.name in mapped_shared_memory([os.getpid()])
-        assert mine.name not in mapped_shared_memory([os.getppid()])
-        assert remove_shared_memory({mine.name, "not-there"}) == [mine.name]
-        assert mine.name not in mapped_shared_memory([os.getpid()]), "a name that is gone is nothing to remove"
-    finally:
-        mine.close()
-        shared_memory.SharedMemory(create=True, size=1, name=mine.name).unlink()  # for Python's own bookkeeping
-
-
-RUNTIME = """
-import os, sys
-open(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_0", "w").close()
-print("made", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_shared_memory_called_after_a_process_is_known_when_that_was_killed() -> None:
-    watch = SharedMemoryWatch()
-    process = subprocess.Popen([sys.executable, "-c", RUNTIME], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    name = f"__KMP_REGISTERED_LIB_{process.pid}_0"
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert name not in watch.of_nobody(), "its process is alive"
-        watch.note()
-        process.kill()
-        process.communicate()
-        assert name in watch.theirs()
-        assert remove_shared_memory([name]) == [name]
-        assert name not in watch.theirs()
-    finally:
-        process.kill()
-        remove_shared_memory([name])
 
 
 TRACEBACK = """The deployment failed to start 1 times in a row. See controller logs for details. Error:

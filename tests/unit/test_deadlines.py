@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from actors.deadlines import Deadlines
+import pickle
+
+from actors.deadlines import Deadline, Deadlines
+from actors.generation import GenerationRequest
+from actors.openai.messages import OpenAIRequest
 
 
 def test_each_passed_deadline_is_given_once_and_in_order() -> None:
@@ -28,3 +32,30 @@ def test_deadlines_of_requests_that_are_over_are_not_kept() -> None:
         deadlines.add(str(number), 86_400.0 + number, {str(number), "0"})
     assert len(deadlines) < 200
     assert deadlines.passed(1e9, {"0"}) == ["0"]
+
+
+def test_what_travels_is_the_time_left_and_no_clocks_reading() -> None:
+    """Another node's clock, of either kind, shows something else; one may be set while the request is on its way."""
+    now = 1_000.0
+    here = Deadline.after(5.0, clock=lambda: now)
+    elsewhere = Deadline.after(5.0, clock=lambda: 77_000.0)
+    assert pickle.dumps(here) == pickle.dumps(elsewhere)
+    now += 2.0
+    assert here.left_s() == 3.0
+    restore, left = here.__reduce__()
+    assert (restore, left) == (Deadline.after, (3.0,))
+    assert restore(*left, clock=lambda: 50.0) == Deadline(53.0)  # type: ignore[call-arg]
+
+
+def test_both_kinds_of_request_carry_it_to_another_process() -> None:
+    deadline = Deadline(1_005.0, clock=lambda: 1_000.0)
+    for request in (
+        GenerationRequest("r", prompt_text="a", deadline=deadline),
+        OpenAIRequest("chat", "r", deadline=deadline),
+    ):
+        arrived = pickle.loads(pickle.dumps(request))
+        assert request.seconds_left() == 5.0
+        assert arrived.deadline.clock is not deadline.clock
+        assert arrived.seconds_left() <= 5.0
+    assert GenerationRequest("r", prompt_text="a").seconds_left() is None
+    assert OpenAIRequest("chat", "r").seconds_left() is None

@@ -1,5 +1,6 @@
 import pytest
 
+from actors.deadlines import Deadline
 from actors.generation import RequestError
 from actors.http.door import MAX_ANSWERS, to_openai_request
 
@@ -8,7 +9,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 def door(body, endpoint="chat", headers=(), k=4):
     return to_openai_request(
-        endpoint, body, dict(headers), num_speculative_tokens=k, request_id="made", now_unix_s=1000.0
+        endpoint, body, dict(headers), num_speculative_tokens=k, request_id="made", clock=lambda: 1000.0
     )
 
 
@@ -46,7 +47,7 @@ def test_trace_headers_are_passed_on():
 
 
 def test_deadline():
-    assert door(CHAT, headers={"x-request-timeout-ms": "1500"}).deadline_unix_s == 1001.5
+    assert door(CHAT, headers={"x-request-timeout-ms": "1500"}).deadline == Deadline(1001.5)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "", "soon", "9" * 12, "9" * 400, "²"])

@@ -23,6 +23,7 @@ from outrider.v1 import generation_pb2_grpc as rpc
 
 FAILURE = CallFailure(grpc.StatusCode.ALREADY_EXISTS, "taken", "REQUEST_ID_IN_USE", request_id="r-1")
 BIG = "x" * 100_000
+HUGE = "x" * (12 << 20)
 
 
 class Proxy:
@@ -67,6 +68,16 @@ class Proxy:
                     context.set_code(FAILURE.code)
                     context.set_details(FAILURE.packed())
                     return
+                if request.request_id == "huge":
+                    for delta in ("small", HUGE, "last"):  # at once: the huge one waits behind the small one
+                        yield pb.GenerateStreamResponse(text_delta=delta).SerializeToString()
+                    return
+                if request.request_id in ("huge twice", "huge twice, then a stall"):
+                    for delta in (HUGE, HUGE):
+                        yield pb.GenerateStreamResponse(text_delta=delta).SerializeToString()
+                    if request.request_id == "huge twice":
+                        return
+                    await asyncio.sleep(60)
                 yield pb.GenerateStreamResponse(text_delta="whole").SerializeToString()
                 if request.request_id == "hang":
                     await asyncio.sleep(60)
@@ -86,7 +97,8 @@ async def serving(proxy: Proxy) -> AsyncIterator[grpc.aio.Channel]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        options = [("grpc.max_receive_message_length", 64 << 20)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
             yield channel
     finally:
         await server.stop(None)
@@ -210,7 +222,7 @@ async def test_a_call_that_went_well_keeps_its_metadata() -> None:
 
 
 async def test_a_slow_reader_is_given_up_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_services, "MAX_UNREAD_BYTES", 4 << 20)
+    monkeypatch.setattr(grpc_services, "MOST_UNREAD_BYTES", 4 << 20)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
@@ -234,6 +246,71 @@ async def test_a_reader_that_keeps_up_may_read_more_than_that(monkeypatch: pytes
             proxy.read.release()
         call.cancel()
         await asyncio.wait_for(proxy.cancelled.wait(), 30)
+
+
+@pytest.mark.parametrize("most", [None, 1000])
+async def test_one_message_may_be_as_large_as_it_is(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if most is not None:
+        monkeypatch.setattr(grpc_services, "MOST_UNREAD_BYTES", most)
+    async with serving(Proxy()) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        sizes = [len(m.text_delta) async for m in stub.GenerateStream(pb.GenerateStreamRequest(request_id="huge"))]
+    assert sizes == [5, len(HUGE), 4]
+
+
+async def test_a_reader_that_stops_is_given_up_though_nothing_more_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport takes the first few messages; what waits behind them does not become fewer."""
+    monkeypatch.setattr(grpc_services, "PATIENCE_S", 0.2)
+    proxy = Proxy()
+    async with serving(proxy) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        call = stub.GenerateStream(pb.GenerateStreamRequest(request_id="huge twice, then a stall"))
+        await asyncio.wait_for(proxy.cancelled.wait(), 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ended(call)
+    assert reason(trailing(caught.value.trailing_metadata())) == "SLOW_READER"
+
+
+async def test_a_reader_that_stops_is_given_up_when_the_answer_is_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    gave_up = asyncio.Event()
+
+    class Watched(grpc_services._Unread):
+        def _give_up(self) -> None:
+            super()._give_up()
+            gave_up.set()
+
+    monkeypatch.setattr(grpc_services, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(grpc_services, "_Unread", Watched)
+    async with serving(Proxy()) as channel:
+        call = rpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest(request_id="huge twice"))
+        await asyncio.wait_for(gave_up.wait(), 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(ended(call), 30)
+    assert reason(trailing(caught.value.trailing_metadata())) == "SLOW_READER"
+
+
+async def test_a_backlog_that_shrinks_is_waited_for_and_one_that_does_not_is_not() -> None:
+    slow = 0
+
+    def on_slow() -> None:
+        nonlocal slow
+        slow += 1
+
+    unread = grpc_services._Unread(on_slow)
+    for _ in range(3):
+        unread.put(b"x" * (5 << 20))
+    assert unread._judging is not None
+    await unread.get()
+    unread._judge()
+    assert not slow, "there are fewer than there were"
+    assert not unread.given_up
+    unread.put(b"x")
+    unread._judge()
+    assert (slow, unread.given_up) == (1, True), "there are more than there were"
+    unread.put(b"x")
+    unread.close()
+    assert await unread.get() is None, "nothing is kept of a call that was given up"
+    unread.stop_watching()
 
 
 async def test_a_client_that_leaves_is_noticed_while_nothing_is_written() -> None:

@@ -79,12 +79,12 @@ def test_template_variables_have_a_depth() -> None:
 
 def test_a_request_may_be_a_conversation() -> None:
     request = pb.GenerateRequest(chat=chat(("user", "hi")))
-    made = to_generation_request(request, SERVED, request_id="r", now_unix_s=0.0)
+    made = to_generation_request(request, SERVED, request_id="r")
     assert made.prompt_chat is not None
     assert (made.prompt_text, made.prompt_token_ids, made.prompt_chat.messages[0].content) == (None, None, "hi")
     request.apply_chat_template = True
     with pytest.raises(RequestError, match="apply_chat_template: cannot be applied to chat"):
-        to_generation_request(request, SERVED, request_id="r", now_unix_s=0.0)
+        to_generation_request(request, SERVED, request_id="r")
 
 
 def test_tokenizing_needs_a_prompt_which_may_be_empty_text() -> None:

@@ -141,7 +141,7 @@ async def test_generation_requests_are_taken_or_refused_by_name(tokens: PromptTo
     taken, refused = 0, []
     for message in requests(pb.GenerateRequest):
         try:
-            asked = to_generation_request(message, SERVED, request_id="r", now_unix_s=0.0)
+            asked = to_generation_request(message, SERVED, request_id="r")
             params = sampling_params(asked, len(await tokens.prompt_ids(asked)), MAX_LEN)
             try:
                 params.verify(model, None, StructuredOutputsConfig(backend="xgrammar"), SimpleNamespace())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actors.deadlines import Deadline
 from actors.generation import GenerationRequest, RequestError
 from actors.ingress.request_validation import GenerationMessage, ServedModel, to_generation_request
 from outrider.v1 import generation_pb2 as pb
@@ -16,7 +17,7 @@ PLAIN = ServedModel(name="pair", num_speculative_tokens=0, vocab_size=100)
 
 
 def translate(message: GenerationMessage, served: ServedModel = SERVED, request_id: str = "r-1") -> GenerationRequest:
-    return to_generation_request(message, served, request_id=request_id, now_unix_s=1000.0)
+    return to_generation_request(message, served, request_id=request_id, clock=lambda: 1000.0)
 
 
 def refused(message: GenerationMessage, served: ServedModel = SERVED, request_id: str = "r-1") -> RequestError:
@@ -86,7 +87,7 @@ def test_every_field_arrives(message_type: type[GenerationMessage]) -> None:
     assert request.sampling == chosen
     assert request.num_answers == 64
     assert (request.speculation, request.num_speculative_tokens, request.verification) == (True, 3, "block")
-    assert request.deadline_unix_s == pytest.approx(1001.5)
+    assert request.deadline == Deadline(1001.5)
 
 
 def test_speculation_can_be_switched_off_and_the_template_asked_for() -> None:

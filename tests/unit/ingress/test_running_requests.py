@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from actors.deadlines import Deadline
 from actors.generation import GenerationRequest, RoundOutput, Usage
 from actors.ingress.running_requests import RunningRequests
 
@@ -105,7 +106,7 @@ def test_a_deadline_ends_the_wait() -> None:
             await asyncio.sleep(60)
             yield RoundOutput("", ())
 
-        with RunningRequests().hold(GenerationRequest("r", prompt_text="a", deadline_unix_s=1.0)) as running:
+        with RunningRequests().hold(GenerationRequest("r", prompt_text="a", deadline=Deadline.after(-1.0))) as running:
             await running.next(forever())
 
     with pytest.raises(TimeoutError):

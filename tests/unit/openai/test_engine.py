@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from actors.deadlines import Deadline
 from actors.openai.engine import CheckedEngine
 
 
@@ -20,9 +20,10 @@ class Llm:
     name = "llm"
 
     def __init__(self, *script):
-        self._script, self.closed = script, False
+        self._script, self.closed, self.params = script, False, []
 
     async def generate(self, prompt, params, request_id, **options):
+        self.params.append(params)
         try:
             for step in self._script:
                 if isinstance(step, Exception):
@@ -82,12 +83,24 @@ async def test_constraints_that_leave_no_token_are_the_clients():
 
 
 async def test_an_abort_at_the_deadline_is_a_timeout():
-    late = {"outrider": {"deadline_unix_s": time.time() - 1}}
+    late = {"outrider": {"deadline": Deadline(1000.0, clock=lambda: 1000.0)}}
     with pytest.raises(GracefulHTTPError) as caught:
         await collect(generate(Llm("abort"), extra_args=late))
     assert caught.value.http_status == 408
-    early = {"outrider": {"deadline_unix_s": time.time() + 60}}
+    early = {"outrider": {"deadline": Deadline(1060.0, clock=lambda: 1000.0)}}
     assert await collect(generate(Llm("abort"), extra_args=early)) == ["abort"]
+
+
+async def test_the_engine_is_told_what_is_left_and_each_prompt_is():
+    """vLLM gives all prompts of a request the same extra_args; what the engine gets crosses into its process."""
+    now, llm = 1000.0, Llm("stop")
+    given = {"outrider": {"verification": "coupled", "deadline": Deadline(1060.0, clock=lambda: now)}, "other": 1}
+    await collect(generate(llm, extra_args=given))
+    now += 20.0
+    await collect(generate(llm, extra_args=given))
+    assert [params.extra_args for params in llm.params] == [
+        {"outrider": {"verification": "coupled", "timeout_s": left_s}, "other": 1} for left_s in (60.0, 40.0)
+    ]
 
 
 async def test_closing_closes_the_engines_generator():

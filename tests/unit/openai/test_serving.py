@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from actors.deadlines import Deadline
 from actors.ingress.retry import ReplicaLost
 from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.openai.serving import OpenAIServing
@@ -151,9 +151,9 @@ async def test_a_stream_has_an_event_a_round(serving):
 
 
 async def test_options_of_the_round_reach_the_engine(serving, llm):
-    deadline = time.time() + 60
-    await whole(serving, "chat", CHAT, round_options={"verification": "block"}, deadline_unix_s=deadline)
-    assert llm.params[0].extra_args == {"outrider": {"verification": "block", "deadline_unix_s": deadline}}
+    deadline = Deadline(1060.0, clock=lambda: 1000.0)
+    await whole(serving, "chat", CHAT, round_options={"verification": "block"}, deadline=deadline)
+    assert llm.params[0].extra_args == {"outrider": {"verification": "block", "timeout_s": 60.0}}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -215,7 +215,7 @@ async def test_an_engine_that_dies_in_a_stream_is_an_event(serving, llm):
 
 async def test_the_deadline_ends_a_whole_answer(serving, llm):
     llm.script = [None]
-    status, body = await whole(serving, "chat", CHAT, deadline_unix_s=time.time() + 0.05)
+    status, body = await whole(serving, "chat", CHAT, deadline=Deadline.after(0.05))
     assert status == body["error"]["code"] == 408
     assert llm.open == 0
 
@@ -224,7 +224,7 @@ async def test_the_deadline_ends_a_whole_answer(serving, llm):
 async def test_the_deadline_ends_a_stream(serving, llm, script):
     llm.script = script
     body = {"prompt": "hi", "stream": True}
-    head, parts = await answer(serving, "completions", body, deadline_unix_s=time.time() + 0.2)
+    head, parts = await answer(serving, "completions", body, deadline=Deadline.after(0.2))
     assert '"code": 408' in parts[-1]
     assert head.status == (408 if script == [None] else 200)
     await asyncio.sleep(0.01)

@@ -46,7 +46,7 @@ def test_seeds_are_kept_on_gpus():
         ({"extra_args": {"outrider": {"verification": "block"}}}, "speculation.verification"),
         ({"seed": 1}, "sampling.seed"),
         ({"seed": 1, "temperature": 0.0}, None),
-        ({"extra_args": {"outrider": {"deadline_unix_s": 1.0}}}, None),
+        ({"extra_args": {"outrider": {"timeout_s": 1.0}}}, None),
         ({}, None),
     ],
 )

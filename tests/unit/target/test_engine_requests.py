@@ -13,6 +13,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
+from actors.deadlines import Deadline
 from actors.generation import (
     GenerationRequest,
     RequestError,
@@ -46,7 +47,7 @@ def test_extra_args_hold_what_the_request_set_and_nothing_else() -> None:
         "num_speculative_tokens": 0,
         "verification": "coupled",
     }
-    assert settings(deadline_unix_s=12.5) == {"deadline_unix_s": 12.5}
+    assert settings(deadline=Deadline(1012.5, clock=lambda: 1000.0)) == {"timeout_s": 12.5}
 
 
 def test_every_parameter_reaches_vllm_by_its_name() -> None:

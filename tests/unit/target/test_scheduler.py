@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,18 +40,21 @@ class Books:
 class Scheduler(RoundScheduling, Books): ...
 
 
-def request(request_id: str, deadline_unix_s: float | None = None, **fields: Any) -> Any:
-    ours = None if deadline_unix_s is None else {EXTRA_ARGS_KEY: {"deadline_unix_s": deadline_unix_s}}
+def request(request_id: str, timeout_s: float | None = None, **fields: Any) -> Any:
+    ours = None if timeout_s is None else {EXTRA_ARGS_KEY: {"timeout_s": timeout_s}}
     fields.setdefault("spec_decode_metrics", None)
     return SimpleNamespace(request_id=request_id, sampling_params=SamplingParams(extra_args=ours), **fields)
 
 
 def test_requests_whose_time_is_up_get_no_further_step() -> None:
-    scheduler = Scheduler()
-    for each in (request("late", time.time() - 1), request("early", time.time() + 60), request("any")):
+    now = 5_000.0
+    scheduler = Scheduler(clock=lambda: now)
+    for each in (request("late", 1.0), request("early", 60.0), request("any")):
         scheduler.add_request(each)
     pooling = SimpleNamespace(request_id="pooling", sampling_params=None, spec_decode_metrics=None)
     scheduler.add_request(pooling)
+    assert scheduler.schedule() == ["late", "early", "any", "pooling"]
+    now += 1.0
     assert scheduler.schedule() == ["early", "any", "pooling"]
     assert scheduler.ended == [("late", RequestStatus.FINISHED_ABORTED)]
     assert scheduler.schedule(True) == ["early", "any", "pooling"]

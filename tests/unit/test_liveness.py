@@ -1,0 +1,138 @@
+"""When a server takes what it runs on for dead, and when it waits for Serve to mend it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from cluster.config import parse_config
+from deploy import liveness
+from deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
+from deploy.progress import Progress
+from deploy.server import Server
+from deploy.stop import Stopped, StopSignal
+
+RUNNING = ApplicationState("RUNNING", serves=True)
+REPLACING = ApplicationState("UNHEALTHY", serves=False, message="a replica\nfailed its health check")
+ONE_OF_TWO = ApplicationState("UNHEALTHY", serves=True)
+DELETING = ApplicationState("DELETING", serves=False)
+UNKNOWN = ApplicationState(None, serves=False)
+
+
+class Watched:
+    """A judge on a clock that the test moves, asked as often as the server asks."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self.judge = ApplicationJudge("outrider", clock=lambda: self.now)
+
+    def during(self, seconds: float, state: ApplicationState | str) -> str | None:
+        """The first verdict while the controller says the same, or fails with the same, for so long."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += liveness.ASK_EVERY_S
+            if isinstance(state, str):
+                self.judge.failed(state)
+            else:
+                self.judge.answered(state)
+            if (verdict := self.judge.verdict()) is not None:
+                return verdict
+        return None
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def test_a_running_application_is_alive(watched: Watched) -> None:
+    assert watched.during(100_000.0, RUNNING) is None
+
+
+def test_a_replica_that_is_replaced_is_no_death(watched: Watched) -> None:
+    for _ in range(5):
+        assert watched.during(600.0, REPLACING) is None
+        assert watched.during(10.0, RUNNING) is None
+    assert watched.during(100_000.0, ONE_OF_TWO) is None, "the other one serves"
+
+
+def test_a_replica_that_never_comes_back_is_one(watched: Watched) -> None:
+    verdict = watched.during(2_000.0, REPLACING)
+    assert verdict == (
+        "the application 'outrider' is UNHEALTHY and has had no replica that serves for 905 s: "
+        "a replica failed its health check"
+    )
+    failed = ApplicationState("DEPLOY_FAILED", serves=False)
+    assert "is DEPLOY_FAILED and" in str(Watched().during(2_000.0, failed))
+
+
+def test_a_controller_that_ray_starts_again_is_no_death(watched: Watched) -> None:
+    for _ in range(5):
+        assert watched.during(40.0, "ActorUnavailableError: restarting") is None
+        assert watched.during(10.0, UNKNOWN) is None, "it reads its state back"
+        assert watched.during(10.0, RUNNING) is None
+
+
+def test_a_controller_that_stays_away_is_one(watched: Watched) -> None:
+    verdict = watched.during(100.0, "ActorDiedError:\nkilled")
+    assert verdict == "Serve's controller has not answered for 65 s (ActorDiedError: killed)"
+
+
+def test_a_call_that_hangs_is_no_answer(watched: Watched) -> None:
+    watched.now += 59.0
+    assert watched.judge.verdict() is None
+    watched.now += 2.0
+    assert watched.judge.verdict() == "Serve's controller has not answered for 61 s (no answer)"
+
+
+@pytest.mark.parametrize(("state", "how"), [(UNKNOWN, "is gone"), (DELETING, "is being deleted")])
+def test_an_application_that_is_taken_down_is_one(watched: Watched, state: ApplicationState, how: str) -> None:
+    assert watched.during(20.0, state) is None
+    assert watched.during(10.0, RUNNING) is None
+    assert watched.during(35.0, state) is None
+    assert watched.during(5.0, state) == f"the application 'outrider' {how}; somebody else took it down"
+
+
+def test_what_was_said_last_does_not_grow_old_while_the_controller_is_away(watched: Watched) -> None:
+    assert watched.during(25.0, UNKNOWN) is None
+    assert watched.during(40.0, "away") is None
+    assert watched.during(5.0, RUNNING) is None
+
+
+def test_asking_goes_on_after_a_failure_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.001)
+    stopped, judge = threading.Event(), ApplicationJudge("outrider")
+    asked = 0
+
+    def ask() -> ApplicationState:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise ConnectionError("no controller")
+        stopped.set()
+        return UNKNOWN
+
+    keep_asking(ask, judge, stopped)
+    assert asked == 2
+    assert judge._state == UNKNOWN
+    assert judge._problem == "ConnectionError: no controller"
+
+
+def test_a_daemon_of_rays_that_ended_is_told_unless_a_signal_came_too() -> None:
+    stop = StopSignal()
+    server = Server(parse_config({"target": {"model": "none"}}), stop, Progress())
+    judge = ApplicationJudge("outrider")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as daemon:
+        server._daemons = {daemon.pid: "raylet"}
+        server._check_lives(judge)
+        daemon.kill()
+        psutil.wait_procs([psutil.Process(daemon.pid)], timeout=30)
+        with pytest.raises(ServerDied, match="Ray's raylet has ended"):
+            server._check_lives(judge)
+        stop._event.set()
+        with pytest.raises(Stopped):
+            server._check_lives(judge)
