@@ -3,10 +3,10 @@
     python -m tests.bench.draft_host_work --step-ms 24
     python -m tests.bench.draft_host_work --step-ms 0.3
 
-The drafter's own loop, planner and engine around an emulated draft model that sleeps for --step-ms. One sequence, whose
-target is played by this process: it takes the drafts, waits as long as a verification would, and commits what the text
-has. Prints where the time between two forward passes goes, in milliseconds: with long steps on a core that has slept,
-with short ones on a core whose caches are warm.
+The drafter's own loop, planner and engine around an emulated draft model whose device takes --step-ms. One sequence,
+whose target is played by this process: it takes the drafts, waits as long as a verification would, and commits what the
+text has. Prints where the host's time goes, in milliseconds, but for the wait for the device: what lies between launch
+and read runs beside the device. With long steps on a core that has slept, with short ones on one with warm caches.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def write_drafter(directory: Path, step_ms: float) -> Path:
     from tests.bench.emulation.emulation import Emulation
     from tests.bench.emulation.pair import VOCAB_SIZE
     from tests.bench.emulation.step_time import StepTime
-    from tests.bench.emulation.text_process import TextProcess
+    from tests.bench.emulation.text_process import Text, TextProcess
 
-    text = TextProcess(acceptance=0.8, second=0.735, third=0.176)
+    text = Text.of(TextProcess(acceptance=0.8, second=0.735, third=0.176))
     emulation = Emulation("drafter", StepTime(step_ms, step_ms * 0.005), text)
     return write_checkpoint(directory / "drafter", emulation, vocab_size=VOCAB_SIZE)
 
@@ -122,6 +122,7 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
     from actors.drafting.loop import DraftLoop
     from actors.drafting.paged_forward import PagedForward
     from cluster.config import DraftModelConfig, SpeculationConfig
+    from tests.bench.emulation.device import Device
     from tests.bench.emulation.model import EmulatedForCausalLM
 
     config = DraftModelConfig(
@@ -136,7 +137,8 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
     warm_up(strategy)
     marks = Marks()
     for owner, method, name in (
-        (EmulatedForCausalLM, "forward", "forward pass"),
+        (EmulatedForCausalLM, "forward", "launch"),
+        (Device, "read", "read"),
         (EmulatedForCausalLM, "compute_logits", "logits"),
         (draft_worker, "_draw", "draw"),
         (DraftModelStrategy, "plan", "plan"),
@@ -154,10 +156,10 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
 
 def report(marks: Marks) -> str:
     pieces = marks.pieces()
-    steps = len(pieces[("forward pass begins", "forward pass ends")])
+    steps = len(pieces[("read begins", "read ends")])
     lines, total = [], 0.0
     for (before, after), times in pieces.items():
-        if len(times) > steps / 2 and before != "forward pass begins":
+        if len(times) > steps / 2 and before != "read begins":
             total += float(np.median(times))
             lines.append(f"{np.median(times):8.3f} {np.percentile(times, 90):8.3f}  {before} .. {after}")
     return "\n".join(["  median   90th", *lines, f"{total:8.3f}           all, of {steps} steps"])

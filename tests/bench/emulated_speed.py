@@ -2,9 +2,9 @@
 
     python -m tests.bench.emulated_speed --profile 70b-8b --batches 1,8,32 --out result.json
 
-Both models take their time asleep, see docs/emulation.md; scheduling, messages, verification and bookkeeping are real,
-and run on this machine's cores. ``--dilation 4`` makes all emulated times four times as long and reports speeds and
-times as if they were not: the same accelerators beside a host four times as fast.
+Both models take their time on emulated devices, see docs/emulation.md; scheduling, messages, verification and
+bookkeeping are real, and run on this machine's cores. ``--dilation 4`` makes all emulated times four times as long and
+reports speeds and times as if they were not: the same accelerators beside a host four times as fast.
 """
 
 from __future__ import annotations
@@ -15,22 +15,27 @@ import os
 import platform
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tests.bench.emulation import in_process, served
 from tests.bench.emulation.load import Load
-from tests.bench.emulation.measurement import Measurement, Side, bound, sides_of, table
+from tests.bench.emulation.measurement import Measurement, Side, ceiling, sides_of, table
 from tests.bench.emulation.pair import EmulatedPair, write_pair
-from tests.bench.emulation.plugin import install
 from tests.bench.emulation.profiles import BATCHES, PROFILES, TEXTS, Profile
-from tests.bench.emulation.round_times import round_times
+from tests.bench.emulation.progress import FullRounds
+from tests.bench.emulation.rounds import RoundTimes, rounds_of
 from tests.bench.emulation.trace import read_trace
 
 SIDES = ("plain", "in-process", "in-process-tp", "outrider")
+
+LADDER = (1, 2, 3, 4, 6, 8, 12)
+"""Every K that ``--k best`` may come to. 12 is beyond what any of the profiles gains from."""
+
+_LOOK_EVERY_S = 1.0
 
 
 class Run:
@@ -40,57 +45,60 @@ class Run:
         self.args, self.directory = args, directory
         self.profile: Profile = PROFILES[args.profile]
         self.text = TEXTS[args.text]
-        slow = {
-            name: getattr(self.profile, name).times(args.dilation)
-            for name in ("target", "drafter", "drafter_in_process")
-        }
-        self.pair: EmulatedPair = write_pair(directory, replace(self.profile, **slow), self.text, args.wait == "poll")
-        self.loads = [Load(batch, batch * args.requests, args.tokens) for batch in args.batches]
+        dilated = self.profile.times(args.dilation)
+        self.pair: EmulatedPair = write_pair(directory, dilated, self.text, args.wait == "poll")
 
     def measure(self, side: Side) -> Iterator[Measurement]:
-        if side.name == "outrider":
-            yield from self._outrider(side)
+        """K goes up for each batch until its speed falls."""
+        best: dict[int, float] = dict.fromkeys(self.args.batches, 0.0)
+        for k in self.args.k if side.drafter else (0,):
+            for measured in self._at(side, k, list(best)):
+                yield measured
+                if measured.tokens_per_s < best[measured.batch] and self.args.stops:
+                    del best[measured.batch]
+                else:
+                    best[measured.batch] = max(best[measured.batch], measured.tokens_per_s)
+            if not best:
+                return
+
+    def _at(self, side: Side, k: int, batches: list[int]) -> Iterator[Measurement]:
+        loads = [Load(batch, self.args.rounds, self.args.tokens, self.args.temperature) for batch in batches]
+        if side.hides_drafts:
+            yield from self._outrider(side, k, loads)
             return
         drafter = {"in-process": self.pair.drafter, "in-process-tp": self.pair.drafter_in_process}.get(side.name)
-        for k in self.args.k if drafter else [0]:
-            job = in_process.Job(str(self.pair.target), str(drafter) if drafter else None, k, self.loads)
-            log = self.directory / f"{side.name}-{k}.log"
-            for load, answered in zip(self.loads, in_process.run(job, log), strict=True):
-                yield self._measurement(side, load, k, answered)
+        job = in_process.Job(str(self.pair.target), str(drafter) if drafter else None, k, loads, str(self.pair.traces))
+        log = self.directory / f"{side.name}-{k}.log"
+        for load, answered in zip(loads, in_process.run(job, self.directory, log), strict=True):
+            yield self._measurement(side, load, k, answered)
 
-    def _outrider(self, side: Side) -> Iterator[Measurement]:
-        most = max(self.args.k)
-        config = served.configuration(self.pair, most, max(self.args.batches), self.args.speculation)
-        with served.serving(config, self.directory, self.directory / "outrider.log") as client:
-            for k in self.args.k:
-                served.wait_until_drafting(client, k, max(self.args.batches))
-                for load in self.loads:
-                    answered = served.carry(client, load, k)
-                    yield replace(
-                        self._measurement(side, load, k, answered),
-                        hits=answered.hits,
-                        reported={name: ms / self.args.dilation for name, ms in answered.median_ms.items()},
-                    )
+    def _outrider(self, side: Side, k: int, loads: list[Load]) -> Iterator[Measurement]:
+        most = max(load.batch for load in loads)
+        config = served.configuration(self.pair, k, most, {"speculation": self.args.speculation})
+        with served.serving(config, self.directory, f"outrider-{k}") as client:
+            served.wait_until_drafting(client, most)
+            for load in loads:
+                rounds = FullRounds(self.pair.traces, load, _LOOK_EVERY_S)
+                yield self._measurement(side, load, k, served.carry(client, load, rounds.are_enough))
 
     def _measurement(
         self, side: Side, load: Load, k: int, answered: in_process.Answered | served.Served
     ) -> Measurement:
         window = answered.started_s, answered.ended_s
         target, drafter = (read_trace(self.pair.traces, role, *window) for role in ("target", "drafter"))
+        rounds = rounds_of(target, drafter, load.batch, self.text if side.hides_drafts else None)
         return Measurement(
             side=side.name,
             batch=load.batch,
             k=k,
-            tokens=answered.tokens,
-            seconds=(answered.ended_s - answered.started_s) / self.args.dilation,
             accelerators=side.accelerators,
-            acceptance_length=answered.acceptance_length,
-            bound=bound(side, self.profile.target, self.text, load.batch, k),
-            times=round_times(target, drafter, load.batch * (k + 1), 1.0 / self.args.dilation),
+            ceiling=ceiling(side, self.profile.target, self.text, load.batch, k),
+            times=RoundTimes.of(rounds, 1.0 / self.args.dilation),
+            reported=answered.counts if isinstance(answered, served.Served) else {},
         )
 
 
-def best(measurements: list[Measurement]) -> list[Measurement]:
+def best(measurements: Iterable[Measurement]) -> list[Measurement]:
     """The fastest K of each side and batch."""
     found: dict[tuple[str, int], Measurement] = {}
     for measured in measurements:
@@ -104,7 +112,7 @@ def best(measurements: list[Measurement]) -> list[Measurement]:
 def working_directory(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         keep.mkdir(parents=True)
-        yield keep
+        yield keep.resolve()
         return
     with tempfile.TemporaryDirectory(prefix="emulated-speed-") as name:
         yield Path(name)
@@ -121,15 +129,25 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def lengths(text: str) -> list[int]:
+    return list(LADDER) if text == "best" else numbers(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=PROFILES, default="70b-8b")
     parser.add_argument("--text", choices=TEXTS, default="stated", help="how the drafter follows the target")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help=", ".join(SIDES))
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="concurrent requests")
-    parser.add_argument("--k", type=numbers, default=[2, 3, 4, 6], help="tokens drafted a round")
-    parser.add_argument("--tokens", type=int, default=128, help="a request")
-    parser.add_argument("--requests", type=int, default=3, help="each slot of a batch carries one after another")
+    ladder = ", ".join(map(str, LADDER))
+    parser.add_argument(
+        "--k",
+        default="best",
+        help=f"tokens drafted a round: numbers to measure each, or best: {ladder}, until a side's speed falls",
+    )
+    parser.add_argument("--rounds", type=int, default=2000, help="of the whole batch, at least, for each figure")
+    parser.add_argument("--tokens", type=int, default=512, help="a request")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dilation", type=float, default=1.0, help="times as long as the profile's")
     parser.add_argument(
         "--wait", choices=("sleep", "poll"), default="sleep", help="how a host waits for the end of a model's step"
@@ -140,12 +158,12 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="work in this new directory and leave logs and traces there")
     parser.add_argument("--out", type=Path, help="every measurement as JSON")
     args = parser.parse_args()
+    args.stops, args.k = args.k == "best", lengths(args.k)
     # Ended from outside, it still stops the engine or the server it started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     measurements: list[Measurement] = []
     with working_directory(args.keep) as directory:
-        install(directory / "plugin")
         run = Run(args, directory)
         sides = sides_of(run.profile)
         print(f"{args.profile}, text {args.text}, dilation {args.dilation:g}, {environment()}", flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.emulation.step_time import StepTime
-from tests.bench.emulation.text_process import TextProcess
+from tests.bench.emulation.text_process import Text
 
 KEY = "emulation"
 
@@ -21,7 +21,7 @@ class Emulation:
     """``target`` or ``drafter``: names its trace."""
 
     time: StepTime
-    follows: TextProcess | None = None
+    follows: Text | None = None
     """How a drafter follows the target; None for the target."""
 
     trace_directory: str | None = None
@@ -51,6 +51,6 @@ class Emulation:
             **{
                 **document,
                 "time": StepTime(**document["time"]),
-                "follows": None if follows is None else TextProcess(**follows),
+                "follows": None if follows is None else Text.from_json(follows),
             }
         )

@@ -11,68 +11,80 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.emulation.load import Load, prompt
+from cluster.cores import available_cores, thread_environment
+from tests.bench.emulation import plugin
+from tests.bench.emulation.load import ClosedLoop, Load, prompt
+from tests.bench.emulation.progress import FullRounds
 
 MAX_MODEL_LEN = 2048
 KV_CACHE_BYTES = 128 << 20
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and the loads it is to carry, one after another."""
+    """One engine and the loads it is to carry, one after another. traces: where its models write."""
 
     target: str
     drafter: str | None
     k: int
     loads: list[Load]
+    traces: str
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One load's end. started_s, ended_s: of time.perf_counter."""
+    """One load's end. started_s, ended_s: of time.perf_counter. tokens: that all its requests got."""
 
     started_s: float
     ended_s: float
     tokens: int
-    acceptance_length: float
 
 
-def run(job: Job, log: Path) -> list[Answered]:
-    """Start an engine, carry the loads, end it. What it writes to stderr goes to log. Raises CalledProcessError."""
-    from cluster.cores import available_cores, thread_environment
+def run(job: Job, directory: Path, log: Path) -> list[Answered]:
+    """Start an engine, carry the loads, end it. What it writes to stderr goes to log. Raises CalledProcessError.
 
-    environment = os.environ | thread_environment(available_cores()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    directory: to run in, see `plugin.environment`.
+    """
+    environment = {
+        **os.environ,
+        **thread_environment(available_cores()),
+        **plugin.environment(directory / "plugin"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     command = [sys.executable, "-m", __name__, json.dumps(asdict(job))]
     with log.open("w") as errors:
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=errors, text=True, check=True
+        )
     return [Answered(**row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
-def _carry(engine: Any, load: Load, first_index: int) -> Answered:
+def carry(engine: Any, load: Load, is_enough: Callable[[], bool], first_index: int = 0) -> Answered:
+    """Raises RuntimeError when a request did not get all tokens it asked for."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=load.max_tokens, ignore_eos=True)
-    indices = iter(range(first_index, first_index + load.num_requests))
-    tokens = accepted = rounds = 0
+    params = SamplingParams(temperature=load.temperature, max_tokens=load.max_tokens, ignore_eos=True)
+    loop = ClosedLoop(load, is_enough, first_index)
+    tokens = 0
     started = time.perf_counter()
-    for index, _ in zip(indices, range(load.batch), strict=False):
+    for index in loop.first():
         engine.add_request(str(index), prompt(index), params)
     while engine.has_unfinished_requests():
         for output in engine.step():
             if not output.finished:
                 continue
-            answer = output.outputs[0]
-            tokens += len(answer.token_ids)
-            if answer.spec_decode_metrics is not None:
-                counted = answer.spec_decode_metrics.to_dict()
-                accepted, rounds = accepted + counted["num_accepted_draft_tokens"], rounds + counted["num_spec_steps"]
-            if (index := next(indices, -1)) >= 0:
+            tokens += len(output.outputs[0].token_ids)
+            if (index := loop.after_one_ended()) is not None:
                 engine.add_request(str(index), prompt(index), params)
-    return Answered(started, time.perf_counter(), tokens, 1.0 + accepted / max(rounds, 1))
+    if tokens != loop.tokens:
+        raise RuntimeError(f"{tokens} of {loop.tokens} tokens ran")
+    return Answered(started, time.perf_counter(), tokens)
 
 
 def main() -> None:
@@ -88,7 +100,6 @@ def main() -> None:
                 "model": document["drafter"],
                 "num_speculative_tokens": document["k"],
             },
-            "per_request_spec_decode_metrics": "summary",
         }
     engine = LLM(
         document["target"],
@@ -100,8 +111,12 @@ def main() -> None:
         distributed_executor_backend="uni",
         **speculative,
     ).llm_engine
-    _carry(engine, Load(loads[0].batch, loads[0].batch, 8), first_index=900_000)
-    print("\n" + json.dumps([asdict(_carry(engine, load, first_index=0)) for load in loads]), flush=True)
+    carry(engine, Load(loads[0].batch, 0, 8), lambda: True, first_index=900_000)
+    answered = []
+    for load in loads:
+        rounds = FullRounds(Path(document["traces"]), load, _LOOK_EVERY_S)
+        answered.append(asdict(carry(engine, load, rounds.are_enough)))
+    print("\n" + json.dumps(answered), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.bench.emulation.profiles import Profile
-from tests.bench.emulation.round_times import RoundTimes
+from tests.bench.emulation.rounds import RoundTimes
 from tests.bench.emulation.step_time import StepTime
-from tests.bench.emulation.text_process import TextProcess
+from tests.bench.emulation.text_process import Text
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,17 @@ def sides_of(profile: Profile) -> dict[str, Side]:
 
 
 @dataclass(frozen=True)
+class Ceiling:
+    """tok/s of the batch when only devices take time, at one K, text and step times."""
+
+    covered: float
+    """On the side that hides drafts: with every outcome prepared for, which no run reaches. Else as expected."""
+
+    expected: float
+    """With as many outcomes prepared for as the text allows."""
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One side at one batch and K. Times and speeds are those of the profile: the host's dilation is taken out."""
 
@@ -42,55 +53,86 @@ class Measurement:
     k: int
     """Tokens drafted a round at most; 0: no speculation."""
 
-    tokens: int
-    seconds: float
     accelerators: int
-    acceptance_length: float
-    bound: float
-    """tok/s without any host work, and on the side that hides drafts with every outcome prepared for."""
-
+    ceiling: Ceiling
     times: RoundTimes
-    hits: dict[str, int] = field(default_factory=dict)
-    """The verifier's counts of main-line hits, side-branch hits and misses, where it keeps them."""
-
     reported: dict[str, float] = field(default_factory=dict)
-    """The verifier's own medians of a round's time, in milliseconds, over its last 512 steps: a short load's hold steps
-    of the one before it. Its target and draft times are the models' with the host's work around each forward pass."""
+    """The verifier's own counts of hits over the load, requests before and after the full batch included."""
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+        return self.times.tokens / self.times.seconds
+
+    @property
+    def tokens_a_round(self) -> float:
+        """Of one request."""
+        return self.times.tokens / self.times.rounds / self.batch
 
 
-def bound(side: Side, target: StepTime, text: TextProcess, batch: int, k: int) -> float:
-    """tok/s of the batch when only accelerators take time."""
-    step_ms = target.step_ms(batch * (k + 1))
+def ceiling(side: Side, target: StepTime, text: Text, batch: int, k: int) -> Ceiling:
+    """Of one side. k: 0 for plain decoding."""
     if side.drafter is None or k == 0:
-        return 1e3 * batch / target.step_ms(batch)
-    if side.hides_drafts:
-        # One draft step more than K, for the guess at the bonus token.
-        step_ms = max(step_ms, (k + 1) * side.drafter.step_ms(batch))
-    else:
+        plain = 1e3 * batch / target.step_ms(batch)
+        return Ceiling(plain, plain)
+    step, draft = target.step_ms(batch * (k + 1)), side.drafter
+    tokens = 1e3 * batch * text.acceptance_length(k)
+    if not side.hides_drafts:
         # The first draft step also feeds the tokens that were verified, rejected ones masked.
-        step_ms += side.drafter.step_ms(batch * (k + 2)) + (k - 1) * side.drafter.step_ms(batch)
-    return 1e3 * batch * text.acceptance_length(k) / step_ms
+        speed = tokens / (step + draft.step_ms(batch * (k + 2)) + (k - 1) * draft.step_ms(batch))
+        return Ceiling(speed, speed)
+    # One draft step more than K, for the guess at the bonus token.
+    covered = tokens / max(step, (k + 1) * draft.step_ms(batch))
+    return Ceiling(covered, max(_expected(target, draft, text, batch, k, others) for others in range(3)))
+
+
+def _expected(target: StepTime, draft: StepTime, text: Text, batch: int, k: int, others: int) -> float:
+    """tok/s with `others` alternatives drafted for at every position, whichever is better after a miss: that all wait
+    for the drafter, or that the one decodes plainly for a round, in which the drafter covers its one open token.
+
+    An alternative's rows run along on half the way on average. Misses are independent of each other. Never below plain
+    decoding, which is a choice too.
+    """
+    hit, next_hit = text.coverage(k)[others], text.coverage(0)[others]
+    drafts = (k + 1) * draft.step_ms(round(batch * (1 + others * (k + 1) / 2)))
+    full = max(target.step_ms(batch * (k + 1)), drafts)
+    all_hit = hit**batch
+    waiting = max(
+        1e3
+        * batch
+        * (hit * text.acceptance_length(k) + (1 - hit) * text.acceptance_length(late))
+        / (full + (1 - all_hit) * late * draft.step_ms(batch))
+        for late in range(1, k + 1)
+    )
+    drafting = next_hit / (1 - hit + next_hit) if next_hit else float(hit == 1.0)
+    some = 1 - (1 - drafting) ** batch
+    if not some:
+        return max(waiting, 1e3 * batch / target.step_ms(batch))
+    rows = round(batch * (1 + drafting * k / some))
+    tokens = 1e3 * batch * (drafting * text.acceptance_length(k) + 1 - drafting)
+    going_on = tokens / (some * max(target.step_ms(rows), drafts) + (1 - some) * target.step_ms(batch))
+    return max(waiting, going_on, 1e3 * batch / target.step_ms(batch))
 
 
 def table(measurements: list[Measurement]) -> str:
     """Markdown, one line a measurement."""
     columns = (
-        "side", "batch", "K", "tok/s", "per acc.", "bound", "tokens a round", "period ms", "target", "draft", "exposed",
-        "idle (p99)", "overhead (p99)", "hits main/side/miss",
+        "side", "batch", "K", "rounds", "tok/s", "per acc.", "ceiling: covered", "expected", "of expected",
+        "tokens a round", "period ms", "target", "draft", "exposed", "sampling", "idle (p99)", "overhead (p99)",
+        "on hits", "on misses", "main/side/miss/none %",
     )  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for m in measurements:
-        t = m.times
+        t, speed = m.times, m.tokens_per_s
+        middle = {name: f"{spread.median:.1f}" for name, spread in t.spreads.items()}
+        both = {name: f"{spread.median:.1f} ({spread.p99:.1f})" for name, spread in t.spreads.items()}
+        on = {name: f"{spread.median:.1f}" for name, spread in t.overhead_by_origin.items()}
+        told = sum(t.origins.values())
         cells: tuple[Any, ...] = (
-            m.side, m.batch, m.k or "–", f"{m.tokens_per_s:.1f}", f"{m.tokens_per_s / m.accelerators:.1f}",
-            f"{m.bound:.1f}", f"{m.acceptance_length:.2f}", f"{t.period.median:.1f}", f"{t.target.median:.1f}",
-            f"{t.draft.median:.1f}", f"{t.exposed_draft.median:.1f}", f"{t.idle.median:.1f} ({t.idle.p99:.1f})",
-            f"{t.overhead.median:.1f} ({t.overhead.p99:.1f})",
-            " / ".join(f"{count}" for count in m.hits.values()) or "–",
+            m.side, m.batch, m.k or "–", t.rounds, f"{speed:.1f}", f"{speed / m.accelerators:.1f}",
+            f"{m.ceiling.covered:.1f}", f"{m.ceiling.expected:.1f}", f"{speed / m.ceiling.expected:.0%}",
+            f"{m.tokens_a_round:.2f}", middle["period"], middle["target"], middle["draft"], middle["exposed"],
+            middle["sampling"], both["idle"], both["overhead"], on.get("hit", "–"), on.get("miss", "–"),
+            " / ".join(f"{100 * count / told:.0f}" for count in t.origins.values()) if told else "–",
         )  # fmt: skip
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)

@@ -1,16 +1,15 @@
-"""A vLLM model that waits for a calibrated time instead of computing. Its logits are a function of its input ids.
+"""A vLLM model that takes a device's time instead of computing. Its logits are a function of its input ids.
 
 One layer of vLLM's own attention runs for real, so KV blocks, block tables, slot mappings and attention metadata are
 all used as a model's would be; its output is dropped. A row's hidden state carries its likeliest next tokens in its
 first columns, a byte each: exact in every float type, through every slice and copy that vLLM makes of it. They are
-worked out within the step's time, so that what comes after it is vLLM's own work and one tensor of logits.
+worked out while the device's time runs, in the place of a host that launches kernels; nobody waits here (`device.py`).
 
 Shapes: N tokens of a step, H hidden size, R rows that need logits, V vocabulary.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,8 +20,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import maybe_prefix
 
 from tests.bench.emulation.checkpoint import FIRST_WRITTEN_ID
+from tests.bench.emulation.device import DEVICE, install_reads
 from tests.bench.emulation.emulation import KEY, Emulation
-from tests.bench.emulation.step_time import wait_until
 from tests.bench.emulation.text_process import NUM_RANKED, TokenRange, ranked_tokens
 from tests.bench.emulation.trace import TraceWriter
 
@@ -55,6 +54,8 @@ class EmulatedForCausalLM(nn.Module):
         self.ranked_logits = torch.tensor(RANKED_LOGITS)
         trace = self.emulation.trace
         self._trace = None if trace is None else TraceWriter(trace, self.emulation.role)
+        DEVICE.polls = self.emulation.polls
+        install_reads()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Not used by forward, asked for by vLLM. Returns [N, H]."""
@@ -69,21 +70,20 @@ class EmulatedForCausalLM(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """input_ids, positions: [N]. Returns [N, H]."""
-        started = time.perf_counter()
+        called = DEVICE.now()
         hidden = self.anchor.new_zeros(len(input_ids), len(self.anchor))
         ranked = ranked_tokens(input_ids.long(), positions.long(), self.tokens, self.emulation.follows)
         hidden[:, : NUM_RANKED * ID_BYTES] = _to_bytes(ranked)
         key_width = self.attention.num_kv_heads * self.attention.head_size
         keys = hidden[:, :key_width].contiguous()
         self.attention(hidden, keys, keys)
-        due = started + self.emulation.time.step_ms(len(input_ids)) * 1e-3
-        wait_until(due, self.emulation.polls)
-        if self._trace is not None:
-            self._trace.add(started, due, time.perf_counter(), len(input_ids))
+        seconds = self.emulation.time.step_ms(len(input_ids)) * 1e-3
+        DEVICE.enqueue(called, seconds, self._trace, input_ids.numpy().copy(), positions.numpy().copy())
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:
         """hidden_states: [R, H]. Returns float32 [R, V]: zeros but for the ranked tokens."""
+        DEVICE.has_results()
         ranked = _from_bytes(hidden_states[:, : NUM_RANKED * ID_BYTES])
         logits = torch.zeros(len(hidden_states), self.vocab_size)
         return logits.scatter_(1, ranked, self.ranked_logits.expand(ranked.shape))

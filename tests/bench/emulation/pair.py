@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.bench.emulation.checkpoint import write_checkpoint
 from tests.bench.emulation.emulation import Emulation
 from tests.bench.emulation.profiles import Profile
-from tests.bench.emulation.text_process import TextProcess
+from tests.bench.emulation.text_process import Text
 
 VOCAB_SIZE = 2048
 """Logits are the one thing here whose real cost grows: at 32 requests and K = 4, vLLM in-process, 32,768 tokens cost
@@ -25,7 +25,7 @@ class EmulatedPair:
     traces: Path
 
 
-def write_pair(directory: Path, profile: Profile, text: TextProcess, polls: bool = False) -> EmulatedPair:
+def write_pair(directory: Path, profile: Profile, text: Text, polls: bool = False) -> EmulatedPair:
     traces = directory / "traces"
     traces.mkdir(parents=True)
     models = {

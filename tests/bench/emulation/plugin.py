@@ -3,7 +3,8 @@
 vLLM calls the entry points of the group ``vllm.general_plugins`` in each of its processes: its own front end, the
 engine core, workers, Ray actors, and the short-lived one that inspects a model class. An entry point needs the metadata
 of a distribution, and Python looks for that on its whole path: a directory with two small files, put on PYTHONPATH, is
-enough, and every child process inherits it. Nothing is installed.
+enough, and every child process inherits it. Nothing is installed. The directory also has a link to this package, and
+nothing else of this tree: what is measured may be another tree's code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from tests.bench.emulation.checkpoint import ARCHITECTURE
 
 DISTRIBUTION = "outrider-emulation"
-REPOSITORY = Path(__file__).parents[3]
+PACKAGE = Path(__file__).parent
 
 
 def register() -> None:
@@ -27,19 +28,31 @@ def register() -> None:
 
 
 def write_distribution(directory: Path) -> Path:
-    """Write the metadata of a distribution that registers the model. Returns directory."""
+    """Write the metadata of a distribution that registers the model, and a link to its package. Returns directory."""
     metadata = directory / f"{DISTRIBUTION.replace('-', '_')}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\n{DISTRIBUTION} = {register.__module__}:{register.__name__}\n"
     )
+    # A package, so that no other tree's `tests` is taken for it.
+    link = directory.joinpath(*__name__.split(".")[:-1])
+    link.parent.mkdir(parents=True, exist_ok=True)
+    (directory / "tests" / "__init__.py").touch()
+    if not link.exists():
+        link.symlink_to(PACKAGE.resolve(), target_is_directory=True)
     return directory
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """What a process needs to find the model, and all it starts. Run it elsewhere than in a tree's root: a directory
+    that Python is started in comes before these."""
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    added = str(write_distribution(directory).resolve())
+    return {"PYTHONPATH": os.pathsep.join([added, *(path for path in inherited if path and path != added)])}
 
 
 def install(directory: Path) -> None:
     """Make this process and all it starts from now on find the model. Call before vLLM is imported."""
-    added = [str(write_distribution(directory)), str(REPOSITORY)]
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*added, *(path for path in inherited if path and path not in added)])
-    sys.path[:0] = [path for path in added if path not in sys.path]
+    os.environ.update(environment(directory))
+    sys.path.insert(0, str(directory.resolve()))

@@ -1,13 +1,18 @@
-"""Outrider under the same closed loop: ``outrider serve`` with all its actors, and a client thread per request."""
+"""Outrider under the same closed loop: ``outrider serve`` with all its actors, and a client thread per request.
+
+The server is a command of some tree's environment, and all that is known of it is its configuration, the line that it
+prints and its gRPC API: another tree's can be measured too.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +22,13 @@ from typing import Any
 import yaml
 
 from deploy.client.sync_client import OutriderClient
-from outrider.v1 import generation_pb2 as pb
+from tests.bench.emulation import plugin
 from tests.bench.emulation.in_process import KV_CACHE_BYTES, MAX_MODEL_LEN
-from tests.bench.emulation.load import Load, prompt
+from tests.bench.emulation.load import ClosedLoop, Load, prompt
 from tests.bench.emulation.pair import EmulatedPair
 
 STOP_LIMIT_S = 90.0
-HITS = ("main_line_hits", "side_branch_hits", "misses")
-_COUNTS = ("drafted_rounds", "accepted", "late_rounds", *HITS)
+COUNTS = ("drafted_rounds", "accepted", "late_rounds", "main_line_hits", "side_branch_hits", "misses")
 
 
 @dataclass(frozen=True)
@@ -35,45 +39,62 @@ class Served:
     ended_s: float
     tokens: int
     counts: dict[str, int]
-    median_ms: dict[str, float]
-
-    @property
-    def acceptance_length(self) -> float:
-        return 1.0 + self.counts["accepted"] / max(self.counts["drafted_rounds"], 1)
-
-    @property
-    def hits(self) -> dict[str, int]:
-        return {name: self.counts[name] for name in HITS if name in self.counts}
 
 
-def configuration(pair: EmulatedPair, k: int, max_num_seqs: int, speculation: dict[str, Any]) -> dict[str, Any]:
-    """speculation: further keys of that section."""
+def environment_of(tree: Path | None) -> Path:
+    """The ``outrider`` command of a tree's .venv; None: of this environment. Raises FileNotFoundError."""
+    command = (Path(sys.executable).parent if tree is None else tree / ".venv" / "bin").absolute() / "outrider"
+    if not command.exists():
+        raise FileNotFoundError(f"{command}: not there; install that tree into its .venv (make setup)")
+    return command
+
+
+def configuration(
+    pair: EmulatedPair, k: int, max_num_seqs: int, sections: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """sections: further keys, by section."""
     engine = {
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "max_num_seqs": max_num_seqs,
     }
-    return {
+    config: dict[str, dict[str, Any]] = {
         "target": {"model": str(pair.target), **engine},
         "drafter": {"method": "draft_model", "model": str(pair.drafter), **engine},
-        "speculation": {"num_speculative_tokens": k, **speculation},
+        "speculation": {"num_speculative_tokens": k},
         "serving": {"grpc_port": 0, "http_port": 0},
     }
+    for name, keys in sections.items():
+        config[name] = {**config.get(name, {}), **keys}
+    return config
 
 
 @contextmanager
-def serving(config: dict[str, Any], directory: Path, log: Path) -> Iterator[OutriderClient]:
-    """A running server's client. Progress and stack traces go to log. Raises RuntimeError when it does not start."""
-    path = directory / "outrider.yaml"
+def serving(
+    config: dict[str, Any], directory: Path, name: str = "outrider", tree: Path | None = None
+) -> Iterator[OutriderClient]:
+    """A running server's client. Works in directory; progress and stack traces go to NAME.log there. Raises
+    RuntimeError when it does not start."""
+    path, log = directory / f"{name}.yaml", directory / f"{name}.log"
     path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "deploy.cli", "serve", str(path)]
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
+    environment = os.environ | plugin.environment(directory / "plugin")
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [str(environment_of(tree)), "serve", str(path)],
+            env=environment,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as server,
+    ):
         assert server.stdout is not None
         try:
             line = server.stdout.readline()
             if "grpc=" not in line:
-                raise RuntimeError(f"the server did not start; see {log}")
+                raise RuntimeError(f"the server did not start; see {log}: {log.read_text()[-2000:]}")
             with OutriderClient(line.partition("grpc=")[2].split()[0]) as client:
                 yield client
         finally:
@@ -84,36 +105,37 @@ def serving(config: dict[str, Any], directory: Path, log: Path) -> Iterator[Outr
                 server.kill()
 
 
-def carry(client: OutriderClient, load: Load, k: int, first_index: int = 0) -> Served:
-    indices = iter(range(first_index, first_index + load.num_requests))
+def carry(client: OutriderClient, load: Load, is_enough: Callable[[], bool], first_index: int = 0) -> Served:
+    """Raises RuntimeError when a request did not get all tokens it asked for."""
+    loop = ClosedLoop(load, is_enough, first_index)
 
-    def keep_asking(_: int) -> int:
+    def keep_asking(index: int | None) -> int:
         tokens = 0
-        for index in indices:
+        while index is not None:
             answer = client.generate(
-                prompt(index), temperature=0.0, max_tokens=load.max_tokens, num_speculative_tokens=k
+                prompt(index), temperature=load.temperature, max_tokens=load.max_tokens, ignore_eos=True
             )
             tokens += answer.usage.completion_tokens
+            index = loop.after_one_ended()
         return tokens
 
     before = client.status().rounds
     with ThreadPoolExecutor(load.batch) as pool:
         started = time.perf_counter()
-        tokens = sum(pool.map(keep_asking, range(load.batch)))
+        tokens = sum(pool.map(keep_asking, loop.first()))
         ended = time.perf_counter()
+    if tokens != loop.tokens:
+        raise RuntimeError(f"{tokens} of {loop.tokens} tokens ran")
     after = client.status().rounds
-    known = [name for name in _COUNTS if name in pb.RoundStatistics.DESCRIPTOR.fields_by_name]
-    counts = {name: getattr(after, name) - getattr(before, name) for name in known}
-    columns = [field.name for field in pb.RoundTime.DESCRIPTOR.fields if field.name.endswith("_ms")]
-    return Served(started, ended, tokens, counts, {name: getattr(after.median, name) for name in columns})
+    return Served(started, ended, tokens, {name: getattr(after, name) - getattr(before, name) for name in COUNTS})
 
 
-def wait_until_drafting(client: OutriderClient, k: int, batch: int, limit_s: float = 60.0) -> None:
+def wait_until_drafting(client: OutriderClient, batch: int, limit_s: float = 60.0) -> None:
     """Ask until rounds have drafts: the drafter may link after the server answers. Raises RuntimeError."""
     give_up = time.monotonic() + limit_s
     for attempt in itertools.count():
-        load = Load(batch, batch, 16)
-        if carry(client, load, k, first_index=900_000 + attempt * batch).counts["drafted_rounds"] > 0:
+        load = Load(batch, 0, 16)
+        if carry(client, load, lambda: True, first_index=900_000 + attempt * batch).counts["drafted_rounds"] > 0:
             return
         if time.monotonic() > give_up:
             raise RuntimeError(f"no round had drafts within {limit_s:g} s; is the drafter linked?")

@@ -9,7 +9,9 @@ Shapes: R rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +20,9 @@ NUM_RANKED = 3
 
 NUM_LANES = 32
 """Texts that can be told apart for ever, see `TokenRange`."""
+
+STRETCH = 64
+"""Tokens after which a text that shifts goes over to its next part."""
 
 _MASK = (1 << 62) - 1
 _UNIT = 1 << 40
@@ -68,6 +73,52 @@ class TextProcess:
 
 
 @dataclass(frozen=True)
+class Text:
+    """What a drafter has before it: one process, or several that take turns."""
+
+    parts: tuple[TextProcess, ...]
+    by: str = "position"
+    """What chooses a row's part: ``position``, so that a text shifts every STRETCH tokens, or ``lane``, so that the
+    requests of a batch differ."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("parts: none; give one process at least")
+        if self.by not in ("position", "lane"):
+            raise ValueError(f"by: {self.by!r}; give position or lane")
+
+    @classmethod
+    def of(cls, *parts: TextProcess, by: str = "position") -> Text:
+        return cls(parts, by)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Text:
+        return cls(tuple(TextProcess(**part) for part in document["parts"]), document["by"])
+
+    def part_of(self, positions: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+        """Index into parts, int64 [R]."""
+        return (positions // STRETCH if self.by == "position" else lanes) % len(self.parts)
+
+    def round_shares(self, num_drafts: int) -> list[float]:
+        """Share of rounds of num_drafts tokens in each part: they have the same number of tokens, not of rounds."""
+        rounds = [1.0 / part.acceptance_length(num_drafts) for part in self.parts]
+        return [share / sum(rounds) for share in rounds]
+
+    def coverage(self, num_drafts: int) -> tuple[float, float, float]:
+        """As of TextProcess, over all rounds."""
+        none, one, two = (
+            sum(s * c for s, c in zip(self.round_shares(num_drafts), column, strict=True))
+            for column in zip(*(part.coverage(num_drafts) for part in self.parts), strict=True)
+        )
+        return none, one, two
+
+    def acceptance_length(self, num_drafts: int) -> float:
+        """As of TextProcess, over all rounds."""
+        shares = self.round_shares(num_drafts)
+        return sum(s * part.acceptance_length(num_drafts) for s, part in zip(shares, self.parts, strict=True))
+
+
+@dataclass(frozen=True)
 class TokenRange:
     """The ids that models write: ``lanes`` runs of ``size`` from ``first`` on, and a text never leaves its lane.
 
@@ -94,7 +145,7 @@ class TokenRange:
 
 
 def ranked_tokens(
-    token_ids: torch.Tensor, positions: torch.Tensor, tokens: TokenRange, drafter: TextProcess | None = None
+    token_ids: torch.Tensor, positions: torch.Tensor, tokens: TokenRange, drafter: Text | None = None
 ) -> torch.Tensor:
     """The likeliest tokens after each row, likeliest first.
 
@@ -106,17 +157,21 @@ def ranked_tokens(
     step = 1 + _hash(token_ids, positions, 2) % (tokens.size - 1)
     multiples = torch.tensor([0, 1, 2]).expand(len(base), NUM_RANKED)
     if drafter is not None:
-        multiples = _drafter_multiples(_hash(token_ids, positions, 3) % _UNIT, drafter)
+        part = drafter.part_of(positions, tokens.lane(token_ids))
+        multiples = _drafter_multiples(_hash(token_ids, positions, 3) % _UNIT, drafter, part)
     within = (base[:, None] + step[:, None] * multiples) % tokens.size
     return tokens.first + tokens.lane(token_ids)[:, None] * tokens.size + within
 
 
-def _drafter_multiples(uniform: torch.Tensor, drafter: TextProcess) -> torch.Tensor:
-    """0, 1, 2 are the target's ranked tokens, 3 to 5 are wrong ones. uniform: int64 [R] below _UNIT."""
-    missed = 1.0 - drafter.acceptance
-    ends = torch.tensor([drafter.acceptance, missed * drafter.second, missed * drafter.third]).double().cumsum(0)
+def _drafter_multiples(uniform: torch.Tensor, drafter: Text, part: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2 are the target's ranked tokens, 3 to 5 wrong ones. uniform: int64 [R] below _UNIT. part: int64 [R]."""
+    shares = [
+        (text.acceptance, (1 - text.acceptance) * text.second, (1 - text.acceptance) * text.third)
+        for text in drafter.parts
+    ]
+    ends = (torch.tensor(shares).double().cumsum(1) * _UNIT).long()
     kinds = torch.tensor([[0, 1, 2], [3, 0, 4], [3, 4, 0], [3, 4, 5]])
-    return kinds[torch.bucketize(uniform, (ends * _UNIT).long(), right=True)]
+    return kinds[(uniform[:, None] >= ends[part]).sum(1)]
 
 
 def _hash(token_ids: torch.Tensor, positions: torch.Tensor, role: int) -> torch.Tensor:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from importlib.metadata import Distribution
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deploy.models.check import check_same_tokens, check_same_vocabulary, read_vocabulary
 from tests.bench.emulation.checkpoint import write_checkpoint
 from tests.bench.emulation.emulation import KEY, Emulation
-from tests.bench.emulation.plugin import register, write_distribution
+from tests.bench.emulation.plugin import environment, register, write_distribution
 from tests.bench.emulation.profiles import PROFILES, TEXTS
 from tests.bench.emulation.step_time import StepTime, wait_until
-from tests.bench.emulation.trace import TraceWriter, read_trace
+from tests.bench.emulation.trace import ROW, TraceWriter, read_trace
 
 DRAFTER = Emulation("drafter", PROFILES["70b-8b"].drafter, TEXTS["chat"], "/somewhere")
 
@@ -67,12 +71,50 @@ def test_the_entry_point_leads_to_the_registration(tmp_path: Path) -> None:
     assert entry_point.load() is register
 
 
+def test_nothing_else_of_this_tree_comes_along(tmp_path: Path) -> None:
+    """A server of another tree must find this instrument and its own code."""
+    (tmp_path / "elsewhere").mkdir()
+    code = "; ".join(
+        [
+            "from importlib.util import find_spec",
+            "print(*(find_spec(name).origin for name in ('tests', 'tests.bench.emulation.plugin')))",
+            "print(find_spec('cluster'), find_spec('tests.unit'))",
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, **environment(tmp_path / "plugin")},
+        cwd=tmp_path / "elsewhere",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    package = tmp_path / "plugin" / "tests"
+    found = [str(package / "__init__.py"), str(package / "bench" / "emulation" / "plugin.py"), "None", "None"]
+    assert done.stdout.split() == found
+
+
 def test_a_trace_holds_the_steps_of_its_role_and_time(tmp_path: Path) -> None:
     for role, starts in (("target", (3.0, 1.0, 2.0)), ("drafter", (1.5,))):
         writer = TraceWriter(tmp_path, role)
-        for start in starts:
-            writer.add(start, start + 0.1, start + 0.2, 4)
-    steps = read_trace(tmp_path, "target", 1.0, 3.0)
-    assert steps["started_s"].tolist() == [1.0, 2.0]
-    assert steps["num_tokens"].tolist() == [4, 4]
-    assert len(read_trace(tmp_path, "nobody", 0.0, 9.0)) == 0
+        for step, start in enumerate(starts):
+            times = (start, start, start, start + 0.1, start + 0.1, start + 0.2)
+            writer.add(step, times, np.full(step + 1, 300 + step), np.arange(step + 1))
+            writer.flush()
+    trace = read_trace(tmp_path, "target", 1.0, 3.0)
+    assert trace.forwards["started_s"].tolist() == [1.0, 2.0]
+    assert trace.forwards["step"].tolist() == [1, 2]
+    assert trace.rows["token"].tolist() == [301, 301, 302, 302, 302]
+    assert trace.rows["position"].tolist() == [0, 1, 0, 1, 2]
+    assert trace.forward_of_row().tolist() == [0, 0, 1, 1, 1]
+    assert len(read_trace(tmp_path, "nobody", 0.0, 9.0).forwards) == 0
+
+
+def test_a_step_that_is_being_written_is_not_read_in_part(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, "target")
+    writer.add(0, (1.0,) * 6, np.array([300]), np.array([5]))
+    writer.flush()
+    (rows,) = tmp_path.glob("*.rows")
+    with rows.open("ab") as file:  # of a step whose record is not there yet
+        file.write(np.zeros(3, ROW).tobytes())
+    assert read_trace(tmp_path, "target").rows.tolist() == [(300, 5)]

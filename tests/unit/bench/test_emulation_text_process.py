@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.bench.emulation.profiles import TEXTS
-from tests.bench.emulation.text_process import TextProcess, TokenRange, ranked_tokens
+from tests.bench.emulation.text_process import STRETCH, Text, TextProcess, TokenRange, ranked_tokens
 
 TOKENS = TokenRange.of(257, 4096)
 NUM_ROWS = 40_000
@@ -18,7 +18,7 @@ def rows(count: int = NUM_ROWS) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(257, 4096, (count,), generator=generator), torch.arange(count) % 2000
 
 
-def ranks_of_target(text: TextProcess) -> torch.Tensor:
+def ranks_of_target(text: Text) -> torch.Tensor:
     """Where the drafter has the target's token, 3 for nowhere: int64 [NUM_ROWS]."""
     found = ranked_tokens(*rows(), TOKENS, text) == ranked_tokens(*rows(), TOKENS)[:, :1]
     return torch.where(found.any(-1), found.int().argmax(-1), 3)
@@ -26,12 +26,31 @@ def ranks_of_target(text: TextProcess) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_drafter_follows_as_often_as_stated(name: str) -> None:
-    text = TEXTS[name]
-    shares = torch.bincount(ranks_of_target(text), minlength=4) / NUM_ROWS
-    missed = 1 - text.acceptance
-    stated = [text.acceptance, missed * text.second, missed * text.third, missed * (1 - text.second - text.third)]
-    # Five standard deviations of a share of 40,000 rows are 0.0125 at most.
-    assert shares.tolist() == pytest.approx(stated, abs=0.0125)
+    text, (token_ids, positions), ranks = TEXTS[name], rows(), ranks_of_target(TEXTS[name])
+    part_of = text.part_of(positions, TOKENS.lane(token_ids))
+    for index, part in enumerate(text.parts):
+        here = ranks[part_of == index]
+        shares = torch.bincount(here, minlength=4) / len(here)
+        missed = 1 - part.acceptance
+        stated = [part.acceptance, missed * part.second, missed * part.third, missed * (1 - part.second - part.third)]
+        # Five standard deviations of a share of 40,000 rows are 0.0125 at most, of a quarter of them 0.025.
+        assert len(here) > 0.9 * NUM_ROWS / len(text.parts)
+        assert shares.tolist() == pytest.approx(stated, abs=0.0125 if len(text.parts) == 1 else 0.025)
+
+
+def test_a_text_that_shifts_does_so_along_itself_and_a_mixed_batch_by_request() -> None:
+    positions, lanes = torch.arange(4 * STRETCH), torch.arange(4 * STRETCH) // STRETCH
+    assert TEXTS["shift"].part_of(positions, lanes).bincount().tolist() == [2 * STRETCH, 2 * STRETCH]
+    assert (TEXTS["shift"].part_of(positions, lanes).diff().nonzero().flatten() + 1).tolist() == [64, 128, 192]
+    assert torch.equal(TEXTS["mixed"].part_of(positions, lanes), lanes)
+
+
+def test_parts_have_as_many_tokens_each_and_so_not_as_many_rounds() -> None:
+    text = Text.of(TextProcess(1.0, 0.0, 0.0), TextProcess(0.0, 0.5, 0.0))
+    # K = 2: a round of 3 tokens for every three of 1 token.
+    assert text.round_shares(2) == pytest.approx([0.25, 0.75])
+    assert text.acceptance_length(2) == pytest.approx(1.5)
+    assert text.coverage(2) == pytest.approx((0.25, 0.625, 0.625))
 
 
 def test_rounds_along_a_text_have_the_stated_length_and_coverage() -> None:
@@ -82,7 +101,7 @@ def test_a_text_depends_on_the_token_and_on_the_position() -> None:
 
 
 @pytest.mark.parametrize("text", [None, TEXTS["stated"]])
-def test_a_row_ranks_different_written_ids_of_its_lane(text: TextProcess | None) -> None:
+def test_a_row_ranks_different_written_ids_of_its_lane(text: Text | None) -> None:
     token_ids, positions = rows(4000)
     token_ids[:500] = torch.arange(500) % 256
     ranked = ranked_tokens(token_ids, positions, TOKENS, text)
@@ -106,3 +125,7 @@ def test_shares_that_are_none_are_refused() -> None:
         TextProcess(0.8, 0.8, 0.3)
     with pytest.raises(ValueError, match="vocab_size"):
         TokenRange.of(257, 300)
+    with pytest.raises(ValueError, match="by"):
+        Text.of(TextProcess(0.8, 0.5, 0.2), by="day")
+    with pytest.raises(ValueError, match="parts"):
+        Text.of()

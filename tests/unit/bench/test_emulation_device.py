@@ -1,0 +1,95 @@
+"""The device's timeline: enqueued work runs in order, and only reads wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bench.emulation.device import Device
+from tests.bench.emulation.trace import TraceWriter, read_trace
+
+
+class Host:
+    """A clock that goes on when somebody works or waits."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def wait(self, until: float, polls: bool) -> None:
+        self.now = max(self.now, until)
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def device(host: Host) -> Device:
+    return Device(host.clock, host.wait)
+
+
+def enqueue(device: Device, seconds: float, trace: TraceWriter | None = None, tokens: int = 1) -> None:
+    device.enqueue(device.now(), seconds, trace, np.arange(tokens), np.arange(tokens))
+
+
+def test_a_forward_pass_returns_at_once_and_its_reader_waits(host: Host, device: Device) -> None:
+    enqueue(device, 0.025)
+    device.has_results()
+    assert host.now == 10.0
+    host.now += 0.004  # launches the sampler meanwhile
+    device.read()
+    assert host.now == pytest.approx(10.025)
+
+
+def test_a_host_that_comes_late_does_not_wait(host: Host, device: Device) -> None:
+    enqueue(device, 0.025)
+    device.has_results()
+    host.now += 0.030
+    device.read()
+    assert host.now == pytest.approx(10.030)
+    enqueue(device, 0.010)
+    assert device.free_at == pytest.approx(10.040)
+
+
+def test_what_is_enqueued_behind_work_begins_after_it(host: Host, device: Device) -> None:
+    enqueue(device, 0.025)
+    device.has_results()
+    for _ in range(3):
+        host.now += 0.001
+        enqueue(device, 0.006)
+        device.has_results()
+    device.read()  # of the target's tokens: its copy stands behind the drafts
+    assert host.now == pytest.approx(10.043)
+
+
+def test_a_prefill_that_nobody_samples_from_is_not_waited_for(host: Host, device: Device) -> None:
+    enqueue(device, 0.1)
+    device.read()
+    assert host.now == 10.0
+    enqueue(device, 0.006)
+    device.has_results()
+    device.read()
+    assert host.now == pytest.approx(10.106)
+    device.read()
+    assert device.step == 1
+
+
+def test_a_trace_says_when_device_and_host_came_and_went(host: Host, device: Device, tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, "target")
+    for _ in range(2):
+        enqueue(device, 0.025, writer, tokens=4)
+        host.now += 0.001
+        device.has_results()
+        host.now += 0.002
+        device.read()
+    first, second = read_trace(tmp_path, "target").forwards
+    assert (first["step"], second["step"], second["num_tokens"]) == (0, 1, 4)
+    times = [float(first[name]) - 10 for name in ("called_s", "logits_s", "started_s", "read_s", "ended_s")]
+    assert times == pytest.approx([0, 0.001, 0, 0.003, 0.025])
+    assert first["went_on_s"] == second["called_s"] == second["started_s"]
