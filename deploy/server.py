@@ -48,6 +48,7 @@ OBJECT_STORE_BYTES = 256 << 20
 
 BEAT_S = 3.0
 NOTE_EVERY_BEATS = 5
+ASKING_ENDS_WITHIN_S = 2.0
 SERVE_SHUTDOWN_S = 45.0
 RAY_DAEMONS = ("gcs_server", "raylet")
 RAY_SHUTDOWN_S = 20.0
@@ -68,6 +69,7 @@ class Server:
         self._shared_memory = SharedMemoryWatch()
         self._logs: Path | None = None
         self._daemons: dict[int, str] = {}
+        self._asking: threading.Thread | None = None
         self._stopped_asking = threading.Event()
 
     def start(self) -> None:
@@ -100,8 +102,9 @@ class Server:
     def wait(self) -> None:
         """Return never; Stopped ends it. Raises ServerDied when Ray, Serve or the application has ended by itself."""
         judge = ApplicationJudge(self._config.serving.app_name)
-        asking = (self._application_state, judge, self._stopped_asking)
-        threading.Thread(target=keep_asking, args=asking, daemon=True).start()
+        arguments = (self._application_state, judge, self._stopped_asking)
+        self._asking = threading.Thread(target=keep_asking, args=arguments, daemon=True)
+        self._asking.start()
         for beat in itertools.count():
             self._check_lives(judge)
             if beat % NOTE_EVERY_BEATS == 0:
@@ -134,6 +137,8 @@ class Server:
     def stop(self) -> list[str]:
         """Take everything down. Returns one line per process that could not be ended."""
         self._stopped_asking.set()
+        if self._asking is not None:
+            self._asking.join(ASKING_ENDS_WITHIN_S)  # a call under way should not meet the end of Ray
         self._shared_memory.note()
         if ray.is_initialized():
             if not _call(self._take_down_serve, SERVE_SHUTDOWN_S, while_true=self._ray_lives):

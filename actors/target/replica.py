@@ -45,6 +45,7 @@ logger = logging.getLogger("ray.serve.outrider.target")
 _CONTROL_TIMEOUT_S = 5.0
 _DRAFTER_TIMEOUT_S = 0.5
 _REGISTRY_ATTEMPTS = 4
+_REGISTRY_PAUSE_S = 1.0
 _FIRST_LINK_TIMEOUT_S = 60.0
 
 
@@ -53,6 +54,9 @@ class Target:
 
     placement: the bundles of this replica's own placement group; core_plan: CPU only.
     """
+
+    _finding: asyncio.Future[Any] | None = None
+    """The search for the registry that is under way."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: OutriderConfig, placement: ReplicaPlacement, core_plan: CorePlan | None
@@ -271,14 +275,23 @@ class Target:
         """Raises RayError or TimeoutError when neither the registry nor a new one in its place answers."""
         for attempt in range(_REGISTRY_ATTEMPTS):
             try:
+                if attempt > 0:
+                    await asyncio.sleep(_REGISTRY_PAUSE_S)
+                    self._registry = await self._find_registry()
                 answer = self._registry.renew.remote(self._replica, self._drafter_name(), lease_s)
                 await asyncio.wait_for(asyncio.wrap_future(answer.future()), _CONTROL_TIMEOUT_S)
                 return
             except (ray.exceptions.RayError, TimeoutError):
                 if attempt == _REGISTRY_ATTEMPTS - 1:
                     raise
-                await asyncio.sleep(1.0)
-                self._registry = get_or_create_registry(self._config.serving.app_name)
+
+    async def _find_registry(self) -> Any:
+        """In a thread, one at a time: Ray waits for its GCS here, for as long as that takes to come back. Raises
+        RayError or TimeoutError."""
+        if self._finding is None or self._finding.done():
+            found = asyncio.to_thread(get_or_create_registry, self._config.serving.app_name)
+            self._finding = asyncio.ensure_future(found)
+        return await asyncio.wait_for(asyncio.shield(self._finding), _CONTROL_TIMEOUT_S)
 
     @staticmethod
     async def _keep_membership(this: weakref.ref[Target]) -> None:

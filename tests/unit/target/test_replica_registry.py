@@ -1,0 +1,97 @@
+"""A replica that loses its registry, without an engine: looking for it holds nothing else up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors.target import replica
+from actors.target.replica import Target
+
+
+class Registry:
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.renewed: list[tuple[Any, ...]] = []
+        self.renew = SimpleNamespace(remote=self._renew)
+
+    def _renew(self, *args: Any) -> Any:
+        self.renewed.append(args)
+        answer: Future[None] = Future()
+        answer.set_exception(self._error) if self._error is not None else answer.set_result(None)
+        return SimpleNamespace(future=lambda: answer)
+
+
+class Gcs:
+    """Where registries are found, once it is back."""
+
+    def __init__(self, *found: Any) -> None:
+        self._found = list(found)
+        self.back = threading.Event()
+        self.asked = 0
+
+    def get_or_create(self, app_name: str) -> Any:
+        self.asked += 1
+        assert self.back.wait(60)
+        answer = self._found.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def target(registry: Registry) -> Any:
+    made: Any = Target.__new__(Target)
+    made._config = SimpleNamespace(serving=SimpleNamespace(app_name="app"))
+    made._replica, made._drafter, made._registry = "r-1", None, registry
+    return made
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_REGISTRY_PAUSE_S", 0.0)
+
+
+DEAD = ray.exceptions.RayActorError()
+
+
+async def test_the_loop_goes_on_while_ray_waits_for_its_gcs(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = Registry()
+    gcs = Gcs(new)
+    monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
+    renewal = asyncio.ensure_future(target(Registry(DEAD))._renew_lease(10.0))
+    while not gcs.asked:  # noqa: ASYNC110 - it is asked in a thread
+        await asyncio.sleep(0.001)
+    gcs.back.set()  # only a loop that goes on comes here
+    await renewal
+    assert new.renewed == [("r-1", None, 10.0)]
+
+
+async def test_a_search_that_takes_long_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 0.01)
+    new = Registry()
+    gcs = Gcs(new)
+    monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
+    searching = target(Registry(DEAD))
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await searching._renew_lease(10.0)
+    assert gcs.asked == 1, "threads would pile up"
+    monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 30.0)
+    gcs.back.set()
+    await searching._renew_lease(10.0)
+    assert new.renewed == [("r-1", None, 10.0)]
+
+
+async def test_a_search_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = Registry()
+    gcs = Gcs(DEAD, new)
+    gcs.back.set()
+    monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
+    await target(Registry(DEAD))._renew_lease(10.0)
+    assert (gcs.asked, len(new.renewed)) == (2, 1)
