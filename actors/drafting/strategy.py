@@ -35,8 +35,9 @@ class Work(Protocol):
     """One unit of work, planned. execute runs without the loop's lock: it must touch nothing of a sequence that
     commits or answers use."""
 
-    is_step: bool
-    """A step of the model's; else a piece of some text is read."""
+    @property
+    def is_step(self) -> bool:
+        """A step of the model's; else a piece of some text is read."""
 
     def execute(self) -> None: ...
 
