@@ -7,6 +7,7 @@ out, to the named registry and drafter actors. Nothing here is on the path of a 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import ray
 
 from cluster.config import OutriderConfig
 from cluster.link import Link, LinkError, host_link
-from cluster.membership import LinkGrant, LinkReport
+from cluster.membership import Homing, LinkGrant, LinkReport
 from cluster.ranks import NAMESPACE
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 _CONNECT_TIMEOUT_S = 10.0
 _WATCH_S = 0.2
 _READY_TIMEOUT_S = 10.0
+_LOOK_HOME_S = 1.0
 
 HANG = "drafter hangs"
 """How the reason of a link begins that was given up because its drafter lives but answers nothing."""
@@ -66,6 +68,8 @@ class LinkKeeper:
         self._stopping = threading.Event()
         self._broken = threading.Event()
         self._link: Link | None = None
+        self._homing = Homing()
+        self._look_home_at = 0.0
         self._report = LinkReport(state="connecting")
         self._given_up = ""
         self._said = ""
@@ -106,7 +110,9 @@ class LinkKeeper:
                 continue
             unreachable.clear()
             retry_s = _FIRST_RETRY_S
-            received = self._serve(link)
+            while (home := self._serve(link, grant.drafter)) is not None:
+                link, grant = home
+            received = link.counters.data_frames_received > 0
             hangs = hangs + 1 if HANG in (link.broken or "") and (hangs == 0 or not received) else 0
             if hangs >= _HANGS_BEFORE_RESTART:
                 hangs = 0
@@ -182,14 +188,20 @@ class LinkKeeper:
         host: str = ray.get(question)
         return host
 
-    def _serve(self, link: Link) -> bool:
-        """Hand the link over and sleep until it breaks. Returns whether anything but heartbeats came over it."""
+    def _serve(self, link: Link, drafter: str) -> tuple[Link, LinkGrant] | None:
+        """Hand the link over and sleep until it breaks. Returns the link that is to take its place before that, if one
+        is, not yet handed over."""
         self._link = link
+        self._look_home_at = time.monotonic() + _LOOK_HOME_S
         self._on_link(link)
         self._tell_registry()
         while link.broken is None and not self._stopping.is_set():
             self._broken.wait(_WATCH_S)  # a link that this process aborts does not call on_broken
+            self._broken.clear()
+            if link.broken is None and (home := self._way_home(drafter)) is not None:
+                return home
         if not self._stopping.is_set():
+            self._homing.link_ended()
             self._given_up = link.broken or ""
             self._report = LinkReport(
                 "down", self._report.epoch, self._report.drafter, self._report.reconnects,
@@ -197,7 +209,49 @@ class LinkKeeper:
             )  # fmt: skip
             logger.warning("link of epoch %d is down: %s", self._report.epoch, link.broken)
             self._tell_registry()
-        return link.counters.data_frames_received > 0
+        return None
+
+    def _way_home(self, drafter: str) -> tuple[Link, LinkGrant] | None:
+        """While another's drafter serves: the link to its own, once that has been ready for a while. The borrowed link
+        goes on until the verifier takes the new one."""
+        now = time.monotonic()
+        if self._stopping.is_set() or now < self._look_home_at:
+            return None
+        self._look_home_at = now + _LOOK_HOME_S
+        try:
+            home = self._ask_registry("home", self._identity.replica)
+        except (ray.exceptions.RayError, TimeoutError, ValueError):
+            return None  # a new one is made within seconds
+        if home == drafter:
+            self._look_home_at = math.inf
+        if home in (None, drafter) or not self._homing.look(self._is_ready(home)):
+            return None
+        try:
+            grant = self._ask_registry("grant", self._identity.replica, set(), self._report.epoch)
+            if grant is None or grant.drafter != home:
+                return None
+            link = self._connect(grant)
+        except Exception as error:  # noqa: BLE001 - the borrowed drafter serves on
+            self._note_failure(error)
+            self._homing.failed()
+            return None
+        self._homing.went_home()
+        logger.info("from %s back to %s", drafter, home)
+        return link, grant
+
+    def _is_ready(self, name: str) -> bool:
+        """Whether the drafter has answered what the last look asked. Never waits; asks anew."""
+        question = self._ready.pop(name, None)
+        try:
+            if question is not None:
+                if not ray.wait([question], timeout=0)[0]:
+                    self._ready[name] = question
+                    return False
+                ray.get(question)
+            self._ready[name] = ray.get_actor(name, namespace=NAMESPACE).ready.remote()
+        except (ValueError, ray.exceptions.RayError):
+            return False
+        return question is not None
 
     def _note_failure(self, error: Exception) -> None:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None else error

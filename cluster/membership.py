@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,49 @@ class LinkReport:
     reconnects: int = 0
     rtt_us: float = 0.0
     last_error: str = ""
+
+
+class Homing:
+    """When a verifier that has borrowed another's drafter goes back to its own. Pure.
+
+    Its own must have answered every look for a while; that while doubles each time it is left again soon after, so a
+    drafter that dies of every link is not run to and from.
+    """
+
+    FIRST_S, LONGEST_S = 2.0, 300.0
+    SETTLED_S = 60.0
+    """A link at home that lasted so long was no mistake."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause_s = self.FIRST_S
+        self._ready_since: float | None = None
+        self._came_home: float | None = None
+
+    def look(self, ready: bool) -> bool:
+        """While on a borrowed drafter: whether its own answers now. Returns whether to go home."""
+        now = self._clock()
+        if not ready:
+            self._ready_since = None
+            return False
+        if self._ready_since is None:
+            self._ready_since = now
+        return now - self._ready_since >= self._pause_s
+
+    def went_home(self) -> None:
+        self._came_home = self._clock()
+
+    def link_ended(self) -> None:
+        since, self._came_home, self._ready_since = self._came_home, None, None
+        if since is not None and self._clock() - since >= self.SETTLED_S:
+            self._pause_s = self.FIRST_S
+        elif since is not None:
+            self.failed()
+
+    def failed(self) -> None:
+        """It said that it is ready, and could not be linked to or was soon left."""
+        self._ready_since = None
+        self._pause_s = min(2 * self._pause_s, self.LONGEST_S)
 
 
 @dataclass
@@ -86,6 +130,10 @@ class Membership:
         self.epoch = max(self.epoch, last_epoch) + 1
         return LinkGrant(self.epoch, candidates[0])
 
+    def home(self, verifier: str) -> str | None:
+        """The verifier's own drafter; None while it is not known, as to a registry that has just been made anew."""
+        return next((name for name, home in self.drafters.items() if home == verifier), None)
+
     def _num_links(self, drafter: str) -> int:
         return sum(link.drafter == drafter and link.state == "up" for link in self.links.values())
 
@@ -110,6 +158,9 @@ class Registry:
 
     async def grant(self, verifier: str, unreachable: set[str], last_epoch: int) -> LinkGrant | None:
         return self._members.grant(verifier, unreachable, last_epoch)
+
+    async def home(self, verifier: str) -> str | None:
+        return self._members.home(verifier)
 
     async def report(self, verifier: str, link: LinkReport) -> None:
         self._members.links[verifier] = link

@@ -12,7 +12,7 @@ from typing import Any
 from actors.drafting.draft_step import DraftStep
 from actors.drafting.draft_vocabulary import DraftVocabulary
 from actors.drafting.engine import Engine
-from actors.drafting.ngram import NgramIndex
+from actors.drafting.ngram import GrowingText, Reading
 from actors.drafting.outcomes import OutcomeModel
 from actors.drafting.resident import Resident
 from actors.drafting.sequence import NUM_ALTERNATIVES, DraftSequence
@@ -49,6 +49,10 @@ class DraftModelStrategy:
         self._lives = itertools.count()
         """A sequence that is opened again may meet its former life's blocks, which are freed later."""
 
+        self._unread: dict[SequenceKey, GrowingText] = {}
+        """Texts that are not read whole: no guesses from them yet."""
+
+        self._read_last = False
         self._closed: list[Resident] = []
         """Gone while a step ran: their blocks are freed before the next one is planned."""
 
@@ -71,7 +75,9 @@ class DraftModelStrategy:
         resident = Resident(sequence, f"{key[0]}-{key[1]}-{next(self._lives)}")
         if self._limits.prompt_lookup_max:
             lookup = self._limits
-            resident.index = NgramIndex(token_ids, lookup.prompt_lookup_min, lookup.prompt_lookup_max)
+            resident.index = GrowingText(token_ids, lookup.prompt_lookup_min, lookup.prompt_lookup_max)
+            if not resident.index.is_read:
+                self._unread[key] = resident.index
         if self._vocabulary is not None:
             self._vocabulary.pin(resident.request_id, token_ids)
         if len(token_ids) >= limit:
@@ -96,7 +102,7 @@ class DraftModelStrategy:
         if self._vocabulary is not None:
             self._vocabulary.observe(commit.token_ids)
         if resident.index is not None and commit.base_committed_len == base:
-            resident.index.extend(commit.token_ids)
+            resident.index.append(commit.token_ids)
         sequence.commit(commit.base_committed_len, commit.token_ids, commit.num_wanted, commit.num_on_miss)
         if commit.num_wanted == 0:
             return answers
@@ -115,6 +121,7 @@ class DraftModelStrategy:
         return answers if answer is None else [*answers, answer]
 
     def close(self, key: SequenceKey) -> None:
+        self._unread.pop(key, None)
         resident = self._residents.pop(key, None)
         if resident is not None:
             if self._vocabulary is not None:
@@ -123,6 +130,9 @@ class DraftModelStrategy:
 
     def plan(self) -> tuple[Work | None, list[Draft]]:
         self._release()
+        if self._unread and not self._read_last:
+            return self._reading(), []
+        self._read_last = False
         answers: list[Draft] = []
         due = [r for r in self._residents.values() if r.sequence.due and r.can_draft]
         due.sort(key=lambda resident: resident.asked)  # with more of them than rows, nobody waits for ever
@@ -138,9 +148,15 @@ class DraftModelStrategy:
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
             if self._vocabulary is not None:
                 step.plan.vocabulary_changes = self._vocabulary.take_changes()
+        elif self._unread:
+            return self._reading(), answers
         return step, answers
 
     def complete(self, work: Work) -> list[Draft]:
+        if isinstance(work, Reading):
+            if self._unread.get(work.key) is work.text and work.text.settle():
+                del self._unread[work.key]
+            return []
         assert isinstance(work, DraftStep)
         answers: list[Draft] = []
         drafting = False
@@ -185,6 +201,11 @@ class DraftModelStrategy:
             counted["vocabulary_observed"] = self._vocabulary.num_observed
             counted["vocabulary_missed"] = self._vocabulary.num_missed
         return counted
+
+    def _reading(self) -> Reading:
+        """Steps and texts take turns: a piece of text is far shorter than a step."""
+        self._read_last = True
+        return Reading(*next(iter(self._unread.items())))
 
     def _prefilled(self, resident: Resident, num_computed: int) -> list[Draft]:
         main = resident.sequence.main

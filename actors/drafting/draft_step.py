@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from actors.drafting.engine import Engine
 from actors.drafting.line import Drawn, Line
@@ -15,6 +16,7 @@ from actors.drafting.step_plan import StepPlan
 class DraftStep:
     """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk."""
 
+    is_step: ClassVar[bool] = True
     engine: Engine
     clock: Callable[[], float]
     plan: StepPlan = field(default_factory=StepPlan)

@@ -131,7 +131,7 @@ class DraftLoop:
                 continue
             work.execute()
             with self._lock:
-                self.steps += 1
+                self.steps += work.is_step
                 outgoing = self._outgoing(self._strategy.complete(work))
             _send(outgoing)
 

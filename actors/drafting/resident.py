@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.drafting.ngram import NgramIndex
+from actors.drafting.ngram import GrowingText
 from actors.drafting.sequence import DraftSequence
 
 CATCH_UP_TOKENS = 32
@@ -32,7 +32,7 @@ class Resident:
     blocks: tuple[list[int], ...] = ()
     """These blocks, one list per KV cache group."""
 
-    index: NgramIndex | None = None
+    index: GrowingText | None = None
     """Of the text, for guesses of draws."""
 
     asked: int = 0

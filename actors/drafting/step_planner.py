@@ -126,7 +126,8 @@ class StepPlanner:
 
     def _draws(self, resident: Resident, line: Line) -> tuple[list[Draw], list[int]]:
         """What the line's next row draws, and what an earlier passage of the text says these draws will be."""
-        sequence, index = resident.sequence, resident.index
+        sequence = resident.sequence
+        index = resident.index.index if resident.index is not None and resident.index.is_read else None
         if not sequence.free_of_rounds:
             # A right guess makes an answer come sooner. Where a late answer is dropped, tokens that were guessed would
             # be dropped less often than others: no longer draws from q.

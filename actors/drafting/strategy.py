@@ -32,7 +32,12 @@ class UnknownSequence(KeyError):
 
 
 class Work(Protocol):
-    """One unit of model work, planned. execute runs without the loop's lock: it must touch no sequence."""
+    """One unit of work, planned. execute runs without the loop's lock: it must touch nothing of a sequence that
+    commits or answers use."""
+
+    @property
+    def is_step(self) -> bool:
+        """A step of the model's; else a piece of some text is read."""
 
     def execute(self) -> None: ...
 
@@ -53,7 +58,8 @@ class DraftStrategy(Protocol):
         """A new sequence with its committed tokens (the prompt, or all of a resumed request's text).
 
         sampling: how its drafts are to be drawn. Drafts that are a function of the text alone may ignore it.
-        Returns a READY answer if it can be drafted for at once, without prefill.
+        Returns a READY answer if it can be drafted for at once, without prefill. Everybody's commits wait meanwhile: a
+        long text is not read here but as work, piece by piece.
         """
 
     def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
@@ -65,7 +71,7 @@ class DraftStrategy(Protocol):
         """Forget a sequence and free what it holds. Unknown keys are ignored."""
 
     def plan(self) -> tuple[Work | None, list[Draft]]:
-        """The most urgent model work, and answers that need none. (None, []): nothing to do until something arrives."""
+        """The most urgent work, and answers that need none. (None, []): nothing to do until something arrives."""
 
     def complete(self, work: Work) -> list[Draft]:
         """Take the results of executed work. Returns the answers that are ready now."""

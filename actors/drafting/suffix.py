@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence, Work
 from actors.drafting.suffix_answers import AnswerPart, RequestKey, SuffixAnswers
@@ -23,7 +23,7 @@ PART_TOKENS = 64
 
 _LEAST_PART_TOKENS = 4
 _SLICE_TOKENS = 2048
-"""Read under the loop's lock at once: about two milliseconds."""
+"""Read at once: about two milliseconds."""
 
 _SLICE_PARTS = 8
 _MOST_WAITING = 4096
@@ -47,13 +47,27 @@ class _Sequence:
     num_wanted: int = 0
     """Drafts that the last commit asked for, while it waits for the text to be read."""
 
+    def read(self) -> int:
+        """A slice, into the index. Returns its length; num_read is for whoever holds the loop's lock."""
+        tokens = self.token_ids[self.num_read : self.num_read + _SLICE_TOKENS]
+        self.index.append(tokens)
+        return len(tokens)
 
-@dataclass
+
+@dataclass(eq=False, slots=True)
 class _Reading:
-    """Nothing to compute beside the index, which belongs to the lock."""
+    """The next slice of a prompt, whose index nobody else uses before all is read. None: answers of others are to be
+    learnt, which belongs to the lock."""
+
+    is_step: ClassVar[bool] = False
+    key: SequenceKey | None = None
+    sequence: _Sequence | None = None
+    num_tokens: int = 0
+    """How many were read; by the time they are counted the text may have grown."""
 
     def execute(self) -> None:
-        return
+        if self.sequence is not None:
+            self.num_tokens = self.sequence.read()
 
 
 @dataclass
@@ -122,13 +136,18 @@ class SuffixStrategy:
             self._share(sequence, _LEAST_PART_TOKENS)
 
     def plan(self) -> tuple[Work | None, list[Draft]]:
-        return (_Reading() if self._unread or self._to_learn else None), []
+        for key, sequence in self._unread.items():
+            return _Reading(key, sequence), []
+        return (_Reading() if self._to_learn else None), []
 
     def complete(self, work: Work) -> list[Draft]:
-        """Read one slice: of a prompt, while somebody waits for one, else of the answers of others."""
-        if self._unread:
-            key, sequence = next(iter(self._unread.items()))
-            self._read(key, sequence)
+        """Take one slice: of a prompt, while somebody waits for one, else of the answers of others."""
+        assert isinstance(work, _Reading)
+        key, sequence = work.key, work.sequence
+        if key is not None and sequence is not None:
+            if self._unread.get(key) is not sequence:
+                return []
+            self._count_read(key, sequence, work.num_tokens)
             if key in self._unread:
                 return []
             ready, num_wanted = self._ready(key, sequence), sequence.num_wanted
@@ -195,9 +214,10 @@ class SuffixStrategy:
         return own.token_ids
 
     def _read(self, key: SequenceKey, sequence: _Sequence) -> None:
-        start = sequence.num_read
-        sequence.index.append(sequence.token_ids[start : start + _SLICE_TOKENS])
-        sequence.num_read = min(start + _SLICE_TOKENS, len(sequence.token_ids))
+        self._count_read(key, sequence, sequence.read())
+
+    def _count_read(self, key: SequenceKey, sequence: _Sequence, num_tokens: int) -> None:
+        sequence.num_read += num_tokens
         if sequence.num_read < len(sequence.token_ids):
             self._unread[key] = sequence
         else:

@@ -68,7 +68,7 @@ class Verifier:
         self._work_us = 0
 
     def offer_link(self, link: Link) -> None:
-        """A new link is up. Taken over at the next step boundary. Any thread."""
+        """A new link is up. Taken over at the next step boundary, and the one before it is ended. Any thread."""
         self._offered.put(link)
 
     def track(self, request: TrackedRequest) -> None:
@@ -81,7 +81,7 @@ class Verifier:
 
     def begin_step(self) -> None:
         """Adopt a new link, drop a broken one, and let opened and closed requests reach the drafter now."""
-        self._check_link()
+        self._check_link(at_boundary=True)
         if not self._book.unanswered():
             # Who was asked is gone; the next commit starts the clock anew, and is waited for.
             self._silent_since, self._lagging = None, False
@@ -256,12 +256,18 @@ class Verifier:
         elif now - self._silent_since > self._hang_deadline_s:
             self._link.abort(f"{HANG}: no answer for {self._hang_deadline_s:g} s")
 
-    def _check_link(self) -> None:
-        while True:
+    def _check_link(self, at_boundary: bool = False) -> None:
+        """at_boundary: nobody waits for answers. A link that works is left for another there and nowhere else."""
+        while at_boundary or self._link is None or self._link.broken is not None:
             try:
-                self._link = self._offered.get_nowait()
+                offered = self._offered.get_nowait()
             except queue.Empty:
                 break
+            if offered.broken is not None:
+                continue
+            if self._link is not None and self._link.broken is None:
+                self._link.retire(f"link of epoch {offered.epoch} takes its place")
+            self._link = offered
             self._lagging, self._silent_since = False, None
             self._book.link_up()
         if self._link is not None and self._link.broken is not None:

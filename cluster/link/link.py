@@ -141,19 +141,27 @@ class Link(Generic[T]):
     def close(self, reason: str, timeout_s: float = 1.0) -> None:
         """Send what is queued, tell the peer why, and end. Waits `timeout_s` at most for a peer that does not read, and
         then as join does."""
+        sender = self._threads[0]
+        if self._say_goodbye(reason) and sender.is_alive() and sender is not threading.current_thread():
+            sender.join(timeout_s)
+        self.abort(reason)
+        self.join()
+
+    def retire(self, reason: str) -> None:
+        """As close, but returns at once: the rest happens on a thread of its own."""
+        threading.Thread(target=self.close, args=(reason,), name=f"{self.name}-retire", daemon=True).start()
+
+    def _say_goodbye(self, reason: str) -> bool:
+        """Returns whether this is the first word of an end."""
         encoded = reason.encode()[:MAX_CLOSE_REASON_BYTES]
         words = np.frombuffer(encoded + b"\0" * (-len(encoded) % 4), dtype=np.int32)
-        sender = self._threads[0]
         with self._lock:
             first = self._broken is None and self._ending_here is None
             if first:
                 self._ending_here = f"closed on this side: {reason}"
                 self._idle = False
                 self._outgoing.put(Outgoing(FrameKind.CLOSE, words))
-        if first and sender.is_alive() and sender is not threading.current_thread():
-            sender.join(timeout_s)
-        self.abort(reason)
-        self.join()
+        return first
 
     def abort(self, reason: str) -> None:
         """End without telling the peer. Returns at once, whatever the wire does; see join."""

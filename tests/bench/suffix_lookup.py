@@ -36,12 +36,14 @@ def main() -> None:
         drafter.commit(key, Commit(number, 1, others[start : start + 512], 0, 0))
         drafter.close(key)
         while (work := drafter.plan()[0]) is not None:
+            work.execute()
             drafter.complete(work)
     learning = (time.process_time() - started) / len(others)
     own = text[-(PROMPT + ANSWER) :]
     started = time.process_time()
     drafter.open(KEY, own[:PROMPT], 4, DraftSampling())
     while (work := drafter.plan()[0]) is not None:
+        work.execute()
         drafter.complete(work)
     opening = (time.process_time() - started) / PROMPT
     times, drafted, right = [], 0, 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.membership import LinkReport, Membership
+from cluster.membership import Homing, LinkReport, Membership
 
 
 @pytest.fixture
@@ -80,3 +80,63 @@ def test_renewing_extends_and_leaving_is_at_once(two):
     two.leave("r1")
     two.leave("r1")
     assert (two.leases, two.drafters) == ({}, {})
+
+
+def test_home_is_the_verifier_s_own_drafter(two):
+    assert (two.home("r1"), two.home("r2")) == ("D1", "D2")
+    two.leave("r1")
+    assert two.home("r1") is None
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def looks_until_due(homing, clock):
+    """Looks once a second at a drafter that always answers. Returns how long it took."""
+    start = clock.now
+    while not homing.look(True):
+        clock.now += 1
+    return clock.now - start
+
+
+def test_a_borrower_goes_home_when_its_own_has_been_ready_for_a_while(clock):
+    homing = Homing(clock)
+    assert not homing.look(False)
+    assert not homing.look(True)
+    clock.now += Homing.FIRST_S / 2
+    assert not homing.look(False), "gone again: the while begins anew"
+    assert looks_until_due(homing, clock) == Homing.FIRST_S
+
+
+def test_a_home_that_is_left_soon_is_gone_to_less_and_less_often(clock):
+    homing = Homing(clock)
+    waits = []
+    for _ in range(12):
+        waits.append(looks_until_due(homing, clock))
+        homing.went_home()
+        clock.now += Homing.SETTLED_S / 2
+        homing.link_ended()
+    assert waits[:4] == [Homing.FIRST_S * 2**n for n in range(4)]
+    assert waits[-1] == Homing.LONGEST_S
+    homing.went_home()
+    clock.now += Homing.SETTLED_S
+    homing.link_ended()
+    assert looks_until_due(homing, clock) == Homing.FIRST_S, "that one lasted"
+
+
+def test_a_home_that_cannot_be_linked_to_is_tried_less_often_and_borrowed_links_say_nothing(clock):
+    homing = Homing(clock)
+    homing.link_ended()
+    assert looks_until_due(homing, clock) == Homing.FIRST_S
+    homing.failed()
+    homing.link_ended()
+    assert looks_until_due(homing, clock) == 2 * Homing.FIRST_S

@@ -15,6 +15,8 @@ FORESEEN = 77
 class FakeStrategy:
     """Drafts [committed length, 0]: at once after FORESEEN, else in a step over all sequences that are due."""
 
+    is_step = True
+
     def __init__(self):
         self.lengths, self.due, self.samplings, self.opened, self.batches = {}, [], {}, [], []
         self.q = None

@@ -88,7 +88,7 @@ def test_a_commit_for_an_unknown_sequence_or_length_is_refused():
         strategy.commit(KEY, commit(KEY, 3, [1], 4))
 
 
-def test_there_is_no_work_beside_the_answers():
+def test_a_short_prompt_is_read_at_once():
     strategy = NgramStrategy(2, 4)
-    strategy.open(KEY, [1] * 1000, 4, SAMPLING)
+    strategy.open(KEY, [1] * 200, 4, SAMPLING)
     assert strategy.plan() == (None, [])

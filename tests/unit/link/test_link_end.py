@@ -261,3 +261,12 @@ def test_too_much_unsent_costs_whoever_posts_no_time(make_link):
     finally:
         let_go.set()
         posting.join()
+
+
+def test_retire_closes_and_waits_for_nothing(pair):
+    a, b = pair()
+    a.post([words(1)])
+    a.retire("another takes its place")
+    assert until_broken(b) == "closed by peer: another takes its place"
+    assert b.poll(0).messages == [1]
+    assert until_broken(a) == "closed on this side: another takes its place"

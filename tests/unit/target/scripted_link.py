@@ -17,6 +17,7 @@ class FakeLink:
     """What the verifier uses of a Link. answer: called with every message posted; what it returns arrives at once."""
 
     capacity_words = 512
+    epoch = 1
 
     def __init__(self, answer=lambda message: []):
         self.broken = None
@@ -44,6 +45,9 @@ class FakeLink:
 
     def abort(self, reason):
         self.broken = f"aborted on this side: {reason}"
+
+    def retire(self, reason):
+        self.broken = f"closed on this side: {reason}"
 
 
 def drafting(drafts):

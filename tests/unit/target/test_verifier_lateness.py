@@ -149,3 +149,31 @@ def test_silence_with_nobody_waiting_is_no_hang():
     verifier.end_step({"b": [1]}, {}, ())
     verifier.take_drafts(["b"])
     assert link.broken is None
+
+
+def test_another_link_takes_the_place_of_one_that_works_between_two_steps_and_no_drafts_are_lost():
+    borrowed = FakeLink(drafting([1, 2]))
+    verifier = make(borrowed)
+    verifier.track(tracked())
+    verifier.begin_step()
+    home = FakeLink(drafting([3]))
+    verifier.end_step({"a": [8]}, {}, ())
+    verifier.offer_link(home)
+    assert verifier.take_drafts(["a"]) == [[1, 2]], "the round that runs is the borrowed drafter's"
+    assert (borrowed.broken, home.sent) == (None, [])
+    verifier.begin_step()
+    assert "takes its place" in borrowed.broken
+    assert list(home.sent[0].token_ids) == [*PROMPT, 8]
+    assert verifier.take_drafts(["a"]) == [[1, 2]], "still the drafts that the step verifies"
+    assert step(verifier, {"a": [1, 2, 9]}, {"a": 2}) == [[3]]
+
+
+def test_a_link_that_broke_before_it_was_taken_changes_nothing():
+    working = FakeLink(drafting([1]))
+    verifier = make(working)
+    verifier.track(tracked())
+    offered = FakeLink()
+    offered.broken = "connection lost"
+    verifier.offer_link(offered)
+    assert step(verifier, {"a": [8]}) == [[1]]
+    assert working.broken is None

@@ -1,0 +1,191 @@
+"""Prompts are read in pieces, beside everything else: nobody's commit waits for another sequence's prompt."""
+
+import threading
+
+import pytest
+
+from actors.drafting.draft_model import DraftModelStrategy
+from actors.drafting.loop import DraftLoop
+from actors.drafting.ngram import NgramIndex, NgramStrategy
+from actors.drafting.step_planner import LookaheadLimits
+from actors.drafting.strategy import Draft
+from actors.drafting.suffix import SuffixStrategy
+from actors.drafting.suffix_index import SuffixIndex
+from actors.drafting.suffix_path import SuffixLimits
+from actors.length.origin import Origin
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus
+from tests.unit.drafting.draft_bench import KEY, Bench, ids
+from tests.unit.drafting.scripted_strategy import SOON_S, Sink
+from tests.unit.drafting_engine import MemoryEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+SLOW = 999
+"""A token that is not read before the test allows it."""
+
+LONG = [token % 50 for token in range(5000)]
+GUESSING = LookaheadLimits(prompt_lookup_min=2, prompt_lookup_max=3)
+
+
+def draft_model():
+    return DraftModelStrategy(MemoryEngine(max_model_len=3000), 2048, GUESSING)
+
+
+STRATEGIES = {
+    "ngram": lambda: NgramStrategy(2, 4),
+    "suffix": lambda: SuffixStrategy(SuffixLimits(), 10, 4096, "a"),
+    "draft_model": draft_model,
+}
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """reading: somebody has come to SLOW. go_on: it may be read."""
+
+    class Gate:
+        reading, go_on = threading.Event(), threading.Event()
+
+    for index, method in ((NgramIndex, "extend"), (SuffixIndex, "append")):
+        plain = getattr(index, method)
+
+        def read(self, token_ids, *context, plain=plain):
+            if SLOW in token_ids:
+                Gate.reading.set()
+                assert Gate.go_on.wait(4 * SOON_S)
+            plain(self, token_ids, *context)
+
+        monkeypatch.setattr(index, method, read)
+    yield Gate
+    Gate.go_on.set()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_commits_are_taken_while_a_prompt_is_read(gate, strategy):
+    loop, sinks = DraftLoop(STRATEGIES[strategy]()), {1: Sink(), 2: Sink()}
+    running = threading.Thread(target=loop.run, daemon=True)
+    running.start()
+    for link, sink in sinks.items():
+        loop.attach(link, sink)
+        loop.deliver(link, [Open(1, 6, 0, [1, 2, 3, 4, 1, 2], 4, DraftSampling())])
+        assert sink.next()[0].status is ProposalStatus.READY
+    prompt = [*LONG[:2100], SLOW, 1, 2]
+    taken = []
+
+    def deliver():
+        loop.deliver(1, [Open(2, len(prompt), 0, prompt, 4, DraftSampling())])
+        for link in sinks:  # the reader's own link is no exception
+            loop.deliver(link, [Commit(1, 6, [3], 2, 2)])
+        loop.deliver(1, [Commit(2, len(prompt), [1], 2, 2)])
+        taken.append(True)
+
+    delivering = threading.Thread(target=deliver, daemon=True)
+    delivering.start()
+    try:
+        assert gate.reading.wait(SOON_S)
+        delivering.join(SOON_S)
+        assert taken, "commits wait for a prompt that is not theirs"
+        if strategy != "draft_model":  # whose answers are for the loop's thread, unless foreseen
+            assert sinks[2].next()[0].token_ids == [4, 1]
+    finally:
+        gate.go_on.set()
+    answers = []
+    while not any(answer.request == 2 and answer.status is ProposalStatus.OK for answer in answers):
+        answers += sinks[1].next()
+    assert [a.status for a in answers if a.request == 2][-2:] == [ProposalStatus.READY, ProposalStatus.OK]
+    assert answers[-1].base_committed_len == len(prompt) + 1
+    loop.deliver(1, [Close(2, CloseReason.FINISHED)])
+    loop.stop()
+    running.join(SOON_S)
+    assert not running.is_alive()
+
+
+def work_off(strategy):
+    answers = []
+    while (work := strategy.plan()[0]) is not None:
+        work.execute()
+        answers += strategy.complete(work)
+    return answers
+
+
+def test_an_ngram_prompt_and_what_was_committed_meanwhile_are_one_text():
+    strategy = NgramStrategy(2, 4)
+    assert strategy.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling()) is None
+    assert strategy.usage()["num_prefilling"] == 1
+    first = strategy.commit(KEY, Commit(1, 5003, [5], 1, 1))
+    assert first == [Draft(KEY, 5004, [], ProposalStatus.NOT_READY)]
+    assert strategy.commit(KEY, Commit(1, 5004, [700, 701], 3, 3))[0].status is ProposalStatus.NOT_READY
+    assert work_off(strategy) == [
+        Draft(KEY, 5006, [], ProposalStatus.READY),
+        Draft(KEY, 5006, [702, 5, 700], ProposalStatus.OK, origin=Origin.MISS),
+    ]
+    assert strategy.commit(KEY, Commit(1, 5006, [702], 1, 1))[0].token_ids == [5]
+    assert strategy.usage()["num_prefilling"] == 0
+
+
+@pytest.mark.parametrize(("strategy", "pieces"), [("ngram", 19), ("suffix", 2)])
+def test_what_is_committed_while_the_last_piece_is_read_is_read_too(strategy, pieces):
+    strategy = STRATEGIES[strategy]()
+    strategy.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling())
+    answers, base = [], 5003
+    while not any(answer.status is ProposalStatus.READY for answer in answers):
+        work, _ = strategy.plan()
+        work.execute()
+        if base < 5003 + pieces:
+            strategy.commit(KEY, Commit(1, base, [base + 1000], 1, 1))
+            base += 1
+        answers = strategy.complete(work)
+    answer = strategy.commit(KEY, Commit(1, base, [700, 701, 702], 2, 2))[0]
+    assert answer.token_ids == [6003, 6004]
+
+
+def test_an_ngram_prompt_that_is_closed_half_read_is_forgotten():
+    strategy = NgramStrategy(2, 4)
+    strategy.open(KEY, list(LONG), 4, DraftSampling())
+    work, _ = strategy.plan()
+    strategy.close(KEY)
+    work.execute()
+    assert strategy.complete(work) == []
+    assert strategy.plan() == (None, [])
+
+
+def test_a_sequence_opened_again_while_its_former_life_is_read_is_read_anew():
+    strategy = NgramStrategy(2, 4)
+    strategy.open(KEY, [*LONG, 1], 4, DraftSampling())
+    work, _ = strategy.plan()
+    strategy.close(KEY)
+    strategy.open(KEY, [*LONG, 2], 4, DraftSampling())
+    work.execute()
+    assert strategy.complete(work) == []
+    assert work_off(strategy) == [Draft(KEY, 5001, [], ProposalStatus.READY)]
+
+
+def test_the_draft_model_drafts_before_it_can_guess_and_the_same():
+    """Reading takes turns with steps; guesses come when all of it is read."""
+    bench = Bench(GUESSING, chunk=8000, num_blocks=4000, max_model_len=8000, max_num_batched_tokens=8000)
+    bench.open(KEY, LONG)
+    bench.commit(KEY, [7])
+    answers, reads = [], 0
+    while not answers or answers[-1].status is not ProposalStatus.OK:
+        work, more = bench.strategy.plan()
+        reads += not work.is_step
+        work.execute()
+        answers += more + bench.strategy.complete(work)
+    assert ids(answers[-1]) == bench.drafts(KEY)
+    assert 0 < reads < len(LONG) / 256, "drafted long before all was read"
+    assert all(not row.guesses for plan in bench.engine.plans for row in plan.rows)
+    bench.settle()
+    resident = bench.strategy._residents[KEY]
+    assert resident.index.index.token_ids == bench.texts[KEY]
+
+
+def test_reading_is_no_model_step():
+    loop = DraftLoop(NgramStrategy(2, 4))
+    sink = Sink()
+    loop.attach(1, sink)
+    loop.deliver(1, [Open(2, len(LONG), 0, LONG, 4, DraftSampling())])
+    running = threading.Thread(target=loop.run, daemon=True)
+    running.start()
+    assert sink.next() == [Proposals(2, len(LONG), [], ProposalStatus.READY)]
+    loop.stop()
+    running.join(SOON_S)
+    assert loop.steps == 0
