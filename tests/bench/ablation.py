@@ -41,7 +41,10 @@ PARTS: dict[str, tuple[Sections, Sections]] = {
     "lengths": ({"speculation": {"adaptive": True}}, {"speculation": {"adaptive": False}}),
     "draft-ahead": ({"speculation": {"draft_ahead": True}}, {"speculation": {"draft_ahead": False}}),
     **{
-        f"side-branches-{more}-{fewer}": tuple({"speculation": {"max_side_branches": n}} for n in (more, fewer))
+        f"side-branches-{more}-{fewer}": (
+            {"speculation": {"max_side_branches": more}},
+            {"speculation": {"max_side_branches": fewer}},
+        )
         for more, fewer in ((8, 2), (8, 0), (2, 0))
     },
 }

@@ -120,7 +120,7 @@ def install_reads(device: Device = DEVICE) -> None:
         if inner is None:
             raise RuntimeError(f"{owner.__name__}.{name}: not there; the emulation's reads were written for vLLM 0.32")
         if not hasattr(inner, "waits_for_device"):
-            outer = functools.wraps(inner)(wrap(inner, device))
+            outer: Any = functools.wraps(inner)(wrap(inner, device))
             outer.waits_for_device = True
             setattr(owner, name, outer)
 

@@ -80,8 +80,8 @@ def carry(engine: Any, load: Load, is_enough: Callable[[], bool], first_index: i
             if not output.finished:
                 continue
             tokens += len(output.outputs[0].token_ids)
-            if (index := loop.after_one_ended()) is not None:
-                engine.add_request(str(index), prompt(index), params)
+            if (following := loop.after_one_ended()) is not None:
+                engine.add_request(str(following), prompt(following), params)
     if tokens != loop.tokens:
         raise RuntimeError(f"{tokens} of {loop.tokens} tokens ran")
     return Answered(started, time.perf_counter(), tokens)

@@ -56,7 +56,7 @@ class Measurement:
     accelerators: int
     ceiling: Ceiling
     times: RoundTimes
-    reported: dict[str, float] = field(default_factory=dict)
+    reported: dict[str, int] = field(default_factory=dict)
     """The verifier's own counts of hits over the load, requests before and after the full batch included."""
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bench.emulation.device import Device
+from tests.bench.emulation.device import Device, install_reads
 from tests.bench.emulation.trace import TraceWriter, read_trace
 
 
@@ -93,3 +93,43 @@ def test_a_trace_says_when_device_and_host_came_and_went(host: Host, device: Dev
     times = [float(first[name]) - 10 for name in ("called_s", "logits_s", "started_s", "read_s", "ended_s")]
     assert times == pytest.approx([0, 0.001, 0, 0.003, 0.025])
     assert first["went_on_s"] == second["called_s"] == second["started_s"]
+
+
+def test_vllm_reads_where_it_makes_values_of_results(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    called: list[tuple[str, float]] = []
+
+    def launch(executor: object, method: str) -> str:
+        enqueue(device, 0.01)
+        device.has_results()
+        called.append((method, host.now))
+        return method
+
+    # In the real classes, so that the names are vLLM's; monkeypatch takes the wrappers away again.
+    monkeypatch.setattr(GPUModelRunner, "_bookkeeping_sync", lambda runner: called.append(("tokens", host.now)))
+    monkeypatch.setattr(UniProcExecutor, "collective_rpc", launch)
+    for _ in range(2):  # the second time changes nothing
+        install_reads(device)
+
+    rpc, bookkeeping = UniProcExecutor.collective_rpc, GPUModelRunner._bookkeeping_sync
+    assert rpc(object(), "execute_model") == "execute_model"
+    assert host.now == 10.0
+    bookkeeping(object())
+    assert rpc(object(), "draft") == "draft"
+    assert called == [("execute_model", 10.0), ("tokens", pytest.approx(10.01)), ("draft", pytest.approx(10.01))]
+    assert host.now == pytest.approx(10.02)
+    assert device.step == 2
+
+
+def test_a_place_that_is_not_there_ends_start_up(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.setattr(UniProcExecutor, "collective_rpc", UniProcExecutor.collective_rpc)
+    monkeypatch.delattr(GPUModelRunner, "_bookkeeping_sync")
+    with pytest.raises(RuntimeError, match="_bookkeeping_sync"):
+        install_reads(device)
