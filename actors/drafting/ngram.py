@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence, Work
-from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.messages import Commit, DraftSampling, Origin, ProposalStatus
 
 
 class NgramIndex:

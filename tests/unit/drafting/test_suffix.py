@@ -12,8 +12,7 @@ from actors.drafting.suffix import PART_TOKENS, SuffixStrategy
 from actors.drafting.suffix_answers import AnswerPart, SuffixAnswers
 from actors.drafting.suffix_path import SuffixLimits
 from actors.drafting.suffix_pool import PartLog, PoolMember
-from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.messages import Commit, DraftSampling, Origin, ProposalStatus
 from actors.verification.mode import Mode
 
 KEY, OTHER = (1, 1), (2, 7)
