@@ -23,7 +23,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.length.origin import Origin
 from actors.messages import (
     MAX_BIASED_TOKENS,
     Close,
@@ -34,6 +33,7 @@ from actors.messages import (
     MessageError,
     Name,
     Open,
+    Origin,
     Proposals,
     ProposalStatus,
     SparseQ,

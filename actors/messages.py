@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from actors.length.origin import Origin
 from actors.verification.mode import Mode
 from cluster.link.frame import MAX_INT31
 
@@ -25,6 +24,26 @@ MAX_BIASED_TOKENS = 512
 """Of one request: a longer list stays with the verifier, which costs acceptance only."""
 
 MAX_BIAS = float(np.finfo(np.float32).max)
+
+
+class Origin(enum.IntEnum):
+    """Where the drafts of an answer come from."""
+
+    NONE = 0
+    """No answer in time, or one without drafts for another reason than its length."""
+
+    MAIN_LINE = 1
+    """Drafted ahead: every draft was accepted and the bonus token was the one guessed."""
+
+    SIDE_BRANCH = 2
+    """Drafted ahead for another outcome than the main line's."""
+
+    MISS = 3
+    """Nobody had foreseen the outcome: drafted while the target waited, or not at all."""
+
+    @property
+    def is_hit(self) -> bool:
+        return self in (Origin.MAIN_LINE, Origin.SIDE_BRANCH)
 
 
 class MessageError(ValueError):

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence, Work
-from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.messages import Commit, DraftSampling, Origin, ProposalStatus
 
 
 class NgramIndex:

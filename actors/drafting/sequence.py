@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from actors.drafting.line import Drawn, Line, stacked_q
 from actors.drafting.step_plan import Draw
 from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence
-from actors.length.origin import Origin
-from actors.messages import DraftSampling, ProposalStatus
+from actors.messages import DraftSampling, Origin, ProposalStatus
 
 NUM_ALTERNATIVES = 2
 """Named with every draw. One covers about nine outcomes in ten, two 97 in a hundred."""

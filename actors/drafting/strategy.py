@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, ProposalStatus, SparseQ
+from actors.messages import Commit, DraftSampling, Origin, ProposalStatus, SparseQ
 
 SequenceKey = tuple[int, int]
 """(link, request handle): unique over every target linked to one drafter."""

@@ -15,8 +15,7 @@ from actors.drafting.strategy import Draft, SequenceKey, UnknownSequence, Work
 from actors.drafting.suffix_answers import AnswerPart, RequestKey, SuffixAnswers
 from actors.drafting.suffix_index import SuffixIndex
 from actors.drafting.suffix_path import SuffixLimits, best_path
-from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.messages import Commit, DraftSampling, Origin, ProposalStatus
 
 PART_TOKENS = 64
 """Tokens of a running answer after which others may learn them."""

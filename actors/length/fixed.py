@@ -1,12 +1,19 @@
-"""The same length for every request in every round: what ``speculation.adaptive: false`` asks for."""
+"""Lengths, and the same ones for every request in every round: what ``speculation.adaptive: false`` asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from actors.length.limits import Lengths
-from actors.length.origin import Origin
+from actors.messages import Origin
+
+
+class Lengths(NamedTuple):
+    """Of one request in one round. k: tokens wanted on a hit, 0 for no drafting at all. k_miss: tokens worth waiting
+    for on a miss, 0 to k."""
+
+    k: int
+    k_miss: int
 
 
 class FixedLengths:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from actors.length.origin import Origin
+from actors.messages import Origin
 from actors.observability.tracing import context_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from actors.length.origin import Origin
+from actors.messages import Origin
 from actors.observability.histogram import Histogram, HistogramSnapshot
 
 _WINDOW = 512

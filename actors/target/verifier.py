@@ -13,12 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from actors.length.fixed import FixedLengths
+from actors.length.fixed import FixedLengths, Lengths
 from actors.length.length_controller import LengthController
-from actors.length.limits import Lengths
-from actors.length.origin import Origin
 from actors.message_codec import pack
-from actors.messages import CloseReason, Message, Proposals, ProposalStatus, SparseQ
+from actors.messages import CloseReason, Message, Origin, Proposals, ProposalStatus, SparseQ
 from actors.observability.logs import about
 from actors.observability.round_tracer import RoundTracer
 from actors.target.round_statistics import RoundStatistics, RoundTimes

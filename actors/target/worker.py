@@ -6,7 +6,6 @@ from typing import Any
 
 from actors.length.fixed import FixedLengths
 from actors.length.length_controller import LengthController
-from actors.length.limits import LengthLimits
 from actors.message_codec import frame_capacity_words, unpack
 from actors.observability.round_tracer import RoundTracer
 from actors.observability.tracing import process_tracer
@@ -62,14 +61,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         k = config.num_speculative_tokens
         if not config.speculation.adaptive:
             return FixedLengths(k)
-        return LengthController(
-            LengthLimits(
-                max_tokens=k,
-                max_requests=self.scheduler_config.max_num_seqs,
-                draft_ahead=config.speculation.draft_ahead,
-                uniform_steps=self.device.type != "cpu",
-            )
-        )
+        return LengthController(k)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Sample in the same call where no grammar has to be waited for: vLLM then spares a message each way."""

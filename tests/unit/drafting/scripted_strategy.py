@@ -4,8 +4,7 @@ import queue
 import threading
 
 from actors.drafting.strategy import Draft, UnknownSequence
-from actors.length.origin import Origin
-from actors.messages import ProposalStatus
+from actors.messages import Origin, ProposalStatus
 
 SOON_S = 10.0
 FORESEEN = 77

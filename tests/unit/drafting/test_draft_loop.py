@@ -8,8 +8,7 @@ import pytest
 from actors.drafting.hang_watch import HangWatch
 from actors.drafting.loop import DraftLoop
 from actors.drafting.strategy import Draft
-from actors.length.origin import Origin
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus, SparseQ
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Origin, Proposals, ProposalStatus, SparseQ
 from actors.verification.mode import Mode
 from tests.unit.drafting.scripted_strategy import FORESEEN, SOON_S, FakeStrategy, Sink
 

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from actors.drafting.step_planner import LookaheadLimits
-from actors.length.origin import Origin
-from actors.messages import ProposalStatus
+from actors.messages import Origin, ProposalStatus
 from tests.unit.drafting.draft_bench import GREEDY, KEY, OTHER, SAMPLED, Bench, ids
 from tests.unit.drafting_engine import continuation, drawn_token
 

@@ -6,8 +6,7 @@ import pytest
 
 from actors.drafting.ngram import NgramIndex, NgramStrategy
 from actors.drafting.strategy import Draft, UnknownSequence
-from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, ProposalStatus
+from actors.messages import Commit, DraftSampling, Origin, ProposalStatus
 from actors.verification.mode import Mode
 
 KEY, OTHER = (1, 1), (2, 1)

@@ -12,8 +12,7 @@ from actors.drafting.suffix import PART_TOKENS, SuffixStrategy
 from actors.drafting.suffix_answers import AnswerPart, SuffixAnswers
 from actors.drafting.suffix_path import SuffixLimits
 from actors.drafting.suffix_pool import PartLog, PoolMember
-from actors.length.origin import Origin
-from actors.messages import Commit, DraftSampling, Proposals, ProposalStatus
+from actors.messages import Commit, DraftSampling, Origin, Proposals, ProposalStatus
 from actors.target.rounds import RoundBook, TrackedRequest
 from actors.verification.mode import Mode
 

@@ -7,8 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.drafting.draft_vocabulary import DraftVocabulary
 from actors.length.length_controller import LengthController
-from actors.length.limits import LengthLimits
-from actors.length.origin import Origin
+from actors.messages import Origin
 from actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
 from actors.observability.histogram import Histogram
 from actors.observability.metrics import ReplicaMetrics
@@ -41,8 +40,7 @@ LINK_STATUS = {
 
 def rank_0():
     """A verifier that has seen a bit of everything, as rank 0 reports it."""
-    limits = LengthLimits(max_tokens=4, max_requests=8)
-    verifier = Verifier(LinkConfig(), LengthController(limits))
+    verifier = Verifier(LinkConfig(), LengthController(4))
     for request_id in ("a", "b"):
         verifier.track(TrackedRequest(request_id, [1, 2], 4))
     for _ in range(2):

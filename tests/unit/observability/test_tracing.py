@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from actors.http.tracing import TraceRequests
 from actors.length.fixed import FixedLengths
-from actors.length.origin import Origin
+from actors.messages import Origin
 from actors.observability import tracing
 from actors.observability.round_tracer import RoundTracer
 from actors.round_settings import EXTRA_ARGS_KEY

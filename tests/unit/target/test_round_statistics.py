@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.length.origin import Origin
+from actors.messages import Origin
 from actors.target.round_statistics import RoundStatistics, RoundTimes
 
 

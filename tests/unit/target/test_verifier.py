@@ -3,8 +3,7 @@
 import pytest
 
 from actors.length.fixed import FixedLengths
-from actors.length.origin import Origin
-from actors.messages import Close, CloseReason, Commit, Open, Proposals, ProposalStatus
+from actors.messages import Close, CloseReason, Commit, Open, Origin, Proposals, ProposalStatus
 from tests.unit.target.scripted_link import PROMPT, FakeLink, drafting, make, never_after_ready, step, tracked
 
 pytestmark = pytest.mark.timeout(30)
