@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from actors.verification import philox
-from actors.verification.philox import Role
+from actors.verification import noise as philox
+from actors.verification.noise import Role
 
 M0, M1 = tl.constexpr(philox.MULTIPLIER_0), tl.constexpr(philox.MULTIPLIER_1)
 W0, W1 = tl.constexpr(philox.WEYL_0), tl.constexpr(philox.WEYL_1)

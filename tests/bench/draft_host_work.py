@@ -138,7 +138,7 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
     for owner, method, name in (
         (EmulatedForCausalLM, "forward", "forward pass"),
         (EmulatedForCausalLM, "compute_logits", "logits"),
-        (draft_worker, "_draw", "draw"),
+        (draft_worker, "draw", "draw"),
         (DraftModelStrategy, "plan", "plan"),
         (DraftModelStrategy, "complete", "results"),
         (DraftEngine, "run", "engine"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.verification import coupled, torch_kernel, triton_kernel
 from actors.verification.batch import Sampling, VerificationBatch
-from actors.verification.token_subset import TokenSubset
+from actors.verification.search import TokenSubset
 
 REQUESTS, N = 10, 5
 
