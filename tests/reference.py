@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.verification.gumbel import gumbel
+from actors.verification.noise import gumbel
 
 TIE = 1e-3
 """A top-two gap (of logits, noise included) below this is a tie: batch shapes round differently, either token is

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.verification.token_subset import TokenSubset
+from actors.verification.search import TokenSubset
 from cluster.config import ConfigError
 
 

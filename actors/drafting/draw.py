@@ -1,150 +1,181 @@
-"""Drawing drafts: each row of a step as its request asks, and what it was drawn from. Knows of no engine."""
+"""Drawing drafts: the token after each row of a step, as its request asks, and what it was drawn from. Knows of no
+engine.
+
+A row's draw depends on its own logits, sampling, seed and positions, never on the rows beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from actors.drafting.draw_group import DrawEnd, DrawGroup, DrawKind, DrawRow, GroupDraws
-from actors.verification.token_subset import TokenSubset
+from actors.drafting.line import Drawn
+from actors.drafting.step_plan import Draw, StepPlan
+from actors.messages import DraftSampling
+from actors.verification.constraints import Constraints
+from actors.verification.draft_sampler import DraftSample, greedy_drafts, sample_drafts
+from actors.verification.mode import Mode
+from actors.verification.search import TokenSubset
+
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
+"""Beyond, float32 overflows, and the choice is greedy or uniform as it is."""
 
 
-@dataclass(slots=True)
-class DrawnRow:
-    """What was drawn for one row: fewer tokens than steps only with bad_logits or exhausted.
+class _Kind(NamedTuple):
+    """Rows of one kind are drawn together."""
 
-    q_ids: int32 [k, n], q_probs: float32 [k, n], what each was drawn from. None where no q need travel.
-    alternatives: int32 [k, A], other tokens that verification may choose, likeliest first, -1 where there is none or
-        fewer were asked for. confidence: float32 [k, 1 + A], the drafter's probabilities of the token drawn and of
-        these, 0 beside -1. None where no step asked.
-    bad_logits: the model gave NaN, infinity or nothing but minus infinity where the next token was to be drawn.
-    exhausted: none of the tokens that the request allows is in the draft vocabulary.
+    mode: Mode
+    """GREEDY, COUPLED or REJECTION: block verification takes the same draws."""
+
+    top_n: int
+    biased: bool
+
+    @classmethod
+    def of(cls, sampling: DraftSampling) -> _Kind:
+        mode, biased = sampling.mode, bool(sampling.biases)
+        if mode.samples_q:
+            mode = Mode.REJECTION if sampling.top_n else Mode.GREEDY
+        return cls(mode, sampling.top_n if mode is Mode.REJECTION else 0, biased)
+
+
+def draw(logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None = None) -> list[Drawn]:
+    """One token for each row of logits, in order.
+
+    logits: [R, V] of any float type, not changed; of R draws. All are given as many alternatives as the one that asks
+    for most. subset: the tokens that the columns stand for, if not all; work is saved where it is the same object in
+    every step. Raises ValueError when it is of another size than the logits. Nothing is read from the device
+    before all kinds are drawn.
     """
-
-    token_ids: list[int]
-    q_ids: np.ndarray | None = None
-    q_probs: np.ndarray | None = None
-    alternatives: np.ndarray | None = None
-    confidence: np.ndarray | None = None
-    bad_logits: bool = False
-    exhausted: bool = False
-
-
-class Draws:
-    """The draws of some rows, step by step. A row may join or leave at any step; its draws are counted by row.
-
-    vocab_ids: int64 [N], the tokens that the columns of all logits stand for, in any order; None: all tokens. A
-    TokenSubset that is kept while these are the same saves work.
-    """
-
-    def __init__(self, rows: Sequence[DrawRow], vocab_ids: Tensor | TokenSubset | None = None) -> None:
-        self._rows = {row.row_id: row for row in rows}
-        self._counts: dict[Hashable, int] = dict.fromkeys(self._rows, 0)
-        self._subset = TokenSubset(vocab_ids) if isinstance(vocab_ids, Tensor) else vocab_ids
-        self._arranged_for: list[Hashable] = []
-        self._steps = 0
-        """Since the rows were arranged."""
-
-        self._groups: list[tuple[DrawKind, DrawGroup]] = []
-        self._drawn: dict[DrawKind, list[GroupDraws]] = {}
-
-    def draw(self, logits: Tensor, row_ids: Sequence[Hashable], alternatives: int = 0) -> Tensor:
-        """The next token id of every row, 0 for rows that are none of these: int32 [rows, 1], on the device of logits.
-
-        logits: [rows, V or N] of any float type. row_ids: the rows of this step, in their order. alternatives: how many
-        other tokens to name for each; they stay on the device until results().
-        """
-        if row_ids != self._arranged_for:
-            self._arrange(list(row_ids), logits.shape[1], logits.device)
-        logits = logits.to(torch.float32)
-        ids = None
-        for kind, group in self._groups:
-            drawn = group.draw(logits, self._steps, alternatives)
-            self._drawn.setdefault(kind, []).append(drawn)
-            if group.places is None:
-                ids = drawn.sample.ids
-            else:
-                if ids is None:
-                    ids = torch.zeros(len(row_ids), dtype=torch.int64, device=logits.device)
-                ids.index_copy_(0, group.places, drawn.sample.ids)
-        self._steps += 1
-        if ids is None:
-            return torch.zeros(len(row_ids), 1, dtype=torch.int32, device=logits.device)
-        return ids.to(torch.int32).unsqueeze(1)
-
-    def results(self, token_ids: Mapping[Any, Sequence[int]]) -> dict[Any, DrawnRow]:
-        """What was drawn for every row that was in a step. token_ids: the ids of each, one a step.
-
-        A row ends before its first draft whose logits were not finite or that had no token to draw. Raises RuntimeError
-        when token_ids are not as many as were drawn.
-        """
-        results: dict[Any, DrawnRow] = {}
-        for steps in self._drawn.values():
-            ends = torch.cat([step.end for step in steps]).tolist()
-            samples = [step.sample for step in steps]
-            q_ids, q_probs = _stacked([s.q_ids for s in samples]), _stacked([s.q_probs for s in samples])
-            width = max(0 if s.alternatives is None else s.alternatives.shape[1] for s in samples)
-            others = _stacked([_widened(s.ids, s.alternatives, width, -1) for s in samples])
-            confidence = _stacked([_widened(s.ids, s.confidence, width + 1, 0.0) for s in samples]) if width else None
-            at: dict[Hashable, list[int]] = {}
-            for place, row_id in enumerate(row_id for step in steps for row_id in step.row_ids):
-                at.setdefault(row_id, []).append(place)
-            for row_id, places in at.items():
-                ids = list(token_ids[row_id])
-                if len(ids) != len(places):
-                    raise RuntimeError(f"{row_id}: {len(ids)} draft ids of {len(places)} drawn")
-                count = next((i for i, place in enumerate(places) if ends[place]), len(places))
-                end = ends[places[count]] if count < len(places) else DrawEnd.NONE
-                result = results[row_id] = DrawnRow(ids[:count], bad_logits=end == DrawEnd.BAD_LOGITS)
-                result.exhausted = end == DrawEnd.EXHAUSTED
-                if not count:
-                    continue
-                kept = places[:count]
-                if q_ids is not None and q_probs is not None:
-                    result.q_ids = q_ids[kept].to(torch.int32).numpy()
-                    result.q_probs = q_probs[kept].numpy()
-                if others is not None and confidence is not None:
-                    result.alternatives = others[kept].to(torch.int32).numpy()
-                    result.confidence = confidence[kept].numpy()
-        return results
-
-    def _arrange(self, row_ids: list[Hashable], columns: int, device: torch.device) -> None:
-        if self._subset is not None and len(self._subset.ids) != columns:
-            raise ValueError(f"vocab_ids: {len(self._subset.ids)} tokens for {columns} columns of logits")
-        for row_id in self._arranged_for:
-            if row_id in self._counts:
-                self._counts[row_id] += self._steps
-        self._steps = 0
-        places: dict[DrawKind, list[int]] = {}
-        for place, row_id in enumerate(row_ids):
-            row = self._rows.get(row_id)
-            if row is not None:
-                places.setdefault(DrawKind.of(row.sampling), []).append(place)
-        self._groups = []
-        for kind, members in places.items():
-            rows = [self._rows[row_ids[place]] for place in members]
-            drawn = [self._counts[row.row_id] for row in rows]
-            some = members if len(members) < len(row_ids) else None
-            self._groups.append((kind, DrawGroup(kind, rows, drawn, some, columns, device, self._subset)))
-        self._arranged_for = row_ids
+    if subset is not None and len(subset.ids) != logits.shape[1]:
+        raise ValueError(f"vocab_ids: {len(subset.ids)} tokens for {logits.shape[1]} columns of logits")
+    logits = logits.to(torch.float32)
+    alternatives = max((one.alternatives for one in draws), default=0)
+    places: dict[_Kind, list[int]] = {}
+    for place, one in enumerate(draws):
+        places.setdefault(_Kind.of(one.sampling), []).append(place)
+    samples = []
+    for kind, members in places.items():
+        rows = logits
+        if len(members) < len(draws):
+            rows = logits.index_select(0, torch.tensor(members, device=logits.device))
+        samples.append(_sample(kind, rows, [draws[place] for place in members], subset, alternatives))
+    drawn: dict[int, Drawn] = {}
+    for members, sample in zip(places.values(), samples, strict=True):
+        drawn.update(zip(members, _on_host(*sample), strict=True))
+    return [drawn[place] for place in range(len(draws))]
 
 
-def _widened(ids: Tensor, values: Tensor | None, width: int, filling: float) -> Tensor | None:
-    """values, [m, some], to [m, width]; all of it filling for None. ids: [m]."""
-    if not width:
-        return None
-    if values is None:
-        dtype = torch.int64 if filling else torch.float32
-        return torch.full((len(ids), width), filling, dtype=dtype, device=ids.device)
-    return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=filling)
+def up_to_first_miss(plan: StepPlan, drawn: Sequence[Drawn]) -> list[list[Drawn]]:
+    """The draws by row, of each row those up to the first that is not its guess. drawn: one for each of plan's draws,
+    in order."""
+    answers, at = [], 0
+    for row in plan.rows:
+        matched = 0
+        while matched < len(row.guesses) and drawn[at + matched].token == row.guesses[matched]:
+            matched += 1
+        answers.append(list(drawn[at : at + matched + 1]) if row.draws else [])
+        at += len(row.draws)
+    return answers
 
 
-def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """All rows in one tensor on the host."""
-    known = [part for part in parts if part is not None]
-    return torch.cat(known).cpu() if known else None
+def _sample(
+    kind: _Kind, logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None, alternatives: int
+) -> tuple[DraftSample, Tensor | None]:
+    """Draws of one kind, and which rows, bool [M], have no token that they may draw; None without any such risk.
+    logits: float32 [M, V]."""
+    samplings, exhausted = [one.sampling for one in draws], None
+    if kind.biased:
+        logits, exhausted = _biased(logits, samplings, subset)
+    if kind.mode is Mode.GREEDY:
+        return greedy_drafts(logits, subset, alternatives), exhausted
+    device = logits.device
+    seed, position, round_start = torch.tensor(
+        [[d.sampling.seed, d.position, d.round_start] for d in draws], device=device
+    ).unbind(1)
+    constraints = _constraints(samplings, logits.shape[1], device)
+    sample = sample_drafts(
+        logits, kind.mode, constraints, seed, position, round_start, kind.top_n, subset, alternatives
+    )
+    return sample, exhausted
+
+
+def _constraints(samplings: Sequence[DraftSampling], vocab_size: int, device: torch.device) -> Constraints:
+    limits = [s.top_k if s.top_k < vocab_size else 0 for s in samplings]
+    temperature, top_p, min_p = torch.tensor(
+        [
+            [min(max(s.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for s in samplings],
+            [s.top_p for s in samplings],
+            [s.min_p for s in samplings],
+        ],
+        dtype=torch.float32,
+        device=device,
+    ).unbind()
+    return Constraints(
+        temperature=temperature,
+        top_k=torch.tensor(limits, device=device),
+        top_p=top_p,
+        min_p=min_p,
+        max_top_k=max(limits),
+        all_top_k=all(limit > 0 for limit in limits),
+        any_top_p=any(s.top_p < 1 for s in samplings),
+        any_min_p=any(s.min_p > 0 for s in samplings),
+    )
+
+
+def _biased(
+    logits: Tensor, samplings: Sequence[DraftSampling], subset: TokenSubset | None
+) -> tuple[Tensor, Tensor | None]:
+    """A biased copy of logits, float32 [M, V], and rows, bool [M], that have nothing but tokens outside the subset."""
+    device, vocab_size = logits.device, logits.shape[1]
+    entries = [(i, token) for i, sampling in enumerate(samplings) for token, _ in sampling.biases]
+    values = [bias for sampling in samplings for _, bias in sampling.biases]
+    only_biased = [i for i, sampling in enumerate(samplings) if sampling.only_biased]
+    row, column = torch.tensor(entries, device=device).unbind(1)
+    value = torch.tensor(values, dtype=torch.float32, device=device)
+    only = torch.tensor(only_biased, device=device) if only_biased else None
+    # Biased tokens outside the subset share a column past its end, and no host need know which they are.
+    copy = logits.new_empty(len(logits), vocab_size + (subset is not None))
+    copy[:, :vocab_size] = logits
+    exhausted = None
+    if subset is not None:
+        copy[:, vocab_size] = 0.0
+        column = subset.columns_of(column)
+        if only is not None:
+            allowed = (column < vocab_size) & (value > -math.inf)
+            none_left = torch.zeros(len(samplings), dtype=torch.int64, device=device).index_fill_(0, only, 1)
+            # Negative or 0 where at least one allowed token is counted off.
+            exhausted = none_left.index_add_(0, row, -allowed.to(torch.int64)) > 0
+    biased = copy[row, column] + value
+    if only is not None:
+        copy.index_fill_(0, only, -math.inf)
+    copy[row, column] = biased
+    return copy[:, :vocab_size], exhausted
+
+
+def _on_host(sample: DraftSample, exhausted: Tensor | None) -> list[Drawn]:
+    """The rows of a sample."""
+    assert sample.usable is not None
+    tokens, usable = sample.ids.tolist(), sample.usable.tolist()
+    none_left = [False] * len(tokens) if exhausted is None else exhausted.tolist()
+    q_ids = None if sample.q_ids is None else sample.q_ids.to(torch.int32).cpu().numpy()
+    q_probs = None if sample.q_probs is None else sample.q_probs.cpu().numpy()
+    others = None if sample.alternatives is None else sample.alternatives.tolist()
+    shares = None if sample.confidence is None else sample.confidence.tolist()
+    drawn = []
+    for i, token in enumerate(tokens):
+        if none_left[i] or not usable[i]:
+            drawn.append(Drawn(-1, usable=False, bad_logits=not none_left[i]))
+            continue
+        q = None if q_ids is None else q_ids[i]
+        probs = None if q_probs is None else q_probs[i]
+        if others is None or shares is None:
+            drawn.append(Drawn(token, q, probs))
+            continue
+        confidence, *rest = shares[i]
+        named = tuple((other, share) for other, share in zip(others[i], rest, strict=True) if other >= 0)
+        drawn.append(Drawn(token, q, probs, confidence, named))
+    return drawn

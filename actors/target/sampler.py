@@ -28,8 +28,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from actors.messages import SparseQ
 from actors.target.request_sampling import RequestSampling
-from actors.verification.batch import Sampling, VerificationBatch
-from actors.verification.interface import choose
+from actors.verification.batch import Sampling, VerificationBatch, choose
 from actors.verification.mode import Mode
 
 UNUSABLE = -1

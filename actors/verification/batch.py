@@ -1,4 +1,4 @@
-"""What verification takes and gives.
+"""What verification takes and gives, which drafts it can believe, and who does it.
 
 Shapes: B requests; k_i drafts of request i (0 allowed), K the largest; D = sum k_i drafts; R = D + B rows of logits,
 request after request, k_i + 1 rows each: row j of a request predicts the token at `position + j`. V tokens in the
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,11 @@ from torch import Tensor
 
 from actors.verification.constraints import Constraints
 from actors.verification.mode import Mode
-from actors.verification.transfer import to_device
+
+Q_SUM_TOLERANCE = 1e-3
+
+ALIGNMENT = 16
+"""Bytes. Triton compiles a kernel anew for pointers that are not multiples of it."""
 
 
 class Status(enum.IntFlag):
@@ -236,6 +241,74 @@ class VerificationResult:
     token_ids: Tensor
     accepted_len: Tensor
     status: Tensor
+
+
+class Verification(Protocol):
+    """Decides one step: which drafts are committed and which token comes after them.
+
+    Committed tokens are distributed exactly as if each had been sampled from p alone; in GREEDY and COUPLED mode they
+    are the very tokens that k = 0 gives.
+    """
+
+    def __call__(self, batch: VerificationBatch) -> VerificationResult: ...
+
+
+def choose(device: torch.device | str) -> Verification:
+    """The implementation for logits on `device`. Raises ImportError on a GPU without Triton."""
+    if torch.device(device).type == "cuda":
+        from actors.verification.triton_kernel import verify as triton_verify
+
+        return triton_verify
+    from actors.verification.torch_kernel import verify
+
+    return verify
+
+
+def valid_ids(draft_ids: Tensor, vocab_size: int) -> Tensor:
+    """bool [D]: the id exists. draft_ids: int64 [D]."""
+    return draft_ids.clamp(0, vocab_size - 1) == draft_ids
+
+
+def valid_q(draft_ids: Tensor, q_ids: Tensor, q_probs: Tensor, vocab_size: int) -> Tensor:
+    """bool [D]: the row of q is a distribution that the draft can have been sampled from: ids in range, none twice;
+    probabilities finite, not negative, summing to one within 1e-3; the draft's own above 0.
+
+    draft_ids: int64 [D]; q_ids: int64 [D, n]; q_probs: float32 [D, n].
+    """
+    in_range = valid_ids(q_ids, vocab_size).all(-1)
+    ordered = q_ids.sort(-1).values
+    distinct = (ordered[:, 1:] != ordered[:, :-1]).all(-1)
+    # Written so that NaN fails.
+    proper = (q_probs >= 0).all(-1) & ((q_probs.sum(-1) - 1).abs() <= Q_SUM_TOLERANCE)
+    drawn = ((q_ids == draft_ids.unsqueeze(1)) & (q_probs > 0)).any(-1)
+    return in_range & distinct & proper & drawn
+
+
+def leading(true: Tensor) -> Tensor:
+    """How many stand before the first that is not true: int64 [B]. true: bool [B, K]."""
+    return true.cumprod(-1).sum(-1)
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays, of one dimension, as tensors on `device`; on a CPU they share memory. Does not wait for a GPU."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return in_one_copy(arrays, device)
+
+
+def in_one_copy(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Tensors that are parts of one, each aligned."""
+    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    flat, start = host.numpy(), 0
+    for array, size in zip(arrays, sizes, strict=True):
+        flat[start : start + array.nbytes] = array.view(np.uint8)
+        start += size
+    # The pinned block is not used again before the copy is done: torch's allocator sees to that.
+    parts = host.to(device, non_blocking=True).split(sizes)
+    return [
+        part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype) for part, array in zip(parts, arrays, strict=True)
+    ]
 
 
 def _constraints(s: HostSampling, vocab_size: int) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:

@@ -7,20 +7,40 @@ other tokens forbidden. All ids given back are token ids.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from actors.verification.constraints import Constraints, thresholds
 from actors.verification.coupled import coupled_ranking
-from actors.verification.draft_sample import DraftSample
-from actors.verification.greedy_numpy import FEW_LOGITS, greedy_in_numpy, ranked_in_numpy
 from actors.verification.mode import Mode
-from actors.verification.philox import Role, uniform64
-from actors.verification.tiles import SEARCH_TILE, argmax, at_least, search_maxima
-from actors.verification.token_subset import TokenSubset
+from actors.verification.noise import Role, uniform64
+from actors.verification.search import TokenSubset, argmax, likeliest, search_maxima
 
 _NO_TOKEN = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class DraftSample:
+    """What was drawn for M rows.
+
+    ids: int64 [M]. q_ids: int64 [M, n] and q_probs: float32 [M, n], what the ids were drawn from; None when they were
+    not drawn with noise that verification must know about (greedy, coupled).
+
+    alternatives: int64 [M, A], other tokens that verification may choose, likeliest first, -1 where there is none.
+    confidence: float32 [M, 1 + A], the drafter's probabilities of the token drawn and of these. None unless asked for.
+    usable: bool [M], False where the logits gave no distribution to draw from (NaN, infinity, nothing but minus
+    infinity): the rest of such a row means nothing.
+    """
+
+    ids: Tensor
+    q_ids: Tensor | None = None
+    q_probs: Tensor | None = None
+    alternatives: Tensor | None = None
+    confidence: Tensor | None = None
+    usable: Tensor | None = None
 
 
 def sample_drafts(
@@ -62,69 +82,66 @@ def sample_drafts(
     others = drawn.alternatives
     if others is not None:
         others = torch.where(others < 0, -1, subset.ids[others.clamp_min(0)])
-    return DraftSample(subset.ids[drawn.ids], subset.ids[drawn.q_ids], drawn.q_probs, others, drawn.confidence)
+    return replace(drawn, ids=subset.ids[drawn.ids], q_ids=subset.ids[drawn.q_ids], alternatives=others)
 
 
 def greedy_drafts(logits: Tensor, subset: TokenSubset | None = None, alternatives: int = 0) -> DraftSample:
     """`sample_drafts` where every row is greedy."""
-    if logits.device.type == "cpu" and logits.numel() <= FEW_LOGITS:
-        return greedy_in_numpy(logits, subset, alternatives)
-    return greedy_in_torch(logits, subset, alternatives)
+    return (greedy_in_numpy if logits.device.type == "cpu" else greedy_in_torch)(logits, subset, alternatives)
 
 
-def greedy_ranking(
-    logits: Tensor, subset: TokenSubset | None, alternatives: int
-) -> tuple[list[list[int]], list[list[float]]]:
-    """`greedy_drafts`, on the host: of each row the draft and the alternatives, and the probabilities of these."""
-    if logits.device.type == "cpu" and logits.numel() <= FEW_LOGITS:
-        token_ids = None if subset is None else subset.ids.numpy()
-        ranked, shares = ranked_in_numpy(logits.numpy(), token_ids, alternatives)
-        return ranked.tolist(), shares.tolist()
-    sample = greedy_in_torch(logits, subset, alternatives)
-    ids = sample.ids.unsqueeze(1)
-    if sample.alternatives is None or sample.confidence is None:
-        return ids.tolist(), []
-    return torch.cat([ids, sample.alternatives], 1).tolist(), sample.confidence.tolist()
-
-
-def likeliest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What logits.topk(n) gives. logits: float32 [M, V]; maxima: what `search_maxima` gives, for a few tiles to do on a
-    CPU, where topk is slow: n tiles have n logits as large as any outside of them."""
-    rows, vocab_size = logits.shape
-    n = min(n, vocab_size)
-    if maxima is None or 2 * n > maxima.shape[1] or vocab_size % SEARCH_TILE or not logits.is_contiguous():
-        values, ids = logits.topk(n, dim=-1)
-        return values, ids
-    tiles = maxima.topk(n, dim=-1, sorted=False).indices
-    first = torch.arange(0, rows * maxima.shape[1], maxima.shape[1], device=logits.device).unsqueeze(1)
-    inside = logits.view(-1, SEARCH_TILE).index_select(0, (first + tiles).flatten()).view(rows, -1)
-    values, place = inside.topk(n, dim=-1)
-    return values, tiles.gather(1, place // SEARCH_TILE) * SEARCH_TILE + place % SEARCH_TILE
+def greedy_in_numpy(logits: Tensor, subset: TokenSubset | None, alternatives: int) -> DraftSample:
+    """The likeliest tokens, the lowest id first among equals for the draft itself. For the CPU: numpy's calls cost less
+    than torch's, its argmax reads a row once, and row by row the exponentials stay in cache."""
+    z, ids = logits.numpy(), None if subset is None else subset.ids.numpy()
+    rows, vocab_size = z.shape
+    columns = z.argmax(1)[:, None]
+    top = z[np.arange(rows), columns[:, 0]]
+    if ids is not None:
+        # Columns stand in any order, so the first of equals need not have the lowest id.
+        for row in range(rows):
+            equals = np.flatnonzero(z[row] == top[row])
+            if len(equals) > 1:
+                columns[row] = equals[ids[equals].argmin()]
+    usable = torch.from_numpy(np.isfinite(top))
+    if not alternatives:
+        chosen = columns[:, 0] if ids is None else ids[columns[:, 0]]
+        return DraftSample(torch.from_numpy(chosen), usable=usable)
+    columns = np.concatenate([columns, np.zeros((rows, alternatives), np.int64)], axis=1)
+    shares = np.zeros(columns.shape, np.float32)
+    left = np.empty(vocab_size, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):  # rows that are bad
+        for row in range(rows):
+            np.exp(np.subtract(z[row], top[row], out=left), out=left)
+            total, best = left.sum(), columns[row, 0]
+            shares[row, 0] = left[best]
+            for place in range(1, min(1 + alternatives, vocab_size)):
+                left[best] = -1.0
+                columns[row, place] = best = left.argmax()
+                shares[row, place] = left[best]
+            shares[row] /= total
+    ranked, none_left = columns if ids is None else ids[columns], ~(shares[:, 1:] > 0.0)
+    ranked[:, 1:][none_left], shares[:, 1:][none_left] = -1, 0.0
+    ranked = torch.from_numpy(ranked)
+    return DraftSample(ranked[:, 0], None, None, ranked[:, 1:], torch.from_numpy(shares), usable)
 
 
 def greedy_in_torch(logits: Tensor, subset: TokenSubset | None, alternatives: int) -> DraftSample:
-    """What `greedy_in_numpy` gives, for many rows, and on a GPU."""
+    """What `greedy_in_numpy` gives, for a GPU: without a host sync."""
     maxima = search_maxima(logits)
     row_max = maxima.amax(-1)
-    ids = argmax(logits, row_max, maxima) if subset is None else _argmax_by_id(logits, row_max, maxima, subset)
+    if subset is None:
+        ids = argmax(logits, row_max, maxima)
+    else:
+        lowest = torch.where(logits == row_max.unsqueeze(1), subset.ids, _NO_TOKEN).amin(-1)
+        ids = torch.where(lowest == _NO_TOKEN, subset.ids[-1], lowest)
     if not alternatives:
-        return DraftSample(ids)
+        return DraftSample(ids, usable=row_max.isfinite())
     values, columns = likeliest(logits, alternatives + 1, maxima)
     e = (values - row_max.unsqueeze(1)).exp()
     probs = e / (logits - row_max.unsqueeze(1)).exp_().sum(-1, keepdim=True)
     ranked = columns if subset is None else subset.ids[columns]
-    return DraftSample(ids, None, None, *_others(ids, probs[:, 0], ranked, probs, alternatives))
-
-
-def _argmax_by_id(logits: Tensor, row_max: Tensor, maxima: Tensor, subset: TokenSubset) -> Tensor:
-    """As `tiles.argmax`: the lowest token id among equals, wherever it stands."""
-    if logits.device.type == "cpu":
-        row, column = at_least(logits, maxima, row_max)
-        lowest = torch.full((len(logits),), _NO_TOKEN)
-        lowest = lowest.scatter_reduce(0, row, subset.ids[column], "amin")
-    else:
-        lowest = torch.where(logits == row_max.unsqueeze(1), subset.ids, _NO_TOKEN).amin(-1)
-    return torch.where(lowest == _NO_TOKEN, subset.ids[-1], lowest)
+    return DraftSample(ids, None, None, *_others(ids, probs[:, 0], ranked, probs, alternatives), row_max.isfinite())
 
 
 def _coupled(
@@ -145,13 +162,14 @@ def _coupled(
         ids, values = coupled_ranking(
             logits, temperature, threshold, row_max, seed, position, count, maxima=maxima, subset=subset
         )
+    usable = row_max.isfinite()
     if not alternatives:
-        return DraftSample(ids[:, 0])
+        return DraftSample(ids[:, 0], usable=usable)
     weight = (logits - row_max.unsqueeze(1)).div_(temperature.unsqueeze(1)).exp_()
     if threshold is not None:
         weight.masked_fill_(logits < threshold.unsqueeze(1), 0.0)
     e = ((values - row_max.unsqueeze(1)) / temperature.unsqueeze(1)).exp()
-    return DraftSample(ids[:, 0], None, None, ids[:, 1:], e / weight.sum(-1, keepdim=True))
+    return DraftSample(ids[:, 0], None, None, ids[:, 1:], e / weight.sum(-1, keepdim=True), usable)
 
 
 def _triton_ranking(
@@ -205,7 +223,8 @@ def truncated(
     index = (cumulative <= target.unsqueeze(1)).sum(-1)
     last = (q_probs > 0).sum(-1) - 1  # topk is in descending order, so the zeros come last
     index = torch.minimum(index, last.clamp_min(0))
-    return DraftSample(q_ids.gather(1, index.unsqueeze(1)).squeeze(1), q_ids, q_probs)
+    ids = q_ids.gather(1, index.unsqueeze(1)).squeeze(1)
+    return DraftSample(ids, q_ids, q_probs, usable=q_probs.sum(-1).isfinite())
 
 
 def _with_alternatives(drawn: DraftSample, alternatives: int) -> DraftSample:
@@ -213,7 +232,8 @@ def _with_alternatives(drawn: DraftSample, alternatives: int) -> DraftSample:
     assert q_ids is not None
     assert q_probs is not None
     prob = torch.where(q_ids == drawn.ids.unsqueeze(1), q_probs, 0.0).sum(-1)
-    return DraftSample(drawn.ids, q_ids, q_probs, *_others(drawn.ids, prob, q_ids, q_probs, alternatives))
+    others, confidence = _others(drawn.ids, prob, q_ids, q_probs, alternatives)
+    return replace(drawn, alternatives=others, confidence=confidence)
 
 
 def _others(ids: Tensor, prob: Tensor, ranked: Tensor, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:

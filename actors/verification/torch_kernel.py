@@ -1,25 +1,36 @@
 """Verification in torch, the reference. No host sync inside but where `coupled.py` and `constraints.py` say so (CPU).
 
-Two steps: `row_scan.scan` reads the logits once; what follows works on [B, K] and [D, n].
+Two steps. `scan` reads the logits once: all that verification needs of a row, and nothing of the size of a row is kept.
+For p: the largest logit and, for each tile of `TILE` tokens, the tile's mass, the sum of exp((logit - largest) / T).
+The probability of any token and a draw from p (or from p less a sparse q) need only these and one tile. What follows
+works on [B, K] and [D, n].
+
+The last token of a rejection round is a draw from norm(max(0, s p - q)), or from p where nothing is subtracted, by
+inverting the distribution function with one uniform: first over tiles, then inside one tile. Sums are float64 there, so
+that a tail of tiny probabilities keeps its share.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Status, VerificationBatch, VerificationResult
+from actors.verification.batch import Status, VerificationBatch, VerificationResult, leading, valid_ids, valid_q
+from actors.verification.constraints import thresholds
+from actors.verification.coupled import FEW_TOKENS, coupled_choice
 from actors.verification.mode import Mode
-from actors.verification.philox import Role, to_uniform, to_uniform64, words
-from actors.verification.proposals import leading, valid_ids, valid_q
-from actors.verification.residual import sample_residual
-from actors.verification.row_scan import RowScan, scan
+from actors.verification.noise import Role, to_uniform, to_uniform64, words
+from actors.verification.search import argmax, search_maxima, tile_size
+
+CHOOSES = (Mode.GREEDY, Mode.COUPLED)
+CHUNK_ELEMENTS = 1 << 19  # so that a chunk's exponentials stay in cache
 
 
 def verify(batch: VerificationBatch) -> VerificationResult:
-    """See `interface.Verification`."""
+    """See `batch.Verification`."""
     scanned = scan(batch)
     K, layout = batch.max_drafts, Layout(batch)
     draft_ids = layout.of_drafts(batch.draft_ids)
@@ -183,3 +194,146 @@ def _block(p: Tensor, q: Tensor, p_draft: Tensor, q_draft: Tensor, u: Tensor, us
         tau = torch.where(accept, i, tau)
         scale = torch.where(accept, reach, scale)
     return tau, scale
+
+
+@dataclass(frozen=True, eq=False)
+class RowScan:
+    """row_max: float32 [R], not finite where the row is bad. choice: int64 [R], of GREEDY and COUPLED rows.
+    threshold: float32 [R] or None: tokens below have p = 0. tile_mass: float32 [R, ceil(V / tile)] and total: float32
+    [R], of REJECTION and BLOCK rows, or None when there are none."""
+
+    row_max: Tensor
+    choice: Tensor
+    threshold: Tensor | None
+    tile_mass: Tensor | None
+    total: Tensor | None
+
+
+def scan(batch: VerificationBatch) -> RowScan:
+    logits, constraints = batch.logits, batch.constraints
+    rows, vocab_size = logits.shape
+    # One pass gives the maxima of rows and, where a mode looks for single tokens, of tiles. NaN wins.
+    maxima = search_maxima(logits) if any(group.mode in CHOOSES for group in batch.groups) else None
+    row_max = (logits if maxima is None else maxima).amax(-1)
+    threshold = thresholds(logits, row_max, constraints) if constraints.any else None
+    choices: list[Tensor] = []
+    tile_mass: Tensor | None = None
+    if any(group.mode not in CHOOSES for group in batch.groups):
+        tile = tile_size(vocab_size)
+        tile_mass = torch.zeros(rows, -(-vocab_size // tile), device=logits.device)
+    for group in batch.groups:
+        part = group.rows
+        floor = None if threshold is None else threshold[part]
+        part_maxima = None if maxima is None else maxima[part]
+        if group.mode is Mode.GREEDY:
+            choices.append(argmax(logits[part], row_max[part], part_maxima))
+        elif group.mode is Mode.COUPLED:
+            request = batch.row_request[part]
+            choices.append(
+                coupled_choice(
+                    logits[part],
+                    constraints.temperature[part],
+                    floor,
+                    row_max[part],
+                    batch.seed[request],
+                    row_position(batch, part),
+                    few_tokens=constraints.all_top_k and constraints.max_top_k <= FEW_TOKENS,
+                    maxima=part_maxima,
+                )
+            )
+        else:
+            assert tile_mass is not None
+            _add_mass(tile_mass[part], logits[part], row_max[part], constraints.temperature[part], floor)
+            choices.append(batch.row_request.new_zeros(part.stop - part.start))
+    choice = choices[0] if len(choices) == 1 else torch.cat([batch.row_request[:0], *choices])
+    total = None if tile_mass is None else tile_mass.sum(-1)
+    return RowScan(row_max, choice, threshold, tile_mass, total)
+
+
+def row_position(batch: VerificationBatch, rows: slice) -> Tensor:
+    """int64 [rows]: the position of the token that each row predicts."""
+    request = batch.row_request[rows]
+    row = torch.arange(rows.start, rows.stop, device=request.device)
+    return batch.position[request] + row - batch.first_row[request]
+
+
+def _add_mass(tile_mass: Tensor, logits: Tensor, row_max: Tensor, temperature: Tensor, floor: Tensor | None) -> None:
+    """Fills tile_mass [R, tiles] in place."""
+    rows, vocab_size = logits.shape
+    tile = tile_size(vocab_size)
+    whole = vocab_size // tile * tile
+    step = max(1, CHUNK_ELEMENTS // vocab_size)
+    buffer = torch.empty(min(step, rows), vocab_size, device=logits.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        weight = buffer[: part.stop - start]
+        torch.sub(logits[part], row_max[part].unsqueeze(1), out=weight)
+        weight.div_(temperature[part].unsqueeze(1)).exp_()
+        if floor is not None:
+            weight.masked_fill_(logits[part] < floor[part].unsqueeze(1), 0.0)
+        torch.sum(weight[:, :whole].unflatten(-1, (-1, tile)), dim=-1, out=tile_mass[part, : whole // tile])
+        if whole < vocab_size:
+            tile_mass[part, -1] = weight[:, whole:].sum(-1)
+
+
+def sample_residual(
+    logits: Tensor,
+    row: Tensor,
+    row_max: Tensor,
+    temperature: Tensor,
+    threshold: Tensor | None,
+    tile_mass: Tensor,
+    scale: Tensor,
+    q_ids: Tensor,
+    q_weights: Tensor,
+    u: Tensor,
+) -> Tensor:
+    """One token for each request.
+
+    logits: float32 [R, V]. row: int64 [B], the row to draw from; the others are already those of that row:
+    row_max, temperature, threshold: float32 [B]; tile_mass: float32 [B, tiles], in units of exp((logit - row_max) / T).
+    scale: float32 [B], s. q_ids: int64 [B, n], q_weights: float32 [B, n], q in the unit of tile_mass, 0 where nothing
+    is subtracted. u: float64 [B] in (0, 1). Returns int64 [B].
+
+    If rounding leaves no residual at all (then p = q, and a rejection has probability 0), the draw is from p.
+    """
+    vocab_size = logits.shape[1]
+    tile = tile_size(vocab_size)
+
+    def weight(ids: Tensor) -> Tensor:
+        values = logits[row.unsqueeze(1), ids]
+        e = ((values - row_max.unsqueeze(1)) / temperature.unsqueeze(1)).exp()
+        return e if threshold is None else torch.where(values >= threshold.unsqueeze(1), e, 0.0)
+
+    # What q takes from each token of its support: min(s p, q).
+    scale = scale.unsqueeze(1)
+    taken = torch.minimum(scale * weight(q_ids), q_weights).to(torch.float64)
+    mass = tile_mass.to(torch.float64)
+    residual = (scale * mass).scatter_add(1, q_ids // tile, -taken).clamp_min(0)
+    nothing = residual.sum(-1, keepdim=True) <= 0
+    chosen = _invert(torch.where(nothing, mass, residual), u)
+    tile_of, u_inside = chosen
+
+    start = (tile_of * tile).unsqueeze(1)
+    ids = start + torch.arange(tile, device=logits.device)
+    inside = torch.where(ids < vocab_size, weight(ids.clamp_max(vocab_size - 1)), 0.0).to(torch.float64)
+    offset = q_ids - start
+    here = (offset >= 0) & (offset < tile)
+    left = (scale * inside).scatter_add(1, offset.clamp(0, tile - 1), -torch.where(here, taken, 0.0)).clamp_min(0)
+    nothing = nothing | (left.sum(-1, keepdim=True) <= 0)
+    place, _ = _invert(torch.where(nothing, inside, left), u_inside)
+    return tile_of * tile + place
+
+
+def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The index that u [B] falls on when each has a share of (0, 1) as large as its weight [B, m], and how far into its
+    share it falls, again in [0, 1]. An index of weight 0 is never chosen unless all are 0."""
+    cumulative = weights.cumsum(-1)
+    target = u * cumulative[:, -1]
+    index = (cumulative <= target.unsqueeze(1)).sum(-1, keepdim=True)
+    last = weights.shape[1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+    index = torch.minimum(index, last)
+    share = weights.gather(1, index).squeeze(1)
+    before = cumulative.gather(1, index).squeeze(1) - share
+    rest = torch.where(share > 0, (target - before) / share, 0.0)
+    return index.squeeze(1), rest.clamp(0, 1)

@@ -6,9 +6,8 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from actors.verification.batch import Status
+from actors.verification.batch import Q_SUM_TOLERANCE, Status
 from actors.verification.mode import Mode
-from actors.verification.proposals import Q_SUM_TOLERANCE
 from actors.verification.triton_noise import accept_noise, residual_noise
 from actors.verification.triton_row import draw_residual, join, weight
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from actors.verification.batch import VerificationBatch, VerificationResult
 from actors.verification.constraints import thresholds
 from actors.verification.mode import Mode
-from actors.verification.tiles import TILE
+from actors.verification.search import TILE
 from actors.verification.triton_decide import decide
 from actors.verification.triton_scan import scan
 

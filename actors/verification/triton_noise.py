@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from actors.verification.philox import Role
+from actors.verification.noise import Role
 
 ACCEPT, RESIDUAL = tl.constexpr(int(Role.ACCEPT)), tl.constexpr(int(Role.RESIDUAL))
 COUPLED, COUPLED_FINE = tl.constexpr(int(Role.COUPLED)), tl.constexpr(int(Role.COUPLED_FINE))

@@ -140,7 +140,7 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
         (EmulatedForCausalLM, "forward", "launch"),
         (Device, "read", "read"),
         (EmulatedForCausalLM, "compute_logits", "logits"),
-        (draft_worker, "_draw", "draw"),
+        (draft_worker, "draw", "draw"),
         (DraftModelStrategy, "plan", "plan"),
         (DraftModelStrategy, "complete", "results"),
         (DraftEngine, "run", "engine"),

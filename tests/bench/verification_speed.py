@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Sampling, VerificationBatch
-from actors.verification.interface import choose
+from actors.verification.batch import Sampling, VerificationBatch, choose
 from actors.verification.mode import Mode
 
 N = 64

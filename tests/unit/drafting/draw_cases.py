@@ -1,11 +1,10 @@
-"""Rows to draw for, drawn by `Draws` and, for comparison, one at a time by hand."""
+"""Draws of all kinds, and for comparison each one by hand."""
 
 import math
 
 import torch
 
-from actors.drafting.draw import Draws
-from actors.drafting.draw_group import DrawRow
+from actors.drafting.step_plan import Draw
 from actors.messages import DraftSampling, SparseQ
 from actors.verification.constraints import Constraints
 from actors.verification.draft_sampler import sample_drafts
@@ -31,30 +30,8 @@ SAMPLINGS = {
 }
 
 
-def first_row(name, sampling, committed_len=10):
-    """A row whose first token is the first of its round."""
-    return DrawRow(name, sampling, committed_len, committed_len)
-
-
 def random_logits(rows, seed=0, vocab=VOCAB):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def run(rows, steps):
-    """steps: (request ids, logits) of each. Returns DrawnRow by request."""
-    draws = Draws(rows)
-    ids = {row.row_id: [] for row in rows}
-    for request_ids, logits in steps:
-        before = logits.clone()
-        drawn = draws.draw(logits, request_ids)
-        assert (drawn.dtype, list(drawn.shape)) == (torch.int32, [len(request_ids), 1])
-        assert torch.equal(logits.nan_to_num(), before.nan_to_num())
-        for request_id, (token,) in zip(request_ids, drawn.tolist(), strict=True):
-            if request_id in ids:
-                ids[request_id].append(token)
-            else:
-                assert token == 0
-    return draws.results(ids)
 
 
 def by_hand(sampling, logits, position, round_start):
@@ -82,33 +59,20 @@ def by_hand(sampling, logits, position, round_start):
     return sample_drafts(logits.unsqueeze(0), mode, constraints, seed, position, start, sampling.top_n)
 
 
-def check_against_hand(drafted, sampling, rows_of_logits, committed_len):
-    """rows_of_logits: what each of the drafts was drawn from."""
-    assert len(drafted.token_ids) == len(rows_of_logits)
-    assert not drafted.bad_logits
-    for index, logits in enumerate(rows_of_logits):
-        expected = by_hand(sampling, logits, committed_len + index, committed_len)
-        assert drafted.token_ids[index] == int(expected.ids)
-        if expected.q_ids is None:
-            assert drafted.q_ids is None
-            continue
-        assert (drafted.q_ids.dtype, drafted.q_probs.dtype) == ("int32", "float32")
-        assert drafted.q_ids[index].tolist() == expected.q_ids[0].tolist()
-        torch.testing.assert_close(torch.from_numpy(drafted.q_probs[index]), expected.q_probs[0], atol=1e-6, rtol=1e-5)
-    if drafted.q_ids is not None:
-        SparseQ(drafted.q_ids, drafted.q_probs)
+def draw_of(sampling, position=10, round_start=None, alternatives=0):
+    """What to draw at a position, the first of its round unless told otherwise."""
+    return Draw(sampling, position, position if round_start is None else round_start, alternatives)
 
 
-def draw_row(name, sampling, position=10, round_start=10):
-    return DrawRow(name, sampling, position, round_start)
-
-
-def draw_steps(rows, steps, vocab_ids=None):
-    """steps: (row ids, logits, alternatives) of each. Returns DrawnRow by row."""
-    draws = Draws(rows, vocab_ids)
-    ids = {}
-    for row_ids, logits, alternatives in steps:
-        drawn = draws.draw(logits, row_ids, alternatives=alternatives)
-        for row_id, (token,) in zip(row_ids, drawn.tolist(), strict=True):
-            ids.setdefault(row_id, []).append(token)
-    return draws.results(ids)
+def check_against_hand(drawn, sampling, logits, position, round_start=None):
+    """logits: float32 [V], what drawn was drawn from."""
+    expected = by_hand(sampling, logits, position, position if round_start is None else round_start)
+    assert (drawn.usable, drawn.bad_logits) == (True, False)
+    assert drawn.token == int(expected.ids)
+    if expected.q_ids is None:
+        assert (drawn.q_ids, drawn.q_probs) == (None, None)
+        return
+    assert (drawn.q_ids.dtype, drawn.q_probs.dtype) == ("int32", "float32")
+    assert drawn.q_ids.tolist() == expected.q_ids[0].tolist()
+    torch.testing.assert_close(torch.from_numpy(drawn.q_probs), expected.q_probs[0], atol=1e-6, rtol=1e-5)
+    SparseQ(drawn.q_ids[None], drawn.q_probs[None])

@@ -2,14 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from actors.drafting.draw import Draws
+from actors.drafting.draw import draw
+from actors.drafting.line import Drawn
 from actors.messages import DraftSampling, SparseQ
 from actors.verification.mode import Mode
-from actors.verification.token_subset import TokenSubset
-from tests.unit.drafting.draw_cases import INF, ONLY, SAMPLINGS, VOCAB, draw_row, draw_steps, random_logits
+from actors.verification.search import TokenSubset
+from tests.unit.drafting.draw_cases import INF, ONLY, SAMPLINGS, VOCAB, draw_of, random_logits
 
 
 def subset_and_full(seed, rows, size, spread=3.0, vocab=2000):
@@ -26,41 +28,29 @@ def subset_and_full(seed, rows, size, spread=3.0, vocab=2000):
 @pytest.mark.parametrize("size", [1500, 1024, 200])
 @pytest.mark.parametrize("name", [name for name in SAMPLINGS if "only" not in name])
 def test_a_cut_vocabulary_draws_as_the_full_one_with_the_other_tokens_forbidden(name, size, alternatives):
-    sampling = SAMPLINGS[name]
-    rows = [draw_row(str(i), sampling, 10 + i, 10 + i) for i in range(6)]
-    names = [row.row_id for row in rows]
+    draws = [draw_of(SAMPLINGS[name], 10 + i, alternatives=alternatives) for i in range(6)]
     ids, logits, full = subset_and_full(size, 6, size)
-    steps, full_steps = [(names, logits, alternatives)] * 2, [(names, full, alternatives)] * 2
-    cut, whole = draw_steps(rows, steps, ids), draw_steps(rows, full_steps)
-    kept = draw_steps(rows, steps, TokenSubset(ids))
-    for row_id in names:
-        assert cut[row_id].token_ids == whole[row_id].token_ids == kept[row_id].token_ids
-        assert set(cut[row_id].token_ids) <= set(ids.tolist())
-        both = cut[row_id], whole[row_id]
-        for field in ("q_ids", "q_probs", "alternatives", "confidence"):
-            left, right = (getattr(row, field) for row in both)
-            assert (left is None) == (right is None)
-            if left is None:
-                continue
-            assert left.dtype == right.dtype
-            if field == "q_ids":
-                left, right = (
-                    torch.where(torch.from_numpy(r.q_probs) > 0, torch.from_numpy(r.q_ids), -1) for r in both
-                )
-            else:
-                left, right = torch.from_numpy(left), torch.from_numpy(right)
-            width = min(left.shape[1], right.shape[1])  # q is no wider than the vocabulary
-            torch.testing.assert_close(left[:, :width], right[:, :width], atol=1e-6, rtol=1e-5)
-        if cut[row_id].q_ids is not None:
-            SparseQ(cut[row_id].q_ids, cut[row_id].q_probs)
+    for cut, whole in zip(draw(logits, draws, TokenSubset(ids)), draw(full, draws), strict=True):
+        assert cut.token == whole.token
+        assert cut.token in ids.tolist()
+        assert cut.confidence == pytest.approx(whole.confidence, rel=1e-5)
+        assert [token for token, _ in cut.alternatives] == [token for token, _ in whole.alternatives]
+        assert [p for _, p in cut.alternatives] == pytest.approx([p for _, p in whole.alternatives], rel=1e-5, abs=1e-6)
+        assert (cut.q_ids is None) == (whole.q_ids is None)
+        if cut.q_ids is not None:
+            SparseQ(cut.q_ids[None], cut.q_probs[None])
+            width = min(len(cut.q_ids), len(whole.q_ids))  # q is no wider than the vocabulary
+            possible, expected = (np.where(one.q_probs > 0, one.q_ids, -1)[:width] for one in (cut, whole))
+            assert possible.tolist() == expected.tolist()
+            np.testing.assert_allclose(cut.q_probs[:width], whole.q_probs[:width], atol=1e-6, rtol=1e-5)
 
 
 def test_equal_logits_are_drawn_by_the_lowest_id_wherever_it_stands():
-    ids = torch.tensor([70, 9, 400, 3, 80])
+    subset = TokenSubset(torch.tensor([70, 9, 400, 3, 80]))
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]])
-    drawn = draw_steps([draw_row("a", DraftSampling())], [(["a"], logits, 2)], ids)["a"]
-    assert drawn.token_ids == [9]
-    assert sorted(drawn.alternatives[0].tolist()) == [80, 400]
+    (drawn,) = draw(logits, [draw_of(DraftSampling(), alternatives=2)], subset)
+    assert drawn.token == 9
+    assert sorted(token for token, _ in drawn.alternatives) == [80, 400]
 
 
 ENDLESS = {
@@ -71,50 +61,33 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_row_whose_allowed_tokens_are_all_outside_ends_without_a_draft_or_a_warning(name):
+def test_a_row_whose_allowed_tokens_are_all_outside_has_no_draft_and_its_logits_are_not_to_blame(name):
     ids, logits, _ = subset_and_full(1, 2, 300, vocab=VOCAB)
-    ids = torch.where(ids == 3, VOCAB, ids)
-    rows = [draw_row("none", ENDLESS[name]), draw_row("some", SAMPLINGS["biased"])]
-    drawn = draw_steps(rows, [(["none", "some"], logits, 1)] * 2, ids)
-    none, some = drawn["none"], drawn["some"]
-    assert (none.token_ids, none.q_ids, none.q_probs, none.alternatives, none.confidence) == (
-        [],
-        None,
-        None,
-        None,
-        None,
-    )
-    assert (none.exhausted, none.bad_logits) == (True, False)
-    assert (len(some.token_ids), some.exhausted, some.bad_logits) == (2, False, False)
+    subset = TokenSubset(torch.where(ids == 3, VOCAB, ids))
+    none, some = draw(logits, [draw_of(s, alternatives=1) for s in (ENDLESS[name], SAMPLINGS["biased"])], subset)
+    assert none == Drawn(-1, usable=False, bad_logits=False)
+    assert some.usable
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_biases_of_tokens_outside_are_dropped_and_the_others_count(mode):
-    ids = torch.tensor([77, 400, 5, 3, 60])
+    subset = TokenSubset(torch.tensor([77, 400, 5, 3, 60]))
     sampling = DraftSampling(mode, temperature=3.0, seed=1, top_n=8, biases=ONLY, only_biased=True)
-    names = [str(i) for i in range(40)]
-    rows = [draw_row(name, sampling, position) for position, name in enumerate(names)]
-    drawn = draw_steps(rows, [(names, torch.zeros(40, 5), 0)], ids)
-    tokens = {drawn[name].token_ids[0] for name in names}
-    assert tokens == ({3} if mode is Mode.GREEDY else {3, 77})
-    assert not any(drawn[name].exhausted for name in names)
+    drawn = draw(torch.zeros(40, 5), [draw_of(sampling, position) for position in range(40)], subset)
+    assert {one.token for one in drawn} == ({3} if mode is Mode.GREEDY else {3, 77})
+    assert all(one.usable for one in drawn)
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLINGS if name not in ("greedy-only", "coupled-only", "only")])
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])
-def test_bad_logits_of_a_cut_vocabulary_end_the_row_with_a_valid_id(name, bad):
+def test_bad_logits_of_a_cut_vocabulary_have_no_draft(name, bad):
     ids, logits, _ = subset_and_full(2, 2, 400)
     logits[0, 7 if bad > 0 else slice(None)] = bad
-    rows = [draw_row("bad", SAMPLINGS[name]), draw_row("good", SAMPLINGS[name])]
-    draws = Draws(rows, ids)
-    tokens = draws.draw(logits, ["bad", "good"], alternatives=2)
-    assert int(tokens[0]) in ids.tolist()
-    drawn = draws.results({"bad": [int(tokens[0])], "good": [int(tokens[1])]})
-    assert (drawn["bad"].token_ids, drawn["bad"].bad_logits, drawn["bad"].exhausted) == ([], True, False)
-    assert len(drawn["good"].token_ids) == 1
+    found, good = draw(logits, [draw_of(SAMPLINGS[name], alternatives=2)] * 2, TokenSubset(ids))
+    assert found == Drawn(-1, usable=False, bad_logits=True)
+    assert good.usable
 
 
 def test_a_vocabulary_of_another_size_than_the_logits_is_an_error():
-    draws = Draws([draw_row("a", DraftSampling())], torch.arange(7))
     with pytest.raises(ValueError, match="vocab_ids: 7 tokens for 500 columns of logits"):
-        draws.draw(random_logits(1), ["a"])
+        draw(random_logits(1), [draw_of(DraftSampling())], TokenSubset(torch.arange(7)))

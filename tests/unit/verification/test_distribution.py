@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.verification import gumbel, torch_kernel
+from actors.verification import noise, torch_kernel
 from actors.verification.batch import VerificationBatch, VerificationResult
 from actors.verification.mode import Mode
-from actors.verification.philox import Role
+from actors.verification.noise import Role
 from actors.verification.torch_kernel import verify
 from tests.unit.verification.toy_target import FULL_LENGTH, START, Rounds, Toy, V, any_length, p_value, ragged
 
@@ -181,8 +181,8 @@ def test_flags_block_verification_with_the_noise_of_the_round_before(monkeypatch
 
 
 def test_flags_coupled_noise_that_forgets_the_position(monkeypatch):
-    words = gumbel.words
-    monkeypatch.setattr(gumbel, "words", lambda seed, role, position, block: words(seed, role, position * 0, block))
+    words = noise.words
+    monkeypatch.setattr(noise, "words", lambda seed, role, position, block: words(seed, role, position * 0, block))
     assert p_value(Rounds(TARGET, DRAFTERS["good"], Mode.COUPLED, verify).run(FEWER[:30_000]), TARGET.joint()) < FLAGGED
 
 

@@ -4,15 +4,12 @@ import pytest
 import torch
 
 from actors.verification import torch_kernel
-from actors.verification.batch import Sampling, VerificationBatch
+from actors.verification.batch import Sampling, VerificationBatch, choose
 from actors.verification.constraints import constrain_logits
-from actors.verification.draft_sampler import greedy_in_torch, greedy_ranking, likeliest, sample_drafts
-from actors.verification.greedy_numpy import FEW_LOGITS, greedy_in_numpy
-from actors.verification.gumbel import gumbel
-from actors.verification.interface import choose
+from actors.verification.draft_sampler import greedy_in_numpy, greedy_in_torch, sample_drafts
 from actors.verification.mode import Mode
-from actors.verification.tiles import search_maxima
-from actors.verification.token_subset import TokenSubset
+from actors.verification.noise import gumbel
+from actors.verification.search import TokenSubset, likeliest, search_maxima
 from tests.unit.verification.toy_target import plain_constraints
 
 
@@ -97,7 +94,7 @@ def test_coupled_ranking_is_that_of_all_noisy_scores(vocab_size, size, constrain
 @pytest.mark.parametrize("alternatives", [0, 1, 3])
 @pytest.mark.parametrize(("size", "step"), [(1500, 0.0), (1500, 0.5), (128, 1.0), (7, 0.5), (2, 1.0)])
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_few_greedy_rows_in_numpy_are_what_torch_gives(size, step, cut, alternatives):
+def test_greedy_rows_of_the_cpu_are_what_a_gpu_gives(size, step, cut, alternatives):
     ids, logits = random_subset(size, 2 * size, size, 30)
     if step:
         logits = (logits / step).round() * step  # equals, among the likeliest, too
@@ -122,23 +119,13 @@ def test_a_few_greedy_rows_in_numpy_are_what_torch_gives(size, step, cut, altern
 
 
 @pytest.mark.parametrize("alternatives", [0, 2])
-@pytest.mark.parametrize("size", [3000, FEW_LOGITS])
-def test_a_ranking_is_the_greedy_drafts_on_the_host(size, alternatives):
-    """Few logits go through numpy, many through torch."""
-    ids, logits = random_subset(11, size + 10, size, 2)
-    subset = TokenSubset(ids)
-    ranked, shares = greedy_ranking(logits, subset, alternatives)
-    drafts = greedy_in_torch(logits, subset, alternatives)
-    assert [row[0] for row in ranked] == drafts.ids.tolist()
-    if alternatives:
-        assert [row[1:] for row in ranked] == drafts.alternatives.tolist()
-        torch.testing.assert_close(torch.tensor(shares), drafts.confidence)
-
-
-def test_rows_without_a_finite_maximum_say_so_in_numpy_too():
-    logits = torch.zeros(3, 200)
+def test_rows_without_a_finite_maximum_say_so_in_every_mode(alternatives):
+    logits = torch.zeros(4, 600)
     logits[0, 5], logits[1], logits[2, 7] = math.nan, -math.inf, math.inf
-    assert not greedy_in_numpy(logits, None, 2).confidence[:, 0].isfinite().any()
+    where = torch.arange(4), torch.arange(4), torch.arange(4)
+    found = [sample_drafts(logits, mode, plain_constraints(4), *where, 8, None, alternatives) for mode in Mode]
+    for sample in (*found, greedy_in_torch(logits, None, alternatives)):
+        assert sample.usable.tolist() == [False, False, False, True]
 
 
 def test_coupled_drafts_from_a_subset_are_the_targets_own_tokens_where_it_chooses_among_them():

@@ -5,16 +5,19 @@ import torch
 
 from actors.verification import coupled
 from actors.verification.coupled import coupled_choice
-from actors.verification.gumbel import (
+from actors.verification.noise import (
     MAX_BELOW_ZERO,
     MAX_GUMBEL,
     MAX_GUMBEL_ORDINARY,
+    Role,
+    _rounds,
     gumbel,
     gumbel_from_word,
-    leading_bytes,
-    leading_zeros,
+    philox4x32,
+    uniform,
+    uniform64,
+    words,
 )
-from actors.verification.philox import Role, _rounds, philox4x32, uniform, uniform64, words
 
 # From the Random123 distribution's known answers for philox4x32, 10 rounds.
 KNOWN = [
@@ -81,14 +84,6 @@ def test_gumbel_bounds_and_distribution():
     u = (-(-g).exp()).exp().sort().values
     distance = (u - (torch.arange(len(u)) + 0.5) / len(u)).abs().max()
     assert distance < math.sqrt(math.log(2e6) / 2 / len(u))
-
-
-def test_leading_zeros_are_the_zero_bytes():
-    seed, position = torch.tensor([1, -2, 3]), torch.tensor([4, 5, 6])
-    leading = leading_bytes(seed, position, 5003)
-    row, token = leading_zeros(leading, 5003)
-    expected = (leading[:, :5003] == 0).nonzero()
-    assert torch.equal(torch.stack([row, token], dim=1), expected)
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 1000, 5003])

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from actors.verification.batch import Sampling, VerificationBatch, VerificationResult
 from actors.verification.constraints import Constraints, processed_probs
-from actors.verification.draft_sample import DraftSample
-from actors.verification.draft_sampler import sample_drafts
+from actors.verification.draft_sampler import DraftSample, sample_drafts
 from actors.verification.mode import Mode
 
 V = 5

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.verification import coupled, philox, torch_kernel, triton_kernel, triton_noise
+from actors.verification import coupled, torch_kernel, triton_kernel, triton_noise
+from actors.verification import noise as philox
 from actors.verification.batch import Sampling, VerificationBatch
-from actors.verification.philox import Role
-from actors.verification.token_subset import TokenSubset
+from actors.verification.noise import Role
+from actors.verification.search import TokenSubset
 
 REQUESTS, N = 10, 5
 
