@@ -6,6 +6,7 @@ own concurrency group, so they are answered while the loop computes.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
@@ -70,6 +71,8 @@ class Drafter:
         if cores is not None:
             bind_to(cores)
         configure_logging()
+        # A link needs it, and its import takes seconds in which everybody would wait for the drafter; now nobody does.
+        threading.Thread(target=_import_early, args=("torch.distributed",), daemon=True).start()
         try:
             self._strategy, self._vocab_size = load_strategy(config, speculation, ranks, placement_group)
             warm_up(self._strategy)
@@ -183,6 +186,11 @@ class Drafter:
             # targets decode plainly, Ray starts a fresh drafter.
             logger.exception("the draft loop failed; this drafter ends and will be restarted")
             os._exit(1)
+
+
+def _import_early(module: str) -> None:
+    with suppress(Exception):  # whoever imports it next gets the error
+        importlib.import_module(module)
 
 
 def launch_drafter(
