@@ -7,6 +7,7 @@ own concurrency group, so they are answered while the loop computes.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import threading
@@ -69,6 +70,8 @@ class Drafter:
         if cores is not None:
             bind_to(cores)
         configure_logging()
+        # A link needs it, and its import takes seconds in which everybody would wait for the drafter; now nobody does.
+        threading.Thread(target=_import_early, args=("torch.distributed",), daemon=True).start()
         try:
             self._strategy, self._vocab_size = load_strategy(config, speculation, ranks, placement_group)
             warm_up(self._strategy)
@@ -194,6 +197,11 @@ class DrafterStatus:
         self._asking = None
         if not asking.cancelled():
             asking.exception()  # whoever asked may have given up: then nobody else takes it
+
+
+def _import_early(module: str) -> None:
+    with suppress(Exception):  # whoever imports it next gets the error
+        importlib.import_module(module)
 
 
 def launch_drafter(

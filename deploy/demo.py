@@ -1,15 +1,22 @@
-"""``make demo``: fetch a small model, serve it, stream one answer, show where its rounds' time went, leave nothing.
+"""``make demo``: fetch a small model, serve it, show one answer with speculation and without, leave nothing behind.
 
-Exit code 0 only when the answer came, and no process and no shared-memory segment is left.
+Exit code 0 only when the answers came, and no process and no shared-memory segment is left.
 """
 
 from __future__ import annotations
 
+import os
 import selectors
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -19,20 +26,34 @@ from deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb
 
 PRESET = "smollm2"
-PROMPT = (
-    "Copy this list, then write it once more:\n"
-    "alpha, bravo, charlie, delta, echo, foxtrot, golf, hotel, india, juliett\n"
-    "alpha, bravo, charlie,"
-)
-"""A text that repeats itself, which is what prompt lookup drafts well."""
+DTYPE = "float32"
+"""Steps of one token and of several must not round differently: both ways to decode then give the same tokens."""
+
+PROMPT = """PLACEHOLDER"""
+"""An answer that repeats much of its prompt, which is what prompt lookup drafts well."""
 
 MAX_TOKENS = 128
+PAIRS = 3
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 90.0
+MAX_WIDTH = 88
+
+_ACCEPTED, _DIM, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
 class DemoError(Exception):
     """The demo cannot go on. The message says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request gave."""
+
+    token_ids: tuple[int, ...]
+    tokens_per_s: float
+    """From the first message to the last, the first one's tokens left out."""
+
+    rounds: int
 
 
 def main() -> int:
@@ -44,15 +65,16 @@ def main() -> int:
     owned: list[psutil.Process] = []
     code = 0
     try:
-        command = [sys.executable, "-m", "deploy.cli", "serve", PRESET, "--grpc-port", "0", "--http-port", "0"]
+        command = [sys.executable, "-m", "deploy.cli", "serve", PRESET, "--dtype", DTYPE]
+        command += ["--grpc-port", "0", "--http-port", "0"]
         progress.say(f"starting: outrider {' '.join(command[3:])}")
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         line = _first_line(server, memory)
         print(line, flush=True)
         address = line.partition("grpc=")[2].split()[0]
         with OutriderClient(address) as client:
-            _stream_answer(client)
-            print(round_table(client.status()), flush=True)
+            show(client, progress)
+            print(round_summary(client.status()), flush=True)
         owned = descendants()
         memory.note()
     except (DemoError, OutriderError) as error:
@@ -70,8 +92,197 @@ def main() -> int:
     end_descendants(grace_s=0.0)
     if left:
         return 1
-    progress.say(f"the server is down: its {len(owned)} processes are gone, and no shared-memory segment is left")
+    if server is not None and code == 0:
+        progress.say(f"the server is down: its {len(owned)} processes are gone, and no shared-memory segment is left")
+        print(next_commands(), flush=True)
     return code
+
+
+def show(client: OutriderClient, progress: Progress, out: TextIO | None = None) -> None:
+    """One answer as it comes, then the same request with and without speculation, in turns, and what that gives.
+
+    Raises DemoError for an answer without tokens, OutriderError."""
+    out = out or sys.stdout
+    colour = out.isatty() and "NO_COLOR" not in os.environ
+    width = min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns - 2)
+    text = Wrapped(out, width, colour)
+    print(file=out)
+    text.write(PROMPT, _DIM)
+    text.end()
+    print(file=out)
+    texts: dict[int, str] = {}
+
+    def text_of(token_id: int) -> str:
+        if token_id not in texts:
+            texts[token_id] = client.detokenize([token_id])
+        return texts[token_id]
+
+    def write(message: pb.GenerateStreamResponse) -> None:
+        for piece, accepted in pieces(message, text_of):
+            text.write(piece, _ACCEPTED if accepted else "")
+
+    first = _ask(client, True, write)  # warms up what is set up lazily, as the next does for plain steps
+    text.end()
+    if colour:
+        print(f"\n{_ACCEPTED}Green{_PLAIN}: drafted and accepted. The rest: the target's own.", file=out)
+    print(file=out, flush=True)
+    _ask(client, False, max_tokens=16)
+    drafted, plain = [], []
+    for pair in range(1, PAIRS + 1):
+        progress.say(f"the same again, with speculation and without: {pair} of {PAIRS}")
+        drafted.append(_ask(client, True))
+        plain.append(_ask(client, False))
+    print(f"\n{comparison([first, *drafted], drafted, plain)}\n", file=out, flush=True)
+
+
+def _ask(
+    client: OutriderClient,
+    speculation: bool,
+    on_message: Callable[[pb.GenerateStreamResponse], None] | None = None,
+    max_tokens: int = MAX_TOKENS,
+) -> Answer:
+    ids: list[int] = []
+    began, at_first, rounds = 0.0, 0, 0
+    messages = [{"role": "user", "content": PROMPT}]
+    options = {} if speculation else {"speculation": False}
+    with client.stream_chat(messages, temperature=0.0, max_tokens=max_tokens, **options) as stream:
+        for message in stream:
+            ids += message.token_ids
+            rounds += message.num_rounds
+            if not began and ids:
+                began, at_first = time.monotonic(), len(ids)
+            if on_message is not None:
+                on_message(message)
+    if not ids:
+        raise DemoError("the answer was empty")
+    return Answer(tuple(ids), (len(ids) - at_first) / max(time.monotonic() - began, 1e-9), rounds)
+
+
+def pieces(message: pb.GenerateStreamResponse, text_of: Callable[[int], str]) -> list[tuple[str, bool]]:
+    """A message's text in parts, each with whether it was an accepted draft.
+
+    One part that counts as the target's where the tokens' own texts do not make up the message's: a character's bytes,
+    or a stop string, may be spread over several tokens.
+    """
+    texts = [text_of(token_id) for token_id in message.token_ids]
+    if len(message.origins) == len(texts):
+        parts = [
+            (text, origin == pb.TOKEN_ORIGIN_ACCEPTED) for text, origin in zip(texts, message.origins, strict=True)
+        ]
+        while parts and "".join(text for text, _ in parts) != message.text_delta:
+            parts.pop()  # an end token has text of its own, and the answer has not
+        if parts:
+            return parts
+    return [(message.text_delta, False)]
+
+
+class Wrapped:
+    """Text that arrives in pieces, broken between words at ``width`` columns."""
+
+    def __init__(self, out: TextIO, width: int, colour: bool) -> None:
+        self._out, self._width, self._colour = out, width, colour
+        self._column = 0
+        self._word: list[tuple[str, str]] = []
+        self._space = ""
+
+    def write(self, text: str, style: str = "") -> None:
+        """style: an escape sequence, or nothing."""
+        for character in text:
+            if not character.isspace():
+                self._word.append((character, style))
+                continue
+            self._put_word()
+            if character == "\n":
+                self._line()
+            else:
+                self._space += character
+        self._out.flush()
+
+    def end(self) -> None:
+        """The rest, and the end of the line."""
+        self._put_word()
+        if self._column:
+            self._line()
+        self._out.flush()
+
+    def _line(self) -> None:
+        self._out.write("\n")
+        self._column, self._space = 0, ""
+
+    def _put_word(self) -> None:
+        if not self._word:
+            return
+        if self._column and self._column + len(self._space) + len(self._word) > self._width:
+            self._line()
+        self._out.write(self._space)
+        styled = ""
+        for character, style in self._word:
+            if self._colour and style != styled:
+                self._out.write(_PLAIN + style)
+                styled = style
+            self._out.write(character)
+        if styled:
+            self._out.write(_PLAIN)
+        self._column += len(self._space) + len(self._word)
+        self._space, self._word = "", []
+
+
+def comparison(all_drafted: Sequence[Answer], drafted: Sequence[Answer], plain: Sequence[Answer]) -> str:
+    """Medians of both ways side by side, and whether the tokens are the same."""
+    fast, slow = (statistics.median(answer.tokens_per_s for answer in side) for side in (drafted, plain))
+    ratio = fast / slow
+    verdict = f"{ratio:.2f} times as fast"
+    if ratio < 1:
+        verdict += ": drafting costs more here than it saves"
+    rows = [
+        ("", "speculation", "without", ""),
+        ("tokens/s", f"{fast:.1f}", f"{slow:.1f}", verdict),
+        *[("tokens a round", *(_per_round(side) for side in (drafted, plain)), "")],
+        ("tokens", str(len(drafted[-1].token_ids)), str(len(plain[-1].token_ids)), same_tokens(all_drafted, plain)),
+    ]
+    lines = [f"{name:<14}  {a:>11}  {b:>8}   {note}".rstrip() for name, a, b, note in rows]
+    return "\n".join([*lines, f"(medians of {len(drafted)} answers each, in turns)"])
+
+
+def _per_round(answers: Sequence[Answer]) -> str:
+    rounds = sum(answer.rounds for answer in answers)
+    return f"{sum(len(answer.token_ids) for answer in answers) / rounds:.2f}" if rounds else "?"
+
+
+def same_tokens(drafted: Sequence[Answer], plain: Sequence[Answer]) -> str:
+    """One remark about all answers."""
+    answers = [answer.token_ids for answer in (*drafted, *plain)]
+    if len(set(answers)) == 1:
+        return "the same ones, each time"
+    agree = next(
+        (index for index, column in enumerate(zip(*answers, strict=False)) if len(set(column)) > 1),
+        min(map(len, answers)),
+    )
+    return f"NOT the same: they differ from token {agree + 1} on"
+
+
+def round_summary(status: pb.GetServerStatusResponse) -> str:
+    """Where a round's time goes, in the medians of the rounds since the server started."""
+    median, link = status.rounds.median, status.link
+    return (
+        f"A round takes {median.period_ms:.1f} ms (median of {median.samples}): target step {median.target_ms:.1f}, "
+        f"waiting for drafts {median.wait_ms:.1f},\nall else {median.other_ms:.1f}. A draft step takes "
+        f"{median.draft_ms:.2f} ms, the link's round trip {link.rtt_us / 1e3:.2f} ms.\n"
+    )
+
+
+def next_commands() -> str:
+    """Three to try next, as they are typed from here."""
+    program = Path(sys.executable).parent / "outrider"
+    here = Path.cwd()
+    name = str(program.relative_to(here)) if program.is_relative_to(here) else str(program)
+    rows = [
+        (f"{name} serve {PRESET}", "then http://127.0.0.1:8000/ in a browser"),
+        (f'{name} generate "The capital of France is"', "in another terminal"),
+        (f"{name} top", "the running server, live"),
+    ]
+    width = max(len(command) for command, _ in rows)
+    return "\nNext:\n" + "\n".join(f"  {command:<{width}}  # {what}" for command, what in rows)
 
 
 def _first_line(server: subprocess.Popen[str], memory: SharedMemoryWatch) -> str:
@@ -88,53 +299,6 @@ def _first_line(server: subprocess.Popen[str], memory: SharedMemoryWatch) -> str
     if not line:
         raise DemoError(f"the server ended with exit code {server.wait()} before it could answer")
     return line
-
-
-def _stream_answer(client: OutriderClient) -> None:
-    print(f"\n{PROMPT}\033[1m" if sys.stdout.isatty() else f"\n{PROMPT}", end="", flush=True)
-    started = first = time.monotonic()
-    last: pb.GenerateStreamResponse | None = None
-    with client.stream(PROMPT, temperature=0.0, max_tokens=MAX_TOKENS) as messages:
-        for message in messages:
-            if last is None:
-                first = time.monotonic()
-            print(message.text_delta, end="", flush=True)
-            last = message
-    ended = time.monotonic()
-    print("\033[0m\n" if sys.stdout.isatty() else "\n", flush=True)
-    if last is None:
-        raise DemoError("the answer was empty")
-    tokens = last.usage.completion_tokens
-    spec = last.metrics.speculative_decoding
-    print(
-        f"{tokens} tokens, first after {first - started:.2f} s, "
-        f"then {(tokens - 1) / max(ended - first, 1e-9):.1f} tok/s; "
-        f"accepted {spec.num_accepted_draft_tokens} of {spec.num_draft_tokens} drafted tokens in {spec.num_spec_steps} "
-        f"drafted rounds ({spec.mean_acceptance_length:.2f} tokens a round)"
-    )
-
-
-def round_table(status: pb.GetServerStatusResponse) -> str:
-    """Counts of all rounds since the server started, and the medians of where a round's time went."""
-    rounds, median = status.rounds, status.rounds.median
-    rows = [
-        ("rounds", f"{rounds.rounds}"),
-        ("  with drafts", f"{rounds.drafted_rounds}"),
-        ("  too late for their drafts", f"{rounds.late_rounds}"),
-        ("tokens drafted", f"{rounds.drafted}"),
-        ("  accepted", f"{rounds.accepted} ({rounds.acceptance_rate:.0%})"),
-        ("mean acceptance length", f"{rounds.mean_acceptance_length:.2f}"),
-        ("", ""),
-        (f"a round's time, median of {median.samples}", f"{median.period_ms:.2f} ms"),
-        ("  target step", f"{median.target_ms:.2f} ms"),
-        ("  draft step", f"{median.draft_ms:.2f} ms"),
-        ("  target waiting for drafts", f"{median.wait_ms:.2f} ms"),
-        ("  outside target and draft steps", f"{median.other_ms:.2f} ms"),
-        ("", ""),
-        ("link round trip", f"{status.link.rtt_us:.0f} µs ({pb.LinkState.Name(status.link.state)[11:].lower()})"),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows) + "\n"
 
 
 def _stop(server: subprocess.Popen[str]) -> None:

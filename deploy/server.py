@@ -21,6 +21,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
+from actors.observability.start_up import stages_in
 from cluster.config import ConfigError, OutriderConfig
 from cluster.ranks import NAMESPACE
 from deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
@@ -71,6 +72,7 @@ class Server:
         self._daemons: dict[int, str] = {}
         self._asking: threading.Thread | None = None
         self._stopped_asking = threading.Event()
+        self._stages_told: set[tuple[str, float]] = set()
 
     def start(self) -> None:
         """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
@@ -80,24 +82,20 @@ class Server:
         adopt_orphans()
         # Importing the replica's class loads vLLM, which takes seconds that starting Ray leaves idle.
         threading.Thread(target=_import_quietly, args=("actors.target.replica",), daemon=True).start()
-        self._start_ray(plan)
+        with self._progress.stage("Ray started"):
+            self._start_ray(plan)
         self._progress.say(f"deploying {describe(self._config)}")
         app = build_app(self._config, plan)
-        serving = self._config.serving
-        try:
-            serve.start(
-                proxy_location="EveryNode" if self._address else "HeadOnly",
-                http_options=HTTPOptions(host=serving.host, port=serving.http_port),
-                grpc_options=gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=[SERVICER]),
-                logging_config=serve_logging(serving),
-            )
-        except (RuntimeError, TimeoutError) as error:
-            raise ConfigError(f"serving: Ray Serve did not start: {explain(str(error))}{self._where()}") from error
+        with self._progress.stage("Ray Serve started"):
+            self._start_serve()
         serve.run_many(
-            [serve.RunTarget(app, name=serving.app_name, route_prefix="/")], wait_for_applications_running=False
+            [serve.RunTarget(app, name=self._config.serving.app_name, route_prefix="/")],
+            wait_for_applications_running=False,
         )
-        self._wait_until_running()
-        self._wait_until_answering()
+        with self._progress.stage("replicas up"):
+            self._wait_until_running()
+        with self._progress.stage("first answer"):
+            self._wait_until_answering()
 
     def wait(self) -> None:
         """Return never; Stopped ends it. Raises ServerDied when Ray, Serve or the application has ended by itself."""
@@ -180,10 +178,23 @@ class Server:
             # Ray listens on every interface, so its token stays on; its own command line does not look for one unasked.
             self._progress.say("see the actors with: RAY_AUTH_MODE=token ray list actors")
 
+    def _start_serve(self) -> None:
+        serving = self._config.serving
+        try:
+            serve.start(
+                proxy_location="EveryNode" if self._address else "HeadOnly",
+                http_options=HTTPOptions(host=serving.host, port=serving.http_port),
+                grpc_options=gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=[SERVICER]),
+                logging_config=serve_logging(serving),
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise ConfigError(f"serving: Ray Serve did not start: {explain(str(error))}{self._where()}") from error
+
     def _wait_until_running(self) -> None:
         name = self._config.serving.app_name
         while True:
             app = serve.status().applications.get(name)
+            self._tell_stages()
             if app is not None and app.status is ApplicationStatus.RUNNING:
                 return
             if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
@@ -206,6 +217,16 @@ class Server:
                 except OSError as error:
                     self._progress.wait("waiting for the HTTP port", f"({error.strerror})")
                 self._stop.wait(0.2)
+
+    def _tell_stages(self) -> None:
+        """What replicas have logged of their start-up since the last time."""
+        if self._logs is None:
+            return
+        for path in sorted(self._logs.glob("serve/replica_*.log")):
+            for stage, seconds in stages_in(path.read_text(errors="replace")):
+                if (told := (f"{path.name} {stage}", seconds)) not in self._stages_told:
+                    self._stages_told.add(told)
+                    self._progress.done(stage, seconds)
 
     def _explain_failure(self, app: ApplicationStatusOverview) -> str:
         for name, deployment in app.deployments.items():

@@ -6,6 +6,7 @@ vLLM is imported in the replica only: whoever deploys this class need not spend 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import time
@@ -25,6 +26,7 @@ from actors.model_info import VERIFICATIONS, ModelInfo
 from actors.observability.environment import process_environment
 from actors.observability.logs import request_line, serve_log_kept
 from actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
+from actors.observability.start_up import StartUp
 from actors.openai.messages import OpenAIHead, OpenAIRequest
 from actors.routing.broadcast import ReplicaReply, sign
 from actors.routing.routing_stats import RoutingStats
@@ -65,21 +67,30 @@ class Target:
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._group = ray.util.get_current_placement_group()
         self._address = ray.get_runtime_context().gcs_address
-        self._registry = get_or_create_registry(config.serving.app_name)
-        self._drafter = self._start_drafter() if config.remote_drafter is not None else None
-        self._drafter_status = DrafterStatus(self._drafter) if self._drafter is not None else None
-        await self._renew_lease(LOADING_LEASE_S)
+        start_up = StartUp(logger)
         with serve_log_kept():
+            # Seconds of imports, in which the registry's and the drafter's processes start.
+            imports = asyncio.create_task(asyncio.to_thread(_import_engine))
+            self._registry = get_or_create_registry(config.serving.app_name)
+            self._drafter = self._start_drafter() if config.remote_drafter is not None else None
+            self._drafter_status = DrafterStatus(self._drafter) if self._drafter is not None else None
+            await self._renew_lease(LOADING_LEASE_S)
+            await imports
+            start_up.done("vllm imported by the replica")
             self._engine = self._start_engine()
+            start_up.done("engine core and ranks started, model loaded")
             self._openai = self._start_openai()
         self._membership = asyncio.create_task(self._keep_membership(weakref.ref(self)))
         self._metrics = self._replica_metrics()
         self._routing_stats = self._stats_for_routing()
         await self._engine.warm_up()
+        start_up.done("target warmed up")
         if self._drafter is not None:
             await self._drafter.ready.remote()
+            start_up.done("waiting for the drafter")
             await self._engine.call_ranks("open_link")
             await self._wait_for_link()
+            start_up.done("link opened")
 
     async def check_health(self) -> None:
         """Raises when the engine is dead: Serve then replaces this replica."""
@@ -302,6 +313,11 @@ class Target:
                 logger.warning("registry not reachable: %s", error)
             del target  # a replica that is shut down must not be kept alive by its own lease
             await asyncio.sleep(LEASE_S / 6)
+
+
+def _import_engine() -> None:
+    for module in ("actors.target.engine", "actors.openai.serving", "cluster.ray_executor"):
+        importlib.import_module(module)
 
 
 async def _ask_rank_0(engine: TargetEngine, method: str) -> dict[str, Any]:

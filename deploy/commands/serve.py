@@ -19,6 +19,8 @@ from deploy.preset import Overrides, is_preset, models_to_fetch, preset_names, r
 from deploy.progress import Progress
 from deploy.stop import Stopped, StopSignal
 
+DASHBOARD_LIMIT_S = 180
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -42,9 +44,13 @@ def run(args: argparse.Namespace) -> int:
     code = 0
     server = None
     try:
-        config = prepare(args, progress)
+        with progress.stage("configuration, ports and checkpoints checked"):
+            config = prepare(args, progress)
+        # Ray reads it when it is imported, and ends where its dashboard takes longer, as on a busy machine it does.
+        os.environ.setdefault("RAY_DASHBOARD_STARTUP_TIMEOUT_S", str(DASHBOARD_LIMIT_S))
         # Imported here: Ray takes seconds, and most mistakes are found before it is needed.
-        from deploy.server import Server
+        with progress.stage("Ray imported"):
+            from deploy.server import Server
 
         server = Server(config, stop, progress, verbose=args.verbose)
         server.start()

@@ -1,0 +1,92 @@
+"""What a start-up costs and says: no heavy imports where nothing needs them, and a line for every stage."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from actors.observability.start_up import StartUp, stages_in
+from deploy.progress import Progress
+
+LIGHT = (
+    "deploy.commands.serve",
+    "deploy.server",
+    "deploy.app",
+    "actors.target.replica",  # its class; the replica itself imports vLLM when it is made
+    "actors.ingress.grpc_services",
+    "actors.http.proxy_gate",
+    "actors.http.front",
+    "actors.routing.request_router",
+    "actors.drafter",
+    "actors.drafting.ngram",
+    "actors.drafting.suffix",
+)
+"""What the command, Serve's controller and proxies, the ingress and a look-up drafter import."""
+
+HEAVY = ("vllm", "torch", "transformers")
+
+LOOK_UP_DRAFTERS = """
+from actors.drafting.load import load_strategy, warm_up
+from cluster.config import NgramConfig, SpeculationConfig, SuffixConfig
+for config in (NgramConfig(method="ngram"), SuffixConfig(method="suffix")):
+    warm_up(load_strategy(config, SpeculationConfig(), None, None)[0])
+"""
+
+
+def heavy_after(code: str) -> list[str]:
+    code += f"\nimport json, sys; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_only_engines_import_vllm_and_torch() -> None:
+    assert heavy_after("\n".join(f"import {module}" for module in LIGHT)) == []
+
+
+def test_look_up_drafters_load_without_torch() -> None:
+    assert heavy_after(LOOK_UP_DRAFTERS) == []
+
+
+def test_the_check_above_sees_a_heavy_import() -> None:
+    assert heavy_after("import cluster.link.gloo") == ["torch"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("form", ["%(levelname)s %(message)s", '{"level": "INFO", "message": "%(message)s"}'])
+def test_a_replicas_stages_are_read_back_from_its_log(form: str) -> None:
+    stream, clock = io.StringIO(), Clock()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter(form))
+    logger = logging.Logger("start-up")
+    logger.addHandler(handler)
+    start_up = StartUp(logger, clock)
+    clock.now += 12.34
+    start_up.done("vllm imported by the replica")
+    logger.info("start-up: not a stage")
+    clock.now += 0.5
+    start_up.done("link opened")
+    assert stages_in(stream.getvalue()) == [("vllm imported by the replica", 12.3), ("link opened", 0.5)]
+
+
+def test_progress_tells_a_stage_when_it_is_done_and_not_one_that_failed() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream, clock=clock)
+    with progress.stage("Ray started"):
+        clock.now += 7.26
+        assert stream.getvalue() == ""
+    with pytest.raises(RuntimeError), progress.stage("Ray Serve started"):
+        raise RuntimeError
+    assert stream.getvalue() == "outrider: [   7 s]   Ray started: 7.3 s\n"
