@@ -18,6 +18,8 @@ import grpc.aio
 import psutil
 import pytest
 
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc as rpc
 from tests.fuzz_cases import GENERATIONS, Case, case
 from tests.serving import HANG_GUARD_S, Deployment, wait_until_idle
 
@@ -130,17 +132,26 @@ async def test_too_few_or_too_many_request_messages_end_the_call(pair: Deploymen
 
 
 async def test_a_client_that_never_finishes_its_request_holds_nothing(pair: Deployment) -> None:
-    """It opens calls and sends no message, hundreds of them, then leaves."""
+    """It opens more calls than there is room for and sends no message, then leaves."""
+    serving = pair.config.serving
+    capacity = serving.num_replicas * serving.max_ongoing_requests + serving.max_queued_requests
 
     async def nothing() -> AsyncIterator[bytes]:
         await asyncio.sleep(3600)
         yield b""
 
     async with grpc.aio.insecure_channel(pair.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        calls = [channel.stream_stream(GENERATIONS[0])(nothing()) for _ in range(200)]
-        await asyncio.sleep(0.5)
-        answer = await asyncio.to_thread(pair.client.generate, PROMPT, temperature=0.0, max_tokens=8)
-        pair.reference.check(PROMPT, answer.token_ids, label="beside idle calls")
+        calls = [channel.stream_stream(path)(nothing()) for path in GENERATIONS for _ in range(capacity)]
+        for call in calls:
+            await call.wait_for_connection()
+        # On the connection of the calls, behind them: when these are answered, all of those have come in.
+        stub = rpc.GenerationServiceStub(channel)
+        for _ in range(3):
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+            request.sampling.temperature, request.sampling.max_tokens = 0.0, 8
+            answer = await stub.Generate(request, timeout=HANG_GUARD_S)
+            pair.reference.check(PROMPT, answer.token_ids, label="beside idle calls")
+        assert not any(call.done() for call in calls), "the idle calls were not there any more"
         for call in calls:
             call.cancel()
     wait_until_idle(pair, HANG_GUARD_S)
