@@ -49,7 +49,9 @@ class Coupled:
         scores = logits.double() / self.temperature + noise
         if self.top_p == 1.0:
             return scores
-        return scores.masked_fill(self._before(logits) >= max(self.top_p + slack, torch.finfo(torch.float32).tiny), -torch.inf)
+        return scores.masked_fill(
+            self._before(logits) >= max(self.top_p + slack, torch.finfo(torch.float32).tiny), -torch.inf
+        )
 
     def _before(self, logits: Tensor) -> Tensor:
         """float64 [V]: the probability of all tokens likelier than each. Equals stand or fall together."""
