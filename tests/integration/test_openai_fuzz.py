@@ -1,6 +1,6 @@
 """Random and mutated requests: whatever can be decoded is answered or refused, never failed at; nothing hangs, and the
-server is as it was afterwards. OUTRIDER_FUZZ_CASES=10000 for more than the usual thousand; but for exhaustive runs it is
-a fifth of them, of every endpoint, kind and mutation."""
+server is as it was afterwards. OUTRIDER_FUZZ_CASES=10000 for more than the usual thousand; but for exhaustive runs
+it is a fifth of them, of every endpoint, kind and mutation."""
 
 from __future__ import annotations
 
