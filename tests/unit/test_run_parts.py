@@ -28,6 +28,17 @@ def test_the_status_and_the_last_lines(tmp_path: Path, unit: str, served: str) -
     assert second.startswith("served tests:  " + ("1 failed, 1 passed" if served is FAILS else "2 passed") + " in ")
 
 
+@pytest.mark.parametrize(
+    ("results", "status"), [((5, 0), 0), ((0, 5), 0), ((5, 5), 5), ((5, 1), 1), ((0, -9), 9), ((-9, 0), 9), ((2, 0), 2)]
+)
+def test_an_empty_part_is_no_failure_but_a_killed_one_is(
+    monkeypatch: pytest.MonkeyPatch, results: tuple[int, int], status: int
+) -> None:
+    left = list(results)
+    monkeypatch.setattr(run_parts, "run", lambda _: (left.pop(0), "summary"))
+    assert run_parts.main([]) == status
+
+
 def test_no_test_at_all_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "tests" / "unit").mkdir(parents=True)
     done = subprocess.run(
