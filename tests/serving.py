@@ -236,8 +236,7 @@ class Deployments:
     def use(self, name: str) -> Deployment:
         if self._current is not None and self._current.name == name:
             return self._current
-        if self._grpc_port is None:
-            self._grpc_port = self._start_cluster()
+        self.cluster()
         self._take_down()
         config = parse_config(self._configurations[name])
         plan = plan_replica(config)
@@ -249,6 +248,11 @@ class Deployments:
         )
         wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
         return self._current
+
+    def cluster(self) -> None:
+        """Ray and Serve are up, whatever is deployed."""
+        if self._grpc_port is None:
+            self._grpc_port = self._start_cluster()
 
     def ties(self) -> list[str]:
         return [tie for reference in self._references for tie in reference.ties]

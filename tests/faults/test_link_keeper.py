@@ -60,7 +60,7 @@ def silent_drafter() -> Any:
 
 @pytest.fixture
 def drafter(deployments: Deployments) -> Iterator[Any]:
-    deployments.use("no_drafter")  # any: what is needed is its cluster
+    deployments.cluster()
     actor = silent_drafter()
     yield actor
     ray.kill(actor)
