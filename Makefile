@@ -7,8 +7,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.outrider-ready
 
+# Set by many containers. The environment is installed uncompiled, so that every process of a server, or of a test run,
+# would compile torch and vLLM for itself, for ever.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-unit lint format protos clean
+.PHONY: help setup demo serve test test-all test-unit lint format protos clean
 
 help:  ## List these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,12 +31,16 @@ demo: $(STAMP)  ## Fetch a small model, serve it, stream one answer and show whe
 serve: $(STAMP)  ## Serve a preset or a configuration file (CONFIG=smollm2)
 	@exec $(BIN)/outrider serve $(or $(CONFIG),smollm2)
 
-test: $(STAMP)  ## Unit, integration and fault tests; installs Chromium for the page's where it is missing and this is root
+test: $(STAMP)  ## Unit, integration and fault tests but for exhaustive sweeps; installs Chromium for the page's where it is missing and this is root
 	@$(BIN)/python tests/install_chromium.py
-	@exec $(BIN)/python -m pytest tests/unit tests/integration tests/faults $(PYTEST_ARGS)
+	@exec $(BIN)/python tests/run_parts.py -m "not exhaustive" $(PYTEST_ARGS)
 
-test-unit: $(STAMP)  ## Unit tests only: seconds, no engine
-	@exec $(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+test-all: $(STAMP)  ## The same with the exhaustive sweeps: what continuous integration runs
+	@$(BIN)/python tests/install_chromium.py
+	@exec $(BIN)/python tests/run_parts.py $(PYTEST_ARGS)
+
+test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
+	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive" $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## Ruff (rules and format) and mypy
 	$(BIN)/ruff check .

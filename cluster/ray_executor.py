@@ -1,9 +1,9 @@
 """vLLM's Ray executor, with ranks on the bundles, cores and actor names that a RankPlacement asks for.
 
-Four things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
+Five things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
 group it is handed (the stock one insists on a Ray device key, which the CPU platform lacks), it names and places
-each rank, it binds a CPU rank's threads to the rank's own cores before torch starts any, and it asks for drafts
-together with the step that they follow.
+each rank, it binds a CPU rank's threads to the rank's own cores before torch starts any, its ranks meet at a store that
+listens on one address only, and it asks for drafts together with the step that they follow.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import ray
 from vllm import envs
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_distributed_init_method
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.ray_utils import get_bundles_for_indices
 
 from cluster.cores import bind_to
+from cluster.link.rendezvous import open_store
 from cluster.ranks import NAMESPACE, RankPlacement
 
 _CPU_SPIN_S = 0.0005
@@ -47,6 +49,15 @@ class RankProc(RayWorkerProc):
     def _init_message_queues(self, *args: Any) -> None:
         super()._init_message_queues(*args)
         _sleep_early(self.rpc_broadcast_mq)
+
+    def create_dist_init_method(self) -> str:
+        """Rank 0: opens the store at which the ranks meet. Any peer that reaches it can write to it, so one rank alone
+        keeps it on loopback; vLLM's own listens on every interface."""
+        world_size = self._parallel_config.world_size
+        host = "127.0.0.1" if world_size == 1 else ray.util.get_node_ip_address()
+        # vLLM's name, and its reason: the server has to live until init_process_group opens the same one.
+        self._dist_init_store = open_store(host, world_size, shared=True)
+        return get_distributed_init_method(host, self._dist_init_store.port)
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         if current_platform.is_cpu():

@@ -123,9 +123,14 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
 
 
 def _gated(call: Callable[..., Coroutine[Any, Any, Any]], *, takes_a_place: bool) -> Callable[..., Any]:
-    """Refuses a call that there is no room for. What is let through teaches how much room there is."""
+    """Reads the request, and refuses a call that there is no room for. What is let through teaches how much room there
+    is. A client that has not sent its request yet takes no place."""
 
     async def gated(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        request = await _only(requests)
+        if isinstance(request, CallFailure):
+            _fail(context, request)
+            return b""
         asked = dict(context.invocation_metadata() or ())
         gate = _GATES.of(str(asked.get(_APPLICATION_METADATA, "")))
         if takes_a_place and not gate.enter():
@@ -133,7 +138,7 @@ def _gated(call: Callable[..., Coroutine[Any, Any, Any]], *, takes_a_place: bool
             _fail(context, queue_full())
             return b""
         try:
-            return await call(requests, context)
+            return await call(request, context)
         finally:
             if takes_a_place:
                 gate.leave()
@@ -145,11 +150,7 @@ def _gated(call: Callable[..., Coroutine[Any, Any, Any]], *, takes_a_place: bool
 
 
 def _unary(handler: Callable[..., Coroutine[Any, Any, bytes]]) -> Callable[..., Coroutine[Any, Any, bytes]]:
-    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> bytes:
-        request = await _only(requests)
-        if isinstance(request, CallFailure):
-            _fail(context, request)
-            return b""
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> bytes:
         response = await handler(request, context)
         _finish(context)
         return response
@@ -158,12 +159,7 @@ def _unary(handler: Callable[..., Coroutine[Any, Any, bytes]]) -> Callable[..., 
 
 
 def _stream(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
-    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        request = await _only(requests)
-        if isinstance(request, CallFailure):
-            _fail(context, request)
-            return
-
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
         def give_up() -> None:
             _fail(context, _slow_reader())
             # Serve tells the replica when its handler is cancelled while it waits for the next message.

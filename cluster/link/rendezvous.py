@@ -65,7 +65,7 @@ def host_link(
     device: the CUDA device of an nccl link.
     Drop the returned function, or let it fail, and the store is gone. Raises LinkError when `host` cannot be bound.
     """
-    store: list[TCPStore] = [_open_store(host)]
+    store: list[TCPStore] = [open_store(host)]
     invitation = LinkInvitation(
         epoch=epoch,
         backend=backend,
@@ -104,7 +104,12 @@ def join_link(invitation: LinkInvitation, timeout_s: float, device: str | None =
     return _connect(store, DRAFTER_RANK, invitation, local_host, deadline - time.monotonic(), device)
 
 
-def _open_store(host: str) -> TCPStore:
+def open_store(host: str, world_size: int | None = None, *, shared: bool = False) -> TCPStore:
+    """A key-value store on a free port of `host`, an address of this machine, and on no other interface.
+
+    world_size: None when any number may come. shared: whoever opens one on the same port in this process gets this one.
+    Raises LinkError when `host` cannot be bound.
+    """
     from torch.distributed import TCPStore
 
     try:
@@ -116,8 +121,9 @@ def _open_store(host: str) -> TCPStore:
     try:
         # TCPStore left to itself listens on every interface.
         return TCPStore(
-            host, port, None, True, timeout=_seconds(10), wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+            host, port, world_size, True, timeout=_seconds(10), wait_for_workers=False, multi_tenant=shared,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
     except RuntimeError as error:
         raise LinkError(f"link host {host!r}: no store on port {port}: {_first_line(error)}") from error
 

@@ -141,6 +141,12 @@ def test_a_bad_request_is_one_line(server: Server) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_ray_s_dashboard_listens_on_this_machine_alone(server: Server) -> None:
+    commands = [process.cmdline() for process in server.tree()]
+    (dashboard,) = (line for line in commands if any(part.endswith("dashboard/dashboard.py") for part in line))
+    assert [part for part in dashboard if part.startswith("--host=")] == ["--host=127.0.0.1"]
+
+
 def test_sigterm_ends_it_cleanly(server: Server) -> None:
     """Last of those that use the server. A request is under way, and delays the end little."""
     processes = server.tree()

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,9 @@ NUM_TOKENS = 40
 K = 3
 PROMPTS = [b"Hello world, this is", b"a", b"one two one two one two one two one two"]
 
+PROCESSES = 2
+"""At once, of one thread each. Two engines of this size take some 2 GiB."""
+
 ACCEPTS = ("draft_model", "ngram")
 """Methods whose drafts are good here: the others' heads are random."""
 
@@ -34,7 +38,7 @@ def heads(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(models, heads):
-    """Name -> what came out. One process for all engines."""
+    """Name -> what came out."""
 
     def job(name, drafter, target=models.target, **more):
         config = {
@@ -60,12 +64,20 @@ def results(models, heads):
         # Last: it loads numba, after which making another engine in the same process fails (inspecting its modules).
         job("ngram", {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}),
     ]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        parts = pool.map(run, [jobs[first::PROCESSES] for first in range(PROCESSES)])
+        lines = [line for part in parts for line in part]
+    return {line.pop("name"): line for line in lines}
+
+
+def run(jobs):
+    """One process, one engine after the other."""
     command = [sys.executable, "tests/co_located_engines.py", json.dumps(jobs), str(NUM_TOKENS)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == len(jobs), done.stderr[-3000:]
-    return {line.pop("name"): line for line in lines}
+    return lines
 
 
 @pytest.mark.parametrize("name", ["draft_model", "ngram", "eagle", "eagle3", "medusa", "dflash", "mtp", "unpadded"])

@@ -1,7 +1,8 @@
 """Random and mutated requests to every RPC, by the thousand: each gets an answer or a status that blames the request,
 and nothing of them is left.
 
-OUTRIDER_FUZZ_CASES (1500) and OUTRIDER_FUZZ_SEED (1) set how many and which. A failure names seed and case;
+OUTRIDER_FUZZ_CASES (1500) and OUTRIDER_FUZZ_SEED (1) set how many and which; but for exhaustive runs it is the first
+fifth of them, every RPC and kind of mutation among them. A failure names seed and case;
 ``tests.fuzz_cases.case(seed, number)`` makes that one again.
 """
 
@@ -18,6 +19,8 @@ import grpc.aio
 import psutil
 import pytest
 
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc as rpc
 from tests.fuzz_cases import GENERATIONS, Case, case
 from tests.serving import HANG_GUARD_S, Deployment, wait_until_idle
 
@@ -25,6 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 REQUESTS = int(os.environ.get("OUTRIDER_FUZZ_CASES", "1500"))
 SEED = int(os.environ.get("OUTRIDER_FUZZ_SEED", "1"))
+SWEEPS = [REQUESTS // 5, pytest.param(REQUESTS, marks=pytest.mark.exhaustive)]
 CONCURRENCY = 12
 PROMPT = list(b"Once upon a time there was a request. " * 4)
 
@@ -76,8 +80,11 @@ def memory_mib(pair: Deployment) -> float:
     return sum(psutil.Process(pid).memory_info().rss for pid in pids) / 2**20
 
 
-async def test_no_request_breaks_the_server(pair: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
-    waiting = iter(range(REQUESTS))
+@pytest.mark.parametrize("requests", SWEEPS)
+async def test_no_request_breaks_the_server(
+    pair: Deployment, capsys: pytest.CaptureFixture[str], requests: int
+) -> None:
+    waiting = iter(range(requests))
     codes: Counter[tuple[str, str]] = Counter()
     wrong: list[str] = []
     early = 0.0
@@ -85,7 +92,7 @@ async def test_no_request_breaks_the_server(pair: Deployment, capsys: pytest.Cap
     async def send_in_turn(channel: grpc.aio.Channel) -> None:
         nonlocal early
         for number in waiting:
-            if number == min(300, REQUESTS // 3):
+            if number == min(300, requests // 3):
                 early = memory_mib(pair)
             each = case(SEED, number)
             code = await outcome(channel, each)
@@ -97,9 +104,9 @@ async def test_no_request_breaks_the_server(pair: Deployment, capsys: pytest.Cap
         await asyncio.gather(*(send_in_turn(channel) for _ in range(CONCURRENCY)))
     grown = memory_mib(pair) - early
     with capsys.disabled():
-        print(f"\nfuzz: seed {SEED}, {REQUESTS} requests, memory +{grown:.0f} MiB, {dict(codes)}")
+        print(f"\nfuzz: seed {SEED}, {requests} requests, memory +{grown:.0f} MiB, {dict(codes)}")
     assert not wrong, f"seed {SEED}: {len(wrong)} wrong outcomes:\n" + "\n".join(wrong[:20])
-    assert codes["decodable", "OK"] > REQUESTS // 20, "next to nothing got as far as the engine"
+    assert codes["decodable", "OK"] > requests // 20, "next to nothing got as far as the engine"
     wait_until_idle(pair, HANG_GUARD_S)
     assert pair.drafter_status()["num_sequences"] == 0
     assert grown < MAY_GROW_BY_MIB
@@ -130,17 +137,26 @@ async def test_too_few_or_too_many_request_messages_end_the_call(pair: Deploymen
 
 
 async def test_a_client_that_never_finishes_its_request_holds_nothing(pair: Deployment) -> None:
-    """It opens calls and sends no message, hundreds of them, then leaves."""
+    """It opens more calls than there is room for and sends no message, then leaves."""
+    serving = pair.config.serving
+    capacity = serving.num_replicas * serving.max_ongoing_requests + serving.max_queued_requests
 
     async def nothing() -> AsyncIterator[bytes]:
         await asyncio.sleep(3600)
         yield b""
 
     async with grpc.aio.insecure_channel(pair.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        calls = [channel.stream_stream(GENERATIONS[0])(nothing()) for _ in range(200)]
-        await asyncio.sleep(0.5)
-        answer = await asyncio.to_thread(pair.client.generate, PROMPT, temperature=0.0, max_tokens=8)
-        pair.reference.check(PROMPT, answer.token_ids, label="beside idle calls")
+        calls = [channel.stream_stream(path)(nothing()) for path in GENERATIONS for _ in range(capacity)]
+        for call in calls:
+            await call.wait_for_connection()
+        # On the connection of the calls, behind them: when these are answered, all of those have come in.
+        stub = rpc.GenerationServiceStub(channel)
+        for _ in range(3):
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+            request.sampling.temperature, request.sampling.max_tokens = 0.0, 8
+            answer = await stub.Generate(request, timeout=HANG_GUARD_S)
+            pair.reference.check(PROMPT, answer.token_ids, label="beside idle calls")
+        assert not any(call.done() for call in calls), "the idle calls were not there any more"
         for call in calls:
             call.cancel()
     wait_until_idle(pair, HANG_GUARD_S)

@@ -4,12 +4,18 @@ import openai
 import pytest
 
 from tests.integration.openai_calls import chat, complete
-from tests.serving import wait_until_idle
+from tests.serving import ended_early
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-AT_ONCE_S = 1.5
-"""A second, and what asking takes."""
+TO_GO = 900
+"""Tokens that every request here asks for."""
+
+
+@pytest.fixture(autouse=True)
+def freed(pair):
+    with ended_early(pair, TO_GO):
+        yield
 
 
 @pytest.fixture
@@ -19,35 +25,29 @@ def client(pair):
 
 
 def test_a_stream_that_is_closed_is_aborted(client, pair):
-    wait_until_idle(pair, 60)
-    stream = complete(client, temperature=0, max_tokens=900, stream=True)
+    stream = complete(client, temperature=0, max_tokens=TO_GO, stream=True)
     for _ in range(3):
         next(stream)
     assert pair.status().target.running == 1
     stream.close()
-    wait_until_idle(pair, AT_ONCE_S)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_a_client_that_gives_up_waiting_is_aborted(client, pair, endpoint):
-    wait_until_idle(pair, 60)
     with pytest.raises(openai.APITimeoutError):
-        (chat if endpoint == "chat" else complete)(client, temperature=0, max_tokens=900, timeout=0.7)
-    wait_until_idle(pair, AT_ONCE_S)
+        (chat if endpoint == "chat" else complete)(client, temperature=0, max_tokens=TO_GO, timeout=0.7)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_the_deadline_is_kept(client, pair, stream):
-    wait_until_idle(pair, 60)
     headers = {"x-request-timeout-ms": "500"}
     if stream:
         with pytest.raises(openai.APIError, match="deadline"):
-            list(complete(client, temperature=0, max_tokens=900, stream=True, extra_headers=headers))
+            list(complete(client, temperature=0, max_tokens=TO_GO, stream=True, extra_headers=headers))
     else:
         with pytest.raises(openai.APIStatusError, match="deadline") as caught:
-            complete(client, temperature=0, max_tokens=900, extra_headers=headers)
+            complete(client, temperature=0, max_tokens=TO_GO, extra_headers=headers)
         assert caught.value.status_code == 408
-    wait_until_idle(pair, AT_ONCE_S)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
@@ -55,10 +55,9 @@ def test_the_deadline_is_kept(client, pair, stream):
 def test_a_request_is_aborted_over_grpc(client, pair, endpoint, known_by):
     name = f"r-abort-{endpoint}-{known_by}"
     ask = chat if endpoint == "chat" else complete
-    events = iter(ask(client, temperature=0, max_tokens=900, stream=True, extra_headers={"x-request-id": name}))
+    events = iter(ask(client, temperature=0, max_tokens=TO_GO, stream=True, extra_headers={"x-request-id": name}))
     first = next(events)
     assert name in first.id
     assert pair.client.abort(name if known_by == "header" else first.id)
     *_, last = events
     assert last.choices[0].finish_reason == "abort"
-    wait_until_idle(pair, AT_ONCE_S)

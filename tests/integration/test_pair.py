@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import K, wait_until_idle
+from tests.serving import HANG_GUARD_S, K, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -206,7 +206,7 @@ def test_the_threads_that_compute_are_bound_to_their_cores(pair):
 
 
 def test_nothing_is_held_when_nothing_runs(pair):
-    wait_until_idle(pair, within_s=2.0)
+    wait_until_idle(pair, HANG_GUARD_S)
     assert pair.drafter_status()["num_sequences"] == 0
 
 

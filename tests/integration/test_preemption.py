@@ -7,6 +7,7 @@ vllm#30916: drafts of before a preemption that were verified after it.
 import threading
 
 import pytest
+import torch
 
 from tests.reference import GREEDY, Coupled
 from tests.serving import HANG_GUARD_S, wait_until_idle
@@ -18,13 +19,34 @@ STREAMS, NUM_TOKENS = 8, 300
 CHOICES = [GREEDY, Coupled(seed=3), Coupled(seed=4, temperature=0.7, top_p=0.9)]
 
 
-REJECTION = {"temperature": 1.5, "top_k": 2, "verification": "rejection"}
-BLOCK = {"temperature": 1.5, "top_k": 2, "verification": "block"}
+TEMPERATURE = 1.5
+DRAWN = [{"temperature": TEMPERATURE, "top_k": 2, "verification": mode} for mode in ("rejection", "block")]
+"""Each token is one of two, by chance."""
+
+ONLY_ONE = [{"temperature": TEMPERATURE, "top_k": 1, "verification": mode} for mode in ("rejection", "block")]
+"""Through the same code, with one right token each time: a token or a KV block that is not the request's own shows."""
+
+LIMIT = 4.5
+"""Standard deviations that the share of likelier tokens may be off."""
+
+
+def z_of_likelier(reference, answers):
+    """How far from expected the number of likelier tokens is among (prompt, answer) drawn from the two likeliest. Of a
+    token the chance is known once those before it are, so that the differences add up like independent ones."""
+    difference = variance = 0.0
+    for prompt, answer in answers:
+        logits = reference.logits_along(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1].double()
+        two = logits.topk(2)
+        chance = (two.values / TEMPERATURE).softmax(-1)[:, 0]
+        difference += float(((torch.tensor(answer) == two.indices[:, 0]).double() - chance).sum())
+        variance += float((chance * (1 - chance)).sum())
+    return difference / variance**0.5
 
 
 def test_preempted_requests_get_the_tokens_they_would_have_got_alone(small_kv):
     """Prompts are prefilled in pieces, too: a step has room for 96 tokens."""
-    asked = [*CHOICES, REJECTION, BLOCK]
+    asked = [*CHOICES, *DRAWN, *ONLY_ONE]
+    assert len(asked) <= STREAMS
     prompts = [bytes([65 + i]) + TEXT[: 40 + 9 * i] for i in range(STREAMS)]
     answers, errors = [None] * STREAMS, []
 
@@ -45,15 +67,22 @@ def test_preempted_requests_get_the_tokens_they_would_have_got_alone(small_kv):
     for thread in threads:
         thread.join(HANG_GUARD_S * 2)
     assert not errors, f"a request failed: {errors[0]!r}"
+    drawn = []
     for index, answer in enumerate(answers):
         how, label = asked[index % len(asked)], f"stream {index} of {STREAMS}"
-        if isinstance(how, dict):
+        if how in ONLY_ONE:
+            small_kv.reference.check(prompts[index], answer.token_ids, label=label)
+        elif isinstance(how, dict):
+            drawn.append((prompts[index], list(answer.token_ids)))
             outside = small_kv.reference.outside_top(prompts[index], answer.token_ids, how["top_k"])
             assert not outside, f"{label}: tokens {outside} are none of the two likeliest"
         else:
             small_kv.reference.check(prompts[index], answer.token_ids, label=label, choice=how)
+    z = z_of_likelier(small_kv.reference, drawn)
+    print(f"{len(drawn) * NUM_TOKENS} drawn tokens, z {z:.2f}")
+    assert abs(z) < LIMIT
     after = small_kv.status()
     assert after.rounds.refused_proposals > before.rounds.refused_proposals, "the drafter never ran out of KV"
     assert after.rounds.accepted > before.rounds.accepted
     assert after.target.preemptions > before.target.preemptions, "the target never ran out of KV"
-    wait_until_idle(small_kv, within_s=5.0)
+    wait_until_idle(small_kv, HANG_GUARD_S)

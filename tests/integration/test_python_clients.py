@@ -9,12 +9,11 @@ import pytest
 
 from deploy.client.async_client import AsyncOutriderClient
 from deploy.client.sync_client import OutriderClient, OutriderError
-from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
+from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, Deployment, ended_early, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"Once upon a time there was a task that was cancelled. " * 4)
-WITHIN_S = 1.5
 
 
 def is_running(pair: Deployment) -> bool:
@@ -41,14 +40,13 @@ async def test_cancelling_a_task_frees_the_engine(pair: Deployment, streaming: b
         async for _ in client.stream(PROMPT, temperature=0.0, ignore_eos=True):
             pass
 
-    wait_until_idle(pair, HANG_GUARD_S)
     async with AsyncOutriderClient(pair.address) as client:
-        using = asyncio.create_task(use(client))
-        await asyncio.to_thread(wait_until, lambda: is_running(pair), HANG_GUARD_S, "the request runs", 0.01)
-        using.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await using
-        await asyncio.to_thread(wait_until_idle, pair, WITHIN_S)
+        with ended_early(pair, MAX_MODEL_LEN - len(PROMPT)):
+            using = asyncio.create_task(use(client))
+            await asyncio.to_thread(wait_until, lambda: is_running(pair), HANG_GUARD_S, "the request runs", 0.01)
+            using.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await using
 
 
 def test_a_real_refusal_names_field_reason_and_request(pair: Deployment) -> None:

@@ -25,6 +25,11 @@ BLOCK = 128
 SHARED_TOKENS = 2 * BLOCK + 40
 FLOOD = 200
 ANSWER_TOKENS = 48
+ROOM = 2 * 8 + 32
+"""What both replicas may hold, and the queue: as the deployment is configured."""
+
+LONG_ANSWER = 900
+"""Tokens. None of these is over before the last of a flood has been refused."""
 
 
 def ask_all(deployment, method, *args):
@@ -181,8 +186,71 @@ def test_more_requests_than_there_is_room_for(two_replicas, flood):
     grown = {pid: (size - before[pid]) >> 20 for pid, size in memory(two_replicas).items()}
     assert max(grown.values()) < 32, f"MiB by process: {grown}"
 
-    def is_idle():
-        loads = [reply.value["target"] for reply in ask_all(two_replicas, "status")]
-        return not any(load["running"] or load["waiting"] for load in loads)
+    wait_until(lambda: is_idle(two_replicas), HANG_GUARD_S, "no request left on either replica")
 
-    wait_until(is_idle, 30, "no request left on either replica")
+
+async def taken_by_grpc(deployment):
+    """How many of a flood of long answers are not refused. All of them are given up when the others are refused."""
+    async with grpc.aio.insecure_channel(deployment.address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        sampling = pb.SamplingParameters(temperature=0.0, max_tokens=LONG_ANSWER, ignore_eos=True)
+
+        def ask(number):
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt_of(number)), sampling=sampling)
+            return asyncio.ensure_future(stub.Generate(request, timeout=HANG_GUARD_S))
+
+        return await count_taken([ask(number) for number in range(FLOOD)], is_full=_is_exhausted)
+
+
+def _is_exhausted(task):
+    error = task.exception()
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def taken_by_http(deployment):
+    import httpx
+
+    limits = httpx.Limits(max_connections=FLOOD)
+    async with httpx.AsyncClient(base_url=deployment.http_url, timeout=HANG_GUARD_S, limits=limits) as client:
+
+        def ask(number):
+            body = {
+                "model": deployment.config.served_model_name,
+                "prompt": prompt_of(number),
+                "temperature": 0.0,
+                "max_tokens": LONG_ANSWER,
+                "ignore_eos": True,
+            }
+            return asyncio.ensure_future(client.post("/v1/completions", json=body))
+
+        return await count_taken(
+            [ask(number) for number in range(FLOOD)], is_full=lambda task: task.result().status_code == 429
+        )
+
+
+async def count_taken(tasks, is_full):
+    """(How many were taken, how many of those are over already.) Waits until at least FLOOD - ROOM are over."""
+    give_up = time.monotonic() + HANG_GUARD_S
+    while len(over := [task for task in tasks if task.done()]) < FLOOD - ROOM:
+        assert time.monotonic() < give_up, f"{len(over)} of {FLOOD} are over, where {ROOM} may be held"
+        await asyncio.sleep(0.05)
+    refused = sum(is_full(task) for task in over)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return FLOOD - refused, len(over) - refused
+
+
+@pytest.mark.parametrize("flood", [taken_by_grpc, taken_by_http])
+def test_no_more_requests_are_taken_than_there_is_room_for(two_replicas, flood):
+    """A place that comes free may be taken again, so answers that ended meanwhile are counted."""
+    taken, finished = asyncio.run(flood(two_replicas))
+    print(f"{taken} taken, {finished} of them finished meanwhile")
+    assert taken >= ROOM / 2
+    assert finished <= ROOM / 2, "answers as long as these must not end before the flood is over"
+    wait_until(lambda: is_idle(two_replicas), HANG_GUARD_S, "no request left on either replica")
+
+
+def is_idle(deployment):
+    loads = [reply.value["target"] for reply in ask_all(deployment, "status")]
+    return not any(load["running"] or load["waiting"] for load in loads)

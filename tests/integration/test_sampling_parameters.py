@@ -14,7 +14,7 @@ import pytest
 from deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import TIE, Coupled
-from tests.serving import K, wait_until_idle
+from tests.serving import HANG_GUARD_S, K, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -278,4 +278,4 @@ def test_a_request_that_forbids_every_token_fails_alone(pair):
             assert failure.value.code is grpc.StatusCode.INVALID_ARGUMENT
         answer = beside.result()
     pair.reference.check(PROMPT, answer.token_ids, label="beside it")
-    wait_until_idle(pair, within_s=5.0)
+    wait_until_idle(pair, HANG_GUARD_S)

@@ -1,8 +1,10 @@
 """Who may link to whom, under which epoch, and when a replica counts as gone."""
 
+import asyncio
+
 import pytest
 
-from cluster.membership import Homing, LinkReport, Membership
+from cluster.membership import Homing, LinkReport, Membership, Registry
 
 
 @pytest.fixture
@@ -22,6 +24,19 @@ def test_every_grant_has_a_higher_epoch_whoever_asks(two):
     epochs = [two.grant(verifier, set()).epoch for verifier in ("r1", "r2", "r1", "r1")]
     assert epochs == sorted(set(epochs))
     assert epochs[0] >= 1
+
+
+def test_a_registry_that_was_made_anew_goes_on_behind_the_epochs_it_has_forgotten(two):
+    assert two.grant("r1", set(), last_epoch=7).epoch == 8
+    assert two.grant("r2", set(), last_epoch=3).epoch == 9
+    assert asyncio.run(Registry().grant("r1", set(), 41)) is None, "no drafter has come back yet"
+
+    async def come_back():
+        registry = Registry()
+        registry._members.renew("r1", "D1", 10, now=0)
+        return (await registry.grant("r1", set(), 41)).epoch
+
+    assert asyncio.run(come_back()) == 42
 
 
 def test_no_drafter_no_grant_and_no_epoch_spent():

@@ -189,7 +189,7 @@ def test_guesses_give_the_same_drafts_in_fewer_steps_where_drafts_are_a_function
     assert ids(answer) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 30))])
 def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed):
     """Commits that arrive while a step runs, verifiers that use fewer drafts than they got or go on without, requests
     that come and go, and a KV cache that is sometimes too small."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -348,3 +348,33 @@ async def test_beyond_the_capacity_that_an_answer_told_generations_are_refused_h
         proxy.read.release()
         await asyncio.gather(*held)
         await stub.Generate(pb.GenerateRequest())
+
+
+@pytest.mark.parametrize("way", ["Generate", "GenerateStream"])
+async def test_a_client_that_has_not_sent_its_request_takes_no_place(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(grpc_services, "_GATES", Gates("grpc"))
+    proxy = Proxy()
+    proxy.told = [(CAPACITY_METADATA, "2")]
+    sending = asyncio.Event()
+
+    async def later() -> AsyncIterator[bytes]:
+        await sending.wait()
+        yield pb.GenerateRequest().SerializeToString()
+
+    async with serving(proxy) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        await stub.Generate(pb.GenerateRequest())
+        path = f"/outrider.v1.GenerationService/{way}"
+        open_call = channel.stream_unary(path) if way == "Generate" else channel.stream_stream(path)
+        silent = [open_call(later(), timeout=60) for _ in range(5)]
+        for call in silent:  # written behind the others on the same connection: when it is answered, they have begun
+            await call.wait_for_connection()
+        for _ in range(3):
+            await stub.Generate(pb.GenerateRequest())
+        sending.set()
+        for call in silent:  # one after the other goes on, and has a place when it needs one
+            with suppress(grpc.aio.AioRpcError):
+                await ended(call)
+        codes = [await call.code() for call in silent]
+        assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert codes.count(grpc.StatusCode.OK) >= 2

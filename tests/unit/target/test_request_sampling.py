@@ -64,6 +64,15 @@ def test_requests_without_a_seed_get_one_each():
     assert all(0 <= random_seed() < 2**63 for _ in range(100))
 
 
+def test_a_random_seed_uses_every_bit_it_has():
+    """Of 24 bits, five thousand requests would share one with even odds."""
+    some, all_of_them = 0, 2**63 - 1
+    for _ in range(200):  # a bit that stays as it is, by chance: once in 2**199
+        seed = random_seed()
+        some, all_of_them = some | seed, all_of_them & seed
+    assert (some, all_of_them) == (2**63 - 1, 0)
+
+
 @pytest.mark.parametrize(("seed", "kept"), [(5, 5), (-5, -5), (2**63 - 1, 2**63 - 1), (2**63, -(2**63))])
 def test_seeds_stay_within_64_bits(seed, kept):
     assert RequestSampling.of(params(seed=seed), "rejection").seed == kept

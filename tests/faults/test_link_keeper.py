@@ -1,0 +1,153 @@
+"""A real LinkKeeper in the test's process, with a real registry and a drafter that joins links and answers nothing."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from actors.message_codec import unpack
+from cluster.config import parse_config
+from cluster.link import Link
+from cluster.link_keeper import HANG, LinkKeeper, ReplicaIdentity
+from cluster.membership import get_or_create_registry, registry_name
+from cluster.ranks import NAMESPACE
+from tests.serving import HANG_GUARD_S, Deployments, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+APP, REPLICA, DRAFTER = "keeper-test", "r1", "Drafter:keeper-test"
+CAPACITY, VOCAB, K = 4096, 1000, 4
+
+
+def silent_drafter() -> Any:
+    """Defined in here so that it travels by value."""
+
+    class Silent:
+        def __init__(self) -> None:
+            self._links: list[Any] = []
+
+        def ready(self) -> str:
+            return ray.util.get_node_ip_address()
+
+        def pid(self) -> int:
+            import os
+
+            return os.getpid()
+
+        def accept_link(self, invitation: Any, timeout_s: float) -> None:
+            from actors.message_codec import unpack
+            from cluster.link import Link, join_link
+
+            link = Link(
+                join_link(invitation, timeout_s),
+                epoch=invitation.epoch,
+                capacity_words=invitation.capacity_words,
+                link_deadline_s=invitation.link_deadline_ms / 1e3,
+                decode=lambda payload: unpack(
+                    payload, invitation.vocab_size, invitation.num_speculative_tokens, invitation.capacity_words
+                ),
+                name="silent",
+            )
+            link.start()
+            self._links.append(link)
+
+    return ray.remote(Silent).options(name=DRAFTER, namespace=NAMESPACE, num_cpus=0, max_restarts=-1).remote()
+
+
+@pytest.fixture
+def drafter(deployments: Deployments) -> Iterator[Any]:
+    deployments.cluster()
+    actor = silent_drafter()
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture
+def registry(drafter: Any) -> Iterator[Any]:
+    yield with_replica()
+    ray.kill(with_replica())
+
+
+def with_replica() -> Any:
+    """The registry, made when it is missing, with the replica in it: what every replica sees to."""
+    registry = get_or_create_registry(APP)
+    ray.get(registry.renew.remote(REPLICA, DRAFTER, 600.0), timeout=HANG_GUARD_S)
+    return registry
+
+
+@pytest.fixture
+def links(registry: Any) -> Iterator[queue.SimpleQueue[Link]]:
+    """Every link that the keeper brings up."""
+    up: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    config = parse_config(
+        {"target": {"model": "t"}, "drafter": {"method": "ngram"}, "link": {"link_deadline_ms": 120_000}}
+    )
+    keeper = LinkKeeper(
+        config,
+        ReplicaIdentity(REPLICA, registry_name(APP)),
+        vocab_size=VOCAB,
+        capacity_words=CAPACITY,
+        decode=lambda payload: unpack(payload, VOCAB, K),
+        on_link=up.put,
+    )
+    keeper.start()
+    yield up
+    keeper.stop()
+
+
+def pid_of(drafter: Any) -> int | None:
+    try:
+        return int(ray.get(drafter.pid.remote(), timeout=HANG_GUARD_S))
+    except ray.exceptions.RayActorError:
+        return None  # between two lives
+
+
+def hang(link: Link) -> None:
+    """What the verifier does when a drafter answers nothing."""
+    link.abort(f"{HANG}: no answer for 1 s")
+
+
+def test_a_drafter_that_hangs_on_two_links_in_a_row_is_restarted_and_not_before(
+    links: queue.SimpleQueue[Link], drafter: Any
+) -> None:
+    first = pid_of(drafter)
+    hang(links.get(timeout=HANG_GUARD_S))
+    second_link = links.get(timeout=HANG_GUARD_S)
+    assert pid_of(drafter) == first, "one hang may be the link's"
+    hang(second_link)
+    wait_until(lambda: pid_of(drafter) not in (None, first), HANG_GUARD_S, "a new process of the drafter's")
+    links.get(timeout=HANG_GUARD_S)
+
+
+def test_links_that_end_otherwise_cost_no_drafter(links: queue.SimpleQueue[Link], drafter: Any) -> None:
+    first = pid_of(drafter)
+    for _ in range(3):
+        links.get(timeout=HANG_GUARD_S).abort("a cable was cut")
+    links.get(timeout=HANG_GUARD_S)
+    assert pid_of(drafter) == first
+
+
+def test_a_registry_that_was_made_anew_does_not_grant_epochs_again(
+    links: queue.SimpleQueue[Link], registry: Any
+) -> None:
+    links.get(timeout=HANG_GUARD_S).abort("one")
+    links.get(timeout=HANG_GUARD_S).abort("two")
+    link = links.get(timeout=HANG_GUARD_S)
+    assert link.epoch >= 3
+    ray.kill(registry)
+
+    def is_gone() -> bool:
+        try:
+            ray.get(registry.links.remote(), timeout=HANG_GUARD_S)
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    wait_until(is_gone, HANG_GUARD_S, "the registry's end")
+    with_replica()
+    link.abort("three")
+    assert links.get(timeout=HANG_GUARD_S).epoch == link.epoch + 1

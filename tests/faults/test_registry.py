@@ -1,0 +1,43 @@
+"""The registry dies. Replicas make another, and links go on being granted."""
+
+import signal
+
+import pytest
+import ray
+
+from cluster.membership import registry_name
+from cluster.ranks import NAMESPACE
+from outrider.v1 import generation_pb2 as pb
+from tests.serving import HANG_GUARD_S, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = list(b"to be or not to be, that is the question: to be or not to be")
+
+
+def test_a_replica_makes_another_registry_and_gets_its_links_from_it(ngram_pair):
+    name = registry_name(ngram_pair.config.serving.app_name)
+    before = ngram_pair.status().link
+    assert before.state == pb.LINK_STATE_UP
+    lost = ray.get_actor(name, namespace=NAMESPACE)
+    ray.kill(lost)
+
+    def another():
+        try:
+            found = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return False
+        return found._actor_id != lost._actor_id
+
+    wait_until(another, HANG_GUARD_S, "another registry")
+    # What it was told by nobody but the replica: where the drafter is.
+    ngram_pair.signal_drafter(signal.SIGKILL)
+
+    def linked_anew():
+        link = ngram_pair.status().link
+        return link.state == pb.LINK_STATE_UP and link.epoch > before.epoch
+
+    wait_until(linked_anew, HANG_GUARD_S, "a link that the new registry granted")
+    answer = ngram_pair.client.generate(PROMPT, temperature=0.0, max_tokens=100)
+    ngram_pair.reference.check(PROMPT, answer.token_ids, label="afterwards")
+    assert answer.metrics.speculative_decoding.num_draft_tokens > 0
