@@ -12,8 +12,7 @@ from actors.drafting.strategy import Draft
 from actors.drafting.suffix import SuffixStrategy
 from actors.drafting.suffix_index import SuffixIndex
 from actors.drafting.suffix_path import SuffixLimits
-from actors.messages import Origin
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus
+from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Origin, Proposals, ProposalStatus
 from tests.unit.drafting.draft_bench import KEY, Bench, ids
 from tests.unit.drafting.scripted_strategy import SOON_S, Sink
 from tests.unit.drafting_engine import MemoryEngine
