@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(STAMP)  ## Fetch a small model, serve it, stream one answer and show where the time of its rounds went
-	@$(BIN)/python -m deploy.demo
+	@$(BIN)/python -m outrider.deploy.demo
 
 serve: $(STAMP)  ## Serve a preset or a configuration file (CONFIG=smollm2)
 	@exec $(BIN)/outrider serve $(or $(CONFIG),smollm2)
@@ -45,6 +45,9 @@ test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
 lint: $(STAMP)  ## Ruff (rules and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@mkdir -p .mypy_tree/outrider
+	@cd .mypy_tree/outrider && ln -sfn ../../actors actors && ln -sfn ../../cluster cluster && ln -sfn ../../deploy deploy \
+		&& ln -sfn ../../protos/outrider/v1 v1 && ln -sfn ../../protos/outrider/__init__.py __init__.py
 	$(BIN)/mypy
 
 format: $(STAMP)  ## Apply ruff's fixes and format
@@ -55,5 +58,5 @@ protos: $(STAMP)  ## Regenerate the gRPC stubs beside the .proto files
 	$(BIN)/python protos/generate.py
 
 clean:  ## Remove .venv, caches and build outputs (fetched models stay)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .mypy_tree
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

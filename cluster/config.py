@@ -1,4 +1,8 @@
-"""One typed configuration for a deployment: ``target``, ``drafter``, ``speculation``, ``link``, ``serving``.
+"""What is wrong with a configuration in words: every wrong field by its dotted path.
+
+What OpenAI's HTTP endpoints need to know of the model.
+
+One typed configuration for a deployment: ``target``, ``drafter``, ``speculation``, ``link``, ``serving``.
 
 Keys are vLLM's wherever vLLM has one. Unknown keys are errors. Everything that can be known to be wrong
 without loading a model is rejected here, by field name, before anything starts.
@@ -6,24 +10,77 @@ without loading a model is rejected here, by field name, before anything starts.
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from cluster.co_located_config import CoLocatedConfig as CoLocatedConfig
-from cluster.config_section import ConfigError as ConfigError
-from cluster.config_section import EngineConfig as EngineConfig
-from cluster.config_section import Section
-from cluster.drafter_config import DrafterConfig, refusal_of
-from cluster.drafter_config import DraftModelConfig as DraftModelConfig
-from cluster.drafter_config import LookupConfig as LookupConfig
-from cluster.drafter_config import NgramConfig as NgramConfig
-from cluster.drafter_config import RemoteConfig as RemoteConfig
-from cluster.drafter_config import SuffixConfig as SuffixConfig
-from cluster.openai_config import OpenAIConfig as OpenAIConfig
-from cluster.validation_text import explained
+from outrider.cluster.config_section import ConfigError as ConfigError
+from outrider.cluster.config_section import EngineConfig as EngineConfig
+from outrider.cluster.config_section import Section
+from outrider.cluster.drafter_config import TAGS, CoLocatedConfig, DrafterConfig, refusal_of
+from outrider.cluster.drafter_config import DraftModelConfig as DraftModelConfig
+from outrider.cluster.drafter_config import LookupConfig as LookupConfig
+from outrider.cluster.drafter_config import NgramConfig as NgramConfig
+from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
+from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
+
+_KEY = re.compile(r"([a-z_]+): ")
+
+
+def explained(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        parts = [str(part) for part in item["loc"] if part not in TAGS]
+        where = ".".join(parts) or "config"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{where}: {_unknown_key(parts)}")
+        elif item["type"] == "missing":
+            lines.append(f"{where}: required, but missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            if parts and _KEY.match(message):
+                where, message = f"{where}.{message.partition(': ')[0]}", message.partition(": ")[2]
+            found = item.get("input")
+            shown = "" if isinstance(found, Mapping | list | Section) or _is_nan(found) else f" (found {found!r})"
+            lines.append(f"{where}: {message}{shown}")
+    return "; ".join(lines)
+
+
+def _unknown_key(parts: list[str]) -> str:
+    """parts: of the dotted path. A key that vLLM users know gets a better answer than one that is misspelt."""
+    *section, key = parts
+    if section == ["drafter"] and key in CoLocatedConfig.model_fields:
+        return (
+            "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"
+        )
+    if section == ["speculation"] and (key in CoLocatedConfig.model_fields or key == "placement"):
+        return "unknown key here; it belongs into the drafter section"
+    return "unknown key; remove it or check its spelling"
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+class OpenAIConfig(Section):
+    """Keys are vLLM's."""
+
+    chat_template: str | None = Field(None, min_length=1)
+    """File with a Jinja template for chats, or the template itself. None: the tokenizer's own."""
+
+    tool_call_parser: str | None = Field(None, min_length=1)
+    """vLLM's name of the format in which the model calls tools, e.g. ``hermes``. None: requests with ``tools`` are
+    refused, unless with ``tool_choice: none``."""
+
+    reasoning_parser: str | None = Field(None, min_length=1)
+    """vLLM's name of the format in which the model marks its reasoning, e.g. ``qwen3``; it then comes apart from the
+    answer, and grammars hold for the answer only."""
+
 
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``: sizes the link's frames and the verifier's rows."""

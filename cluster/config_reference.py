@@ -1,4 +1,6 @@
-"""Writes ``docs/configuration.md`` from the configuration's own fields: ``python -m cluster.config_reference``."""
+"""Writes ``docs/configuration.md`` from the configuration's own fields:
+``python -m outrider.cluster.config_reference``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cluster.config import (
+from outrider.cluster.config import (
     CoLocatedConfig,
     DraftModelConfig,
     LinkConfig,
@@ -29,7 +31,7 @@ _HEAD = """# Configuration
 One YAML file: `target`, and as needed `drafter`, `speculation`, `link`, `serving`, `openai`. Keys are vLLM's where vLLM
 has one. An unknown key, or a value that cannot work, stops the start with the field's name and the fix;
 `outrider doctor FILE` finds it, and what else could go wrong on this machine, without starting anything. This page is
-written from the code (`python -m cluster.config_reference`).
+written from the code (`python -m outrider.cluster.config_reference`).
 
 ```yaml
 target:

@@ -1,4 +1,4 @@
-"""The Serve application: ``deploy.app:build`` for ``serve run`` and ``serve deploy``.
+"""The Serve application: ``outrider.deploy.app:build`` for ``serve run`` and ``serve deploy``.
 
 Two deployments, Target (one placement group a replica) behind Ingress. They are actor classes of ``actors``; how
 many there are, where they sit and when Serve gives them up is decided here.
@@ -16,13 +16,18 @@ from ray.serve import Application
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from actors.observability.environment import process_environment
-from cluster.build_check import check_build_drafts
-from cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
-from cluster.cores import CorePlan, available_cores, plan_cores
-from cluster.placement import ReplicaPlacement, check_cluster_can_hold, placement_of
-from cluster.versions import installed_version
-from deploy.preset import Overrides, resolve_config
+from outrider.actors.observability.environment import process_environment
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
+from outrider.cluster.installed import check_build_drafts, installed_version
+from outrider.cluster.placement import (
+    CorePlan,
+    ReplicaPlacement,
+    available_cores,
+    check_cluster_can_hold,
+    placement_of,
+    plan_cores,
+)
+from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +112,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     Raises ConfigError when Ray is up and its cluster cannot hold the replicas.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
-    from actors.http.front import Front
-    from actors.target.replica import Target
+    from outrider.actors.serving.http.app import Front
+    from outrider.actors.serving.replica import Target
 
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():
@@ -168,7 +173,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
 
 def routing(config: OutriderConfig) -> RequestRouterConfig:
     """How callers choose among target replicas."""
-    from actors.routing.request_router import TargetRouter
+    from outrider.actors.serve_seam.request_router import TargetRouter
 
     serving = config.serving
     caching = config.target.enable_prefix_caching

@@ -20,9 +20,9 @@ from typing import TextIO
 
 import psutil
 
-from deploy.client.sync_client import OutriderClient, OutriderError
-from deploy.processes import SharedMemoryWatch, adopt_orphans, descendants, describe, end_descendants
-from deploy.progress import Progress
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.processes import SharedMemoryWatch, adopt_orphans, descendants, describe, end_descendants
+from outrider.deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb
 
 PRESET = "smollm2"
@@ -65,7 +65,7 @@ def main() -> int:
     owned: list[psutil.Process] = []
     code = 0
     try:
-        command = [sys.executable, "-m", "deploy.cli", "serve", PRESET, "--dtype", DTYPE]
+        command = [sys.executable, "-m", "outrider.deploy.cli", "serve", PRESET, "--dtype", DTYPE]
         command += ["--grpc-port", "0", "--http-port", "0"]
         progress.say(f"starting: outrider {' '.join(command[3:])}")
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

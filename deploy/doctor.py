@@ -22,14 +22,14 @@ from pathlib import Path
 import psutil
 from safetensors import SafetensorError, safe_open
 
-from cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
-from cluster.cores import available_cores, preload_libraries
-from cluster.versions import installed_version
-from deploy.app import plan_replica
-from deploy.models.check import check_models, read_vocabulary
-from deploy.ports import settle_ports
-from deploy.processes import SHARED_MEMORY, mapped_shared_memory, shared_memory_entries
-from deploy.server import OBJECT_STORE_BYTES
+from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.installed import installed_version
+from outrider.cluster.placement import available_cores, preload_libraries
+from outrider.deploy.app import plan_replica
+from outrider.deploy.models.check import check_models, read_vocabulary
+from outrider.deploy.ports import settle_ports
+from outrider.deploy.processes import SHARED_MEMORY, mapped_shared_memory, shared_memory_entries
+from outrider.deploy.server import OBJECT_STORE_BYTES
 
 RAY, VLLM_MINOR, TORCH_OF_CPU = "2.60.0", "0.32", "2.13"
 """What Outrider is written against (pyproject.toml)."""
@@ -43,7 +43,7 @@ _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 CPU_KV_CACHE_BYTES = 512 << 20
-"""What an engine on CPU gets when kv_cache_memory_bytes is not set (cluster/engine_args.py, which loads vLLM)."""
+"""What an engine on CPU gets when kv_cache_memory_bytes is not set (see actors/vllm_seam/engine_args.py)."""
 
 RUNTIME_BYTES = 1_500_000_000
 """Of a process with torch and vLLM, beside weights and KV cache."""
@@ -471,7 +471,7 @@ def judge_segments(stale: Sequence[str]) -> Finding:
 
 
 def check_preloads(libraries: Sequence[str]) -> Finding:
-    """libraries: as cluster.cores finds them."""
+    """libraries: as outrider.cluster.placement finds them."""
     missing = [name for name in ("libiomp5", "tcmalloc") if not any(name in library for library in libraries)]
     if not missing:
         return ok("preloads", ", ".join(Path(library).name for library in libraries))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-from cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.config import ConfigError, OutriderConfig
 
 _PICKED_FROM = range(20_000, 32_000)
 """Above the ports of Ray's workers, below those that Linux gives to whoever does not ask for one, among them every

@@ -11,9 +11,15 @@ from typing import Any
 
 import yaml
 
-from cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, OutriderConfig, load_config, parse_config
-from deploy.models.sources import BY_HUB_ID, PRESET_MODELS
-from deploy.models.store import find_model
+from outrider.cluster.config import (
+    CoLocatedConfig,
+    ConfigError,
+    DraftModelConfig,
+    OutriderConfig,
+    load_config,
+    parse_config,
+)
+from outrider.deploy.models.store import BY_HUB_ID, PRESET_MODELS, find_model
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 

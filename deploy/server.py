@@ -1,4 +1,7 @@
-"""One Ray cluster (its own, or the one RAY_ADDRESS names) with one Outrider application on it."""
+"""The one line that explains a failed start, out of the tracebacks Ray, Serve and vLLM wrap around it. Pure.
+
+One Ray cluster (its own, or the one RAY_ADDRESS names) with one Outrider application on it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,27 +24,79 @@ from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from actors.observability.start_up import stages_in
-from cluster.config import ConfigError, OutriderConfig
-from cluster.ranks import NAMESPACE
-from deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
-from deploy.client.sync_client import OutriderClient, OutriderError
-from deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
-from deploy.ports import reachable
-from deploy.processes import (
+from outrider.actors.observability.start_up import stages_in
+from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.placement import NAMESPACE
+from outrider.deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
+from outrider.deploy.ports import reachable
+from outrider.deploy.processes import (
     SharedMemoryWatch,
+    StopSignal,
     adopt_orphans,
     descendants,
     end_descendants,
     reap_orphans,
 )
-from deploy.progress import Progress
-from deploy.start_error import explain
-from deploy.stop import StopSignal
+from outrider.deploy.progress import Progress
 
-SERVICER = "actors.ingress.grpc_services.add_services"
+_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*(?P<type>[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt))(?:: (?P<text>.*))?$")
+_LOG_PREFIX = re.compile(
+    r"^(?:\x1b\[[\d;]*m)?(?:\([^)]*\)(?:\x1b\[[\d;]*m)?\s*)?(?:(?:ERROR|INFO|WARNING|CRITICAL)\s[\d: -]+\[[^\]]*\]\s?)?"
+)
+_END = re.compile(
+    r'^\s*(?:For further information|\[type=|File ".*", line|Traceback|The above exception|During handling|$)'
+)
+_ELSEWHERE = re.compile(
+    r"root cause above|Engine core initialization failed|WorkerProc initialization failed|died unexpectedly"
+)
 
-PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.http.proxy_gate.middlewares"}
+MOST_LINES = 4
+
+
+def explain(message: str, logs: Iterable[str] = ()) -> str:
+    """The last exception of a traceback as ``text``, on one line, its type named when it is not ours.
+
+    Where that one only says that the cause is in a log, the last other exception of ``logs`` (their texts).
+    """
+    text = _last_exception(message)
+    if text is None or _ELSEWHERE.search(text):
+        for log in logs:
+            cause = _last_exception(log)
+            if cause is not None and not _ELSEWHERE.search(cause):
+                return cause
+    return text if text is not None else _squeeze(message)
+
+
+def _last_exception(text: str) -> str | None:
+    lines = [_LOG_PREFIX.sub("", line) for line in text.splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        found = _ERROR.match(lines[index].strip())
+        if found is None or _ELSEWHERE.search(lines[index]) or (found["text"] or "").startswith("Traceback"):
+            # What points to another place is used only when nothing else is said.
+            continue
+        said = [found["text"] or ""]
+        for line in lines[index + 1 : index + MOST_LINES]:
+            if _END.match(line):
+                break
+            said.append(line.strip())
+        joined = _squeeze(" ".join(said))
+        return joined if found["type"] in ("ConfigError", "RequestError") and joined else f"{found['type']}: {joined}"
+    for line in reversed(lines):
+        if _ELSEWHERE.search(line):
+            return _squeeze(line)
+    return None
+
+
+def _squeeze(text: str) -> str:
+    squeezed = " ".join(text.split())
+    return squeezed if len(squeezed) <= 600 else squeezed[:600] + " …"
+
+
+SERVICER = "outrider.actors.serve_seam.grpc_proxy.add_services"
+
+PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "outrider.actors.serve_seam.http_proxy.middlewares"}
 """For the HTTP proxies of a cluster that is started here. Elsewhere it belongs in the environment of the nodes."""
 
 OBJECT_STORE_BYTES = 256 << 20
@@ -81,7 +136,7 @@ class Server:
             self._progress.say(f"WARNING: {warning}")
         adopt_orphans()
         # Importing the replica's class loads vLLM, which takes seconds that starting Ray leaves idle.
-        threading.Thread(target=_import_quietly, args=("actors.target.replica",), daemon=True).start()
+        threading.Thread(target=_import_quietly, args=("outrider.actors.serving.replica",), daemon=True).start()
         with self._progress.stage("Ray started"):
             self._start_ray(plan)
         self._progress.say(f"deploying {describe(self._config)}")

@@ -164,7 +164,7 @@ def verify(progress: Progress) -> None:
         "transformers": "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel",
         "vllm": "from vllm.platforms import current_platform as p; assert p.is_cpu() or p.is_cuda(), p.device_type",
         "ray": "import ray.serve",
-        "outrider": "import cluster.config, deploy, outrider.v1.generation_pb2_grpc",
+        "outrider": "import outrider.cluster.config, deploy, outrider.v1.generation_pb2_grpc",
     }
     progress.say(f"Checking that {', '.join(checks)} work together")
     # One process for all, since they load each other. The last name it prints is the one that failed.

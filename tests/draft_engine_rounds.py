@@ -98,9 +98,9 @@ def play(rng, ahead, at_once, sampling, request):
 
 
 def main(model):
-    from actors.drafting.draft_engine import DraftEngine
-    from cluster.config import DraftModelConfig
-    from cluster.engine_args import drafter_vllm_config
+    from outrider.actors.vllm_seam.draft_engine import DraftEngine
+    from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
+    from outrider.cluster.config import DraftModelConfig
 
     config = DraftModelConfig(
         method="draft_model",
@@ -142,11 +142,11 @@ def main(model):
 
 if __name__ == "__main__":
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from actors.drafting.draft_model import DraftModelStrategy
-    from actors.drafting.draft_vocabulary import DraftVocabulary
-    from actors.drafting.step_planner import LookaheadLimits
-    from actors.messages import Commit, DraftSampling
-    from actors.verification.mode import Mode
+    from outrider.actors.drafter.draft_model import DraftModelStrategy
+    from outrider.actors.drafter.planner import LookaheadLimits
+    from outrider.actors.drafter.vocabulary import DraftVocabulary
+    from outrider.cluster.link.messages import Commit, DraftSampling
+    from outrider.cluster.modes import Mode
 
     SAMPLINGS = {
         "greedy": DraftSampling(),

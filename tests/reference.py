@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.verification.noise import gumbel
+from outrider.actors.verification.noise import gumbel
 
 TIE = 1e-3
 """Tokens whose scores (logits, noise included) are this close to the best are tied with it: batch shapes round

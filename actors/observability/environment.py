@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.observability import logs, tracing
-from cluster.config import ServingConfig
+from outrider.actors.observability import logs, tracing
+from outrider.cluster.config import ServingConfig
 
 
 def process_environment(serving: ServingConfig) -> dict[str, str]:

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from actors.observability.catalog import CATALOG
-from actors.observability.histogram import HistogramSnapshot
+from outrider.actors.observability.catalog import CATALOG
+from outrider.actors.observability.histogram import HistogramSnapshot
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 

@@ -22,7 +22,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ServingConfig
+from outrider.cluster.config import ServingConfig
 
 CONFIG_PATH_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 REQUEST_ID_KEY = "outrider_request_id"

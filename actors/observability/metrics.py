@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from actors.observability.exposition import Families, merge, render
-from cluster.versions import VLLM, installed_version
+from outrider.actors.observability.exposition import Families, merge, render
+from outrider.cluster.installed import VLLM, installed_version
 
 logger = logging.getLogger("ray.serve.outrider.target")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from actors.messages import Origin
-from actors.observability.tracing import context_of
+from outrider.actors.observability.tracing import context_of
+from outrider.cluster.link.messages import Origin
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.observability.logs import about
+from outrider.actors.observability.logs import about
 
 _NOTHING: Mapping[str, str] = {}
 

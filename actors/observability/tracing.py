@@ -19,9 +19,9 @@ from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from actors.observability.logs import request_line
-from actors.round_settings import EXTRA_ARGS_KEY
-from cluster.config import ConfigError, ServingConfig
+from outrider.actors.observability.logs import request_line
+from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.cluster.config import ConfigError, ServingConfig
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.verification.constraints import Constraints
-from actors.verification.mode import Mode
+from outrider.actors.verification.constraints import Constraints
+from outrider.cluster.modes import Mode
 
 Q_SUM_TOLERANCE = 1e-3
 
@@ -256,10 +256,10 @@ class Verification(Protocol):
 def choose(device: torch.device | str) -> Verification:
     """The implementation for logits on `device`. Raises ImportError on a GPU without Triton."""
     if torch.device(device).type == "cuda":
-        from actors.verification.triton_kernel import verify as triton_verify
+        from outrider.actors.verification.triton_kernel import verify as triton_verify
 
         return triton_verify
-    from actors.verification.torch_kernel import verify
+    from outrider.actors.verification.torch_kernel import verify
 
     return verify
 

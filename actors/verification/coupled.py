@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.verification.noise import (
+from outrider.actors.verification.noise import (
     LOWER,
     MAX_BELOW_ZERO,
     MAX_GUMBEL_ORDINARY,
@@ -23,7 +23,7 @@ from actors.verification.noise import (
     gumbel,
     leading_bytes,
 )
-from actors.verification.search import TokenSubset, at_least, search_maxima
+from outrider.actors.verification.search import TokenSubset, at_least, search_maxima
 
 CHUNK_ELEMENTS = 1 << 19  # so that a chunk's intermediate values stay in cache
 FEW_TOKENS = 256

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.verification.constraints import Constraints, thresholds
-from actors.verification.coupled import coupled_ranking
-from actors.verification.mode import Mode
-from actors.verification.noise import Role, uniform64
-from actors.verification.search import TokenSubset, argmax, likeliest, search_maxima
+from outrider.actors.verification.constraints import Constraints, thresholds
+from outrider.actors.verification.coupled import coupled_ranking
+from outrider.actors.verification.noise import Role, uniform64
+from outrider.actors.verification.search import TokenSubset, argmax, likeliest, search_maxima
+from outrider.cluster.modes import Mode
 
 _NO_TOKEN = 2**62
 
@@ -182,7 +182,7 @@ def _triton_ranking(
     count: int,
 ) -> tuple[Tensor, Tensor]:
     """What `coupled_ranking` gives, without its host syncs: each token is taken out for the next to be found."""
-    from actors.verification import triton_kernel
+    from outrider.actors.verification import triton_kernel
 
     token_ids = None if subset is None else subset.ids
     columns = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.verification.noise import TOKENS_PER_BLOCK
+from outrider.actors.verification.noise import TOKENS_PER_BLOCK
 
 TILE = 1024
 """Tokens of a tile of mass, the unit of a draw by inversion."""

@@ -18,12 +18,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Status, VerificationBatch, VerificationResult, leading, valid_ids, valid_q
-from actors.verification.constraints import thresholds
-from actors.verification.coupled import FEW_TOKENS, coupled_choice
-from actors.verification.mode import Mode
-from actors.verification.noise import Role, to_uniform, to_uniform64, words
-from actors.verification.search import argmax, search_maxima, tile_size
+from outrider.actors.verification.batch import (
+    Status,
+    VerificationBatch,
+    VerificationResult,
+    leading,
+    valid_ids,
+    valid_q,
+)
+from outrider.actors.verification.constraints import thresholds
+from outrider.actors.verification.coupled import FEW_TOKENS, coupled_choice
+from outrider.actors.verification.noise import Role, to_uniform, to_uniform64, words
+from outrider.actors.verification.search import argmax, search_maxima, tile_size
+from outrider.cluster.modes import Mode
 
 CHOOSES = (Mode.GREEDY, Mode.COUPLED)
 CHUNK_ELEMENTS = 1 << 19  # so that a chunk's exponentials stay in cache

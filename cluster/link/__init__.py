@@ -1,10 +1,9 @@
 """The wire between one verifier (rank 0) and one drafter (rank 1)."""
 
-from cluster.link.frame import HEADER_WORDS, FrameError
-from cluster.link.link import Link
-from cluster.link.rendezvous import LinkInvitation, host_link, join_link
-from cluster.link.traffic import LinkCounters, PingStats, Received
-from cluster.link.transport import (
+from outrider.cluster.link.frame import HEADER_WORDS, FrameError
+from outrider.cluster.link.link import Link, LinkCounters, PingStats, Received
+from outrider.cluster.link.rendezvous import LinkInvitation, host_link, join_link
+from outrider.cluster.link.transport import (
     LinkBroken,
     LinkError,
     Transport,

@@ -7,7 +7,7 @@
     words 8 to 14  zero        word 15  crc32 over words 0 to 14 and the payload, unsigned
 
 Words beyond the payload are whatever the buffer held. How many messages a payload carries stands at its own head,
-where the codec that can check it reads it (`actors/messages.py`).
+where the codec that can check it reads it (`cluster/link/messages.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A link: two threads and two queues around one transport, so that nobody else ever waits on the wire.
+"""What went over a link: one received frame, ping times, counters.
+
+Frames on their way out of a link.
+
+A link: two threads and two queues around one transport, so that nobody else ever waits on the wire.
 
 A frame that finds nothing before it is put on the wire by whoever posts it: a thread that has to be woken first would
 take longer than all the rest of a hit. What may take time, until the peer has read it, is the send thread's.
@@ -17,18 +21,110 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from cluster.link.frame import Frame, FrameError, FrameKind, decode, next_sequence
-from cluster.link.sending import HEARTBEAT, Begun, Outgoing, Sending
-from cluster.link.traffic import LinkCounters, PingStats, Received
-from cluster.link.transport import LinkBroken, LinkError, Transport, TransportError, TransportTimeout
+from outrider.cluster.link.frame import Frame, FrameError, FrameKind, decode, encode, next_sequence
+from outrider.cluster.link.transport import LinkBroken, LinkError, Transport, TransportError, TransportTimeout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Generic[T]):
+    """One DATA frame, decoded."""
+
+    messages: T
+    work_us: int
+    """The sender's compute time. Of the frames of one `post` only the last carries it: sums are right."""
+
+    sequence: int
+    nbytes: int
+    """Bytes in use, header and payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class PingStats:
+    """Round trips through both links' threads, microseconds."""
+
+    min_us: float
+    median_us: float
+    max_us: float
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Frames of every kind; bytes in use (header and payload). Each field has one writing thread."""
+
+    frames_sent: int = 0
+    bytes_sent: int = 0
+    frames_received: int = 0
+    bytes_received: int = 0
+    data_frames_received: int = 0
+    last_receive_monotonic_s: float | None = None
+
+
+NO_WORDS = np.empty(0, dtype=np.int32)
+
+
+class Outgoing(NamedTuple):
+    """A frame to send. payload: int32 [words]."""
+
+    kind: FrameKind
+    payload: np.ndarray
+    work_us: int = 0
+
+
+HEARTBEAT = Outgoing(FrameKind.HEARTBEAT, NO_WORDS)
+
+
+class Begun(NamedTuple):
+    """A frame on its way. finish: blocks until the next one may begin, and raises what went wrong. nbytes: without
+    padding."""
+
+    kind: FrameKind
+    finish: Callable[[], None]
+    nbytes: int
+
+
+class Sending:
+    """One frame at a time: the next begins when the last is finished. By one thread at a time."""
+
+    def __init__(self, transport: Transport, epoch: int, capacity_words: int) -> None:
+        self._transport, self._epoch = transport, epoch
+        self._buffer = np.zeros(capacity_words, dtype=np.int32)
+        self._sequence = 0
+
+    def begin(self, frame: Outgoing) -> Begun:
+        """Never blocks, never raises: who finishes the frame learns of what went wrong."""
+        used = 0
+        try:
+            used = encode(
+                self._buffer,
+                epoch=self._epoch,
+                sequence=self._sequence,
+                kind=frame.kind,
+                payload=frame.payload,
+                work_us=frame.work_us,
+            )
+            self._sequence = next_sequence(self._sequence)
+            finish = self._transport.start_send(self._buffer)
+        except Exception as error:  # noqa: BLE001 - raised again by finish
+            finish = _raising(error)
+        return Begun(frame.kind, finish, 4 * used)
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def finish() -> None:
+        raise error
+
+    return finish
+
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 MAX_CLOSE_REASON_BYTES = 512
 _JOIN_TIMEOUT_S = 5.0

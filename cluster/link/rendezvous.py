@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from cluster.link.transport import LinkError, Transport
+from outrider.cluster.link.transport import LinkError, Transport
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -144,13 +144,13 @@ def _connect(
     connect_timeout_s = max(deadline - time.monotonic(), 0.001)
     send_timeout_s = invitation.link_deadline_ms / 1000
     if invitation.backend == "gloo":
-        from cluster.link.gloo import GlooTransport
+        from outrider.cluster.link.transport import GlooTransport
 
         return GlooTransport(
             store, rank, local_host=local_host, connect_timeout_s=connect_timeout_s, send_timeout_s=send_timeout_s
         )
     if invitation.backend == "nccl":
-        from cluster.link.nccl import NcclTransport
+        from outrider.cluster.link.transport import NcclTransport
 
         return NcclTransport(
             store,

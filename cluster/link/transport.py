@@ -1,11 +1,36 @@
-"""What a link needs from the wire, and the ways a link can fail."""
+"""What a link needs from the wire, and the ways a link can fail.
+
+A link's wire over Gloo: host memory, TCP, a process group of its own.
+
+Never torch.distributed's default group: in the target's workers that one belongs to vLLM.
+
+A link's wire over NCCL: two process groups of its own, one a direction.
+
+Never run by the authors with two GPUs: treat as unproven. Three things are known beforehand:
+
+- NCCL refuses, or hangs with, two ranks on one GPU: verifier and drafter need a GPU each.
+- Send and receive of one group share a stream, so a posted receive would hold every send behind it. Hence a
+  group a direction.
+- A posted receive is a kernel that spins until the peer sends. It occupies part of the GPU between frames, and
+  whatever waits for the whole device (cudaDeviceSynchronize, some cudaFree) waits for the next frame, a heartbeat
+  at the latest. Where that hurts, take gloo: frames are a few KB and come from host memory anyway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+import datetime
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 
 class LinkError(RuntimeError):
@@ -45,3 +70,238 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """Unblock both directions and free the wire. From any thread, any number of times; never raises."""
+
+
+_ABORT_TAG = 2
+"""Ranks 0 and 1 send with their rank as tag; nobody ever sends with this one."""
+
+
+class GlooTransport:
+    """Both ends of a two-rank Gloo group.
+
+    Gloo's own limits, found by trying (torch 2.13): a timed-out operation closes the pair, so a deadline here is
+    final; a send completes only once the peer has posted its receive; and neither `abort` nor `shutdown` of the
+    group wakes a thread that waits on it. What does wake every waiter, and shows the peer a closed connection, is
+    an operation that times out: `abort` makes one.
+    """
+
+    def __init__(self, store: Store, rank: int, *, local_host: str, connect_timeout_s: float, send_timeout_s: float):
+        """Blocks until the peer has connected too, `connect_timeout_s` at most; raises TransportError.
+
+        local_host: this machine's address on the interface that reaches the peer.
+        send_timeout_s: how long one send may wait for a peer that does not receive.
+        """
+        self._rank, self._peer = rank, 1 - rank
+        self._send_timeout = datetime.timedelta(seconds=send_timeout_s)
+        self._lock = threading.Lock()
+        try:
+            options = ProcessGroupGloo._Options()
+            options._timeout = datetime.timedelta(seconds=connect_timeout_s)
+            options._devices = [ProcessGroupGloo.create_device(hostname=local_host)]
+            options._threads = 1
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore("gloo", store), rank, 2, options)
+        except RuntimeError as error:
+            raise TransportError(f"gloo could not connect from {local_host}: {_first_line(error)}") from error
+
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
+        """What a peer waits for is on the wire when this returns: Gloo writes it in the caller's thread."""
+        group = self._open_group()
+        try:
+            work = group.send([torch.from_numpy(buffer)], self._peer, self._rank)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+        def finish() -> None:
+            try:
+                work.wait(self._send_timeout)
+            except RuntimeError as error:
+                raise self._failure(error) from error
+
+        return finish
+
+    def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
+        group = self._open_group()
+        try:
+            group.recv([torch.from_numpy(buffer)], self._peer, self._peer).wait(datetime.timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def abort(self) -> None:
+        with self._lock:
+            group, self._group = self._group, None
+        if group is None:
+            return
+        # Raises by design: the timeout that closes the pair, or word that the pair was closed already.
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.int32)
+            group.recv([nothing], self._peer, _ABORT_TAG).wait(datetime.timedelta(milliseconds=1))
+
+    def _open_group(self) -> ProcessGroupGloo:
+        group = self._group
+        if group is None:
+            raise TransportClosed("aborted on this side")
+        return group
+
+    def _failure(self, error: RuntimeError) -> TransportError:
+        """Which of our errors this is. The pair is closed in every case."""
+        if self._group is None:
+            return TransportClosed("aborted on this side")
+        text = str(error)
+        # The second is what the other thread gets to see when its neighbour's deadline closed the pair.
+        if "Timed out waiting" in text or "Application timeout" in text:
+            return TransportTimeout("the peer sent nothing, or did not read")
+        return TransportClosed(_first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    """The gist of a C++ error: no source path, no stack, no advice."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return line.split("] ", 1)[-1].split(". This is typically", 1)[0]
+
+
+_NEVER = datetime.timedelta(days=365)
+_FASTEST_POLL_S, _SLOWEST_POLL_S = 10e-6, 200e-6
+
+_WATCHDOG_OFF = {
+    # The stock watchdog ends the process when an operation is late. Ours is late whenever the peer has nothing to say.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+class _OneWay:
+    """One direction: a group, a stream, a pinned host buffer and a GPU buffer, int32 [capacity words] each."""
+
+    def __init__(self, store: Store, name: str, rank: int, device: torch.device, capacity_words: int) -> None:
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _NEVER
+        with _environment(_WATCHDOG_OFF):
+            self.group: Any = ProcessGroupNCCL(PrefixStore(name, store), rank, 2, options)
+        self.stream = torch.cuda.Stream(device)
+        self.on_gpu = torch.zeros(capacity_words, dtype=torch.int32, device=device)
+        self.on_host = torch.zeros(capacity_words, dtype=torch.int32, pin_memory=True)
+
+
+class NcclTransport:
+    """Same contract as every Transport. Deadlines are ours: the work is polled, and a late one aborts the groups."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        *,
+        device: str,
+        capacity_words: int,
+        connect_timeout_s: float,
+        send_timeout_s: float,
+    ) -> None:
+        """Blocks until both directions carried one buffer, `connect_timeout_s` at most; raises TransportError."""
+        if not torch.cuda.is_available():
+            raise TransportError("nccl needs a CUDA device on both ends; use link.backend: gloo")
+        self._device = torch.device(device)
+        self._peer = 1 - rank
+        self._send_timeout_s = send_timeout_s
+        self._lock = threading.Lock()
+        self._closed_because: str | None = None
+        ways = [_OneWay(store, f"nccl/from{sender}", rank, self._device, capacity_words) for sender in (0, 1)]
+        self._out, self._in = ways[rank], ways[1 - rank]
+        self._connect(rank, capacity_words, connect_timeout_s)
+
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
+        return functools.partial(self.send, buffer)
+
+    def send(self, buffer: np.ndarray) -> None:
+        """Block until `buffer` may be reused."""
+        self._check_open()
+        way = self._out
+        way.on_host.copy_(torch.from_numpy(buffer))
+        with torch.cuda.device(self._device), torch.cuda.stream(way.stream):
+            way.on_gpu.copy_(way.on_host, non_blocking=True)
+            self._finish(lambda: way.group.send([way.on_gpu], self._peer, 0), self._send_timeout_s, "send")
+
+    def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
+        self._check_open()
+        way = self._in
+        with torch.cuda.device(self._device), torch.cuda.stream(way.stream):
+            self._finish(lambda: way.group.recv([way.on_gpu], self._peer, 0), timeout_s, "recv")
+            way.on_host.copy_(way.on_gpu, non_blocking=True)
+            way.stream.synchronize()
+        torch.from_numpy(buffer).copy_(way.on_host)
+
+    def abort(self) -> None:
+        with self._lock:
+            first = self._closed_because != "aborted on this side"
+            self._closed_because = "aborted on this side"
+        if not first:
+            return
+        for way in (self._out, self._in):
+            # It raises when a communicator ended by itself before.
+            with suppress(RuntimeError):
+                way.group.abort()
+
+    def _finish(self, start: Any, timeout_s: float, operation: str) -> None:
+        """Start an operation and poll until it is done, its deadline passed, or the transport was aborted."""
+        deadline = time.monotonic() + timeout_s
+        pause_s = _FASTEST_POLL_S
+        try:
+            work = start()
+            while not work.is_completed():
+                self._check_open()
+                if time.monotonic() > deadline:
+                    self.abort()
+                    raise TransportTimeout(f"{operation} timed out")
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, _SLOWEST_POLL_S)
+            # A plain wait orders later copies behind the work, and raises what went wrong in it.
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, TransportError):
+                raise
+            raise TransportClosed(self._closed_because or str(error).splitlines()[0]) from error
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise TransportClosed(self._closed_because)
+
+    def _connect(self, rank: int, capacity_words: int, timeout_s: float) -> None:
+        """NCCL connects at a group's first operation, and has no deadline there: do it beside, and watch the clock."""
+        failure: list[str] = []
+
+        def first_frames() -> None:
+            scratch = np.zeros(capacity_words, dtype=np.int32)
+            try:
+                if rank == 0:
+                    self.send(scratch)
+                    self.recv(scratch, timeout_s)
+                else:
+                    self.recv(scratch, timeout_s)
+                    self.send(scratch)
+            except RuntimeError as error:
+                failure.append(str(error).splitlines()[0])
+
+        thread = threading.Thread(target=first_frames, name="link-nccl-connect", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive() or failure:
+            self.abort()
+            raise TransportError(f"nccl: {failure[0] if failure else f'no connection within {timeout_s:.1f} s'}")
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables for as long as a constructor reads them, so that no other group in this process sees them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

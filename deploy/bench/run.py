@@ -1,26 +1,28 @@
-"""One benchmark from start to figures: the other side tuned and loaded, our server started, both in turns."""
+"""Both sides in turns over the same prompts, in one run, so that a machine that drifts hits both alike.
+
+One benchmark from start to figures: the other side tuned and loaded, our server started, both in turns.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from cluster.config import ConfigError, OutriderConfig, parse_config
-from cluster.cores import available_cores
-from deploy.app import engine_on_gpu
-from deploy.bench.alternate import Alternation, chunks_of, warm_up_asks
-from deploy.bench.answers import Chunk
-from deploy.bench.arguments import SIDES, Load, with_cores
-from deploy.bench.dataset import Dataset
-from deploy.bench.error import BenchError
-from deploy.bench.machine import check_memory, machine, versions
-from deploy.bench.opponent import (
+from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
+from outrider.cluster.placement import available_cores
+from outrider.deploy.app import engine_on_gpu
+from outrider.deploy.bench.arguments import SIDES, Load, with_cores
+from outrider.deploy.bench.load import QUIET_CORES, Ask, Chunk, Dataset
+from outrider.deploy.bench.machine import BenchError, check_memory, machine, versions
+from outrider.deploy.bench.opponent import (
     AnotherServer,
     InProcess,
     Opponent,
@@ -30,17 +32,113 @@ from deploy.bench.opponent import (
     server_units,
     start_server,
 )
-from deploy.bench.report import Report, make_report
-from deploy.bench.rounds import rounds_of
-from deploy.bench.server import ServerProcess
-from deploy.bench.sides import OurSide, Side
-from deploy.client.sync_client import OutriderClient, OutriderError
-from deploy.commands.serve import prepare
-from deploy.models.check import check_models
-from deploy.processes import SharedMemoryWatch
-from deploy.progress import Progress
-from deploy.stop import StopSignal
+from outrider.deploy.bench.report import Report, make_report, rounds_of
+from outrider.deploy.bench.sides import (
+    RESTING_CORES,
+    OnProgress,
+    OurSide,
+    ServerProcess,
+    Side,
+    busy_cpu_seconds,
+    settle,
+)
+from outrider.deploy.cli.serve import prepare
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.models.check import check_models
+from outrider.deploy.processes import SharedMemoryWatch, StopSignal
+from outrider.deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb
+
+WARM_UP_TOKENS = 32
+
+
+def chunks_of(asks: Sequence[Ask], size: int, repeats: int) -> list[list[Ask]]:
+    """The turns: ``repeats`` passes over the prompts, cut evenly into as many pieces as hold at most ``size`` each.
+
+    Evenly, because a short last piece would leave part of the concurrency unused and count as much as the others.
+    """
+    count = -(-len(asks) // size)
+    bounds = [len(asks) * piece // count for piece in range(count + 1)]
+    one_pass = [list(asks[start:end]) for start, end in itertools.pairwise(bounds)]
+    return one_pass * repeats
+
+
+def warm_up_asks(asks: Sequence[Ask], concurrency: int) -> list[Ask]:
+    """Prompts like the real ones, of which no prefix can be cached for them."""
+    return [
+        replace(ask, text=f"{place} warm-up {ask.text}", max_tokens=min(ask.max_tokens, WARM_UP_TOKENS))
+        for place, ask in enumerate(asks[: max(concurrency, 2)])
+    ]
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """CPU seconds so far. None: of processes that are not known."""
+
+    machine: float
+    working: float | None
+    resting: float | None
+    """Of the sides whose turn it is not; None also where there are none."""
+
+    @classmethod
+    def now(cls, side: Side, others: Sequence[Side]) -> _Usage:
+        known = [seconds for other in others if (seconds := other.cpu_seconds()) is not None]
+        own = time.process_time()
+        working = side.cpu_seconds()
+        return cls(busy_cpu_seconds(), None if working is None else working + own, sum(known) if known else None)
+
+    def since(self, before: _Usage, elapsed_s: float) -> tuple[float | None, float | None]:
+        """(resting, foreign) cores, on average."""
+        resting = foreign = None
+        if self.resting is not None and before.resting is not None:
+            resting = max(self.resting - before.resting, 0.0) / elapsed_s
+        if self.working is not None and before.working is not None:
+            ours = (self.working - before.working) / elapsed_s + (resting or 0.0)
+            foreign = max((self.machine - before.machine) / elapsed_s - ours, 0.0)
+        return resting, foreign
+
+
+@dataclass
+class Alternation:
+    """The run of all sides, ours first. One side alone takes every turn."""
+
+    sides: Sequence[Side]
+    progress: Progress
+    sleep: Callable[[float], None]
+    """Waits, or raises when the run is to end."""
+
+    def warm_up(self, asks: Sequence[Ask]) -> None:
+        for side in self.sides:
+            self.progress.say(f"warming up: {side.name}")
+            side.run(asks, lambda done, tokens: None)
+
+    def run(self, chunks: Sequence[Sequence[Ask]]) -> Iterator[Chunk]:
+        """Each chunk by each side in turn, ours first. Yields what was measured as soon as it is. Raises BenchError."""
+        started = time.monotonic()
+        for pair, asks in enumerate(chunks):
+            for side in self.sides:
+                settle(self.sides, self.sleep)
+                yield self._turn(side, pair, asks, f"chunk {pair + 1} of {len(chunks)}, {side.name}:")
+            spent_s = time.monotonic() - started
+            if left := len(chunks) - pair - 1:
+                self.progress.say(f"about {spent_s / (pair + 1) * left:.0f} s left")
+
+    def _turn(self, side: Side, pair: int, asks: Sequence[Ask], label: str) -> Chunk:
+        others = [other for other in self.sides if other is not side]
+        before, started = _Usage.now(side, others), time.monotonic()
+        seconds, answers = side.run(asks, self._reporter(label, len(asks)))
+        resting, foreign = _Usage.now(side, others).since(before, time.monotonic() - started)
+        chunk = Chunk(side.name, pair, seconds, tuple(answers), resting, foreign)
+        self.progress.say(f"{label} {chunk.tokens} tokens, {chunk.tok_per_s:.2f} tok/s")
+        if resting is not None and resting >= RESTING_CORES:
+            self.progress.say(f"WARNING: the other engine used {resting:.2f} cores meanwhile; it should have rested")
+        if foreign is not None and foreign >= QUIET_CORES:
+            self.progress.say(f"WARNING: other programs used {foreign:.2f} cores meanwhile; this figure is spoilt")
+        return chunk
+
+    def _reporter(self, label: str, count: int) -> OnProgress:
+        return lambda done, tokens: self.progress.wait(label, f"{done} of {count} answers, {tokens} tokens")
+
 
 NOTE_EVERY_CALLS = 10
 

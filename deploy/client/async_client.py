@@ -18,9 +18,9 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from deploy.client import calls
-from deploy.client.attempts import Attempts, Balancer, RetryPolicy
-from deploy.client.calls import (
+from outrider.deploy.client import calls
+from outrider.deploy.client.attempts import Attempts, Balancer, RetryPolicy
+from outrider.deploy.client.calls import (
     CONTROL_TIMEOUT_S,
     DEFAULT_ADDRESS,
     PROBE_S,
@@ -30,8 +30,8 @@ from deploy.client.calls import (
     Stubs,
     may_be_absent,
 )
-from deploy.client.error import OutriderError, error_of_status
-from deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions
+from outrider.deploy.client.error import OutriderError, error_of_status
+from outrider.deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions
 from outrider.v1 import generation_pb2 as pb
 
 __all__ = ["AsyncCompletionStream", "AsyncMethods", "AsyncOutriderClient", "OutriderError"]

@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from deploy.client.calls import Call
-from deploy.client.error import Metadata, OutriderError
+from outrider.deploy.client.calls import Call
+from outrider.deploy.client.error import Metadata, OutriderError
 from outrider.v1 import generation_pb2 as pb
 
 FIRST_DELAY_S = 0.1

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.client.error import OutriderError, invalid
-from deploy.client.request import (
+from outrider.deploy.client.error import OutriderError, invalid
+from outrider.deploy.client.request import (
     ChatOptions,
     ChatPrompt,
     GenerationOptions,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
-from deploy.client.error import FieldViolation, OutriderError, invalid
+from outrider.deploy.client.error import FieldViolation, OutriderError, invalid
 from outrider.v1 import generation_pb2 as pb
 
 __all__ = [

@@ -19,9 +19,9 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from deploy.client import calls
-from deploy.client.attempts import Attempts, Balancer, RetryPolicy
-from deploy.client.calls import (
+from outrider.deploy.client import calls
+from outrider.deploy.client.attempts import Attempts, Balancer, RetryPolicy
+from outrider.deploy.client.calls import (
     CONTROL_TIMEOUT_S,
     DEFAULT_ADDRESS,
     PROBE_S,
@@ -31,8 +31,8 @@ from deploy.client.calls import (
     Stubs,
     may_be_absent,
 )
-from deploy.client.error import FieldViolation, OutriderError, error_of_status
-from deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions, build_request
+from outrider.deploy.client.error import FieldViolation, OutriderError, error_of_status
+from outrider.deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions, build_request
 from outrider.v1 import generation_pb2 as pb
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""``outrider.json``, the Grafana dashboard: ``python -m deploy.grafana.dashboard`` makes it from the rows below."""
+"""``outrider.json``, the Grafana dashboard, made of the rows below: ``python -m outrider.deploy.grafana.dashboard``."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
-from deploy.models.checkpoint_kind import ModelJson, kind_of, text_model
+from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.deploy.models.method_guide import ModelJson, kind_of, text_model
 
 
 def check_tensor_parallel(

@@ -1,6 +1,6 @@
 """Turn a GGUF file into a bfloat16 Hugging Face checkpoint.
 
-    python -m deploy.models.convert_gguf FILE.gguf DIRECTORY [--tie-embeddings]
+    python -m outrider.deploy.models.convert_gguf FILE.gguf DIRECTORY [--tie-embeddings]
 
 The file is mapped, and its tensors are dequantised and written one after the other: what is in memory at a time is one
 shard of the checkpoint. Runs as a process of its own all the same, since PyTorch and transformers should not stay in

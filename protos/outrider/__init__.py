@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deploy.client.async_client import AsyncCompletionStream, AsyncOutriderClient
-    from deploy.client.sync_client import CompletionStream, OutriderClient
-    from deploy.client.error import FieldViolation, OutriderError
-    from deploy.handle import OutriderHandle
+    from outrider.deploy.client.async_client import AsyncCompletionStream, AsyncOutriderClient
+    from outrider.deploy.client.sync_client import CompletionStream, OutriderClient
+    from outrider.deploy.client.error import FieldViolation, OutriderError
+    from outrider.deploy.client.handle import OutriderHandle
 
 __all__ = [
     "AsyncCompletionStream",
@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncCompletionStream": "deploy.client.async_client",
-    "AsyncOutriderClient": "deploy.client.async_client",
-    "CompletionStream": "deploy.client.sync_client",
-    "FieldViolation": "deploy.client.error",
-    "OutriderClient": "deploy.client.sync_client",
-    "OutriderError": "deploy.client.error",
-    "OutriderHandle": "deploy.handle",
+    "AsyncCompletionStream": "outrider.deploy.client.async_client",
+    "AsyncOutriderClient": "outrider.deploy.client.async_client",
+    "CompletionStream": "outrider.deploy.client.sync_client",
+    "FieldViolation": "outrider.deploy.client.error",
+    "OutriderClient": "outrider.deploy.client.sync_client",
+    "OutriderError": "outrider.deploy.client.error",
+    "OutriderHandle": "outrider.deploy.client.handle",
 }
 
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.client.sync_client import OutriderClient
+from outrider.deploy.client.sync_client import OutriderClient
 from tests.bench.emulated_speed import environment, numbers, working_directory
 from tests.bench.emulation import served
 from tests.bench.emulation.load import Load

@@ -32,7 +32,7 @@ COUPLED_SEEDS = 4
 
 
 def served(args: argparse.Namespace) -> dict[str, Any]:
-    from deploy.client.sync_client import OutriderClient
+    from outrider.deploy.client.sync_client import OutriderClient
 
     rows = []
     chosen = prompts(args.dataset, args.count)
@@ -93,7 +93,7 @@ def acceptances(target: Any, drafter: Any, temperature: float, position: int) ->
     """Sums over the rows of the probability that a draft is accepted. target, drafter: float32 [R, V] logits."""
     import torch
 
-    from actors.verification.coupled import coupled_choice
+    from outrider.actors.verification.coupled import coupled_choice
 
     p, q = (target / temperature).softmax(-1), (drafter / temperature).softmax(-1)
     found = {"one-hot": p.gather(1, drafter.argmax(-1, keepdim=True)).sum(), "full q": torch.minimum(p, q).sum()}

@@ -22,7 +22,7 @@ from prompt_files import prompts
 
 
 def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from deploy.client.sync_client import OutriderClient
+    from outrider.deploy.client.sync_client import OutriderClient
 
     rows = []
     with OutriderClient(args.address) as client:

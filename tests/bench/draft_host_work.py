@@ -76,7 +76,7 @@ class Target:
         self._answered.set()
 
     def play(self, rounds: int) -> None:
-        from actors.messages import Commit, DraftSampling, Open
+        from outrider.cluster.link.messages import Commit, DraftSampling, Open
 
         self._loop.attach(1, self)
         self._loop.deliver(1, [Open(0, len(PROMPT), 0, PROMPT, K, DraftSampling())])
@@ -115,13 +115,13 @@ def write_drafter(directory: Path, step_ms: float) -> Path:
 
 
 def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
-    from actors.drafting import draft_worker
-    from actors.drafting.draft_engine import DraftEngine
-    from actors.drafting.draft_model import DraftModelStrategy
-    from actors.drafting.load import load_strategy, warm_up
-    from actors.drafting.loop import DraftLoop
-    from actors.drafting.paged_forward import PagedForward
-    from cluster.config import DraftModelConfig, SpeculationConfig
+    from outrider.actors.drafter.draft_model import DraftModelStrategy
+    from outrider.actors.drafter.load import load_strategy, warm_up
+    from outrider.actors.drafter.loop import DraftLoop
+    from outrider.actors.vllm_seam import draft_worker
+    from outrider.actors.vllm_seam.draft_engine import DraftEngine
+    from outrider.actors.vllm_seam.paged_forward import PagedForward
+    from outrider.cluster.config import DraftModelConfig, SpeculationConfig
     from tests.bench.emulation.device import Device
     from tests.bench.emulation.model import EmulatedForCausalLM
 

@@ -46,8 +46,7 @@ def cells() -> dict[str, tuple[Any, Any]]:
 
 
 def contender(name: str) -> Callable[[], Any]:
-    from actors.length.fixed import FixedLengths, Lengths
-    from actors.length.length_controller import LengthController
+    from outrider.actors.round.length import FixedLengths, LengthController, Lengths
 
     class NeverWaiting(FixedLengths):
         def __init__(self, num_tokens: int) -> None:
@@ -55,7 +54,7 @@ def contender(name: str) -> Callable[[], Any]:
 
     if name == "adaptive":
         try:
-            from actors.length.limits import LengthLimits  # of an older checkout
+            from outrider.actors.length.limits import LengthLimits  # of an older checkout
         except ImportError:
             return lambda: LengthController(MAX_TOKENS)
         return lambda: LengthController(LengthLimits(max_tokens=MAX_TOKENS, max_requests=64))
@@ -112,7 +111,7 @@ def table(paths: list[Path], scan: list[Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", help="adaptive, or K, or K and w: misses are waited for")
-    parser.add_argument("--before", type=Path, help="a checkout whose actors.length is taken instead")
+    parser.add_argument("--before", type=Path, help="a checkout whose outrider.actors.length is taken instead")
     parser.add_argument("--out", type=Path, default=Path("rates.json"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--batches", default="1,8,32")

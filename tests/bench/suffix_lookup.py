@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from actors.drafting.strategy import SequenceKey
-from actors.drafting.suffix import SuffixStrategy
-from actors.drafting.suffix_path import SuffixLimits
-from actors.messages import Commit, DraftSampling
+from outrider.actors.drafter.strategy import SequenceKey
+from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.suffix_index import SuffixLimits
+from outrider.cluster.link.messages import Commit, DraftSampling
 
 KEY: SequenceKey = (1, 1)
 PROMPT, ANSWER, K = 4096, 1024, 8

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Sampling, VerificationBatch, choose
-from actors.verification.mode import Mode
+from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
+from outrider.cluster.modes import Mode
 
 N = 64
 

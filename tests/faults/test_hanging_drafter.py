@@ -9,8 +9,8 @@ import grpc
 import pytest
 import ray
 
-from cluster.link_keeper import HANG
-from deploy.client.sync_client import OutriderError
+from outrider.cluster.link.keeper import HANG
+from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, wait_until
 from tests.traffic import Traffic

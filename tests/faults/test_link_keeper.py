@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import ray
 
-from actors.message_codec import unpack
-from cluster.config import parse_config
-from cluster.link import Link
-from cluster.link_keeper import HANG, LinkKeeper, ReplicaIdentity
-from cluster.membership import get_or_create_registry, registry_name
-from cluster.ranks import NAMESPACE
+from outrider.cluster.config import parse_config
+from outrider.cluster.link import Link
+from outrider.cluster.link.codec import unpack
+from outrider.cluster.link.keeper import HANG, LinkKeeper, ReplicaIdentity
+from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.registry import get_or_create_registry, registry_name
 from tests.serving import HANG_GUARD_S, Deployments, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -39,8 +39,8 @@ def silent_drafter() -> Any:
             return os.getpid()
 
         def accept_link(self, invitation: Any, timeout_s: float) -> None:
-            from actors.message_codec import unpack
-            from cluster.link import Link, join_link
+            from outrider.cluster.link import Link, join_link
+            from outrider.cluster.link.codec import unpack
 
             link = Link(
                 join_link(invitation, timeout_s),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from deploy.client.sync_client import OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from tests.serving import HANG_GUARD_S, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

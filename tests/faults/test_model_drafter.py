@@ -6,9 +6,9 @@ import time
 import pytest
 import ray
 
-from actors.message_codec import frame_capacity_words, pack, unpack
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
-from cluster.link import Link, host_link
+from outrider.cluster.link import Link, host_link
+from outrider.cluster.link.codec import frame_capacity_words, pack, unpack
+from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, K, wait_until
 from tests.tiny_models import VOCAB_SIZE

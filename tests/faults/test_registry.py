@@ -5,8 +5,8 @@ import signal
 import pytest
 import ray
 
-from cluster.membership import registry_name
-from cluster.ranks import NAMESPACE
+from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.registry import registry_name
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, wait_until
 

@@ -15,8 +15,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from actors.message_codec import pack, unpack
-from cluster.link import Link, LinkError, LinkInvitation, host_link, join_link
+from outrider.cluster.link import Link, LinkError, LinkInvitation, host_link, join_link
+from outrider.cluster.link.codec import pack, unpack
 
 VOCAB, K = 1000, 4
 CAPACITY = 4096

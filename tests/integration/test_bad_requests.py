@@ -5,7 +5,7 @@ import math
 import grpc
 import pytest
 
-from deploy.client.sync_client import OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from tests.serving import MAX_MODEL_LEN, K, is_idle
 from tests.tiny_models import VOCAB_SIZE
 

@@ -8,7 +8,7 @@ import threading
 import grpc
 import pytest
 
-from deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, ended_early, wait_until

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import yaml
 
-from deploy.client.sync_client import OutriderClient, OutriderError
-from deploy.processes import shared_memory_entries
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.processes import shared_memory_entries
 from tests.reference import Reference
 from tests.serving import Models, engine
 
@@ -35,7 +35,7 @@ LINE = re.compile(r"outrider: serving (?P<model>\S+) grpc=(?P<grpc>\S+:\d+) http
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", *arguments]
+    return [sys.executable, "-m", "outrider.deploy.cli", *arguments]
 
 
 def write_config(directory: Path, models: Models, **changes: Any) -> Path:

@@ -5,7 +5,7 @@ import threading
 import grpc
 import pytest
 
-from deploy.client.sync_client import OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from tests.serving import HANG_GUARD_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

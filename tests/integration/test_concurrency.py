@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deploy.client.sync_client import OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, K, wait_until_idle
 

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.client.sync_client import OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.serving import CHAT_TEMPLATE, HANG_GUARD_S, MAX_MODEL_LEN, K, wait_until, wait_until_idle

@@ -12,9 +12,9 @@ import pytest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deploy.client.async_client import AsyncMethods, AsyncOutriderClient
-from deploy.client.sync_client import OutriderClient, OutriderError
-from deploy.handle import OutriderHandle
+from outrider.deploy.client.async_client import AsyncMethods, AsyncOutriderClient
+from outrider.deploy.client.handle import OutriderHandle
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, Deployment, ended_early, wait_until
 

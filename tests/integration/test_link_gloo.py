@@ -11,11 +11,11 @@ import time
 import numpy as np
 import pytest
 
-from actors.message_codec import pack
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
-from actors.verification.mode import Mode
-from cluster.link import LinkError, TransportClosed, join_link
-from cluster.link.frame import HEADER_WORDS
+from outrider.cluster.link import LinkError, TransportClosed, join_link
+from outrider.cluster.link.codec import pack
+from outrider.cluster.link.frame import HEADER_WORDS
+from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
+from outrider.cluster.modes import Mode
 from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, K, Peer, invite
 
 

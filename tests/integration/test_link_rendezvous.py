@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from cluster.link import LinkError, join_link
+from outrider.cluster.link import LinkError, join_link
 from tests.integration.echo_peer import CAPACITY, HANG_S, invite
 
 pytestmark = pytest.mark.timeout(120)
@@ -67,7 +67,7 @@ def test_nccl_peer_never_comes():
     """All that one GPU can show: the groups are made, the deadline is ours, abort works, the process lives."""
     from torch.distributed import TCPStore
 
-    from cluster.link.nccl import NcclTransport
+    from outrider.cluster.link.transport import NcclTransport
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     start = time.monotonic()

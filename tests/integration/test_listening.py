@@ -12,7 +12,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from cluster.link.rendezvous import open_store
+from outrider.cluster.link.rendezvous import open_store
 from tests.integration.echo_peer import invite
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.observability.exposition import CONTENT_TYPE
-from deploy.cli import main
-from deploy.top import parse, view
+from outrider.actors.observability.exposition import CONTENT_TYPE
+from outrider.deploy.cli import main
+from outrider.deploy.top import parse, view
 from tests.serving import HANG_GUARD_S, K, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -139,7 +139,7 @@ def test_vllm_bench_reads_them(pair, moved):
 
 
 def test_a_refused_request_counts_under_its_status(pair):
-    from deploy.client.sync_client import OutriderError
+    from outrider.deploy.client.sync_client import OutriderError
 
     before = scrape(pair)
     with pytest.raises(OutriderError):
@@ -173,7 +173,9 @@ def test_top_on_a_terminal(pair):
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     argv = ["top", pair.address, "--http", pair.http_url.removeprefix("http://"), "--interval", "0.2"]
-    top = subprocess.Popen([sys.executable, "-m", "deploy.cli", *argv], stdin=theirs, stdout=theirs, stderr=theirs)
+    top = subprocess.Popen(
+        [sys.executable, "-m", "outrider.deploy.cli", *argv], stdin=theirs, stdout=theirs, stderr=theirs
+    )
     shown = b""
 
     def sees(text):

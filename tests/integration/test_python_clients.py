@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from deploy.client.async_client import AsyncOutriderClient
-from deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.client.async_client import AsyncOutriderClient
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, Deployment, ended_early, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from ray import serve
 
-from actors.routing.broadcast import broadcast
-from deploy.top import parse
+from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.serving import HANG_GUARD_S, wait_until

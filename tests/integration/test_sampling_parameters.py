@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from deploy.client.sync_client import OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import TIE, Coupled
 from tests.serving import HANG_GUARD_S, K, wait_until_idle

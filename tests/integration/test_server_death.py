@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.client.sync_client import OutriderClient
+from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.test_cli import (
     ENDS_WITHIN_S,
     LINE,

@@ -3,9 +3,9 @@
 import pytest
 import ray
 
-from actors.drafting.suffix_answers import AnswerPart
-from actors.drafting.suffix_pool import PoolMember, RayPool
-from cluster.ranks import NAMESPACE
+from outrider.actors.drafter.suffix import AnswerPart
+from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
+from outrider.cluster.placement import NAMESPACE
 from tests.integration.test_equality import CHOICES, PROMPTS, options
 from tests.serving import HANG_GUARD_S, wait_until
 

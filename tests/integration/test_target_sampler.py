@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import SparseQ
-from actors.target.request_sampling import RequestSampling
-from actors.verification.batch import Status
-from actors.verification.mode import Mode
+from outrider.actors.round.request import RequestSampling
+from outrider.actors.verification.batch import Status
+from outrider.cluster.link.messages import SparseQ
+from outrider.cluster.modes import Mode
 
 vllm = pytest.importorskip("vllm")
 
@@ -26,7 +26,7 @@ def sampler():
     from vllm.config import VllmConfig
     from vllm.v1.sample.sampler import Sampler
 
-    from actors.target.sampler import TargetSampler
+    from outrider.actors.vllm_seam.target_sampler import TargetSampler
 
     return TargetSampler(VllmConfig(), Sampler(), torch.device("cpu"))
 
@@ -40,7 +40,7 @@ def params(**changes):
 
 
 def requests_of(*all_params, drafts=DRAFTS, q=None):
-    from actors.target.sampler import StepRequest
+    from outrider.actors.vllm_seam.target_sampler import StepRequest
 
     return [
         StepRequest(p, RequestSampling.of(p, "rejection"), list(OUTPUT), list(drafts), POSITION, q) for p in all_params
@@ -199,7 +199,7 @@ def test_a_request_without_a_next_token_commits_nothing_and_the_others_go_on(sam
 
 
 def test_drafts_that_are_not_the_proposal_leave_a_plain_round(sampler):
-    from actors.target.sampler import UNUSABLE
+    from outrider.actors.vllm_seam.target_sampler import UNUSABLE
 
     p = params(temperature=1.0, seed=3, extra_args={"outrider": {"verification": "rejection"}})
     logits = torch.randn(K + 1, V)

@@ -131,5 +131,5 @@ def test_the_request_s_id_is_on_the_lines_of_ingress_and_target(ngram_pair):
 def test_verifier_and_drafter_write_json_lines(ngram_pair):
     stream(ngram_pair, {}, "any")
     names = {line.get("name", "") for line in json_lines("worker-*.err")}
-    assert "cluster.link_keeper" in names, "of the verifier"
-    assert "actors.drafter" in names
+    assert "outrider.cluster.link.keeper" in names, "of the verifier"
+    assert "outrider.actors.drafter.actor" in names

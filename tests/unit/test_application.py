@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import parse_config
-from deploy.app import build_app, plan_replica
+from outrider.cluster.config import parse_config
+from outrider.deploy.app import build_app, plan_replica
 
 LONGEST_REQUEST_S = 5.0
 """What a request that is nearly done may still need. Serve kills a replica when its graceful timeout is over."""

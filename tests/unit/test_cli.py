@@ -14,17 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.config import ConfigError, parse_config
-from deploy import app, cli
-from deploy.app import config_from_args
-from deploy.ports import pick_free_port, port_is_free, settle_ports
-from deploy.start_error import explain
-from deploy.stop import Stopped, StopSignal
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy import app, cli
+from outrider.deploy.app import config_from_args
+from outrider.deploy.ports import pick_free_port, port_is_free, settle_ports
+from outrider.deploy.processes import Stopped, StopSignal
+from outrider.deploy.server import explain
 
 
 def outrider(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "deploy.cli", *arguments],
+        [sys.executable, "-m", "outrider.deploy.cli", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -205,7 +205,7 @@ Traceback (most recent call last):
 RuntimeError: Traceback (most recent call last):
   File "target.py", line 5, in __init__
     raise ConfigError("target.max_model_len: too long; lower it")
-cluster.config.ConfigError: target.max_model_len: too long; lower it
+outrider.cluster.config.ConfigError: target.max_model_len: too long; lower it
 """
 
 PYDANTIC = """Traceback (most recent call last):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import MAX_SPECULATIVE_TOKENS, ConfigError, load_config, parse_config
+from outrider.cluster.config import MAX_SPECULATIVE_TOKENS, ConfigError, load_config, parse_config
 
 DRAFT_MODEL = {"method": "draft_model", "model": "d"}
 

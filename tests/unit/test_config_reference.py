@@ -1,10 +1,10 @@
 """The configuration page says what the code says."""
 
-from cluster.config_reference import PATH, render
+from outrider.cluster.config_reference import PATH, render
 
 
 def test_page_is_fresh() -> None:
-    assert PATH.read_text() == render(), "run: python -m cluster.config_reference"
+    assert PATH.read_text() == render(), "run: python -m outrider.cluster.config_reference"
 
 
 def test_every_key_is_explained() -> None:

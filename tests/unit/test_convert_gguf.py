@@ -15,8 +15,8 @@ from gguf.quants import quantize
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from deploy.models import convert_gguf
-from deploy.models.convert_gguf import dequantised, split, unpermuted, write_weights
+from outrider.deploy.models import convert_gguf
+from outrider.deploy.models.convert_gguf import dequantised, split, unpermuted, write_weights
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster import cores as cores_module
-from cluster.config import ConfigError, OutriderConfig, parse_config
-from cluster.cores import available_cores, bind_to, plan_cores, preload_libraries, thread_environment
+from outrider.cluster import placement as cores_module
+from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
+from outrider.cluster.placement import available_cores, bind_to, plan_cores, preload_libraries, thread_environment
 
 
 def config(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from actors.deadlines import Deadline, Deadlines
-from actors.generation import GenerationRequest
-from actors.openai.messages import OpenAIRequest
+from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
+from outrider.actors.round.deadlines import Deadline, Deadlines
 
 
 def test_each_passed_deadline_is_given_once_and_in_order() -> None:

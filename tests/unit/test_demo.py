@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from deploy.demo import Answer, Wrapped, comparison, next_commands, pieces, same_tokens
+from outrider.deploy.demo import Answer, Wrapped, comparison, next_commands, pieces, same_tokens
 from outrider.v1 import generation_pb2 as pb
 
 ACCEPTED, RECOVERED, BONUS = pb.TOKEN_ORIGIN_ACCEPTED, pb.TOKEN_ORIGIN_RECOVERED, pb.TOKEN_ORIGIN_BONUS

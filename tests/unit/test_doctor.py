@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.config import parse_config
-from deploy import doctor
-from deploy.cli import main
-from deploy.commands.doctor import check_method, render
-from deploy.doctor import Level, check_checkpoints, check_files, fail, judged, ok, warn, weight_files, worst
+from outrider.cluster.config import parse_config
+from outrider.deploy import doctor
+from outrider.deploy.cli import main
+from outrider.deploy.cli.doctor import check_method, render
+from outrider.deploy.doctor import Level, check_checkpoints, check_files, fail, judged, ok, warn, weight_files, worst
 
 GIB = 1 << 30
 DOCUMENT = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 16}
@@ -216,7 +216,7 @@ def test_the_method_and_the_link_are_checked_against_the_build():
 
 
 def test_a_refusal_becomes_a_failure_with_its_fix():
-    from cluster.config import ConfigError
+    from outrider.cluster.config import ConfigError
 
     def check() -> None:
         raise ConfigError("a.b: is wrong; do this; or that")

@@ -9,12 +9,17 @@ from typing import Any, get_args
 
 import pytest
 
-from cluster.build_check import check_build_drafts
-from cluster.co_located_config import REFUSED_KEYS, CoLocatedConfig
-from cluster.config import ConfigError, DraftModelConfig, OutriderConfig, SuffixConfig, parse_config
-from cluster.cores import plan_cores
-from cluster.method_names import CO_LOCATED_METHODS, GPU_ONLY_METHODS, REFUSED_METHODS, REMOTE_METHODS
-from cluster.placement import placement_of
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, SuffixConfig, parse_config
+from outrider.cluster.drafter_config import (
+    CO_LOCATED_METHODS,
+    GPU_ONLY_METHODS,
+    REFUSED_KEYS,
+    REFUSED_METHODS,
+    REMOTE_METHODS,
+    CoLocatedConfig,
+)
+from outrider.cluster.installed import check_build_drafts
+from outrider.cluster.placement import placement_of, plan_cores
 
 SOURCE = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "config" / "speculative.py"
 
@@ -231,7 +236,7 @@ def test_block_verification_is_refused_where_vllm_would_ignore_it():
 
 @pytest.mark.parametrize("there", [True, False])
 def test_co_located_suffix_is_refused_without_its_package(monkeypatch, there):
-    monkeypatch.setattr("cluster.build_check.find_spec", lambda name: object() if there else None)
+    monkeypatch.setattr("outrider.cluster.installed.find_spec", lambda name: object() if there else None)
     drafter = parsed(co_located("suffix")).co_located
     if there:
         check_build_drafts(drafter, gpu=False)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands import fetch as fetch_module
-from deploy.commands.fetch import FetchError, fetch_model
-from deploy.models.convert_gguf import write_rope_theta
-from deploy.models.sources import MODELS, ModelSource
-from deploy.models.store import MANIFEST, find_model
-from deploy.progress import Progress
+from outrider.deploy.cli import fetch as fetch_module
+from outrider.deploy.cli.fetch import FetchError, fetch_model
+from outrider.deploy.models.convert_gguf import write_rope_theta
+from outrider.deploy.models.store import MANIFEST, MODELS, ModelSource, find_model
+from outrider.deploy.progress import Progress
 
 PARTS = [b"first " * 1000, b"second " * 1000, b"third " * 1000]
 

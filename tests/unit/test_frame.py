@@ -3,15 +3,7 @@
 import numpy as np
 import pytest
 
-from cluster.link.frame import (
-    HEADER_WORDS,
-    MAX_INT31,
-    FrameError,
-    FrameKind,
-    decode,
-    encode,
-    next_sequence,
-)
+from outrider.cluster.link.frame import HEADER_WORDS, MAX_INT31, FrameError, FrameKind, decode, encode, next_sequence
 
 CAPACITY = 64
 EPOCH = 7

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.client.request import GenerationOptions
-from deploy.client.sync_client import build_request
-from deploy.commands.generate import add_arguments, options_of
+from outrider.deploy.cli.generate import add_arguments, options_of
+from outrider.deploy.client.request import GenerationOptions
+from outrider.deploy.client.sync_client import build_request
 from outrider.v1 import generation_pb2 as pb
 
 

@@ -11,9 +11,9 @@ import pytest
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
-from actors.ingress.handle_calls import CallFailed
-from deploy.client.error import OutriderError
-from deploy.handle import OutriderHandle
+from outrider.actors.serving.grpc.servicer import CallFailed
+from outrider.deploy.client.error import OutriderError
+from outrider.deploy.client.handle import OutriderHandle
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.scripted_service import LOST, REFUSED
 
@@ -107,7 +107,7 @@ async def test_retries_are_those_of_the_clients(monkeypatch: pytest.MonkeyPatch)
     async def sleep(delay_s: float) -> None:
         waits.append(delay_s)
 
-    monkeypatch.setattr("deploy.handle.asyncio.sleep", sleep)
+    monkeypatch.setattr("outrider.deploy.client.handle.asyncio.sleep", sleep)
     lost = failed(LOST)
     assert (await OutriderHandle(ScriptedHandle(lost, WHOLE), retries=1).generate("hi")).text == "whole"
     stream = OutriderHandle(ScriptedHandle([lost], [PART, PART]), retries=1).stream("hi")

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from cluster import link_keeper
-from cluster.config import parse_config
-from cluster.link import LinkError
-from cluster.link.traffic import LinkCounters
-from cluster.link_keeper import LinkKeeper, ReplicaIdentity
-from cluster.membership import Homing, LinkReport, Membership
+from outrider.cluster.config import parse_config
+from outrider.cluster.link import LinkError
+from outrider.cluster.link import keeper as link_keeper
+from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
+from outrider.cluster.link.link import LinkCounters
+from outrider.cluster.registry import Homing, LinkReport, Membership
 
 SOON_S = 10.0
 

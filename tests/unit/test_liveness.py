@@ -9,12 +9,12 @@ import threading
 import psutil
 import pytest
 
-from cluster.config import parse_config
-from deploy import liveness
-from deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
-from deploy.progress import Progress
-from deploy.server import Server
-from deploy.stop import Stopped, StopSignal
+from outrider.cluster.config import parse_config
+from outrider.deploy import liveness
+from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
+from outrider.deploy.processes import Stopped, StopSignal
+from outrider.deploy.progress import Progress
+from outrider.deploy.server import Server
 
 RUNNING = ApplicationState("RUNNING", serves=True)
 REPLACING = ApplicationState("UNHEALTHY", serves=False, message="a replica\nfailed its health check")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.membership import Homing, LinkReport, Membership, Registry
+from outrider.cluster.registry import Homing, LinkReport, Membership, Registry
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError
-from cluster.method_names import CO_LOCATED_METHODS, REMOTE_METHODS
-from deploy.cli import main
-from deploy.models.check import check_drafts, check_heads, check_mtp
-from deploy.models.checkpoint_kind import kind_of
-from deploy.models.method_guide import Build, Candidate, advise
+from outrider.cluster.config import ConfigError
+from outrider.cluster.drafter_config import CO_LOCATED_METHODS, REMOTE_METHODS
+from outrider.deploy.cli import main
+from outrider.deploy.models.check import check_drafts, check_heads, check_mtp
+from outrider.deploy.models.method_guide import Build, Candidate, advise, kind_of
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

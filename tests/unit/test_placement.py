@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import ConfigError, OutriderConfig, parse_config
-from cluster.cores import plan_cores
-from cluster.placement import check_cluster_can_hold, placement_of
+from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
+from outrider.cluster.placement import check_cluster_can_hold, placement_of, plan_cores
 
 
 def config(target_ranks: int = 1, drafter_ranks: int | None = 1, method: str = "draft_model") -> OutriderConfig:

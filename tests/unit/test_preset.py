@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError, DraftModelConfig, parse_config
-from deploy.models.check import check_models, check_same_tokens, check_same_vocabulary, check_tensor_parallel
-from deploy.models.sources import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS
-from deploy.models.store import models_dir, write_manifest
-from deploy.preset import Overrides, models_to_fetch, preset_names, resolve_config
+from outrider.cluster.config import ConfigError, DraftModelConfig, parse_config
+from outrider.deploy.models.check import check_models, check_same_tokens, check_same_vocabulary, check_tensor_parallel
+from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS, models_dir, write_manifest
+from outrider.deploy.preset import Overrides, models_to_fetch, preset_names, resolve_config
 
 pytestmark = pytest.mark.usefixtures("outrider_home")
 

@@ -4,7 +4,7 @@ import io
 import os
 import pty
 
-from deploy.progress import Progress
+from outrider.deploy.progress import Progress
 
 MB = 1_000_000
 

@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from actors.round_origins import ACCEPTED, BONUS, PLAIN, RECOVERED, UNKNOWN, RoundLog, SpeculationTotals, round_origins
+from outrider.actors.round.origins import (
+    ACCEPTED,
+    BONUS,
+    PLAIN,
+    RECOVERED,
+    UNKNOWN,
+    RoundLog,
+    SpeculationTotals,
+    round_origins,
+)
 
 START = SpeculationTotals(5, 20, 11)
 

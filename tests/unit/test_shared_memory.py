@@ -11,7 +11,7 @@ from multiprocessing import shared_memory
 
 import pytest
 
-from deploy.processes import SHARED_MEMORY, SharedMemoryWatch, mapped_shared_memory, remove_shared_memory
+from outrider.deploy.processes import SHARED_MEMORY, SharedMemoryWatch, mapped_shared_memory, remove_shared_memory
 
 NAMES = """
 import mmap, os, sys

@@ -10,21 +10,21 @@ import sys
 
 import pytest
 
-from actors.observability.start_up import StartUp, stages_in
-from deploy.progress import Progress
+from outrider.actors.observability.start_up import StartUp, stages_in
+from outrider.deploy.progress import Progress
 
 LIGHT = (
-    "deploy.commands.serve",
-    "deploy.server",
-    "deploy.app",
-    "actors.target.replica",  # its class; the replica itself imports vLLM when it is made
-    "actors.ingress.grpc_services",
-    "actors.http.proxy_gate",
-    "actors.http.front",
-    "actors.routing.request_router",
-    "actors.drafter",
-    "actors.drafting.ngram",
-    "actors.drafting.suffix",
+    "outrider.deploy.cli.serve",
+    "outrider.deploy.server",
+    "outrider.deploy.app",
+    "outrider.actors.serving.replica",  # its class; the replica itself imports vLLM when it is made
+    "outrider.actors.serve_seam.grpc_proxy",
+    "outrider.actors.serve_seam.http_proxy",
+    "outrider.actors.serving.http.app",
+    "outrider.actors.serve_seam.request_router",
+    "outrider.actors.drafter.actor",
+    "outrider.actors.drafter.ngram",
+    "outrider.actors.drafter.suffix",
 )
 """What the command, Serve's controller and proxies, the ingress and a look-up drafter import."""
 
@@ -54,7 +54,7 @@ def test_look_up_drafters_load_without_torch() -> None:
 
 
 def test_the_check_above_sees_a_heavy_import() -> None:
-    assert heavy_after("import cluster.link.gloo") == ["torch"]
+    assert heavy_after("import outrider.cluster.link.transport") == ["torch"]
 
 
 class Clock:

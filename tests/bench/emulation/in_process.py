@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.cores import available_cores, thread_environment
+from outrider.cluster.placement import available_cores, thread_environment
 from tests.bench.emulation import plugin
 from tests.bench.emulation.load import ClosedLoop, Load, prompt
 from tests.bench.emulation.progress import FullRounds

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from deploy.client.sync_client import OutriderClient
+from outrider.deploy.client.sync_client import OutriderClient
 from tests.bench.emulation import plugin
 from tests.bench.emulation.in_process import KV_CACHE_BYTES, MAX_MODEL_LEN
 from tests.bench.emulation.load import ClosedLoop, Load, prompt

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from actors.ingress.call_failure import STATUS_DETAILS_METADATA
-from deploy.client.sync_client import OutriderError
+from outrider.actors.serving.grpc.failures import STATUS_DETAILS_METADATA
+from outrider.deploy.client.sync_client import OutriderError
 from tests.integration.ingress.stand_in_target import HANG_GUARD_S
 
 

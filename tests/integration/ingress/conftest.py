@@ -10,9 +10,9 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 
-from actors.ingress.servicer import Ingress
-from deploy.client.sync_client import OutriderClient
-from deploy.ports import pick_free_port
+from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.deploy.client.sync_client import OutriderClient
+from outrider.deploy.ports import pick_free_port
 from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K, stand_in_target
 
 
@@ -28,7 +28,9 @@ def address(meeting_point: Path) -> Iterator[str]:
     try:
         serve.start(
             http_options=HTTPOptions(host="127.0.0.1", port=pick_free_port()),
-            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=["actors.ingress.grpc_services.add_services"]),
+            grpc_options=gRPCOptions(
+                port=port, grpc_servicer_functions=["outrider.actors.serve_seam.grpc_proxy.add_services"]
+            ),
         )
         front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
         serve.run(front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE), name="outrider")

@@ -13,20 +13,21 @@ from typing import Any
 
 from ray import serve
 
-from actors.generation import (
+from outrider.actors.replica_calls import (
     GenerationRequest,
+    ModelInfo,
     RequestError,
     RequestTiming,
     RoundOutput,
     SamplingFailed,
     SpeculativeDecodingMetrics,
+    TokenizeRequest,
     TokenLogprob,
     TokenLogprobs,
+    Tokens,
     Usage,
 )
-from actors.model_info import ModelInfo
-from actors.routing.broadcast import ReplicaReply
-from actors.tokenization import TokenizeRequest, Tokens
+from outrider.actors.serve_seam.broadcast import ReplicaReply
 
 HANG_GUARD_S = 20.0
 K, VOCAB_SIZE = 4, 100

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from actors.ingress.call_failure import REQUEST_ID_METADATA
-from deploy.client.sync_client import OutriderClient
+from outrider.actors.serving.grpc.failures import REQUEST_ID_METADATA
+from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.integration.ingress.calls import failure

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.integration.ingress.calls import failure, wait_for

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError, parse_config
-from deploy import cli
-from deploy.bench.arguments import add_arguments, check_comparison, core_sets, load_of, with_cores
-from deploy.bench.dataset import Dataset
-from deploy.bench.error import BenchError
-from deploy.bench.machine import check_memory
-from deploy.bench.run import configuration
-from deploy.client import sync_client
-from deploy.commands import bench
-from deploy.processes import SharedMemoryWatch
-from deploy.progress import Progress
-from deploy.stop import StopSignal
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy import cli
+from outrider.deploy.bench.arguments import add_arguments, check_comparison, core_sets, load_of, with_cores
+from outrider.deploy.bench.load import Dataset
+from outrider.deploy.bench.machine import BenchError, check_memory
+from outrider.deploy.bench.run import configuration
+from outrider.deploy.cli import bench
+from outrider.deploy.client import sync_client
+from outrider.deploy.processes import SharedMemoryWatch, StopSignal
+from outrider.deploy.progress import Progress
 
 NGRAM = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}})
 PAIR = parse_config({"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError
-from deploy.bench.dataset import Dataset, read_dataset
+from outrider.cluster.config import ConfigError
+from outrider.deploy.bench.load import Dataset, read_dataset
 
 
 def test_plain_and_gzipped_files_hold_the_same_prompts(tmp_path: Path) -> None:

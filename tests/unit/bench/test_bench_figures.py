@@ -12,16 +12,27 @@ from typing import Any
 
 import pytest
 
-from deploy.bench import alternate
-from deploy.bench.alternate import Alternation, chunks_of, warm_up_asks
-from deploy.bench.answers import Answer, Ask, Chunk, SideName
-from deploy.bench.error import BenchError
-from deploy.bench.plot import draw, round_parts
-from deploy.bench.report import make_report, table
-from deploy.bench.rounds import bound, lookahead, round_time, rounds_between
-from deploy.bench.statistics import acceptance, equal_answers, inter_token_s, ratio_of, serving, side_figures
-from deploy.bench.tune import Setting, Trial, best, one_core_fewer, prompts_to_try, try_out
-from deploy.progress import Progress
+from outrider.deploy.bench import run as alternate
+from outrider.deploy.bench.load import Answer, Ask, Chunk, SideName
+from outrider.deploy.bench.machine import BenchError
+from outrider.deploy.bench.opponent import Setting, Trial, best, one_core_fewer, prompts_to_try, try_out
+from outrider.deploy.bench.plot import draw, round_parts
+from outrider.deploy.bench.report import (
+    acceptance,
+    bound,
+    equal_answers,
+    inter_token_s,
+    lookahead,
+    make_report,
+    ratio_of,
+    round_time,
+    rounds_between,
+    serving,
+    side_figures,
+    table,
+)
+from outrider.deploy.bench.run import Alternation, chunks_of, warm_up_asks
+from outrider.deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb
 
 ANSWER = Answer(3, ((0.5, 1), (0.8, 3), (1.0, 1)), 1.1, (1, 2, 3, 4, 5), drafted_rounds=2, drafted=8, accepted=2)

@@ -10,13 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.config import parse_config
-from deploy.bench import load
-from deploy.bench.answers import Ask
-from deploy.bench.error import BenchError
-from deploy.bench.load import ask_all
-from deploy.bench.other import engine_arguments, environment
-from deploy.client.sync_client import OutriderClient
+from outrider.cluster.config import parse_config
+from outrider.deploy.bench import load
+from outrider.deploy.bench.load import Ask, ask_all
+from outrider.deploy.bench.machine import BenchError
+from outrider.deploy.bench.sides import engine_arguments, environment
+from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.models.check import check_same_tokens, check_same_vocabulary, read_vocabulary
+from outrider.deploy.models.check import check_same_tokens, check_same_vocabulary, read_vocabulary
 from tests.bench.emulation.checkpoint import write_checkpoint
 from tests.bench.emulation.emulation import KEY, Emulation
 from tests.bench.emulation.plugin import environment, register, write_distribution

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.client.sync_client import OutriderClient
+from outrider.deploy.client.sync_client import OutriderClient
 from tests.unit.scripted_service import ScriptedService, serving
 
 

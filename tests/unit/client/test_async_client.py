@@ -12,10 +12,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from deploy.client.async_client import AsyncOutriderClient
-from deploy.client.sync_client import OutriderClient, OutriderError
-from deploy.handle import OutriderHandle
-from deploy.ports import pick_free_port
+from outrider.deploy.client.async_client import AsyncOutriderClient
+from outrider.deploy.client.handle import OutriderHandle
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.ports import pick_free_port
 from tests.unit.scripted_service import FULL, HANG_GUARD_S, LOST, ScriptedService, serving
 
 
@@ -191,7 +191,7 @@ async def test_retries_wait_as_long_as_the_server_says(
         waits.append(delay_s)
 
     async with AsyncOutriderClient(address, retries=1) as client:
-        monkeypatch.setattr("deploy.client.async_client.asyncio.sleep", sleep)
+        monkeypatch.setattr("outrider.deploy.client.async_client.asyncio.sleep", sleep)
         service.failing = [failure]
         assert (await client.generate("hi")).text == "whole"
         service.failing = [failure]

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 import outrider
-from deploy.client.sync_client import FieldViolation, OutriderClient, OutriderError
+from outrider.deploy.client.sync_client import FieldViolation, OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.scripted_service import HANG_GUARD_S, ScriptedService, serving
 

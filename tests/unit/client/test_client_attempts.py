@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from deploy.client.attempts import (
+from outrider.deploy.client.attempts import (
     FIRST_DELAY_S,
     FIRST_REST_S,
     LOAD_REPORT,
@@ -17,8 +17,8 @@ from deploy.client.attempts import (
     RetryPolicy,
     requests_held,
 )
-from deploy.client.calls import Call, generate, status
-from deploy.client.error import OutriderError
+from outrider.deploy.client.calls import Call, generate, status
+from outrider.deploy.client.error import OutriderError
 from outrider.v1 import generation_pb2 as pb
 
 UNAVAILABLE, FULL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from deploy.client.sync_client import OutriderClient, OutriderError, build_request
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError, build_request
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.scripted_service import ScriptedService
 
@@ -201,7 +201,7 @@ def test_everything_else_the_api_has(client: OutriderClient, service: ScriptedSe
 
 
 def test_every_sampling_parameter_is_an_option() -> None:
-    from deploy.client.request import GenerationOptions
+    from outrider.deploy.client.request import GenerationOptions
 
     fields = {field.name for field in pb.SamplingParameters.DESCRIPTOR.fields} - {"structured_outputs"}
     assert fields <= set(GenerationOptions.__annotations__)

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from deploy.client.sync_client import OutriderClient, OutriderError
-from deploy.ports import pick_free_port
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.ports import pick_free_port
 from tests.unit.scripted_service import FULL, HANG_GUARD_S, LOST, ScriptedService, serving
 
 

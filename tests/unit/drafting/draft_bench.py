@@ -2,9 +2,9 @@
 
 import itertools
 
-from actors.drafting.draft_model import DraftModelStrategy
-from actors.messages import Commit, DraftSampling, ProposalStatus
-from actors.verification.mode import Mode
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
+from outrider.cluster.modes import Mode
 from tests.unit.drafting_engine import MemoryEngine, continuation
 
 GREEDY = DraftSampling()

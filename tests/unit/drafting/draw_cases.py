@@ -4,11 +4,11 @@ import math
 
 import torch
 
-from actors.drafting.step_plan import Draw
-from actors.messages import DraftSampling, SparseQ
-from actors.verification.constraints import Constraints
-from actors.verification.draft_sampler import sample_drafts
-from actors.verification.mode import Mode
+from outrider.actors.drafter.sequence import Draw
+from outrider.actors.verification.constraints import Constraints
+from outrider.actors.verification.draft_sampler import sample_drafts
+from outrider.cluster.link.messages import DraftSampling, SparseQ
+from outrider.cluster.modes import Mode
 
 VOCAB = 500
 INF = math.inf

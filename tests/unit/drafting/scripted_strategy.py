@@ -3,8 +3,8 @@
 import queue
 import threading
 
-from actors.drafting.strategy import Draft, UnknownSequence
-from actors.messages import Origin, ProposalStatus
+from outrider.actors.drafter.strategy import Draft, UnknownSequence
+from outrider.cluster.link.messages import Origin, ProposalStatus
 
 SOON_S = 10.0
 FORESEEN = 77

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from actors.drafting.draw import draw, up_to_first_miss
-from actors.drafting.line import Drawn
-from actors.drafting.step_plan import StepPlan, StepRow
-from actors.messages import DraftSampling, SparseQ
-from actors.verification.mode import Mode
+from outrider.actors.drafter.draw import draw, up_to_first_miss
+from outrider.actors.drafter.sequence import Drawn, StepPlan, StepRow
+from outrider.cluster.link.messages import DraftSampling, SparseQ
+from outrider.cluster.modes import Mode
 from tests.unit.drafting.draw_cases import (
     INF,
     ONLY,

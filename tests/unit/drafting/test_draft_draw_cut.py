@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.drafting.draw import draw
-from actors.drafting.line import Drawn
-from actors.messages import DraftSampling, SparseQ
-from actors.verification.mode import Mode
-from actors.verification.search import TokenSubset
+from outrider.actors.drafter.draw import draw
+from outrider.actors.drafter.sequence import Drawn
+from outrider.actors.verification.search import TokenSubset
+from outrider.cluster.link.messages import DraftSampling, SparseQ
+from outrider.cluster.modes import Mode
 from tests.unit.drafting.draw_cases import INF, ONLY, SAMPLINGS, VOCAB, draw_of, random_logits
 
 

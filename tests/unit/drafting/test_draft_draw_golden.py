@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.drafting.draw import draw
-from actors.messages import DraftSampling
-from actors.verification.mode import Mode
-from actors.verification.search import TokenSubset
+from outrider.actors.drafter.draw import draw
+from outrider.actors.verification.search import TokenSubset
+from outrider.cluster.link.messages import DraftSampling
+from outrider.cluster.modes import Mode
 from tests.unit.drafting.draw_cases import INF, SAMPLINGS, draw_of
 
 ALL = SAMPLINGS | {

@@ -5,11 +5,21 @@ import threading
 import numpy as np
 import pytest
 
-from actors.drafting.hang_watch import HangWatch
-from actors.drafting.loop import DraftLoop
-from actors.drafting.strategy import Draft
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Origin, Proposals, ProposalStatus, SparseQ
-from actors.verification.mode import Mode
+from outrider.actors.drafter.hang_watch import HangWatch
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.strategy import Draft
+from outrider.cluster.link.messages import (
+    Close,
+    CloseReason,
+    Commit,
+    DraftSampling,
+    Open,
+    Origin,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
+from outrider.cluster.modes import Mode
 from tests.unit.drafting.scripted_strategy import FORESEEN, SOON_S, FakeStrategy, Sink
 
 pytestmark = pytest.mark.timeout(30)

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from actors.drafting.step_planner import LookaheadLimits
-from actors.messages import Origin, ProposalStatus
+from outrider.actors.drafter.planner import LookaheadLimits
+from outrider.cluster.link.messages import Origin, ProposalStatus
 from tests.unit.drafting.draft_bench import GREEDY, KEY, OTHER, SAMPLED, Bench, ids
 from tests.unit.drafting_engine import continuation, drawn_token
 

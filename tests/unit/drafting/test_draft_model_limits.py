@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
-from actors.drafting.draft_model import DraftModelStrategy
-from actors.drafting.draft_vocabulary import DraftVocabulary
-from actors.drafting.loop import DraftLoop
-from actors.drafting.step_planner import LookaheadLimits
-from actors.drafting.strategy import UnknownSequence
-from actors.messages import Close, CloseReason, Commit, Open, ProposalStatus
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.planner import LookaheadLimits
+from outrider.actors.drafter.strategy import UnknownSequence
+from outrider.actors.drafter.vocabulary import DraftVocabulary
+from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, ProposalStatus
 from tests.unit.drafting.draft_bench import GREEDY, KEY, OTHER, Bench, ids
 from tests.unit.drafting_engine import VOCAB, MemoryEngine
 

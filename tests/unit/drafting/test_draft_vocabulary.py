@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from actors.drafting import draft_vocabulary
-from actors.drafting.draft_vocabulary import DraftVocabulary
+from outrider.actors.drafter import vocabulary as draft_vocabulary
+from outrider.actors.drafter.vocabulary import DraftVocabulary
 
 
 class SlowVocabulary:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from actors.drafting.hang_watch import STEP, HangWatch
+from outrider.actors.drafter.hang_watch import STEP, HangWatch
 
 TICK_S = 0.25
 PROCESS = """

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from actors.drafting.ngram import NgramIndex, NgramStrategy
-from actors.drafting.strategy import Draft, UnknownSequence
-from actors.messages import Commit, DraftSampling, Origin, ProposalStatus
-from actors.verification.mode import Mode
+from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
+from outrider.actors.drafter.strategy import Draft, UnknownSequence
+from outrider.cluster.link.messages import Commit, DraftSampling, Origin, ProposalStatus
+from outrider.cluster.modes import Mode
 
 KEY, OTHER = (1, 1), (2, 1)
 SAMPLING = DraftSampling(Mode.REJECTION, temperature=1.0)

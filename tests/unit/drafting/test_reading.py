@@ -4,15 +4,23 @@ import threading
 
 import pytest
 
-from actors.drafting.draft_model import DraftModelStrategy
-from actors.drafting.loop import DraftLoop
-from actors.drafting.ngram import NgramIndex, NgramStrategy
-from actors.drafting.step_planner import LookaheadLimits
-from actors.drafting.strategy import Draft
-from actors.drafting.suffix import SuffixStrategy
-from actors.drafting.suffix_index import SuffixIndex
-from actors.drafting.suffix_path import SuffixLimits
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Origin, Proposals, ProposalStatus
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
+from outrider.actors.drafter.planner import LookaheadLimits
+from outrider.actors.drafter.strategy import Draft
+from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.suffix_index import SuffixIndex, SuffixLimits
+from outrider.cluster.link.messages import (
+    Close,
+    CloseReason,
+    Commit,
+    DraftSampling,
+    Open,
+    Origin,
+    Proposals,
+    ProposalStatus,
+)
 from tests.unit.drafting.draft_bench import KEY, Bench, ids
 from tests.unit.drafting.scripted_strategy import SOON_S, Sink
 from tests.unit.drafting_engine import MemoryEngine

@@ -6,15 +6,14 @@ from array import array
 
 import pytest
 
-from actors.drafting.loop import DraftLoop
-from actors.drafting.strategy import Draft, UnknownSequence
-from actors.drafting.suffix import PART_TOKENS, SuffixStrategy
-from actors.drafting.suffix_answers import AnswerPart, SuffixAnswers
-from actors.drafting.suffix_path import SuffixLimits
-from actors.drafting.suffix_pool import PartLog, PoolMember
-from actors.messages import Commit, DraftSampling, Origin, Proposals, ProposalStatus
-from actors.target.rounds import RoundBook, TrackedRequest
-from actors.verification.mode import Mode
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.strategy import Draft, UnknownSequence
+from outrider.actors.drafter.suffix import PART_TOKENS, AnswerPart, SuffixAnswers, SuffixStrategy
+from outrider.actors.drafter.suffix_index import SuffixLimits
+from outrider.actors.drafter.suffix_pool import PartLog, PoolMember
+from outrider.actors.round.round import RoundBook, TrackedRequest
+from outrider.cluster.link.messages import Commit, DraftSampling, Origin, Proposals, ProposalStatus
+from outrider.cluster.modes import Mode
 
 KEY, OTHER = (1, 1), (2, 7)
 GREEDY = DraftSampling()
@@ -321,6 +320,6 @@ def test_a_log_is_bounded_and_handed_out_in_pieces():
 
 
 def test_what_it_counts_is_exported_by_its_name():
-    from actors.observability.metrics import _SUFFIX
+    from outrider.actors.observability.metrics import _SUFFIX
 
     assert set(_SUFFIX) - {"suffix_pool_failures"} <= set(strategy().counters())

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from actors.drafting.suffix_index import SuffixIndex
-from actors.drafting.suffix_path import SuffixLimits, best_path
+from outrider.actors.drafter.suffix_index import SuffixIndex, SuffixLimits, best_path
 
 DEPTH = 24
 LIMITS = SuffixLimits()

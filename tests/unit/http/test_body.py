@@ -3,9 +3,9 @@ import json
 import pytest
 from starlette.requests import Request
 
-from actors.generation import RequestError
-from actors.http.body import MAX_DEPTH, decode_json_object, read_json_object
-from actors.http.errors import HttpError
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.http.body import MAX_DEPTH, decode_json_object, read_json_object
+from outrider.actors.serving.http.errors import HttpError
 
 
 @pytest.mark.parametrize(

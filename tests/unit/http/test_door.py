@@ -1,8 +1,8 @@
 import pytest
 
-from actors.deadlines import Deadline
-from actors.generation import RequestError
-from actors.http.door import MAX_ANSWERS, to_openai_request
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.round.deadlines import Deadline
+from outrider.actors.serving.http.door import MAX_ANSWERS, to_openai_request
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

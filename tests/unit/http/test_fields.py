@@ -18,9 +18,17 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 from vllm.renderers import chat_utils
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
-from actors.http.fields import BY_ENDPOINT, CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
-from actors.http.fields_reference import PATH, render
-from actors.http.rules import Label, Refused, Works
+from outrider.actors.serving.http.fields import (
+    BY_ENDPOINT,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    TOKENIZE,
+    Label,
+    Refused,
+    Works,
+)
+from outrider.actors.serving.http.fields_reference import PATH, render
 
 CHAT_MODEL = chat_protocol.ChatCompletionRequest
 MODELS = {
@@ -131,5 +139,5 @@ def test_rules_have_reasons():
 
 def test_page_is_fresh():
     page = PATH.read_text()
-    assert page == render(page), "run: python -m actors.http.fields_reference"
+    assert page == render(page), "run: python -m outrider.actors.serving.http.fields_reference"
     assert all(f"| `{name}` |" in page for rules in BY_ENDPOINT.values() for name in rules)

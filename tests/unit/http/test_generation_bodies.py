@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-from actors.generation import RequestError
-from actors.http.body import check_values
-from actors.http.generation_routes import to_message, to_token_ids
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.http.body import check_values
+from outrider.actors.serving.http.routes import to_message, to_token_ids
 from outrider.v1 import generation_pb2 as pb
 
 NUMBERS: list[Any] = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 0.5, 1e300]

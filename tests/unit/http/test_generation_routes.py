@@ -12,11 +12,10 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from actors.generation import RequestError
-from actors.http.errors import add_error_handlers
-from actors.http.event_stream import EventStream, event
-from actors.http.generation_routes import MAX_TOKEN_TEXTS, add_generation_routes
-from actors.ingress.call_failure import CallFailure
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.grpc.failures import CallFailure
+from outrider.actors.serving.http.errors import add_error_handlers
+from outrider.actors.serving.http.routes import MAX_TOKEN_TEXTS, EventStream, add_generation_routes, event
 from outrider.v1 import generation_pb2 as pb
 
 STREAM = "/outrider/v1/stream"

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from actors.http.page import ASSETS_PATH, add_page_routes, load_static_files
+from outrider.actors.serving.http.app import ASSETS_PATH, add_page_routes, load_static_files
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,6 @@ def test_scripts_make_text_never_markup() -> None:
 
 
 def test_an_incomplete_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.http.page.load_static_files", dict)
+    monkeypatch.setattr("outrider.actors.serving.http.app.load_static_files", dict)
     with pytest.raises(FileNotFoundError, match=r"index\.html is not installed"):
         add_page_routes(FastAPI())

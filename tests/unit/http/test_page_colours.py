@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from actors.http.page import load_static_files
+from outrider.actors.serving.http.app import load_static_files
 
 TEXT, MARK = 4.5, 3.0
 ORIGINS = ("accepted", "recovered", "bonus", "plain", "unknown")

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from actors.http.proxy_gate import GENERATIONS, ProxyGate, TellCapacity, middlewares
-from actors.ingress.gate import CAPACITY_METADATA
+from outrider.actors.serve_seam.http_proxy import GENERATIONS, ProxyGate, TellCapacity, middlewares
+from outrider.actors.serving.gate import CAPACITY_METADATA
 
 CAPACITY = 2
 

@@ -11,12 +11,11 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
-from actors.http.app import HttpContext
-from actors.http.errors import add_error_handlers
-from actors.http.openai_routes import add_openai_routes
-from actors.http.relay import ask
-from actors.ingress.retry import ReplicaLost
-from actors.openai.messages import OpenAIHead, OpenAIRequest
+from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest
+from outrider.actors.serving.http.app import HttpContext
+from outrider.actors.serving.http.errors import add_error_handlers
+from outrider.actors.serving.http.routes import add_openai_routes, ask
+from outrider.actors.serving.running import ReplicaLost
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 EVENTS = OpenAIHead(200, "text/event-stream")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.generation import GenerationRequest
-from actors.ingress import servicer
-from actors.ingress.servicer import Ingress
-from actors.routing.broadcast import sign
+from outrider.actors.replica_calls import GenerationRequest
+from outrider.actors.serve_seam.broadcast import sign
+from outrider.actors.serving.grpc import servicer
+from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.v1 import generation_pb2 as pb
 
 

@@ -6,16 +6,17 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from actors.generation import RequestError, RequestIdInUse, SamplingFailed
-from actors.ingress.call_failure import (
+from outrider.actors.replica_calls import RequestError, RequestIdInUse, SamplingFailed
+from outrider.actors.serving.grpc.failures import (
     ERROR_DOMAIN,
     REQUEST_ID_METADATA,
     STATUS_DETAILS_METADATA,
     CallFailure,
+    UnknownService,
+    failure_of,
     sentence_of,
     trailing_of,
 )
-from actors.ingress.errors import UnknownService, failure_of
 
 CODE = grpc.StatusCode
 

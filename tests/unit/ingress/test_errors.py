@@ -5,10 +5,9 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from actors.generation import RequestError
-from actors.ingress.call_failure import REQUEST_ID_METADATA
-from actors.ingress.errors import failure_of
-from actors.ingress.request_validation import check_request_id
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.grpc.failures import REQUEST_ID_METADATA, failure_of
+from outrider.actors.serving.grpc.validation import check_request_id
 
 
 @pytest.mark.parametrize("request_id", ["\u2603", "a\n", "x" * 1_000_000])

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from actors.ingress.gate import Gate, Gates
+from outrider.actors.serving.gate import Gate, Gates
 
 
 def entered(gate: Gate, calls: int) -> int:

@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.serve._private.grpc_util import gRPCGenericServer
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from actors.ingress import grpc_services
-from actors.ingress.call_failure import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA, CallFailure
-from actors.ingress.gate import CAPACITY_METADATA, Gates
-from actors.ingress.grpc_services import add_services
+from outrider.actors.serve_seam import grpc_proxy as grpc_services
+from outrider.actors.serve_seam.grpc_proxy import add_services
+from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
+from outrider.actors.serving.grpc.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA, CallFailure
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 

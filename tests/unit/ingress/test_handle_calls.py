@@ -9,10 +9,10 @@ import grpc
 import pytest
 from ray.serve.grpc_util import RayServegRPCContext
 
-from actors.generation import RequestError
-from actors.ingress.errors import errors_become_status
-from actors.ingress.handle_calls import CallFailed, HandleCalls
-from deploy.client.error import FieldViolation, error_of_status
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.grpc.failures import errors_become_status
+from outrider.actors.serving.grpc.servicer import CallFailed, HandleCalls
+from outrider.deploy.client.error import FieldViolation, error_of_status
 from outrider.v1 import generation_pb2 as pb
 
 

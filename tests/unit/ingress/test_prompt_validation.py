@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 from google.protobuf import struct_pb2
 
-from actors.generation import ChatMessage, RequestError
-from actors.ingress.prompt_validation import to_chat_prompt, to_token_ids, to_tokenize_request
-from actors.ingress.request_validation import ServedModel, check_model, to_generation_request
+from outrider.actors.replica_calls import ChatMessage, RequestError
+from outrider.actors.serving.grpc.validation import (
+    ServedModel,
+    check_model,
+    to_chat_prompt,
+    to_generation_request,
+    to_token_ids,
+    to_tokenize_request,
+)
 from outrider.v1 import generation_pb2 as pb
 
 SERVED = ServedModel("pair", 4, 100)

@@ -14,11 +14,15 @@ from vllm.config import ModelConfig, StructuredOutputsConfig
 from vllm.exceptions import VLLMClientError
 from vllm.renderers import renderer_from_config
 
-from actors.generation import RequestError
-from actors.ingress.prompt_validation import to_token_ids, to_tokenize_request
-from actors.ingress.request_validation import ServedModel, to_generation_request
-from actors.target.engine_requests import refusal, sampling_params
-from actors.target.prompt_tokens import PromptTokenizer
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.grpc.validation import (
+    ServedModel,
+    to_generation_request,
+    to_token_ids,
+    to_tokenize_request,
+)
+from outrider.actors.vllm_seam.engine_requests import refusal, sampling_params
+from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama

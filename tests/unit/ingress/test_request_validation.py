@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from actors.deadlines import Deadline
-from actors.generation import GenerationRequest, RequestError
-from actors.ingress.request_validation import GenerationMessage, ServedModel, to_generation_request
+from outrider.actors.replica_calls import GenerationRequest, RequestError
+from outrider.actors.round.deadlines import Deadline
+from outrider.actors.serving.grpc.validation import GenerationMessage, ServedModel, to_generation_request
 from outrider.v1 import generation_pb2 as pb
 
 SERVED = ServedModel(name="pair", num_speculative_tokens=4, vocab_size=100)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from actors.generation import ReplicaLoad, RoundOutput, Usage
-from actors.ingress.responses import LOAD_METADATA, Answers, load_metadata, model_info_message, stream_message
-from actors.model_info import ModelInfo
+from outrider.actors.replica_calls import ModelInfo, ReplicaLoad, RoundOutput, Usage
+from outrider.actors.serving.grpc.responses import (
+    LOAD_METADATA,
+    Answers,
+    load_metadata,
+    model_info_message,
+    stream_message,
+)
 from outrider.v1 import generation_pb2 as pb
 
 FIRST = RoundOutput("a", (1,), origins=("plain",), num_rounds=1)

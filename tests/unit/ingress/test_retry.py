@@ -7,8 +7,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from actors.ingress import retry
-from actors.ingress.retry import ReplicaLost, retried
+from outrider.actors.serving import running as retry
+from outrider.actors.serving.running import ReplicaLost, retried
 
 
 class Call:

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from actors.deadlines import Deadline
-from actors.generation import GenerationRequest, RoundOutput, Usage
-from actors.ingress.running_requests import RunningRequests
+from outrider.actors.replica_calls import GenerationRequest, RoundOutput, Usage
+from outrider.actors.round.deadlines import Deadline
+from outrider.actors.serving.running import RunningRequests
 
 REQUEST = GenerationRequest("r", prompt_text="a", sampling={"n": 2})
 

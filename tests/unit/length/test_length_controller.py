@@ -5,9 +5,8 @@ import math
 
 import pytest
 
-from actors.length.fixed import FixedLengths, Lengths
-from actors.length.length_controller import LengthController
-from actors.messages import Origin
+from outrider.actors.round.length import FixedLengths, LengthController, Lengths
+from outrider.cluster.link.messages import Origin
 from tests.unit.length.virtual_time import PAIRS, TEXTS, Text, VirtualRounds
 
 CPU, GPU, SMALL = PAIRS["qwen-cpu"], PAIRS["70b-8b"], PAIRS["32b-0.6b"]

@@ -17,8 +17,8 @@ from typing import Protocol
 import numba
 import numpy as np
 
-from actors.length.fixed import Lengths
-from actors.messages import Origin
+from outrider.actors.round.length import Lengths
+from outrider.cluster.link.messages import Origin
 
 MAX_ROWS, MAX_SIDES, LEAST_VALUE = 64, 8, 0.004
 _MISS, _MAIN, _SIDE = int(Origin.MISS), int(Origin.MAIN_LINE), int(Origin.SIDE_BRANCH)

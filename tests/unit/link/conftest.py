@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from cluster.link import Link
+from outrider.cluster.link import Link
 from tests.unit.link.memory_transport import CAPACITY, SOON_S, MemoryTransport
 
 

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from cluster.link import TransportClosed, TransportTimeout
-from cluster.link.frame import FrameKind, encode
+from outrider.cluster.link import TransportClosed, TransportTimeout
+from outrider.cluster.link.frame import FrameKind, encode
 
 CAPACITY = 64
 SOON_S = 5.0

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from cluster.link import LinkError, LinkInvitation
-from cluster.link.frame import HEADER_WORDS, FrameKind
+from outrider.cluster.link import LinkError, LinkInvitation
+from outrider.cluster.link.frame import HEADER_WORDS, FrameKind
 from tests.unit.link.memory_transport import SOON_S, MemoryTransport, frame, words
 
 pytestmark = pytest.mark.timeout(30)

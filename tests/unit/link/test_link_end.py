@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from cluster.link import LinkBroken
-from cluster.link.frame import HEADER_WORDS, FrameKind
+from outrider.cluster.link import LinkBroken
+from outrider.cluster.link.frame import HEADER_WORDS, FrameKind
 from tests.unit.link.memory_transport import CAPACITY, SOON_S, MemoryTransport, frame, until_broken, words
 
 pytestmark = pytest.mark.timeout(30)

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from actors.message_codec import pack, unpack
-from actors.messages import (
+from outrider.cluster.link.codec import pack, unpack
+from outrider.cluster.link.frame import HEADER_WORDS, MAX_INT31
+from outrider.cluster.link.messages import (
     MAX_BIAS,
     MAX_NAME_LENGTH,
     MAX_TOP_N,
@@ -17,8 +18,7 @@ from actors.messages import (
     ProposalStatus,
     SparseQ,
 )
-from actors.verification.mode import Mode
-from cluster.link.frame import HEADER_WORDS, MAX_INT31
+from outrider.cluster.modes import Mode
 
 VOCAB, K = 1000, 4
 CAPACITY = 256

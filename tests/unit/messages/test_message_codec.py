@@ -5,9 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.message_codec import MIN_FRAME_WORDS, frame_capacity_words, pack, unpack
-from actors.messages import MAX_BIASED_TOKENS, Close, CloseReason, Commit, MessageError, Proposals, SparseQ
-from cluster.link.frame import HEADER_WORDS
+from outrider.cluster.link.codec import MIN_FRAME_WORDS, frame_capacity_words, pack, unpack
+from outrider.cluster.link.frame import HEADER_WORDS
+from outrider.cluster.link.messages import (
+    MAX_BIASED_TOKENS,
+    Close,
+    CloseReason,
+    Commit,
+    MessageError,
+    Proposals,
+    SparseQ,
+)
 from tests.unit.messages.message_samples import (
     CAPACITY,
     EVERY_KIND,

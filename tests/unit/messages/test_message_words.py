@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from actors.message_codec import MIN_FRAME_WORDS, pack, unpack
-from actors.messages import MAX_TOP_N, Commit, MessageError, Name, Proposals, SparseQ
-from cluster.link.frame import MAX_INT31
+from outrider.cluster.link.codec import MIN_FRAME_WORDS, pack, unpack
+from outrider.cluster.link.frame import MAX_INT31
+from outrider.cluster.link.messages import MAX_TOP_N, Commit, MessageError, Name, Proposals, SparseQ
 from tests.unit.messages.message_samples import CAPACITY, EVERY_KIND, VOCAB, K, drawn, open_request, repack, sparse_q
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from actors.messages import (
+from outrider.cluster.link.frame import MAX_INT31
+from outrider.cluster.link.messages import (
     MAX_BIASED_TOKENS,
     MAX_NAME_LENGTH,
     MAX_TOP_N,
@@ -16,8 +17,7 @@ from actors.messages import (
     ProposalStatus,
     SparseQ,
 )
-from actors.verification.mode import Mode
-from cluster.link.frame import MAX_INT31
+from outrider.cluster.modes import Mode
 from tests.unit.messages.message_samples import INF, NAN, drawn, open_request, sparse_q
 
 

@@ -7,8 +7,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
 
-from actors.http.metrics import CountRequests
-from actors.observability.metrics import ApplicationMetrics, IngressMetrics, Scraped
+from outrider.actors.observability.metrics import ApplicationMetrics, IngressMetrics, Scraped
+from outrider.actors.serving.http.app import CountRequests
 from tests.unit.observability.test_exposition import samples
 
 

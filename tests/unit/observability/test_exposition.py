@@ -4,9 +4,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.observability.catalog import CATALOG
-from actors.observability.exposition import Families, merge, render
-from actors.observability.histogram import Histogram
+from outrider.actors.observability.catalog import CATALOG
+from outrider.actors.observability.exposition import Families, merge, render
+from outrider.actors.observability.histogram import Histogram
 
 
 def parse(text):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.observability.catalog import CATALOG, series_names
-from deploy.grafana import dashboard
+from outrider.actors.observability.catalog import CATALOG, series_names
+from outrider.deploy.grafana import dashboard
 
 _METRIC = re.compile(r"\b((?:vllm|outrider):\w+)(?:\{([^}]*)\})?")
 _LABEL = re.compile(r"(\w+)\s*=~?")
@@ -63,7 +63,7 @@ def test_an_unknown_metric_would_be_found(vllm_series):
 
 
 def test_the_file_is_what_the_description_makes():
-    assert dashboard.PATH.read_text() == dashboard.render(), "run: python -m deploy.grafana.dashboard"
+    assert dashboard.PATH.read_text() == dashboard.render(), "run: python -m outrider.deploy.grafana.dashboard"
 
 
 def test_it_can_be_imported_with_any_data_source():

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from actors.observability import logs
-from cluster.config import ServingConfig
+from outrider.actors.observability import logs
+from outrider.cluster.config import ServingConfig
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from actors.observability.catalog import CATALOG
+from outrider.actors.observability.catalog import CATALOG
 
 PAGE = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
 ROW = re.compile(r"^\| `(outrider:\w+)` \| (\w+) \|(?: (`[^|]*`)? \|)?", re.MULTILINE)

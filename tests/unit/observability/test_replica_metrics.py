@@ -5,15 +5,14 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from actors.drafting.draft_vocabulary import DraftVocabulary
-from actors.length.length_controller import LengthController
-from actors.messages import Origin
-from actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
-from actors.observability.histogram import Histogram
-from actors.observability.metrics import ReplicaMetrics
-from actors.target.rounds import TrackedRequest
-from actors.target.verifier import Verifier
-from cluster.config import LinkConfig
+from outrider.actors.drafter.vocabulary import DraftVocabulary
+from outrider.actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
+from outrider.actors.observability.histogram import Histogram
+from outrider.actors.observability.metrics import ReplicaMetrics
+from outrider.actors.round.length import LengthController
+from outrider.actors.round.round import TrackedRequest, Verifier
+from outrider.cluster.config import LinkConfig
+from outrider.cluster.link.messages import Origin
 from tests.unit.observability.test_exposition import parse, samples
 
 DRAFTER_STATUS = {
@@ -111,9 +110,9 @@ async def test_the_failing_controller_is_counted():
 
 
 def test_the_drafter_s_names_are_those_that_are_exported():
-    from actors.drafting.draft_model import DraftModelStrategy
-    from actors.drafting.loop import DraftLoop
-    from actors.observability import metrics as families
+    from outrider.actors.drafter.draft_model import DraftModelStrategy
+    from outrider.actors.drafter.loop import DraftLoop
+    from outrider.actors.observability import metrics as families
     from tests.unit.drafting_engine import MemoryEngine
 
     vocabulary = DraftVocabulary(16, 8)

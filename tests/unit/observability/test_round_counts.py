@@ -4,13 +4,22 @@ import logging
 
 import pytest
 
-from actors.drafting.draft_model import DraftModelStrategy
-from actors.drafting.loop import DraftLoop
-from actors.messages import MAX_NAME_LENGTH, Close, CloseReason, DraftSampling, Name, Open, Proposals, ProposalStatus
-from actors.observability.logs import REQUEST_ID_KEY
-from actors.observability.sequence_names import NAMES
-from actors.target.round_statistics import RoundStatistics, RoundTimes
-from actors.target.rounds import RoundBook, TrackedRequest
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.observability.logs import REQUEST_ID_KEY
+from outrider.actors.observability.sequence_names import NAMES
+from outrider.actors.round.round import RoundBook, TrackedRequest
+from outrider.actors.round.statistics import RoundStatistics, RoundTimes
+from outrider.cluster.link.messages import (
+    MAX_NAME_LENGTH,
+    Close,
+    CloseReason,
+    DraftSampling,
+    Name,
+    Open,
+    Proposals,
+    ProposalStatus,
+)
 from tests.unit.drafting_engine import MemoryEngine
 
 

@@ -6,7 +6,7 @@ from logging.handlers import MemoryHandler, RotatingFileHandler
 
 import pytest
 
-from actors.observability.logs import SERVE_LOGGER, serve_log_kept
+from outrider.actors.observability.logs import SERVE_LOGGER, serve_log_kept
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ import grpc
 import pytest
 from rich.console import Console
 
-from deploy.cli import main
-from deploy.client.error import OutriderError
-from deploy.commands import top
-from deploy.top import LinkView, ReplicaView, ScrapeError, View, parse, view, view_of_status
+from outrider.deploy.cli import main, top
+from outrider.deploy.client.error import OutriderError
+from outrider.deploy.top import LinkView, ReplicaView, ScrapeError, View, parse, view, view_of_status
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.observability.test_application_metrics import exposed
 
@@ -235,7 +234,7 @@ def test_it_takes_the_second_screen_and_leaves_the_terminal_as_it_was(metrics_ad
     terminal, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (20, 100))
     modes = termios.tcgetattr(theirs)
-    command = [sys.executable, "-m", "deploy.cli", "top", "--http", metrics_address]
+    command = [sys.executable, "-m", "outrider.deploy.cli", "top", "--http", metrics_address]
     environment = {**os.environ, "TERM": "xterm-256color"}
     environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     root = Path(__file__).parents[3]

@@ -8,15 +8,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from actors.http.tracing import TraceRequests
-from actors.length.fixed import FixedLengths
-from actors.messages import Origin
-from actors.observability import tracing
-from actors.observability.round_tracer import RoundTracer
-from actors.round_settings import EXTRA_ARGS_KEY
-from actors.target.rounds import TrackedRequest
-from actors.target.verifier import Verifier
-from cluster.config import ConfigError, LinkConfig, ServingConfig
+from outrider.actors.observability import tracing
+from outrider.actors.observability.round_tracer import RoundTracer
+from outrider.actors.round.length import FixedLengths
+from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.round.round import TrackedRequest, Verifier
+from outrider.actors.serving.http.app import TraceRequests
+from outrider.cluster.config import ConfigError, LinkConfig, ServingConfig
+from outrider.cluster.link.messages import Origin
 from tests.otlp_collector import collecting
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -31,7 +30,7 @@ def spans(monkeypatch):
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
     monkeypatch.setattr(tracing, "process_tracer", lambda component: tracer)
-    monkeypatch.setattr("actors.http.tracing.process_tracer", lambda component: tracer)
+    monkeypatch.setattr("outrider.actors.serving.http.app.process_tracer", lambda component: tracer)
     return SimpleNamespace(tracer=tracer, finished=exporter.get_finished_spans)
 
 

@@ -10,8 +10,8 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from actors.deadlines import Deadline
-from actors.openai.engine import CheckedEngine
+from outrider.actors.round.deadlines import Deadline
+from outrider.actors.serving.openai.engine import CheckedEngine
 
 
 class Llm:

@@ -13,11 +13,11 @@ from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from actors.deadlines import Deadline
-from actors.ingress.retry import ReplicaLost
-from actors.openai.messages import OpenAIHead, OpenAIRequest
-from actors.openai.serving import OpenAIServing
-from cluster.config import ConfigError, parse_config
+from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest
+from outrider.actors.round.deadlines import Deadline
+from outrider.actors.serving.openai.serving import OpenAIServing
+from outrider.actors.serving.running import ReplicaLost
+from outrider.cluster.config import ConfigError, parse_config
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama
 

@@ -4,9 +4,8 @@ import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from actors.generation import RequestError
-from actors.openai.schema import openapi
-from actors.openai.validation import validated
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.openai.schema import openapi, validated
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

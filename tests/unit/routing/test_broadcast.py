@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from actors.routing.broadcast import ReplicaReply, broadcast, sign
+from outrider.actors.serve_seam.broadcast import ReplicaReply, broadcast, sign
 
 
 class Call:

@@ -4,7 +4,12 @@ import heapq
 
 import pytest
 
-from actors.routing.fair_order import DELAY_MS_PER_TOKEN, LONG_PREFILL_SHARE, prefill_threshold, virtual_arrival_ms
+from outrider.actors.round.fair_order import (
+    DELAY_MS_PER_TOKEN,
+    LONG_PREFILL_SHARE,
+    prefill_threshold,
+    virtual_arrival_ms,
+)
 
 LIMIT_S = 10.0
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from actors.generation import ChatMessage, ChatPrompt, GenerationRequest
-from actors.openai.messages import OpenAIRequest
-from actors.routing.fingerprint import MAX_BYTES, block_tokens, text_fingerprint, token_fingerprint
-from actors.routing.request_profile import USUAL_ANSWER_TOKENS, profile
+from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, OpenAIRequest
+from outrider.actors.serving.routing.prefix import MAX_BYTES, block_tokens, text_fingerprint, token_fingerprint
+from outrider.actors.serving.routing.request_profile import USUAL_ANSWER_TOKENS, profile
 
 
 def shared(one, other):

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from actors.routing.fingerprint import token_fingerprint
-from actors.routing.policy import SUSPECT_S, RoutedRequest, RoutingPolicy, RoutingSettings
+from outrider.actors.serving.routing.policy import SUSPECT_S, RoutedRequest, RoutingPolicy, RoutingSettings
+from outrider.actors.serving.routing.prefix import token_fingerprint
 
 REPLICAS = ["a", "b", "c", "d"]
 

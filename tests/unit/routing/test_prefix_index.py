@@ -1,7 +1,6 @@
 """What the index remembers of each replica, and in which order it forgets."""
 
-from actors.routing.fingerprint import token_fingerprint
-from actors.routing.prefix_index import PrefixIndex
+from outrider.actors.serving.routing.prefix import PrefixIndex, token_fingerprint
 
 SYSTEM = list(range(128))
 ONE, OTHER = SYSTEM + [1] * 64, SYSTEM + [2] * 64

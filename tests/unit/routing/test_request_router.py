@@ -8,8 +8,8 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from actors.generation import GenerationRequest
-from actors.routing.request_router import TargetRouter
+from outrider.actors.replica_calls import GenerationRequest
+from outrider.actors.serve_seam.request_router import TargetRouter
 
 DEPLOYMENT = DeploymentID("Target", "app")
 

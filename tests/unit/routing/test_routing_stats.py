@@ -2,8 +2,8 @@
 
 import asyncio
 
-from actors.routing import routing_stats
-from actors.routing.routing_stats import RoutingStats
+from outrider.actors.serving.routing import policy as routing_stats
+from outrider.actors.serving.routing.policy import RoutingStats
 
 
 async def alive():

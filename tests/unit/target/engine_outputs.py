@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from actors.generation import GenerationRequest
+from outrider.actors.replica_calls import GenerationRequest
 
 VOCAB_SIZE = 100
 MODEL = SimpleNamespace(is_diffusion=False, max_logprobs=20, get_vocab_size=lambda: VOCAB_SIZE)

@@ -2,13 +2,12 @@
 
 import time
 
-from actors.length.fixed import FixedLengths
-from actors.message_codec import unpack
-from actors.messages import Commit, Open, Proposals, ProposalStatus
-from actors.target.rounds import TrackedRequest
-from actors.target.verifier import Verifier
-from cluster.config import LinkConfig
-from cluster.link import LinkBroken, Received
+from outrider.actors.round.length import FixedLengths
+from outrider.actors.round.round import TrackedRequest, Verifier
+from outrider.cluster.config import LinkConfig
+from outrider.cluster.link import LinkBroken, Received
+from outrider.cluster.link.codec import unpack
+from outrider.cluster.link.messages import Commit, Open, Proposals, ProposalStatus
 
 PROMPT = [5, 6, 7]
 

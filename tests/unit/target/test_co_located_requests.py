@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.generation import GenerationRequest, RequestError
-from actors.target.co_located_requests import check_co_located, check_co_located_params
+from outrider.actors.replica_calls import GenerationRequest, RequestError
+from outrider.actors.vllm_seam.engine_requests import check_co_located, check_co_located_params
 
 
 def request(**changes):

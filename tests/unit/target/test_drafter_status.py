@@ -6,8 +6,8 @@ import concurrent.futures
 import pytest
 from prometheus_client import CollectorRegistry
 
-from actors.drafter import DrafterStatus
-from actors.observability.replica_metrics import ReplicaMetrics
+from outrider.actors.drafter.actor import DrafterStatus
+from outrider.actors.observability.replica_metrics import ReplicaMetrics
 
 A_MOMENT_S = 0.01
 

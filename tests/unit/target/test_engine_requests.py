@@ -13,8 +13,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
-from actors.deadlines import Deadline
-from actors.generation import (
+from outrider.actors.replica_calls import (
     GenerationRequest,
     RequestError,
     RequestTiming,
@@ -23,10 +22,11 @@ from actors.generation import (
     TokenLogprob,
     TokenLogprobs,
 )
-from actors.round_origins import RoundLog, SpeculationTotals
-from actors.round_settings import EXTRA_ARGS_KEY
-from actors.target.engine_requests import is_of_request, refusal, sampling_params
-from actors.target.engine_requests import round_outputs as outputs_of_rounds
+from outrider.actors.round.deadlines import Deadline
+from outrider.actors.round.origins import RoundLog, SpeculationTotals
+from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.vllm_seam.engine_requests import is_of_request, refusal, sampling_params
+from outrider.actors.vllm_seam.engine_requests import round_outputs as outputs_of_rounds
 from tests.unit.target.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
 
@@ -133,7 +133,7 @@ def test_answers_are_told_apart_and_counted_each() -> None:
 def test_the_last_output_tells_where_the_time_went(
     steps: tuple[float, ...], expected: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.target.engine_requests.time.time", lambda: 1010.0)
+    monkeypatch.setattr("outrider.actors.vllm_seam.engine_requests.time.time", lambda: 1010.0)
     stats = RequestStateStats(3, 0, 1005.0, *steps)
     running, ended = output(delta(3), metrics=stats), output(delta(4, finish_reason="stop"), metrics=stats)
     counts: dict[int, int] = {}

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from actors.routing.fair_order import prefill_threshold, virtual_arrival_ms
-from actors.target.fair_scheduling import FairScheduling
+from outrider.actors.round.fair_order import prefill_threshold, virtual_arrival_ms
+from outrider.actors.vllm_seam.scheduler import FairScheduling
 
 
 class Base:

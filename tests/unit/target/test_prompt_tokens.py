@@ -11,9 +11,8 @@ import pytest
 from vllm.config import ModelConfig
 from vllm.renderers import renderer_from_config
 
-from actors.generation import ChatMessage, ChatPrompt, GenerationRequest, RequestError
-from actors.target.prompt_tokens import PromptTokenizer
-from actors.tokenization import TokenizeRequest
+from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, RequestError, TokenizeRequest
+from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
 
 MAX_LEN = 64

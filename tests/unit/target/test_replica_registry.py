@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.target import replica
-from actors.target.replica import Target
+from outrider.actors.serving import replica
+from outrider.actors.serving.replica import Target
 
 
 class Registry:

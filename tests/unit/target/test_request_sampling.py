@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from actors.messages import MAX_BIASED_TOKENS
-from actors.target.request_sampling import RequestSampling, random_seed
-from actors.verification.mode import BY_NAME, Mode, mode_for
+from outrider.actors.round.request import RequestSampling, random_seed
+from outrider.cluster.link.messages import MAX_BIASED_TOKENS
+from outrider.cluster.modes import BY_NAME, Mode, mode_for
 
 
 def params(**changes):

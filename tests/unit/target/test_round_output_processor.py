@@ -12,10 +12,10 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from actors.generation import GenerationRequest
-from actors.round_origins import RoundLog
-from actors.target.engine_requests import round_outputs
-from actors.target.round_output_processor import log_rounds
+from outrider.actors.replica_calls import GenerationRequest
+from outrider.actors.round.origins import RoundLog
+from outrider.actors.vllm_seam.engine_requests import round_outputs
+from outrider.actors.vllm_seam.target_engine import log_rounds
 from tests.tiny_models import _byte_tokenizer
 
 K = 4

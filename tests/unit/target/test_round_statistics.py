@@ -2,8 +2,8 @@
 
 import pytest
 
-from actors.messages import Origin
-from actors.target.round_statistics import RoundStatistics, RoundTimes
+from outrider.actors.round.statistics import RoundStatistics, RoundTimes
+from outrider.cluster.link.messages import Origin
 
 
 def test_nothing_yet():

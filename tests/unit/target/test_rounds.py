@@ -3,9 +3,18 @@
 import numpy as np
 import pytest
 
-from actors.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus, SparseQ
-from actors.target.rounds import RoundBook, TrackedRequest
-from actors.verification.mode import Mode
+from outrider.actors.round.round import RoundBook, TrackedRequest
+from outrider.cluster.link.messages import (
+    Close,
+    CloseReason,
+    Commit,
+    DraftSampling,
+    Open,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
+from outrider.cluster.modes import Mode
 
 PROMPT = [5, 6, 7]
 

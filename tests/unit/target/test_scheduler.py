@@ -11,8 +11,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 
-from actors.round_settings import EXTRA_ARGS_KEY
-from actors.target.scheduler import RoundScheduling
+from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.vllm_seam.scheduler import RoundScheduling
 
 
 class Books:

@@ -13,12 +13,11 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from actors.generation import GenerationRequest, RequestError, RequestIdInUse, RoundOutput, SamplingFailed
-from actors.round_origins import RoundLog
-from actors.target.engine import TargetEngine
-from actors.target.engine_load import EngineLoad
-from actors.target.engine_requests import sampling_params
-from actors.target.prompt_tokens import PromptTokenizer
+from outrider.actors.replica_calls import GenerationRequest, RequestError, RequestIdInUse, RoundOutput, SamplingFailed
+from outrider.actors.round.origins import RoundLog
+from outrider.actors.vllm_seam.engine_requests import sampling_params
+from outrider.actors.vllm_seam.prompts import PromptTokenizer
+from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine
 from tests.unit.target.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
 
@@ -67,7 +66,7 @@ def test_vllms_front_door_knows_of_no_speculation(monkeypatch: pytest.MonkeyPatc
         output_processor=OutputProcessor(None, log_stats=False),
         model_config=SimpleNamespace(max_model_len=10, get_vocab_size=lambda: VOCAB_SIZE),
     )
-    monkeypatch.setattr("actors.target.engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm)
+    monkeypatch.setattr("outrider.actors.vllm_seam.target_engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm)
     params = sampling_params(request(sampling={"min_p": 0.5, "logit_bias": {5: 1.0}}), 2, 10)
     with pytest.raises(VLLMClientError, match="speculative"):
         params.verify(MODEL, front.speculative_config, None, None)

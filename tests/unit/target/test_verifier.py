@@ -2,8 +2,8 @@
 
 import pytest
 
-from actors.length.fixed import FixedLengths
-from actors.messages import Close, CloseReason, Commit, Open, Origin, Proposals, ProposalStatus
+from outrider.actors.round.length import FixedLengths
+from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, Origin, Proposals, ProposalStatus
 from tests.unit.target.scripted_link import PROMPT, FakeLink, drafting, make, never_after_ready, step, tracked
 
 pytestmark = pytest.mark.timeout(30)

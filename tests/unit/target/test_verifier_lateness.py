@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from actors.messages import CloseReason, Commit, Open, Proposals, ProposalStatus
-from cluster.link_keeper import HANG
+from outrider.cluster.link.keeper import HANG
+from outrider.cluster.link.messages import CloseReason, Commit, Open, Proposals, ProposalStatus
 from tests.unit.target.scripted_link import PROMPT, FakeLink, drafting, make, never_after_ready, step, tracked
 
 pytestmark = pytest.mark.timeout(30)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from actors.verification.batch import Sampling, Status, VerificationBatch
-from actors.verification.mode import Mode
-from actors.verification.torch_kernel import verify
+from outrider.actors.verification.batch import Sampling, Status, VerificationBatch
+from outrider.actors.verification.torch_kernel import verify
+from outrider.cluster.modes import Mode
 
 V, K, N = 50, 3, 4
 SAMPLED = [Mode.REJECTION, Mode.BLOCK]

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.verification import noise, torch_kernel
-from actors.verification.batch import VerificationBatch, VerificationResult
-from actors.verification.mode import Mode
-from actors.verification.noise import Role
-from actors.verification.torch_kernel import verify
+from outrider.actors.verification import noise, torch_kernel
+from outrider.actors.verification.batch import VerificationBatch, VerificationResult
+from outrider.actors.verification.noise import Role
+from outrider.actors.verification.torch_kernel import verify
+from outrider.cluster.modes import Mode
 from tests.unit.verification.toy_target import FULL_LENGTH, START, Rounds, Toy, V, any_length, p_value, ragged
 
 SAMPLES = 200_000

@@ -3,13 +3,13 @@ import math
 import pytest
 import torch
 
-from actors.verification import torch_kernel
-from actors.verification.batch import Sampling, VerificationBatch, choose
-from actors.verification.constraints import constrain_logits
-from actors.verification.draft_sampler import greedy_in_numpy, greedy_in_torch, sample_drafts
-from actors.verification.mode import Mode
-from actors.verification.noise import gumbel
-from actors.verification.search import TokenSubset, likeliest, search_maxima
+from outrider.actors.verification import torch_kernel
+from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
+from outrider.actors.verification.constraints import constrain_logits
+from outrider.actors.verification.draft_sampler import greedy_in_numpy, greedy_in_torch, sample_drafts
+from outrider.actors.verification.noise import gumbel
+from outrider.actors.verification.search import TokenSubset, likeliest, search_maxima
+from outrider.cluster.modes import Mode
 from tests.unit.verification.toy_target import plain_constraints
 
 

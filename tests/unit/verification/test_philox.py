@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from actors.verification import coupled
-from actors.verification.coupled import coupled_choice
-from actors.verification.noise import (
+from outrider.actors.verification import coupled
+from outrider.actors.verification.coupled import coupled_choice
+from outrider.actors.verification.noise import (
     MAX_BELOW_ZERO,
     MAX_GUMBEL,
     MAX_GUMBEL_ORDINARY,

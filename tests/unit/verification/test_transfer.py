@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from actors.verification.batch import ALIGNMENT, in_one_copy, to_device
+from outrider.actors.verification.batch import ALIGNMENT, in_one_copy, to_device
 
 
 def test_arrays_arrive_aligned_and_unchanged():

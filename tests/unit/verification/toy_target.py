@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.verification.batch import Sampling, VerificationBatch, VerificationResult
-from actors.verification.constraints import Constraints, processed_probs
-from actors.verification.draft_sampler import DraftSample, sample_drafts
-from actors.verification.mode import Mode
+from outrider.actors.verification.batch import Sampling, VerificationBatch, VerificationResult
+from outrider.actors.verification.constraints import Constraints, processed_probs
+from outrider.actors.verification.draft_sampler import DraftSample, sample_drafts
+from outrider.cluster.modes import Mode
 
 V = 5
 K = 2

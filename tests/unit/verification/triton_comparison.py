@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.verification import coupled, torch_kernel, triton_kernel, triton_noise
-from actors.verification import noise as philox
-from actors.verification.batch import Sampling, VerificationBatch
-from actors.verification.noise import Role
-from actors.verification.search import TokenSubset
+from outrider.actors.verification import coupled, torch_kernel, triton_kernel
+from outrider.actors.verification import noise as philox
+from outrider.actors.verification import triton_kernel as triton_noise
+from outrider.actors.verification.batch import Sampling, VerificationBatch
+from outrider.actors.verification.noise import Role
+from outrider.actors.verification.search import TokenSubset
 
 REQUESTS, N = 10, 5
 

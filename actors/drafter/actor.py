@@ -1,0 +1,240 @@
+"""The drafter actor: one process that drafts for every target linked to it.
+
+The model work happens on one loop thread (``actors/drafter/loop.py``). Ray calls are control only and run in their
+own concurrency group, so they are answered while the loop computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from outrider.actors.drafter.hang_watch import end_when_hung
+from outrider.actors.drafter.load import load_strategy, warm_up
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.suffix import AnswerPart, SuffixStrategy
+from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
+from outrider.actors.observability.logs import configure as configure_logging
+from outrider.cluster.config import RemoteConfig, SpeculationConfig, SuffixConfig
+from outrider.cluster.link import Link, LinkBroken, LinkInvitation, join_link
+from outrider.cluster.link.codec import pack, unpack
+from outrider.cluster.link.messages import Message, Proposals
+from outrider.cluster.placement import NAMESPACE, RankPlacement, ReplicaPlacement, bind_to, rank_environment
+
+logger = logging.getLogger(__name__)
+
+_RESTART_PAUSE_S = 5.0
+
+_ENGINE_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # steps are hand-built for the V1 runner; with Triton vLLM would take V2
+}
+
+
+class _LinkSink:
+    """Sends a link's proposals. A broken link swallows them: its sequences are on their way out."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def send(self, proposals: Sequence[Proposals], work_us: int) -> None:
+        with suppress(LinkBroken):
+            self._link.post(pack(list(proposals), self._link.capacity_words), work_us=work_us)
+
+
+class Drafter:
+    """Loads its strategy at construction. Ray restarts it when it dies; verifiers then link anew."""
+
+    def __init__(
+        self,
+        config: RemoteConfig,
+        speculation: SpeculationConfig,
+        cores: list[int] | None,
+        ranks: RankPlacement | None,
+        placement_group: Any,
+        app_name: str = "outrider",
+    ) -> None:
+        if cores is not None:
+            bind_to(cores)
+        configure_logging()
+        # A link needs it, and its import takes seconds in which everybody would wait for the drafter; now nobody does.
+        threading.Thread(target=_import_early, args=("torch.distributed",), daemon=True).start()
+        try:
+            self._strategy, self._vocab_size = load_strategy(config, speculation, ranks, placement_group)
+            warm_up(self._strategy)
+        except Exception:
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                raise  # the replica reports it as the start-up error it is
+            # Ray gives an actor up whose constructor raises, but starts one again that crashes. Whatever kept this
+            # one from loading (memory of its former life, most often) may be gone the next time.
+            logger.exception("this drafter could not be restarted; trying again in %g s", _RESTART_PAUSE_S)
+            time.sleep(_RESTART_PAUSE_S)
+            os._exit(1)
+        self._loop = DraftLoop(self._strategy)
+        self._pool = self._join_pool(config, app_name)
+        self._links: dict[int, Link] = {}
+        self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run_loop, name="draft-loop", daemon=True)
+        self._thread.start()
+        self._longest_deadline_s = 0.0
+        watching = self._loop.at_work, lambda: self._longest_deadline_s
+        threading.Thread(target=end_when_hung, args=watching, name="draft-watch", daemon=True).start()
+
+    @ray.method(concurrency_group="control")
+    def ready(self) -> str:
+        """Answers once the model is loaded. Returns this node's address."""
+        return ray.util.get_node_ip_address()
+
+    @ray.method(concurrency_group="control")
+    def accept_link(self, invitation: LinkInvitation, timeout_s: float) -> None:
+        """Join a verifier's link. Raises LinkError when it is not there any more, ValueError for another vocabulary."""
+        if self._vocab_size is not None and invitation.vocab_size != self._vocab_size:
+            raise ValueError(
+                f"drafter.model: vocabulary of {self._vocab_size} tokens, the target's has {invitation.vocab_size}; "
+                "use a drafter with the target's tokenizer"
+            )
+        transport = join_link(invitation, timeout_s)
+        with self._lock:
+            self._last_link_id = link_id = self._last_link_id + 1
+        link = Link(
+            transport,
+            epoch=invitation.epoch,
+            capacity_words=invitation.capacity_words,
+            link_deadline_s=invitation.link_deadline_ms / 1e3,
+            decode=lambda payload: unpack(
+                payload, invitation.vocab_size, invitation.num_speculative_tokens, invitation.capacity_words
+            ),
+            name=f"{invitation.verifier_id}#{invitation.epoch}",
+            on_broken=lambda reason: self._drop(link_id, reason),
+            on_receive=lambda received: self._deliver(link_id, received.messages),
+        )
+        with self._lock:
+            self._links[link_id] = link
+            self._longest_deadline_s = max(self._longest_deadline_s, invitation.link_deadline_ms / 1e3)
+        self._loop.attach(link_id, _LinkSink(link))
+        link.start()
+        logger.info("linked to %s, epoch %d", invitation.verifier_id, invitation.epoch)
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> dict[str, Any]:
+        pool = {} if self._pool is None else {"suffix_pool_failures": self._pool.failures}
+        return {**self._loop.metrics(), **pool, "pid": os.getpid()}
+
+    def _join_pool(self, config: RemoteConfig, app_name: str) -> PoolMember | None:
+        """Learn from the suffix drafters of the application's other replicas, and teach them."""
+        strategy = self._strategy
+        if (
+            not isinstance(config, SuffixConfig)
+            or not config.share_across_replicas
+            or not config.suffix_decoding_max_cached_requests
+        ):
+            return None
+        assert isinstance(strategy, SuffixStrategy)
+
+        def learn(parts: list[AnswerPart]) -> None:
+            strategy.learn(parts)
+            self._loop.wake()
+
+        pool = RayPool(app_name, config.suffix_decoding_max_cached_tokens)
+        member = PoolMember(strategy.name, pool, strategy.take_parts, learn)
+        member.start()
+        return member
+
+    def _drop(self, link_id: int, reason: str) -> None:
+        logger.warning("link %d is gone: %s", link_id, reason)
+        with self._lock:
+            self._links.pop(link_id, None)
+        self._loop.detach(link_id)
+
+    def _deliver(self, link_id: int, messages: Sequence[Message]) -> None:
+        try:
+            self._loop.deliver(link_id, messages)
+        except BaseException:
+            logger.exception("the draft loop failed; this drafter ends and will be restarted")
+            os._exit(1)
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException:
+            # Everything this process drafts is suspect now. Dying is the clean way out: links break at once,
+            # targets decode plainly, Ray starts a fresh drafter.
+            logger.exception("the draft loop failed; this drafter ends and will be restarted")
+            os._exit(1)
+
+
+class DrafterStatus:
+    """A drafter's status, for all of one event loop who ask. One call is out at a time: those that were given up would
+    pile up at a stopped drafter, which answers every one of them when it goes on."""
+
+    def __init__(self, drafter: Any) -> None:
+        """drafter: Ray's handle of the actor."""
+        self._drafter = drafter
+        self._asking: asyncio.Future[dict[str, Any]] | None = None
+
+    async def ask(self, within_s: float) -> dict[str, Any]:
+        """See Drafter.status; the answer to the call that is out, if one is. Raises TimeoutError and RayError."""
+        if self._asking is None:
+            self._asking = asyncio.wrap_future(self._drafter.status.remote().future())
+            self._asking.add_done_callback(self._answered)
+        return await asyncio.wait_for(asyncio.shield(self._asking), within_s)
+
+    def _answered(self, asking: asyncio.Future[dict[str, Any]]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # whoever asked may have given up: then nobody else takes it
+
+
+def _import_early(module: str) -> None:
+    with suppress(Exception):  # whoever imports it next gets the error
+        importlib.import_module(module)
+
+
+def launch_drafter(
+    config: RemoteConfig,
+    speculation: SpeculationConfig,
+    *,
+    replica: str,
+    app_name: str,
+    ray_address: str,
+    group: Any,
+    placement: ReplicaPlacement,
+    cores: list[list[int]] | None,
+    environment: dict[str, str] | None = None,
+) -> Any:
+    """Start a replica's drafter actor on its bundles and return the handle at once, while the model loads.
+
+    cores: one set a rank; CPU only. environment: more variables of the actor's, see observability.environment.
+    """
+    indices = placement.drafter_bundle_indices
+    env_vars = {**rank_environment(cores), **_ENGINE_ENVIRONMENT, **(environment or {})}
+    ranks = None
+    if config.tensor_parallel_size > 1:
+        names = [f"DrafterRank-{rank}:{replica}" for rank in range(config.tensor_parallel_size)]
+        ranks = RankPlacement(ray_address, names, list(indices), cores, env_vars)
+    bundle = placement.bundles[indices[0]]
+    return (
+        ray.remote(concurrency_groups={"control": 4})(Drafter)
+        .options(
+            name=f"Drafter:{replica}",
+            namespace=NAMESPACE,
+            # With ranks of its own the drafter only coordinates them, and they need the bundles' resources.
+            num_cpus=0 if ranks else bundle["CPU"],
+            num_gpus=0 if ranks else bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, indices[0]),
+            max_restarts=-1,
+            runtime_env={"env_vars": env_vars},
+        )
+        .remote(config, speculation, None if cores is None or ranks else cores[0], ranks, group, app_name)
+    )

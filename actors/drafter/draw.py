@@ -1,0 +1,180 @@
+"""Drawing drafts: the token after each row of a step, as its request asks, and what it was drawn from. Knows of no
+engine.
+
+A row's draw depends on its own logits, sampling, seed and positions, never on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.actors.drafter.sequence import Draw, Drawn, StepPlan
+from outrider.actors.verification.constraints import Constraints
+from outrider.actors.verification.draft_sampler import DraftSample, greedy_drafts, sample_drafts
+from outrider.actors.verification.search import TokenSubset
+from outrider.cluster.link.messages import DraftSampling
+from outrider.cluster.modes import Mode
+
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
+"""Beyond, float32 overflows, and the choice is greedy or uniform as it is."""
+
+
+class _Kind(NamedTuple):
+    """Rows of one kind are drawn together."""
+
+    mode: Mode
+    """GREEDY, COUPLED or REJECTION: block verification takes the same draws."""
+
+    top_n: int
+    biased: bool
+
+    @classmethod
+    def of(cls, sampling: DraftSampling) -> _Kind:
+        mode, biased = sampling.mode, bool(sampling.biases)
+        if mode.samples_q:
+            mode = Mode.REJECTION if sampling.top_n else Mode.GREEDY
+        return cls(mode, sampling.top_n if mode is Mode.REJECTION else 0, biased)
+
+
+def draw(logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None = None) -> list[Drawn]:
+    """One token for each row of logits, in order.
+
+    logits: [R, V] of any float type, not changed; of R draws. All are given as many alternatives as the one that asks
+    for most. subset: the tokens that the columns stand for, if not all; work is saved where it is the same object in
+    every step. Raises ValueError when it is of another size than the logits. Nothing is read from the device
+    before all kinds are drawn.
+    """
+    if subset is not None and len(subset.ids) != logits.shape[1]:
+        raise ValueError(f"vocab_ids: {len(subset.ids)} tokens for {logits.shape[1]} columns of logits")
+    logits = logits.to(torch.float32)
+    alternatives = max((one.alternatives for one in draws), default=0)
+    places: dict[_Kind, list[int]] = {}
+    for place, one in enumerate(draws):
+        places.setdefault(_Kind.of(one.sampling), []).append(place)
+    samples = []
+    for kind, members in places.items():
+        rows = logits
+        if len(members) < len(draws):
+            rows = logits.index_select(0, torch.tensor(members, device=logits.device))
+        samples.append(_sample(kind, rows, [draws[place] for place in members], subset, alternatives))
+    drawn: dict[int, Drawn] = {}
+    for members, sample in zip(places.values(), samples, strict=True):
+        drawn.update(zip(members, _on_host(*sample), strict=True))
+    return [drawn[place] for place in range(len(draws))]
+
+
+def up_to_first_miss(plan: StepPlan, drawn: Sequence[Drawn]) -> list[list[Drawn]]:
+    """The draws by row, of each row those up to the first that is not its guess. drawn: one for each of plan's draws,
+    in order."""
+    answers, at = [], 0
+    for row in plan.rows:
+        matched = 0
+        while matched < len(row.guesses) and drawn[at + matched].token == row.guesses[matched]:
+            matched += 1
+        answers.append(list(drawn[at : at + matched + 1]) if row.draws else [])
+        at += len(row.draws)
+    return answers
+
+
+def _sample(
+    kind: _Kind, logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None, alternatives: int
+) -> tuple[DraftSample, Tensor | None]:
+    """Draws of one kind, and which rows, bool [M], have no token that they may draw; None without any such risk.
+    logits: float32 [M, V]."""
+    samplings, exhausted = [one.sampling for one in draws], None
+    if kind.biased:
+        logits, exhausted = _biased(logits, samplings, subset)
+    if kind.mode is Mode.GREEDY:
+        return greedy_drafts(logits, subset, alternatives), exhausted
+    device = logits.device
+    seed, position, round_start = torch.tensor(
+        [[d.sampling.seed, d.position, d.round_start] for d in draws], device=device
+    ).unbind(1)
+    constraints = _constraints(samplings, logits.shape[1], device)
+    sample = sample_drafts(
+        logits, kind.mode, constraints, seed, position, round_start, kind.top_n, subset, alternatives
+    )
+    return sample, exhausted
+
+
+def _constraints(samplings: Sequence[DraftSampling], vocab_size: int, device: torch.device) -> Constraints:
+    limits = [s.top_k if s.top_k < vocab_size else 0 for s in samplings]
+    temperature, top_p, min_p = torch.tensor(
+        [
+            [min(max(s.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for s in samplings],
+            [s.top_p for s in samplings],
+            [s.min_p for s in samplings],
+        ],
+        dtype=torch.float32,
+        device=device,
+    ).unbind()
+    return Constraints(
+        temperature=temperature,
+        top_k=torch.tensor(limits, device=device),
+        top_p=top_p,
+        min_p=min_p,
+        max_top_k=max(limits),
+        all_top_k=all(limit > 0 for limit in limits),
+        any_top_p=any(s.top_p < 1 for s in samplings),
+        any_min_p=any(s.min_p > 0 for s in samplings),
+    )
+
+
+def _biased(
+    logits: Tensor, samplings: Sequence[DraftSampling], subset: TokenSubset | None
+) -> tuple[Tensor, Tensor | None]:
+    """A biased copy of logits, float32 [M, V], and rows, bool [M], that have nothing but tokens outside the subset."""
+    device, vocab_size = logits.device, logits.shape[1]
+    entries = [(i, token) for i, sampling in enumerate(samplings) for token, _ in sampling.biases]
+    values = [bias for sampling in samplings for _, bias in sampling.biases]
+    only_biased = [i for i, sampling in enumerate(samplings) if sampling.only_biased]
+    row, column = torch.tensor(entries, device=device).unbind(1)
+    value = torch.tensor(values, dtype=torch.float32, device=device)
+    only = torch.tensor(only_biased, device=device) if only_biased else None
+    # Biased tokens outside the subset share a column past its end, and no host need know which they are.
+    copy = logits.new_empty(len(logits), vocab_size + (subset is not None))
+    copy[:, :vocab_size] = logits
+    exhausted = None
+    if subset is not None:
+        copy[:, vocab_size] = 0.0
+        column = subset.columns_of(column)
+        if only is not None:
+            allowed = (column < vocab_size) & (value > -math.inf)
+            none_left = torch.zeros(len(samplings), dtype=torch.int64, device=device).index_fill_(0, only, 1)
+            # Negative or 0 where at least one allowed token is counted off.
+            exhausted = none_left.index_add_(0, row, -allowed.to(torch.int64)) > 0
+    biased = copy[row, column] + value
+    if only is not None:
+        copy.index_fill_(0, only, -math.inf)
+    copy[row, column] = biased
+    return copy[:, :vocab_size], exhausted
+
+
+def _on_host(sample: DraftSample, exhausted: Tensor | None) -> list[Drawn]:
+    """The rows of a sample."""
+    assert sample.usable is not None
+    tokens, usable = sample.ids.tolist(), sample.usable.tolist()
+    none_left = [False] * len(tokens) if exhausted is None else exhausted.tolist()
+    q_ids = None if sample.q_ids is None else sample.q_ids.to(torch.int32).cpu().numpy()
+    q_probs = None if sample.q_probs is None else sample.q_probs.cpu().numpy()
+    others = None if sample.alternatives is None else sample.alternatives.tolist()
+    shares = None if sample.confidence is None else sample.confidence.tolist()
+    drawn = []
+    for i, token in enumerate(tokens):
+        if none_left[i] or not usable[i]:
+            drawn.append(Drawn(-1, usable=False, bad_logits=not none_left[i]))
+            continue
+        q = None if q_ids is None else q_ids[i]
+        probs = None if q_probs is None else q_probs[i]
+        if others is None or shares is None:
+            drawn.append(Drawn(token, q, probs))
+            continue
+        confidence, *rest = shares[i]
+        named = tuple((other, share) for other, share in zip(others[i], rest, strict=True) if other >= 0)
+        drawn.append(Drawn(token, q, probs, confidence, named))
+    return drawn

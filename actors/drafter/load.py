@@ -1,0 +1,110 @@
+"""Loading the strategy that a drafter's configuration asks for, and warming it up."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from outrider.actors.drafter.strategy import DraftStrategy
+from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.suffix_index import SuffixLimits
+from outrider.actors.drafter.vocabulary import DraftVocabulary
+from outrider.cluster.config import (
+    ConfigError,
+    DraftModelConfig,
+    NgramConfig,
+    RemoteConfig,
+    SpeculationConfig,
+    SuffixConfig,
+)
+from outrider.cluster.link.messages import Commit, DraftSampling
+from outrider.cluster.modes import Mode
+from outrider.cluster.placement import RankPlacement
+
+if TYPE_CHECKING:
+    from outrider.actors.vllm_seam.draft_engine import DraftEngine
+
+_CUT_VOCAB_SIZE = 32768
+
+
+def load_strategy(
+    config: RemoteConfig, speculation: SpeculationConfig, ranks: RankPlacement | None, placement_group: Any
+) -> tuple[DraftStrategy, int | None]:
+    """The strategy, its model loaded, and the size of its vocabulary; None: any will do."""
+    if isinstance(config, SuffixConfig):
+        return _suffix_strategy(config), None
+    if isinstance(config, NgramConfig):
+        from outrider.actors.drafter.ngram import NgramStrategy
+
+        return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max), None
+    from outrider.actors.drafter.draft_model import DraftModelStrategy
+    from outrider.actors.drafter.planner import LookaheadLimits
+    from outrider.actors.vllm_seam.draft_engine import DraftEngine
+    from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
+
+    if ranks is not None and ray.get_runtime_context().was_current_actor_reconstructed:
+        # The ranks of the life before may still be on their way out, and hold their names.
+        ranks = replace(ranks, actor_names=[f"{name}#{os.getpid()}" for name in ranks.actor_names])
+    engine = DraftEngine(drafter_vllm_config(config, ranks, placement_group), in_process=ranks is None)
+    limits = LookaheadLimits(
+        ahead=speculation.draft_ahead,
+        max_side_branches=speculation.max_side_branches,
+        max_rows=config.max_draft_rows,
+        prompt_lookup_min=config.prompt_lookup_min,
+        prompt_lookup_max=config.prompt_lookup_max,
+    )
+    vocabulary = _vocabulary(config, engine)
+    return DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary), engine.vocab_size
+
+
+def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:
+    limits = SuffixLimits(
+        config.suffix_decoding_max_tree_depth,
+        config.suffix_decoding_max_spec_factor,
+        config.suffix_decoding_min_token_prob,
+    )
+    cached = config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens
+    return SuffixStrategy(limits, *cached, name=secrets.token_hex(8))
+
+
+def _vocabulary(config: DraftModelConfig, engine: DraftEngine) -> DraftVocabulary | None:
+    """What the output head is cut to; None: it stays whole."""
+    size = config.draft_vocab_size
+    if size is None:
+        big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE and config.tensor_parallel_size == 1
+        size = _CUT_VOCAB_SIZE if big else 0
+    if size == 0:
+        return None
+    if size > engine.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size: {size}, the model has {engine.vocab_size} tokens; set fewer, or 0 for all"
+        )
+    vocabulary = DraftVocabulary(engine.vocab_size, size, always=engine.end_token_ids)
+    engine.cut_head(vocabulary.token_ids)
+    return vocabulary
+
+
+def warm_up(strategy: DraftStrategy) -> None:
+    """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
+    key = (0, 0)
+    for sampling in (
+        DraftSampling(),
+        DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9),
+        DraftSampling(Mode.COUPLED, temperature=1.0),
+    ):
+        strategy.open(key, [0] * 64, num_speculative_tokens=2, sampling=sampling)
+        _work_off(strategy)
+        strategy.commit(key, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
+        _work_off(strategy)
+        strategy.close(key)
+    _work_off(strategy)
+
+
+def _work_off(strategy: DraftStrategy) -> None:
+    while (work := strategy.plan()[0]) is not None:
+        work.execute()
+        strategy.complete(work)

@@ -1,0 +1,350 @@
+"""How likely each outcome of a verification is: the drafter's own probabilities, corrected by experience. Pure.
+
+An outcome is reached when every draft before its position is accepted, and taken when the token there is not. Both
+frequencies are counted against what the drafter's confidence predicted, so a drafter that is too sure of itself is
+believed less.
+
+What a step of the drafter takes, and what another row adds to it: a straight line through recent steps. Pure.
+
+One step of the draft model's: planned, run, and what it drew. Pure.
+
+What the draft model's next step holds: whose rows, fed with what, in which KV blocks. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from outrider.actors.drafter.engine import BranchBlocks, Engine
+from outrider.actors.drafter.sequence import Draw, Drawn, Line, Resident, SideBranch, StepPlan, StepRow
+from outrider.actors.drafter.strategy import Draft
+from outrider.cluster.link.messages import ProposalStatus
+
+_BINS = 10
+_PRIOR_WEIGHT = 8.0
+_FADE_AT = 2000.0
+
+
+class _Frequency:
+    """Hits over trials, pulled towards what was predicted while there are few; old ones fade."""
+
+    def __init__(self) -> None:
+        self._trials, self._hits = 0.0, 0.0
+
+    def add(self, hits: float, trials: float = 1.0) -> None:
+        self._trials += trials
+        self._hits += hits
+        if self._trials > _FADE_AT:
+            self._trials, self._hits = self._trials / 2, self._hits / 2
+
+    def given(self, predicted: float) -> float:
+        return (self._hits + _PRIOR_WEIGHT * predicted) / (self._trials + _PRIOR_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Verification goes along the main line up to `position` and has `token` there. value: its probability."""
+
+    position: int
+    token: int
+    value: float
+
+
+class OutcomeModel:
+    """Kept by a drafter over all its sequences."""
+
+    def __init__(self, num_alternatives: int) -> None:
+        self._accepted = [_Frequency() for _ in range(_BINS)]
+        self._alternative = [_Frequency() for _ in range(num_alternatives)]
+
+    def acceptance(self, drawn: Drawn) -> float:
+        """The probability that verification has this very token where it looks."""
+        confidence = min(max(drawn.confidence, 0.0), 1.0)
+        return self._accepted[min(int(confidence * _BINS), _BINS - 1)].given(confidence)
+
+    def outcomes(self, reach: float, position: int, drawn: Drawn) -> list[Outcome]:
+        """The alternatives at a position that verification reaches with probability `reach`."""
+        rejected = reach * (1 - self.acceptance(drawn))
+        found = []
+        for rank, (token, probability) in enumerate(drawn.alternatives[: len(self._alternative)]):
+            share = self._alternative[rank].given(self._predicted(drawn, probability))
+            found.append(Outcome(position, token, rejected * share))
+        return found
+
+    def observe(self, drawn: Sequence[Drawn | None], token_ids: Sequence[int]) -> None:
+        """drawn: the main line's tokens where verification chose token_ids, as far as they were drawn; the first that
+        differs ends the comparison."""
+        for entry, token in zip(drawn, token_ids, strict=False):
+            if entry is None:
+                return
+            confidence = min(max(entry.confidence, 0.0), 1.0)
+            same = entry.token == token
+            self._accepted[min(int(confidence * _BINS), _BINS - 1)].add(same)
+            if not same:
+                for rank, (other, _) in enumerate(entry.alternatives[: len(self._alternative)]):
+                    self._alternative[rank].add(other == token)
+                return
+
+    @staticmethod
+    def _predicted(drawn: Drawn, probability: float) -> float:
+        return min(probability / max(1 - drawn.confidence, 1e-6), 0.95)
+
+
+_FADE = 0.98
+_MIN_SHARE, _MAX_SHARE = 0.004, 0.2
+_PRIOR_SHARE = 0.02
+
+
+class StepCost:
+    """An exponentially faded least-squares fit of seconds over rows."""
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        self._weight = self._weight * _FADE + 1
+        self._rows = self._rows * _FADE + rows
+        self._seconds = self._seconds * _FADE + seconds
+        self._rows_squared = self._rows_squared * _FADE + rows * rows
+        self._product = self._product * _FADE + rows * seconds
+
+    @property
+    def mean_s(self) -> float:
+        """Of a recent step; 0 before the first."""
+        return self._seconds / self._weight if self._weight else 0.0
+
+    @property
+    def row_share(self) -> float:
+        """What one more row adds, as a share of a step: a branch less likely than this costs more than it saves."""
+        mean = self.mean_s
+        variance = self._rows_squared * self._weight - self._rows**2
+        if mean <= 0 or variance < 0.05 * self._weight**2:
+            return _PRIOR_SHARE
+        slope = (self._product * self._weight - self._rows * self._seconds) / variance
+        return min(max(slope / mean, _MIN_SHARE), _MAX_SHARE)
+
+
+@dataclass(eq=False, slots=True)
+class DraftStep:
+    """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk."""
+
+    is_step: ClassVar[bool] = True
+    engine: Engine
+    clock: Callable[[], float]
+    plan: StepPlan = field(default_factory=StepPlan)
+    targets: list[tuple[Resident, Line | None]] = field(default_factory=list)
+    drawn: list[list[Drawn]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def execute(self) -> None:
+        started = self.clock()
+        self.drawn = self.engine.run(self.plan)
+        self.seconds = self.clock() - started
+
+    @property
+    def num_fed(self) -> int:
+        return sum(row.num_fed for row in self.plan.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LookaheadLimits:
+    """ahead: draft for the next round while this one is verified. max_side_branches: of one sequence. max_rows: of one
+    step, all sequences together. prompt_lookup_min, prompt_lookup_max: n-grams that are looked up to guess draws, 0 for
+    none; max_guesses: of one row."""
+
+    ahead: bool = True
+    max_side_branches: int = 8
+    max_rows: int = 64
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
+    max_guesses: int = 8
+
+
+class StepPlanner:
+    """Plans between steps, never while one runs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        residents: Collection[Resident],
+        limits: LookaheadLimits,
+        prefill_chunk_tokens: int,
+        outcomes: OutcomeModel,
+        cost: StepCost,
+        clock: Callable[[], float],
+    ) -> None:
+        """residents: all of them, a view that follows their coming and going."""
+        self._engine, self._residents, self._limits, self._clock = engine, residents, limits, clock
+        self._outcomes, self._cost = outcomes, cost
+        self._chunk = min(prefill_chunk_tokens, engine.max_num_batched_tokens)
+        self._max_rows = min(limits.max_rows, engine.max_num_batched_tokens)
+        self.branches = BranchBlocks(engine)
+        self._span = math.gcd(*engine.block_sizes)
+        """Tokens that blocks hold whole multiples of: what is allocated to a multiple of it costs no block more."""
+
+    def drafts(self, due: Collection[Resident], answers: list[Draft]) -> DraftStep | None:
+        """A step over those who wait, in their order, then over what can be drafted ahead. answers: those that need no
+        step are added."""
+        step = DraftStep(self._engine, self._clock)
+        for resident in due:
+            self._add_main(step, resident, answers)
+        if self._limits.ahead:
+            self._add_ahead(step)
+        return self._finished(step)
+
+    def prefill(self, idle: bool = False) -> DraftStep | None:
+        """The oldest sequences first, prefill_chunk_tokens over all of them. idle: those that nobody wants drafts of,
+        so that they are ready when somebody does."""
+        step = DraftStep(self._engine, self._clock)
+        budget = self._chunk
+        for resident in self._residents:
+            sequence = resident.sequence
+            if resident.retired or resident.can_draft or (sequence.num_wanted == 0) != idle:
+                continue
+            if budget == 0 or len(step.plan.rows) == self._max_rows:
+                break
+            start = sequence.main.num_computed
+            # The last token makes the first draft.
+            end = min(start + budget, sequence.committed_len - 1)
+            if not self._allocate(resident, end):
+                continue  # a shorter one may still fit
+            budget -= end - start
+            step.plan.rows.append(StepRow(sequence.text[start:end], start, resident.blocks))
+            step.targets.append((resident, None))
+        return self._finished(step)
+
+    def _finished(self, step: DraftStep) -> DraftStep | None:
+        if not step.plan.rows:
+            return None
+        step.plan.restores, step.plan.copies = self.branches.take_copies()
+        return step
+
+    def _add_main(self, step: DraftStep, resident: Resident, answers: list[Draft] | None) -> None:
+        """The main line's next row. answers: of a sequence that is due; OUT_OF_KV goes there."""
+        sequence = resident.sequence
+        draws, guesses = self._draws(resident, sequence.main)
+        if not draws:
+            answer = sequence.answer()
+            if answer is not None and answers is not None:
+                answers.append(answer)
+            return
+        if not self._has_room(step, sequence.num_uncomputed + len(guesses)):
+            return
+        if not self._has_blocks(resident, draws[-1].position) and not self._allocate(resident, draws[-1].position):
+            if answers is not None:
+                sequence.give_up()
+                answers.append(Draft(sequence.key, sequence.committed_len, [], ProposalStatus.OUT_OF_KV))
+            return
+        self._add_row(step, resident, sequence.main, resident.blocks, draws, guesses)
+
+    def _add_ahead(self, step: DraftStep) -> None:
+        """Main lines of answered sequences first, then side branches, the likeliest outcomes first."""
+        answered = [r for r in self._residents if not r.sequence.due and r.can_draft]
+        for resident in answered:
+            self._add_main(step, resident, None)
+            self._spawn(resident)
+        sides = [(side, resident) for resident in answered for side in resident.sequence.sides.values()]
+        sides.sort(key=lambda entry: -entry[0].value)
+        for side, resident in sides:
+            draws, guesses = self._draws(resident, side.line)
+            if not draws or not self._has_room(step, 1 + len(guesses)):
+                continue
+            self._add_row(step, resident, side.line, side.blocks, draws, guesses)
+
+    def _draws(self, resident: Resident, line: Line) -> tuple[list[Draw], list[int]]:
+        """What the line's next row draws, and what an earlier passage of the text says these draws will be."""
+        sequence = resident.sequence
+        index = resident.index.index if resident.index is not None and resident.index.is_read else None
+        if not sequence.free_of_rounds:
+            # A right guess makes an answer come sooner. Where a late answer is dropped, tokens that were guessed would
+            # be dropped less often than others: no longer draws from q.
+            index = None
+        draws = sequence.next_draws(line, 1 + (self._limits.max_guesses if index is not None else 0))
+        if index is None or len(draws) < 2:
+            return draws, []
+        end = line.end
+        suffix = sequence.token_ids(line, max(end - self._limits.prompt_lookup_max, 0), end)
+        guesses = index.lookup(len(draws) - 1, suffix)
+        return draws[: len(guesses) + 1], guesses
+
+    def _add_row(
+        self,
+        step: DraftStep,
+        resident: Resident,
+        line: Line,
+        blocks: tuple[list[int], ...],
+        draws: list[Draw],
+        guesses: list[int],
+    ) -> None:
+        start = line.num_computed
+        ids = resident.sequence.token_ids(line, start, line.end)
+        step.plan.rows.append(StepRow(ids, start, blocks, draws, guesses))
+        step.targets.append((resident, line))
+
+    def _has_room(self, step: DraftStep, num_tokens: int) -> bool:
+        fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens
+        return fits and len(step.plan.rows) < self._max_rows
+
+    def _has_blocks(self, resident: Resident, end: int) -> bool:
+        """Nothing was committed since blocks were last allocated, and they reach as far."""
+        sequence = resident.sequence
+        settled = resident.allocated_for == sequence.committed_len and sequence.adopted is None
+        return settled and end <= resident.allocated_to
+
+    def _allocate(self, resident: Resident, end: int) -> bool:
+        """KV blocks of the sequence's own for all positions below `end`; an adopted branch's are copied there."""
+        sequence = resident.sequence
+        length = sequence.committed_len
+        end = min(-(-end // self._span) * self._span, sequence.max_len) if end >= length else end
+        known = min(end, length)
+        computed = min(sequence.main.num_computed, known - 1)
+        if resident.appended_to < length:
+            self._engine.append(resident.request_id, sequence.text[resident.appended_to :])
+            resident.appended_to = length
+        while not self._engine.allocate(resident.request_id, computed, known - computed, end - known):
+            # Who is waited for comes before what is drafted ahead.
+            if not (sequence.due and self._drop_a_branch()):
+                return False
+        resident.blocks = self._engine.block_ids(resident.request_id)
+        resident.allocated_for, resident.allocated_to = length, end
+        if sequence.adopted is not None:
+            self.branches.restore(resident.blocks, sequence.adopted)
+            sequence.adopted = None
+        return True
+
+    def _drop_a_branch(self) -> bool:
+        for resident in self._residents:
+            sequence = resident.sequence
+            if sequence.sides:
+                _, side = sequence.sides.popitem()
+                self.branches.free(side)
+                return True
+        return False
+
+    def _spawn(self, resident: Resident) -> None:
+        """Side branches for the likeliest outcomes that verification may have from what is proposed now."""
+        sequence, limits = resident.sequence, self._limits
+        if sequence.adopted is not None or limits.max_side_branches == 0:
+            return
+        open_outcomes = sequence.open_outcomes()
+        if not open_outcomes:
+            return
+        found: list[Outcome] = []
+        reach, at = 1.0, sequence.committed_len
+        for position, drawn in open_outcomes:
+            while at < position:
+                before = sequence.main.at(at)
+                reach *= self._outcomes.acceptance(before) if before is not None else 1.0
+                at += 1
+            found += self._outcomes.outcomes(reach, position, drawn)
+        found = [o for o in found if o.value >= self._cost.row_share and o.position + 1 < sequence.max_len]
+        found.sort(key=lambda outcome: -outcome.value)
+        for outcome in found[: max(limits.max_side_branches - len(sequence.sides), 0)]:
+            line = Line(outcome.position, [outcome.token], [None], num_computed=outcome.position)
+            side = SideBranch(line, outcome.value)
+            if not self.branches.allocate(resident.blocks, side, outcome.position + 1 + sequence.num_wanted):
+                return
+            sequence.sides[outcome.position, outcome.token] = side

@@ -1,0 +1,316 @@
+"""Answers of many requests, kept as long as there is room: what suffix decoding learns from. Pure.
+
+Suffix decoding as a drafter: what followed the end of the text before, in it or in the answers of others.
+
+The text alone decides, so q is one-hot, and a look-up is answered on the receive thread like an n-gram drafter's.
+Longer prompts and the answers of others are read between rounds, a slice at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from outrider.actors.drafter.strategy import Draft, SequenceKey, UnknownSequence, Work
+from outrider.actors.drafter.suffix_index import NO_PATH, Path, SuffixIndex, SuffixLimits, best_path
+from outrider.cluster.link.messages import Commit, DraftSampling, Origin, ProposalStatus
+
+RequestKey = tuple[str, int]
+"""(drafter, number): unique over all drafters of a pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """Consecutive tokens of one request's answer, int32.
+
+    context: what was before them. seed: the request's, where its tokens were drawn by rejection or block verification;
+    None where they do not depend on drafts (greedy, coupled).
+    """
+
+    request: RequestKey
+    context: array[int]
+    token_ids: array[int]
+    seed: int | None = None
+
+
+class SuffixAnswers:
+    """First in, first out, bounded by requests and by tokens."""
+
+    def __init__(self, max_requests: int, max_tokens: int, limits: SuffixLimits) -> None:
+        self._max_requests, self._max_tokens, self._limits = max_requests, max_tokens, limits
+        buckets = 1 << max(10, min(20, (max_tokens - 1).bit_length()))
+        self._index = SuffixIndex(limits.max_tree_depth, buckets)
+        self._parts: deque[tuple[RequestKey, int | None, int]] = deque()
+        """Request, seed and the position after each part."""
+
+        self._parts_of: dict[RequestKey, int] = {}
+        self._seeds: dict[int, dict[RequestKey, int]] = {}
+        """Seed -> requests that were drawn with it -> parts."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._parts_of)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._index.end - self._index.first
+
+    def add(self, part: AnswerPart) -> None:
+        self._index.append(part.token_ids, context=part.context)
+        self._parts.append((part.request, part.seed, self._index.end))
+        self._parts_of[part.request] = self._parts_of.get(part.request, 0) + 1
+        if part.seed is not None:
+            of_seed = self._seeds.setdefault(part.seed, {})
+            of_seed[part.request] = of_seed.get(part.request, 0) + 1
+        while self._parts and (self.num_requests > self._max_requests or self.num_tokens > self._max_tokens):
+            self._forget_oldest()
+
+    def path(self, end_of_text: Sequence[int], num_wanted: int, request: RequestKey, seed: int | None) -> Path:
+        """What other requests' answers say comes next.
+
+        seed: as in AnswerPart. A request that is drawn with the seed of another draws the same random numbers, and
+        drafting from tokens that these numbers chose would bias it: it learns nothing here.
+        """
+        if seed is not None and any(other != request for other in self._seeds.get(seed, ())):
+            return NO_PATH
+        return best_path(self._index, end_of_text, num_wanted, self._limits, is_the_text=False)
+
+    def _forget_oldest(self) -> None:
+        request, seed, end = self._parts.popleft()
+        self._index.forget_before(end)
+        _count_down(self._parts_of, request)
+        if seed is not None:
+            of_seed = self._seeds[seed]
+            _count_down(of_seed, request)
+            if not of_seed:
+                del self._seeds[seed]
+
+
+def _count_down(counts: dict[RequestKey, int], request: RequestKey) -> None:
+    counts[request] -= 1
+    if counts[request] == 0:
+        del counts[request]
+
+
+PART_TOKENS = 64
+"""Tokens of a running answer after which others may learn them."""
+
+_LEAST_PART_TOKENS = 4
+_SLICE_TOKENS = 2048
+"""Read at once: about two milliseconds."""
+
+_SLICE_PARTS = 8
+_MOST_WAITING = 4096
+"""Parts that wait to be learnt, or to be sent; beyond that the oldest are lost, and counted."""
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    request: RequestKey
+    index: SuffixIndex
+    token_ids: list[int]
+    """All of the text."""
+
+    seed: int | None
+    num_read: int = 0
+    """Leading tokens of the text that the index has."""
+
+    num_shared: int = 0
+    """Leading tokens that are the prompt's, or that others know."""
+
+    num_wanted: int = 0
+    """Drafts that the last commit asked for, while it waits for the text to be read."""
+
+    def read(self) -> int:
+        """A slice, into the index. Returns its length; num_read is for whoever holds the loop's lock."""
+        tokens = self.token_ids[self.num_read : self.num_read + _SLICE_TOKENS]
+        self.index.append(tokens)
+        return len(tokens)
+
+
+@dataclass(eq=False, slots=True)
+class _Reading:
+    """The next slice of a prompt, whose index nobody else uses before all is read. None: answers of others are to be
+    learnt, which belongs to the lock."""
+
+    is_step: ClassVar[bool] = False
+    key: SequenceKey | None = None
+    sequence: _Sequence | None = None
+    num_tokens: int = 0
+    """How many were read; by the time they are counted the text may have grown."""
+
+    def execute(self) -> None:
+        if self.sequence is not None:
+            self.num_tokens = self.sequence.read()
+
+
+@dataclass
+class SuffixCounters:
+    parts_learnt: int = 0
+    parts_lost: int = 0
+    own_text_drafts: int = 0
+    others_text_drafts: int = 0
+
+
+@dataclass
+class SuffixStrategy:
+    """Implements DraftStrategy without a model. `take_parts` and `learn` may be called from any thread."""
+
+    limits: SuffixLimits
+    max_cached_requests: int
+    max_cached_tokens: int
+    name: str
+    """Of this drafter, unlike any other's that ever was in the pool."""
+
+    counted: SuffixCounters = field(default_factory=SuffixCounters)
+
+    def __post_init__(self) -> None:
+        self._answers: SuffixAnswers | None = None
+        if self.max_cached_requests:
+            self._answers = SuffixAnswers(self.max_cached_requests, self.max_cached_tokens, self.limits)
+        self._sequences: dict[SequenceKey, _Sequence] = {}
+        self._unread: dict[SequenceKey, _Sequence] = {}
+        self._to_learn: deque[AnswerPart] = deque()
+        self._to_send: deque[AnswerPart] = deque()
+        self._last_number = 0
+
+    def open(
+        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
+    ) -> Draft | None:
+        self._last_number += 1
+        buckets = 1 << max(10, min(18, (2 * len(token_ids) + 1024).bit_length()))
+        sequence = _Sequence(
+            (self.name, self._last_number),
+            SuffixIndex(self.limits.max_tree_depth, buckets),
+            list(token_ids),
+            sampling.seed if sampling.mode.samples_q else None,
+            num_shared=len(token_ids),
+        )
+        self._sequences[key] = sequence
+        self._read(key, sequence)
+        return None if key in self._unread else self._ready(key, sequence)
+
+    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
+        sequence = self._sequences.get(key)
+        if sequence is None or len(sequence.token_ids) != commit.base_committed_len:
+            raise UnknownSequence(key)
+        sequence.token_ids.extend(commit.token_ids)
+        self._share(sequence, PART_TOKENS)
+        length = len(sequence.token_ids)
+        if key in self._unread:
+            sequence.num_wanted = commit.num_wanted
+            return [Draft(key, length, [], ProposalStatus.NOT_READY)] if commit.num_wanted else []
+        self._read(key, sequence)
+        return [self._answer(key, sequence, commit.num_wanted)] if commit.num_wanted else []
+
+    def close(self, key: SequenceKey) -> None:
+        sequence = self._sequences.pop(key, None)
+        self._unread.pop(key, None)
+        if sequence is not None:
+            self._share(sequence, _LEAST_PART_TOKENS)
+
+    def plan(self) -> tuple[Work | None, list[Draft]]:
+        for key, sequence in self._unread.items():
+            return _Reading(key, sequence), []
+        return (_Reading() if self._to_learn else None), []
+
+    def complete(self, work: Work) -> list[Draft]:
+        """Take one slice: of a prompt, while somebody waits for one, else of the answers of others."""
+        assert isinstance(work, _Reading)
+        key, sequence = work.key, work.sequence
+        if key is not None and sequence is not None:
+            if self._unread.get(key) is not sequence:
+                return []
+            self._count_read(key, sequence, work.num_tokens)
+            if key in self._unread:
+                return []
+            ready, num_wanted = self._ready(key, sequence), sequence.num_wanted
+            # Whoever asked before waits for an answer from READY on.
+            return [ready, *([self._answer(key, sequence, num_wanted)] if num_wanted else [])]
+        for _ in range(min(_SLICE_PARTS, len(self._to_learn))):
+            assert self._answers is not None
+            self._answers.add(self._to_learn.popleft())
+            self.counted.parts_learnt += 1
+        return []
+
+    def step_us(self) -> int:
+        return 0
+
+    def usage(self) -> dict[str, float]:
+        return {
+            "num_sequences": len(self._sequences),
+            "num_prefilling": len(self._unread),
+            "kv_cache_usage": 0.0,
+        }
+
+    def counters(self) -> dict[str, Any]:
+        answers, counted = self._answers, self.counted
+        return {
+            "suffix_cached_requests": answers.num_requests if answers else 0,
+            "suffix_cached_tokens": answers.num_tokens if answers else 0,
+            "suffix_parts_learnt": counted.parts_learnt,
+            "suffix_parts_lost": counted.parts_lost,
+            "suffix_own_text_drafts": counted.own_text_drafts,
+            "suffix_others_text_drafts": counted.others_text_drafts,
+        }
+
+    def take_parts(self) -> list[AnswerPart]:
+        """What other drafters do not know yet."""
+        taken = []
+        while self._to_send:
+            taken.append(self._to_send.popleft())
+        return taken
+
+    def learn(self, parts: list[AnswerPart]) -> None:
+        """Take parts of other drafters' answers; they are read between rounds."""
+        if self._answers is not None:
+            self._queue(self._to_learn, parts)
+
+    def _queue(self, queue: deque[AnswerPart], parts: list[AnswerPart]) -> None:
+        queue.extend(parts)
+        while len(queue) > _MOST_WAITING:
+            queue.popleft()
+            self.counted.parts_lost += 1
+
+    def _answer(self, key: SequenceKey, sequence: _Sequence, num_wanted: int) -> Draft:
+        drafted = self._draft(sequence, num_wanted)
+        return Draft(key, len(sequence.token_ids), drafted, ProposalStatus.OK, origin=Origin.MISS)
+
+    def _draft(self, sequence: _Sequence, num_wanted: int) -> list[int]:
+        end_of_text = sequence.token_ids[-self.limits.max_tree_depth :]
+        own = best_path(sequence.index, end_of_text, num_wanted, self.limits, is_the_text=True)
+        if self._answers is not None and own.score < num_wanted:
+            others = self._answers.path(end_of_text, num_wanted, sequence.request, sequence.seed)
+            if others.score > own.score:
+                self.counted.others_text_drafts += 1
+                return others.token_ids
+        self.counted.own_text_drafts += bool(own.token_ids)
+        return own.token_ids
+
+    def _read(self, key: SequenceKey, sequence: _Sequence) -> None:
+        self._count_read(key, sequence, sequence.read())
+
+    def _count_read(self, key: SequenceKey, sequence: _Sequence, num_tokens: int) -> None:
+        sequence.num_read += num_tokens
+        if sequence.num_read < len(sequence.token_ids):
+            self._unread[key] = sequence
+        else:
+            self._unread.pop(key, None)
+
+    @staticmethod
+    def _ready(key: SequenceKey, sequence: _Sequence) -> Draft:
+        return Draft(key, len(sequence.token_ids), [], ProposalStatus.READY)
+
+    def _share(self, sequence: _Sequence, least: int) -> None:
+        """Give what is new in an answer to this drafter's own memory and to the pool, if it is enough."""
+        start, text = sequence.num_shared, sequence.token_ids
+        if self._answers is None or len(text) - start < least:
+            return
+        context = text[max(0, start - self.limits.max_tree_depth) : start]
+        part = AnswerPart(sequence.request, array("i", context), array("i", text[start:]), sequence.seed)
+        sequence.num_shared = len(text)
+        self._queue(self._to_learn, [part])
+        self._queue(self._to_send, [part])

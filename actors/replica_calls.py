@@ -1,0 +1,317 @@
+"""What a target serves: what stays the same for as long as it is served.
+
+What the ingress asks of a target's tokenizer, and what it gets back.
+
+What the ingress asks of a target replica, and what it gets back: one message a round.
+
+What the HTTP front asks of a target replica, and what it gets back: a head, then the body in parts.
+
+Free of vLLM: the ingress loads this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from outrider.actors.round.deadlines import Deadline
+
+VERIFICATIONS = ("rejection", "block", "coupled")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    architecture: str
+    tokenizer: str
+    """Its class."""
+
+    has_chat_template: bool
+    eos_token_ids: tuple[int, ...]
+    verifications: tuple[str, ...] = ()
+    """Ways to verify drafts that a request may ask for, of VERIFICATIONS."""
+
+    default_verification: str | None = None
+    methods: tuple[str, ...] = ()
+    num_speculative_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """A prompt to tokenise. Exactly one of text and chat is set."""
+
+    text: str | None = None
+    chat: ChatPrompt | None = None
+    add_special_tokens: bool | None = None
+    """None: True for text, False for chat."""
+
+    return_token_strs: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a prompt is to the model."""
+
+    token_ids: tuple[int, ...]
+    max_model_len: int
+    token_strs: tuple[str, ...] = ()
+    """As the vocabulary spells them, when asked for."""
+
+
+class RequestError(Exception):
+    """A request that is refused at the door.
+
+    field: the request field at fault, in the public API's spelling, e.g. ``sampling.temperature``.
+    fix: what to send instead.
+    """
+
+    def __init__(self, field: str, problem: str, fix: str) -> None:
+        super().__init__(field, problem, fix)
+        self.field, self.problem, self.fix = field, problem, fix
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}; {self.fix}"
+
+
+class RequestIdInUse(Exception):
+    """A request with this id is running."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request_id: {self.request_id!r} is the id of a running request; send another one, or none"
+
+
+LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words")
+"""Sampling parameters that may forbid every token: a JSON schema that refers to itself and nothing else, say."""
+
+
+class SamplingFailed(Exception):
+    """The engine gave a request up because it could not choose its next token, and the request has no LIMITS that it
+    may be due to. Other requests go on."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request {self.request_id}: the model's logits for the next token were not finite"
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    role: str
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation, and how the model's chat template makes a prompt of it."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the template: plain JSON values."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A validated request. Exactly one of prompt_text, prompt_token_ids and prompt_chat is set."""
+
+    request_id: str
+    prompt_text: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    apply_chat_template: bool = False
+    """prompt_text is what one user says."""
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of vLLM's SamplingParams: only what the client set. ``structured_outputs`` is a dict with one
+    keyword argument of StructuredOutputsParams."""
+
+    speculation: bool = True
+    num_speculative_tokens: int | None = None
+    """At most this many drafts a round; None: the deployment's."""
+
+    verification: str | None = None
+    """``rejection``, ``block`` or ``coupled``; None: as the deployment is configured (see verification.mode)."""
+
+    deadline: Deadline | None = None
+    """After which the answer is worthless; the engine then drops the request."""
+
+    prompt_chat: ChatPrompt | None = None
+
+    trace_headers: dict[str, str] = field(default_factory=dict)
+    """W3C trace headers of the ingress's span; empty when tracing is off."""
+
+    avoid_replicas: tuple[str, ...] = ()
+    """Replicas that were lost with this request before it had any output; see outrider.actors.serving.running."""
+
+    @property
+    def num_answers(self) -> int:
+        """n: each answer ends with a finish_reason of its own."""
+        return int(self.sampling.get("n", 1))
+
+    def seconds_left(self) -> float | None:
+        """Until the deadline, negative once it has passed. None without one."""
+        return None if self.deadline is None else self.deadline.left_s()
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """Requests in one target's engine, as its scheduler last said."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """0 to 1."""
+
+    max_num_seqs: int
+    """Requests it can run at once."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SpeculativeDecodingMetrics:
+    """Per request, in vLLM's names. A spec step is a round in which at least one token was drafted."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    mean_acceptance_length: float = 1.0
+    """With the bonus token: 1 + accepted / steps."""
+
+    draft_acceptance_rate: float = 0.0
+    acceptance_histogram: tuple[int, ...] = ()
+    """Index j: rounds in which j drafts were accepted. Length K + 1."""
+
+
+@dataclass(frozen=True)
+class RequestTiming:
+    """Seconds of one request in the target replica, by the names of vLLM's request metrics. 0: it did not get there."""
+
+    queue_time_s: float
+    """From its arrival in the engine to the first step it was part of."""
+
+    prefill_time_s: float
+    """From there to its first token."""
+
+    decode_time_s: float
+    """From its first token to its last."""
+
+    e2e_latency_s: float
+    """From its arrival in the replica to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """logprob: natural logarithm of the model's own probability, before every sampling parameter."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position of a prompt or an answer."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """In the vocabulary, 1 for the likeliest."""
+
+    top: tuple[TokenLogprob, ...] = ()
+    """The likeliest tokens, best first: as many as asked for."""
+
+
+@dataclass(frozen=True)
+class RoundOutput:
+    """What one round committed for one answer. The answer's last one has finish_reason set."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``abort``; None while running. Another name of vLLM's is passed on as it is."""
+
+    stop_reason: str | None = None
+    """The stop string, or the stop token id as text, when one ended the answer."""
+
+    usage: Usage | None = None
+    """Of this answer so far, the prompt's tokens counted in each. In a request's first outputs and an answer's last."""
+
+    speculative_decoding: SpeculativeDecodingMetrics | None = None
+    """This and the next in an answer's last output only."""
+
+    timing: RequestTiming | None = None
+
+    index: int = 0
+    """Which of the n answers."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry per token of token_ids, or none when they were not asked for."""
+
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One entry per token of the prompt, None for the first. In the first output of a request only."""
+
+    origins: tuple[str, ...] = ()
+    """One per token of token_ids, in the names of outrider.actors.round.origins; or none, which is all unknown."""
+
+    num_rounds: int = 0
+    """Rounds that these tokens are of: several when whoever reads is slower than the target. 0: not known."""
+
+    load: ReplicaLoad | None = None
+    """Of the target that answered. In an answer's last output only."""
+
+
+Endpoint = Literal["chat", "completions", "tokenize", "detokenize", "models", "openapi"]
+"""``/v1/chat/completions``, ``/v1/completions``, ``/tokenize``, ``/detokenize``, ``/v1/models``, ``/openapi.json``."""
+
+
+@dataclass(frozen=True)
+class OpenAIRequest:
+    """A request whose fields have been checked by name (actors/serving/http/door.py). Values are vLLM's to check."""
+
+    endpoint: Endpoint
+    request_id: str
+    body: dict[str, Any] = field(default_factory=dict)
+    """Decoded JSON in vLLM's schema, without fields of ours."""
+
+    round_options: dict[str, Any] = field(default_factory=dict)
+    """What goes under EXTRA_ARGS_KEY into SamplingParams.extra_args: see outrider.actors.round.request."""
+
+    trace_headers: dict[str, str] = field(default_factory=dict)
+    """``traceparent``, ``tracestate`` of the caller."""
+
+    avoid_replicas: tuple[str, ...] = ()
+    """Replicas that have just failed this request."""
+
+    deadline: Deadline | None = None
+    """After which the answer is worthless."""
+
+    def seconds_left(self) -> float | None:
+        """Until the deadline, negative once it has passed. None without one."""
+        return None if self.deadline is None else self.deadline.left_s()
+
+
+@dataclass(frozen=True)
+class OpenAIHead:
+    """The first thing that comes back. The body's parts, text, follow: server-sent events as they are made, or one
+    whole JSON document."""
+
+    status: int
+    media_type: str = "application/json"
+
+    @property
+    def is_stream(self) -> bool:
+        return self.media_type == "text/event-stream"

@@ -1,0 +1,321 @@
+"""Lengths, and the same ones for every request in every round: what ``speculation.adaptive: false`` asks for.
+
+How many tokens each request drafts in the next round, from three estimates of what the last ones measured. Pure.
+
+- *Acceptance* by position: of a request, pulled towards the deployment's where it has seen little.
+- *Step cost*: a line over the tokens of the target's recent steps, and the drafter's step as it reports it.
+- *Hits*: how often the right continuation was ready, how much of it came, and how long rounds waited.
+
+The choice maximises expected tokens a second. It never sees a draft that is not verified yet, so it cannot bias what is
+accepted. K: the most tokens drafted a request and round. Times are seconds, rates tokens a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outrider.cluster.link.messages import Origin
+
+
+class Lengths(NamedTuple):
+    """Of one request in one round. k: tokens wanted on a hit, 0 for no drafting at all. k_miss: tokens worth waiting
+    for on a miss, 0 to k."""
+
+    k: int
+    k_miss: int
+
+
+class FixedLengths:
+    """Takes the place of a LengthController and learns nothing."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._lengths = Lengths(num_tokens, num_tokens)
+
+    def track(self, request_id: str, max_tokens: int) -> None: ...
+
+    def untrack(self, request_id: str) -> None: ...
+
+    def observe_round(self, request_id: str, drafted: int, accepted: int) -> None: ...
+
+    def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None: ...
+
+    def observe_answer(
+        self, request_id: str, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
+    ) -> None: ...
+
+    def choose(self, request_ids: Sequence[str]) -> dict[str, Lengths]:
+        return dict.fromkeys(request_ids, self._lengths)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+
+_OFF, _FIRST = Lengths(0, 0), Lengths(2, 0)  # the latter until a step and an answer have been measured
+_PLAN_ROUNDS = 8
+_START_GAIN, _STAY_GAIN = 1.02, 1.005  # what drafting must promise to begin again, and to go on
+_WAIT_GAIN, _MANY = 1.03, 8  # what waiting on misses must promise; in a batch of more than so many it never does
+_REQUEST_KEEP, _DEPLOYMENT_KEEP, _OFF_KEEP = 1 - 1 / 64, 1 - 1 / 500, 1 - 1 / 128
+_STEP_KEEP, _WAIT_ROUNDS = 1 - 1 / 100, 32
+_PRIOR_ACCEPTANCE, _PRIOR_TRIES, _LEVEL_TRIES, _POSITION_TRIES = 0.7, 8.0, 8.0, 16.0
+_PRIOR_ELASTICITY = 0.1  # before it is known: a step of twice the tokens takes so much longer
+_PROBE, _PROBED, _PROBE_ROUNDS, _PROBE_AFTER, _PROBE_AFTER_MAX, _PROBE_SHARE = 2, 4, 4, 16, 512, 0.01
+
+
+def _add(counts: np.ndarray, tried: int, won: int, keep: float) -> None:
+    """counts [2, K]: faded tries and successes at each position, the first `tried` and `won` of which are counted."""
+    counts *= keep
+    counts[0, :tried] += 1.0
+    counts[1, :won] += 1.0
+
+
+def _rates(counts: np.ndarray, before: float) -> np.ndarray:
+    """[K] A position that was seldom tried is taken to be like the one before it."""
+    rates = []
+    for tried, won in counts.T.tolist():
+        before = (won + _PRIOR_TRIES * before) / (tried + _PRIOR_TRIES)
+        rates.append(before)
+    return np.array(rates)
+
+
+class LengthController:
+    """A round: `choose`, then its answers, its step and its verified drafts in any order, then `choose` again.
+
+    Not thread-safe. Nothing it is told raises: what cannot be is cut to what can, or ignored.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._most: dict[str, int] = {}
+        self._accepted: dict[str, np.ndarray] = {}
+        self._deployment, self._came = np.zeros((2, max_tokens)), np.zeros((2, max_tokens))
+        self._origins = {Origin.MAIN_LINE: 5.0, Origin.SIDE_BRANCH: 1.8, Origin.MISS: 1.2}
+        self._steps = np.zeros(5)  # faded sums over steps of 1, tokens, tokens^2, seconds, tokens * seconds
+        self._draft_step_s = self._last_step_s = self._off_s = self._probe_cost_s = 0.0
+        self._late_s = {False: 0.0, True: 0.0}  # measured wait less the expected one, by whether a miss was waited for
+        self._waits = {False: 0, True: 0}
+        self._answered: list[tuple[Origin, float]] = []
+        self._chosen: dict[str, Lengths] = {}
+        self._before: dict[str, Lengths] = {}
+        self._planned: dict[str, Lengths] = {}
+        self._members: list[str] = []
+        self._rounds_left = self._probe_left = self._switches = self._probes = 0
+        self._probe_after, self._speculating = _PROBE_AFTER, True
+        self._rate = self._plain_rate = 0.0
+        self._histogram: Counter[int] = Counter()
+
+    def track(self, request_id: str, max_tokens: int) -> None:
+        """A request that may have up to max_tokens drafts a round (of the deployment's, if that is fewer)."""
+        self._most[request_id] = max(0, min(max_tokens, self._max_tokens))
+        self._accepted[request_id] = np.zeros((2, self._max_tokens))
+
+    def untrack(self, request_id: str) -> None:
+        """Forget the request; what it taught about the deployment stays. Unknown ids are ignored."""
+        for table in (self._most, self._accepted, self._chosen, self._before, self._planned):
+            table.pop(request_id, None)
+        self._members = []
+
+    def observe_round(self, request_id: str, drafted: int, accepted: int) -> None:
+        """One request's verified round."""
+        counts = self._accepted.get(request_id)
+        if counts is not None and drafted > 0:
+            accepted = max(0, min(accepted, drafted))
+            tried = min(drafted, accepted + 1)
+            _add(counts, tried, accepted, _REQUEST_KEEP)
+            _add(self._deployment, tried, accepted, _DEPLOYMENT_KEEP)
+
+    def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None:
+        """A step without prefill: scheduled tokens of all requests, and the round's time less its wait for drafts."""
+        if num_tokens < 1 or not 0 < step_s < math.inf:
+            return
+        fixed_s, per_token_s = self._line()
+        if fixed_s + per_token_s > 0:  # one stall says little, a lasting change is believed after some twenty steps
+            step_s = min(step_s, 2.0 * (fixed_s + per_token_s * num_tokens))
+        self._steps *= _STEP_KEEP
+        self._steps += (1.0, num_tokens, num_tokens**2, step_s, num_tokens * step_s)
+        self._last_step_s = step_s
+
+    def observe_answer(
+        self, request_id: str, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
+    ) -> None:
+        """The answer to the last choice, or its absence (NONE). num_tokens: drafts that came. draft_step_s: one batched
+        draft step as the drafter reports it, 0 if it does not. wait_s: how long the round waited for it, or for all of
+        the round's answers: only the longest of a round counts."""
+        wanted = self._chosen.get(request_id, _OFF)
+        if not wanted.k or not 0 <= wait_s < math.inf:
+            return
+        if 0 < draft_step_s < math.inf:
+            self._draft_step_s += (draft_step_s - self._draft_step_s) * (0.1 if self._draft_step_s else 1.0)
+        if origin.is_hit:
+            _add(self._came, wanted.k, min(max(num_tokens, 0), wanted.k), _DEPLOYMENT_KEEP)
+        if self._before.get(request_id, _OFF).k:  # else nobody had a reason to draft ahead
+            for other in self._origins:
+                self._origins[other] *= _DEPLOYMENT_KEEP
+            self._origins[origin if origin.is_hit else Origin.MISS] += 1.0
+        self._answered.append((origin, wait_s))
+
+    def choose(self, request_ids: Sequence[str]) -> dict[str, Lengths]:
+        """Lengths of every request of the next round. Those without a drafter get 0 and count for the load."""
+        self._close_round()
+        members = list(request_ids)
+        if members != self._members or self._rounds_left <= 0:
+            # The first plans know little and hold for less.
+            self._members, self._rounds_left = members, min(_PLAN_ROUNDS, 1 + sum(self._waits.values()) // 4)
+            self._plan([request_id for request_id in members if self._most.get(request_id)])
+        self._rounds_left -= 1
+        chosen = self._probed() if not self._speculating and members else self._planned
+        self._before, self._chosen = self._chosen, dict(chosen)
+        self._histogram.update(lengths.k for lengths in chosen.values())
+        return {request_id: chosen.get(request_id, _OFF) for request_id in members}
+
+    def snapshot(self) -> dict[str, Any]:
+        """For metrics. Milliseconds; the step's cost is the line's."""
+        fixed_s, per_token_s = self._line()
+        total = sum(self._origins.values())
+        return {
+            "speculating": self._speculating,
+            "switches": self._switches,
+            "chosen_lengths": {str(k): count for k, count in sorted(self._histogram.items())},
+            "step_fixed_ms": fixed_s * 1e3,
+            "step_per_token_ms": per_token_s * 1e3,
+            "draft_step_ms": self._draft_step_s * 1e3,
+            "origins": {origin.name.lower(): count / total for origin, count in self._origins.items()},
+            "acceptance_by_position": _rates(self._deployment, _PRIOR_ACCEPTANCE).tolist(),
+            "probes": self._probes,
+            "expected_rate": self._rate,
+            "expected_plain_rate": self._plain_rate,
+        }
+
+    # What is known.
+
+    def _line(self) -> tuple[float, float]:
+        """A step's fixed seconds and those of a token: least squares, pulled towards the expected elasticity."""
+        weight, tokens, squares, seconds, products = self._steps.tolist()
+        if not weight:
+            return 0.0, 0.0
+        mean_tokens, mean_s = tokens / weight, seconds / weight
+        prior = 0.1 * mean_tokens**2  # in squared tokens: what a tenth of a step twice as large would say
+        spread = max(squares - tokens * mean_tokens, 0.0) + prior
+        slope = (products - tokens * mean_s + prior * _PRIOR_ELASTICITY * mean_s / mean_tokens) / spread
+        slope = min(max(slope, 0.0), mean_s / mean_tokens)
+        return mean_s - slope * mean_tokens, slope
+
+    def _survival(self, drafting: list[str]) -> np.ndarray:
+        """[requests, K] Probability that drafts 1..j are all accepted; 0 beyond what a request may have."""
+        average = _rates(self._deployment, _PRIOR_ACCEPTANCE)
+        tried, won = np.stack([self._accepted[request_id] for request_id in drafting], axis=1)
+        level = (won.sum(axis=1) - tried @ average) / (tried.sum(axis=1) + _LEVEL_TRIES)
+        expected = np.clip(average + level[:, None], 0.0, 0.995)
+        survival = np.cumprod((won + _POSITION_TRIES * expected) / (tried + _POSITION_TRIES), axis=1)
+        most = np.array([self._most[request_id] for request_id in drafting])
+        return survival * (np.arange(self._max_tokens) < most[:, None])
+
+    def _wait_s(self, k_miss: int, missed: bool) -> float:
+        """Of a round in which misses get k_miss tokens: a miss's are drafted while the target waits, a hit has had one
+        of the target's steps for them. What was measured on top is added."""
+        if missed:
+            return max(0.0, k_miss * self._draft_step_s + self._late_s[True])
+        ahead_s = max(0.0, (k_miss + 1) * self._draft_step_s - self._last_step_s) if k_miss else 0.0
+        return max(0.0, ahead_s + self._late_s[False])
+
+    def _close_round(self) -> None:
+        """Learn how far the round's wait was from the expected one, and fade what is known of who drafts nothing."""
+        if self._answered:
+            k_miss = max((lengths.k_miss for lengths in self._chosen.values()), default=0)
+            missed = k_miss > 0 and any(not origin.is_hit for origin, _ in self._answered)
+            waited_s = max(wait_s for _, wait_s in self._answered)
+            self._waits[missed] += 1
+            off_s = waited_s - self._wait_s(k_miss, missed)
+            self._late_s[missed] += off_s / min(self._waits[missed] + 1, _WAIT_ROUNDS)
+            if off_s > self._last_step_s:
+                self._rounds_left = 0
+            if self._probe_left:
+                self._probe_cost_s += waited_s
+        self._answered = []
+        if self._speculating:  # so that they are tried again now and then
+            for request_id, lengths in self._chosen.items():
+                if not lengths.k and request_id in self._accepted:
+                    self._accepted[request_id] *= _OFF_KEEP
+
+    # What follows from it.
+
+    def _plan(self, drafting: list[str]) -> None:
+        self._planned = dict.fromkeys(drafting, _OFF)
+        if not drafting:
+            return
+        if not (self._steps[0] and any(self._waits.values())):
+            self._planned = {request_id: self._cut(request_id, *_FIRST) for request_id in drafting}
+            return
+        fixed_s, per_token_s = self._line()
+        num = len(self._members)
+        self._plain_rate = num / (fixed_s + per_token_s * num)
+        lengths, self._rate = self._best(self._survival(drafting))
+        least = self._plain_rate * (_STAY_GAIN if self._speculating else _START_GAIN)
+        speculating = bool(lengths.any() and self._rate > least)
+        if speculating != self._speculating:
+            self._speculating, self._off_s, self._probe_left = speculating, 0.0, 0
+            self._switches += 1
+        elif speculating:
+            self._probe_after = _PROBE_AFTER
+        if speculating:
+            pairs = zip(drafting, lengths.T.tolist(), strict=True)
+            self._planned = {request_id: Lengths(k, k_miss) for request_id, (k, k_miss) in pairs}
+
+    def _cut(self, request_id: str, k: int, k_miss: int) -> Lengths:
+        return Lengths(min(k, self._most[request_id]), min(k_miss, self._most[request_id]))
+
+    def _best(self, survival: np.ndarray) -> tuple[np.ndarray, float]:
+        """[2, requests] k and k_miss with the highest rate, and the rate.
+
+        At the right price of a second the best drafts are those whose tokens are worth their time (Dinkelbach 1967),
+        whichever misses are waited for; every k_miss is tried.
+        """
+        num_drafting, max_tokens = survival.shape
+        num, (fixed_s, per_token_s), positions = len(self._members), self._line(), np.arange(max_tokens)
+        came, hit_rate = np.minimum.accumulate(_rates(self._came, 1.0)), 1.0 - self._miss_share()
+        some_miss = 1.0 - hit_rate**num_drafting
+        best, best_rate, best_value = np.zeros((2, num_drafting), int), 0.0, 0.0
+        for k_miss in range(max_tokens + 1 if num_drafting <= _MANY else 1):
+            on_miss = positions < k_miss
+            comes = np.maximum(came, on_miss) * hit_rate + on_miss * (1.0 - hit_rate)
+            missed = some_miss * (k_miss > 0)
+            wait_s = missed * self._wait_s(k_miss, True) + (1.0 - missed) * self._wait_s(k_miss, False)
+            rate = self._plain_rate
+            for _ in range(3):
+                taken = (survival > rate * per_token_s) * comes
+                step_s = fixed_s + per_token_s * (num + float(taken.sum()))
+                rate = (num + float((taken * survival).sum())) / max(step_s + wait_s, 1e-9)
+            # A plain round has a use of its own that this does not see: the drafter gets ahead.
+            value = rate / (_WAIT_GAIN if k_miss else 1.0)
+            if value > best_value and taken.any():
+                k = (taken > 0).sum(axis=1)
+                best, best_rate, best_value = np.array([k, np.minimum(k, k_miss)]), rate, value
+        return best, best_rate
+
+    def _miss_share(self) -> float:
+        return self._origins[Origin.MISS] / sum(self._origins.values())
+
+    def _probed(self) -> dict[str, Lengths]:
+        """While everything is off: now and then a few rounds of a few tokens, within a share of the time."""
+        self._off_s += self._last_step_s
+        if not self._probe_left:
+            after_s = max(self._probe_after * self._last_step_s, self._probe_cost_s / _PROBE_SHARE)
+            if self._off_s < after_s or not self._planned:
+                return self._planned
+            self._probe_left, self._probe_cost_s, self._off_s = _PROBE_ROUNDS, 0.0, 0.0
+            self._probe_after = min(2 * self._probe_after, _PROBE_AFTER_MAX)
+            self._probes += min(_PROBED, len(self._planned))
+            # Old evidence must not outweigh the probe.
+            for counts, most in [(self._deployment, 12.0), *((self._accepted[i], 2.0) for i in self._planned)]:
+                counts *= min(1.0, most / max(float(counts[0, 0]), 1e-9))
+        self._probe_left -= 1
+        if not self._probe_left:
+            self._rounds_left = 0  # judge it at once
+        # Where hits are rare it would see no draft without waiting for one.
+        on_miss = int(self._miss_share() > 0.8)
+        probed = {request_id: self._cut(request_id, _PROBE, on_miss) for request_id in list(self._planned)[:_PROBED]}
+        return {**self._planned, **probed}

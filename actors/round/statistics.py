@@ -1,0 +1,122 @@
+"""Counts and times of rounds, kept by the verifier. Pure.
+
+A round is one target step that commits tokens. Its time runs from the start of that step to the start of the next and
+splits into the target's work (forward pass and verification), the drafter's work as the drafter reports it, and the
+rest: scheduling, messages and waiting that no model work fills.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from outrider.actors.observability.histogram import Histogram, HistogramSnapshot
+from outrider.cluster.link.messages import Origin
+
+_WINDOW = 512
+
+
+@dataclass(slots=True)
+class RoundTimes:
+    """Milliseconds of one round."""
+
+    period_ms: float
+    target_ms: float
+    draft_ms: float
+    wait_ms: float
+    """Time the engine's step stood waiting for proposals; the draft is inside it unless it was drafted ahead."""
+
+    @property
+    def other_ms(self) -> float:
+        return self.period_ms - self.target_ms - self.draft_ms
+
+
+@dataclass(slots=True)
+class RoundStatistics:
+    """Counted per request: a step that serves three requests is three rounds."""
+
+    rounds: int = 0
+    drafted_rounds: int = 0
+    """Rounds in which at least one draft was verified."""
+
+    drafted: int = 0
+    accepted: int = 0
+    late_rounds: int = 0
+    """Rounds that decoded plainly because their proposals came after the deadline."""
+
+    proposals: int = 0
+    proposal_bytes: int = 0
+    """Of the frames that carried proposals, headers included."""
+
+    main_line_hits: int = 0
+    """Commits whose outcome had been drafted for ahead, all drafts accepted and the bonus token guessed."""
+
+    side_branch_hits: int = 0
+    misses: int = 0
+    draft_step_ms: float = 0.0
+    """What a step of the drafter takes, as it last said."""
+
+    _times: deque[RoundTimes] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {part: Histogram() for part in ("period", "target", "draft", "wait")}
+    )
+
+    def count(self, num_drafts: int, num_committed: int) -> None:
+        """One request's round: num_drafts verified, num_committed tokens came out (the last one not drafted)."""
+        self.rounds += 1
+        if num_drafts:
+            self.drafted_rounds += 1
+            self.drafted += num_drafts
+            self.accepted += num_committed - 1
+
+    def count_frame(self, num_proposals: int, nbytes: int) -> None:
+        """A frame of the drafter's arrived with so many proposals that hold drafts."""
+        if num_proposals:
+            self.proposals += num_proposals
+            self.proposal_bytes += nbytes
+
+    def count_answer(self, origin: Origin, step_us: int) -> None:
+        self.main_line_hits += origin is Origin.MAIN_LINE
+        self.side_branch_hits += origin is Origin.SIDE_BRANCH
+        self.misses += origin is Origin.MISS
+        if step_us:
+            self.draft_step_ms = step_us / 1e3
+
+    def add_times(self, times: RoundTimes) -> None:
+        self._times.append(times)
+        for part, histogram in self._histograms.items():
+            histogram.observe(getattr(times, f"{part}_ms") / 1e3)
+
+    def counts(self) -> dict[str, int]:
+        """Every count, by its field's name."""
+        return {
+            "rounds": self.rounds,
+            "drafted_rounds": self.drafted_rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "late_rounds": self.late_rounds,
+            "proposals": self.proposals,
+            "proposal_bytes": self.proposal_bytes,
+            "main_line_hits": self.main_line_hits,
+            "side_branch_hits": self.side_branch_hits,
+            "misses": self.misses,
+        }
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Seconds, of all rounds: ``period``, ``target``, ``draft``, ``wait``."""
+        return {part: histogram.snapshot() for part, histogram in self._histograms.items()}
+
+    def snapshot(self) -> dict[str, Any]:
+        """The public API's RoundStatistics, field by field; times are medians over the last steps."""
+        times = list(self._times)
+        columns = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms")
+        medians = {name: median(getattr(t, name) for t in times) for name in columns} if times else {}
+        return {
+            **self.counts(),
+            "mean_acceptance_length": 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else 1.0,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "draft_step_ms": self.draft_step_ms,
+            **({"median": {**medians, "samples": len(times)}} if times else {}),
+        }

@@ -1,0 +1,77 @@
+"""What Serve's HTTP proxies do about a full queue before a request reaches the ingress; see actors/serving/gate.py.
+
+Serve takes it from its environment, on every node that runs a proxy:
+``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=outrider.actors.serve_seam.http_proxy.middlewares``, as `outrider
+serve` sets it for the cluster that it starts. Without it refusals are as many, and later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
+from outrider.actors.serving.http.errors import queue_full
+
+GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/outrider/v1/stream")
+"""Ends of paths whose requests take a place."""
+
+_ASKED_OFTEN = ("/health", "/metrics", "/v1/models", "/outrider/v1/status")
+"""Ends of others whose answers tell how much room there is."""
+
+
+def middlewares() -> list[Middleware]:
+    """For Serve's proxies."""
+    return [Middleware(ProxyGate)]
+
+
+class ProxyGate:
+    """ASGI middleware of a proxy. Applications are told apart by what comes before their paths."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._gates = Gates("http")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        end = next((end for end in (*GENERATIONS, *_ASKED_OFTEN) if path.endswith(end)), None)
+        if scope["type"] != "http" or end is None:
+            await self._app(scope, receive, send)
+            return
+        gate = self._gates.of(path.removesuffix(end))
+        takes_a_place = end in GENERATIONS and scope["method"] == "POST"
+        if takes_a_place and not gate.enter():
+            self._gates.count_refusal()
+            await queue_full().response()(scope, receive, send)
+            return
+
+        async def learn_and_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                for name, value in message.get("headers", ()):
+                    if name == CAPACITY_METADATA.encode():
+                        gate.learn(value)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, learn_and_send)
+        finally:
+            if takes_a_place:
+                gate.leave()
+
+
+class TellCapacity:
+    """ASGI middleware of the ingress: a header with every response."""
+
+    def __init__(self, app: ASGIApp, capacity: int) -> None:
+        self._app, self._capacity = app, str(capacity)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).append(CAPACITY_METADATA, self._capacity)
+            await send(message)
+
+        await self._app(scope, receive, tell if scope["type"] == "http" else send)

@@ -1,0 +1,99 @@
+"""Serve's request router for target replicas: the policy's adapter to Serve, without a policy of its own.
+
+One lives in every process that holds a handle of the Target deployment: in each ingress replica, and in other
+applications that call it. Each knows what it routed itself; of the others it knows what the replicas report.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+
+from outrider.actors.serving.routing.policy import RoutedRequest, RoutingPolicy, RoutingSettings
+from outrider.actors.serving.routing.request_profile import profile
+
+logger = logging.getLogger("ray.serve.outrider.routing")
+
+_CHARGED = "outrider_charged_replica"
+"""On a pending request: the replica that it counts for."""
+
+
+class TargetRouter(RequestRouter):
+    """Serve makes it, calls initialize_state, then the rest, all on one event loop."""
+
+    def initialize_state(self, **settings: Any) -> None:
+        """settings: RoutingSettings' fields, as request_router_kwargs has them."""
+        self._policy = RoutingPolicy(RoutingSettings(**settings))
+        self._warned = False
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._policy.update({replica.replica_id.unique_id: replica.routing_stats for replica in replicas})
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._policy.forget(replica_id.unique_id)
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_unavailable(replica_id)
+        self._policy.suspect(replica_id.unique_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One rank per replica, best first, so that Serve takes the next only if one turns out to be full."""
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if pending_request is None:
+            return [[replica] for replica in replicas.values()]
+        # Wait a little before the next try: every replica has been asked in this one.
+        pending_request.routing_context.should_backoff = True
+        request = self._profile(pending_request)
+        self._release(pending_request)
+        if request is None:  # a control call: cheap, and to be heard by a full replica too
+            ranked = self._policy.rank(RoutedRequest(), list(replicas), even_full=True)
+        else:
+            ranked = self._policy.rank(request, list(replicas))
+            if ranked:
+                # Before it is sent: requests that come in one burst must see each other.
+                self._assign(pending_request, request, ranked[0])
+        return [[replicas[name]] for name in ranked]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        chosen = getattr(pending_request, _CHARGED, None)
+        if chosen is not None and chosen != replica_id.unique_id:  # Serve found that one full
+            self._release(pending_request)
+            self._assign(pending_request, self._profile(pending_request) or RoutedRequest(), replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._policy.release(replica_id.unique_id, internal_request_id)
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Where a caller that gives up waiting shows: Serve has no hook for it."""
+        try:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except BaseException:
+            self._release(pending_request)
+            raise
+
+    def _assign(self, pending_request: PendingRequest, request: RoutedRequest, replica: str) -> None:
+        self._policy.assign(request, replica, pending_request.metadata.internal_request_id)
+        setattr(pending_request, _CHARGED, replica)
+
+    def _release(self, pending_request: PendingRequest) -> None:
+        if (replica := getattr(pending_request, _CHARGED, None)) is not None:
+            self._policy.release(replica, pending_request.metadata.internal_request_id)
+            setattr(pending_request, _CHARGED, None)
+
+    def _profile(self, pending_request: PendingRequest) -> RoutedRequest | None:
+        try:
+            return profile(pending_request.args)
+        except Exception:
+            # Raised here it would end Serve's routing task, and the request would wait for ever.
+            if not self._warned:
+                logger.exception("a request could not be read for routing; it goes by load alone")
+                self._warned = True
+            return RoutedRequest()

@@ -1,0 +1,1 @@
+"""The front of a deployment: what clients call, what a replica answers, which replica is asked."""

@@ -1,0 +1,439 @@
+"""What surrounds every RPC of the ingress.
+
+The RPCs of ``grpc.health.v1.Health``: how the target replicas are, which is what matters to clients.
+
+The RPCs of the API for other Serve applications, which call the ingress through its DeploymentHandle.
+
+They run through the very methods that gRPC calls, with a context that has no connection behind it, so checks, errors
+and details are the same. Messages travel serialised: both sides then agree on them by their numbers, as over gRPC.
+``outrider.deploy.client.handle.OutriderHandle`` is the other side.
+
+The front door: a Serve deployment that speaks ``outrider.v1.GenerationService`` and ``grpc.health.v1.Health`` to
+clients, and to target replicas through their handle.
+
+It checks, translates and forwards, one message a round, and holds no policy about tokens. Every error leaves with a
+status code, one sentence and details for programs; what the sentence leaves out is in the log, under the request id.
+``outrider.actors.serve_seam.grpc_proxy`` mounts it on Serve's proxies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.handle import DeploymentHandle
+
+from outrider.actors.observability.metrics import CANCELLED, METRICS
+from outrider.actors.observability.tracing import RequestSpan, rpc_span
+from outrider.actors.replica_calls import GenerationRequest, ReplicaLoad, RequestIdInUse, RoundOutput
+from outrider.actors.serve_seam.broadcast import ReplicaReply, broadcast, sign
+from outrider.actors.serving.gate import CAPACITY_METADATA
+from outrider.actors.serving.grpc.failures import (
+    IN_PROCESS_PEERS,
+    REQUEST_ID_METADATA,
+    UnknownService,
+    errors_become_status,
+)
+from outrider.actors.serving.grpc.responses import (
+    Answers,
+    load_metadata,
+    model_info_message,
+    server_info_message,
+    stream_message,
+)
+from outrider.actors.serving.grpc.validation import (
+    GenerationMessage,
+    ServedModel,
+    check_model,
+    check_request_id,
+    to_generation_request,
+    to_token_ids,
+    to_tokenize_request,
+)
+from outrider.actors.serving.running import RunningRequests, retried
+from outrider.v1 import generation_pb2 as pb
+
+
+@contextmanager
+def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | None = None) -> Iterator[RequestSpan]:
+    """Around an RPC: errors become its status, how it ended is counted, and a request's is traced."""
+    in_process = not isinstance(grpc_context, RayServegRPCContext) or grpc_context.peer() in IN_PROCESS_PEERS
+    api = "in_process" if in_process else "grpc"
+    code = CANCELLED
+    try:
+        with (
+            METRICS.in_flight(api),
+            rpc_span(rpc, grpc_context, request_id) as span,
+            errors_become_status(grpc_context, _name(rpc, request_id), request_id),
+        ):
+            yield span
+        code = grpc.StatusCode.OK.name
+    except RuntimeError:
+        code = (grpc_context.code() or grpc.StatusCode.INTERNAL).name
+        raise
+    finally:
+        METRICS.ended(api, rpc, code)
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED.name:
+            METRICS.rejected("queue_full")
+
+
+def _name(rpc: str, request_id: str | None) -> str:
+    return rpc if request_id is None else f"request {request_id}"
+
+
+HEALTH_PERIOD_S = 1.0
+
+HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name)
+"""Whose health can be asked for."""
+
+
+class HealthCalls:
+    """A base of the ingress deployment."""
+
+    _target: DeploymentHandle
+    _capacity_metadata: list[tuple[str, str]]
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> health_pb2.HealthCheckResponse:
+        with answering(grpc_context, "Check"):
+            if request.service not in HEALTH_SERVICES:
+                raise UnknownService(request.service)
+            grpc_context.set_trailing_metadata(self._capacity_metadata)
+            return health_pb2.HealthCheckResponse(status=await self._health())
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, grpc_context: RayServegRPCContext
+    ) -> health_pb2.HealthListResponse:
+        with answering(grpc_context, "List"):
+            health = health_pb2.HealthCheckResponse(status=await self._health())
+            return health_pb2.HealthListResponse(statuses=dict.fromkeys(HEALTH_SERVICES, health))
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        """A service that is not known stays so: the stream says it once and goes on."""
+        with answering(grpc_context, "Watch"):
+            last = None
+            while True:
+                known = request.service in HEALTH_SERVICES
+                status = await self._health() if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+                if status != last:
+                    yield health_pb2.HealthCheckResponse(status=status)
+                last = status
+                await asyncio.sleep(HEALTH_PERIOD_S)
+
+    async def _health(self) -> int:
+        """Serving, as long as one target replica runs that does not say it is broken. One that says nothing may be
+        busy: Serve's own checks of it, which wait longer, decide whether it runs."""
+        try:
+            replies = await broadcast(self._target, "check_health", timeout_s=HEALTH_PERIOD_S)
+        except (DeploymentUnavailableError, ConnectionError):
+            return health_pb2.HealthCheckResponse.NOT_SERVING
+        well = any(reply.ok or reply.replica_id is None for reply in replies)
+        return health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+RPCS = {
+    rpc.name: rpc
+    for service in (
+        pb.DESCRIPTOR.services_by_name["GenerationService"],
+        health_pb2.DESCRIPTOR.services_by_name["Health"],
+    )
+    for rpc in service.methods
+}
+"""Everything that can be called, by name."""
+
+
+class CallFailed(Exception):
+    """A call through a handle that failed: what gRPC would have sent at its end.
+
+    code: number of the gRPC status. trailing: metadata.
+    """
+
+    def __init__(self, code: int, details: str, trailing: tuple[tuple[str, str | bytes], ...]) -> None:
+        super().__init__(code, details, trailing)
+        self.code, self.details, self.trailing = code, details, trailing
+
+    def __str__(self) -> str:
+        return f"status {self.code}: {self.details}"
+
+
+class HandleCalls:
+    """A base of the ingress deployment, which has the methods named like the RPCs."""
+
+    async def handle_unary(self, rpc: str, request: bytes) -> bytes:
+        """The serialised response. Raises CallFailed."""
+        context = _context()
+        try:
+            response = await getattr(self, rpc)(_parsed(rpc, request), context)
+        except Exception as error:  # noqa: BLE001 - raised again, as what the caller is to know
+            raise _failed(error, context) from None
+        return bytes(response.SerializeToString())
+
+    async def handle_stream(self, rpc: str, request: bytes) -> AsyncGenerator[bytes, None]:
+        """The serialised responses, as they come. Raises CallFailed."""
+        context = _context()
+        try:
+            async with aclosing(getattr(self, rpc)(_parsed(rpc, request), context)) as responses:
+                async for response in responses:
+                    yield response.SerializeToString()
+        except Exception as error:  # noqa: BLE001 - raised again, as what the caller is to know
+            raise _failed(error, context) from None
+
+
+def _parsed(rpc: str, request: bytes) -> Any:
+    return GetMessageClass(RPCS[rpc].input_type).FromString(request)
+
+
+def _failed(error: Exception, context: RayServegRPCContext) -> Exception:
+    """error itself when the method has not said what the caller is to know."""
+    code = context.code()
+    if code is None:
+        return error
+    return CallFailed(code.value[0], context.details() or "", tuple(context.trailing_metadata()))
+
+
+def _context() -> RayServegRPCContext:
+    return RayServegRPCContext(_NoConnection())
+
+
+class _NoConnection:
+    """What a context copies from a gRPC connection, when there is none."""
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    def code(self) -> grpc.StatusCode | None:
+        return None
+
+    def details(self) -> str | None:
+        return None
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+    def peer(self) -> str:
+        return "handle"
+
+    def peer_identities(self) -> None:
+        return None
+
+    def peer_identity_key(self) -> None:
+        return None
+
+    def trailing_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+
+CONTROL_TIMEOUT_S = 5.0
+"""A replica that is starting or stuck must not make a status call hang."""
+
+ABORT_TIMEOUT_S = 2.0
+
+
+class Ingress(HandleCalls, HealthCalls):
+    """Serve calls the method named like the RPC. The target handle must offer
+
+    - ``generate(GenerationRequest)``: streams RoundOutput, each answer's last one with finish_reason. Raises
+      RequestError for a request it refuses, RequestIdInUse, TimeoutError when its deadline passed, SamplingFailed when
+      no next token can be chosen, ConnectionError when its engine is gone;
+    - ``status()``: GetServerStatusResponse as a nested dict with the proto's field names; model may be left out;
+    - ``model_info()``, ``tokenize(TokenizeRequest)``, ``detokenize(ids, skip_special_tokens)``;
+    - ``abort(request_id)``: whether it had the request, and ``check_health()``, both by ``signed_reply``.
+    """
+
+    def __init__(
+        self,
+        target: DeploymentHandle,
+        served_model_name: str,
+        num_speculative_tokens: int,
+        vocab_size: int | None = None,
+        max_retries: int = 1,
+        capacity: int | None = None,
+    ) -> None:
+        """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
+        how often a request is sent again whose replica is lost before there is any output. capacity: requests that
+        targets and queue hold together, which proxies are told; None: unknown."""
+        self._target = target
+        self._generate = target.generate.options(stream=True)
+        self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size)
+        self._max_retries = max_retries
+        self._capacity_metadata = [] if capacity is None else [(CAPACITY_METADATA, str(capacity))]
+        self._running = RunningRequests()
+        self._started_unix_s = time.time()
+
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
+        request_id = _request_id(request)
+        with answering(grpc_context, "Generate", request_id) as span:
+            checked = replace(self._check(request, request_id), trace_headers=span.headers)
+            answers = Answers(request_id, checked.num_answers)
+            load = None
+            async with aclosing(self._rounds(checked)) as rounds:
+                async for output in rounds:
+                    answers.add(output)
+                    load = output.load or load
+            grpc_context.set_trailing_metadata(self._trailing(request_id, load))
+            return answers.response()
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        request_id = _request_id(request)
+        with answering(grpc_context, "GenerateStream", request_id) as span:
+            checked = replace(self._check(request, request_id), trace_headers=span.headers)
+            grpc_context.set_trailing_metadata(self._trailing(request_id))
+            async with aclosing(self._rounds(checked)) as rounds:
+                async for output in rounds:
+                    if output.load is not None:
+                        grpc_context.set_trailing_metadata(self._trailing(request_id, output.load))
+                    yield stream_message(request_id, output)
+
+    async def AbortRequest(
+        self, request: pb.AbortRequestRequest, grpc_context: RayServegRPCContext
+    ) -> pb.AbortRequestResponse:
+        """The target's own end comes first, as it counts what was done. What has not reached a target, or sits at one
+        that does not answer, is ended by the ingress that holds it."""
+        with answering(grpc_context, "AbortRequest"):
+            check_request_id(request.request_id)
+            heard = True
+            for ask in (self._abort_at_targets, self._abort_at_ingresses):
+                aborted, all_heard = await ask(request.request_id)
+                if aborted:
+                    return pb.AbortRequestResponse(aborted=True)
+                heard = heard and all_heard
+            if not heard:
+                raise ConnectionError("not every replica answered")
+            return pb.AbortRequestResponse(aborted=False)
+
+    async def _abort_at_targets(self, request_id: str) -> tuple[bool, bool]:
+        """Whether one had the request, and whether all of them answered."""
+        try:
+            replies = await broadcast(self._target, "abort", request_id, timeout_s=ABORT_TIMEOUT_S)
+        except (DeploymentUnavailableError, ConnectionError):
+            return False, False
+        return any(reply.value for reply in replies), all(reply.ok for reply in replies)
+
+    async def _abort_at_ingresses(self, request_id: str) -> tuple[bool, bool]:
+        """Likewise; this one first."""
+        if await self.abort_here(request_id):
+            return True, True
+        replies = await broadcast(_this_deployment(), "abort_here", request_id, timeout_s=ABORT_TIMEOUT_S)
+        return any(reply.value for reply in replies), all(reply.ok for reply in replies)
+
+    async def abort_here(self, request_id: str) -> bool:
+        """End a request that this ingress replica holds. Returns whether it does."""
+        return self._running.abort(request_id)
+
+    async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
+        """See routing.broadcast."""
+        return await sign(self, serve.get_replica_context().replica_id.unique_id, method, args)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
+        with answering(grpc_context, "Tokenize"):
+            check_model(request, self._served)
+            tokens = await _within(CONTROL_TIMEOUT_S, self._target.tokenize.remote(to_tokenize_request(request)))
+            return pb.TokenizeResponse(
+                token_ids=tokens.token_ids,
+                count=len(tokens.token_ids),
+                max_model_len=tokens.max_model_len,
+                token_strs=tokens.token_strs,
+            )
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
+    ) -> pb.DetokenizeResponse:
+        with answering(grpc_context, "Detokenize"):
+            check_model(request, self._served)
+            ids = to_token_ids(request, self._served.vocab_size)
+            text = await _within(CONTROL_TIMEOUT_S, self._target.detokenize.remote(ids, request.skip_special_tokens))
+            return pb.DetokenizeResponse(text=text)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetModelInfoResponse:
+        with answering(grpc_context, "GetModelInfo"):
+            info = await _within(CONTROL_TIMEOUT_S, self._target.model_info.remote())
+            grpc_context.set_trailing_metadata(self._capacity_metadata)
+            return model_info_message(self._served.name, info)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetServerInfoResponse:
+        with answering(grpc_context, "GetServerInfo"):
+            grpc_context.set_trailing_metadata(self._capacity_metadata)
+            return server_info_message(self._started_unix_s)
+
+    async def GetServerStatus(
+        self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetServerStatusResponse:
+        with answering(grpc_context, "GetServerStatus"):
+            status = await _within(CONTROL_TIMEOUT_S, self._target.status.remote())
+            response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
+            response.model = self._served.name
+            grpc_context.set_trailing_metadata(self._capacity_metadata)
+            return response
+
+    def _trailing(self, request_id: str, load: ReplicaLoad | None = None) -> list[tuple[str, str | bytes]]:
+        return [(REQUEST_ID_METADATA, request_id), *self._capacity_metadata, *load_metadata(load)]
+
+    def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
+        return to_generation_request(request, self._served, request_id=request_id)
+
+    async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """The target's outputs.
+
+        However this ends early (client gone, deadline, error on our side), the target's generator is cancelled: that
+        is what makes its engine abort the request. The deadline is watched here too, since a request may spend it
+        waiting for a replica.
+        """
+        if request.request_id in self._running:
+            raise RequestIdInUse(request.request_id)
+
+        def send(avoid: tuple[str, ...]) -> Any:
+            return self._generate.remote(replace(request, avoid_replicas=avoid) if avoid else request)
+
+        outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
+        with self._running.hold(request) as running:
+            async with aclosing(outputs):
+                while (output := await running.next(outputs)) is not None:
+                    running.note(output)
+                    yield output
+            if running.aborted:
+                for output in running.aborted_outputs():
+                    yield output
+            elif running.unfinished:
+                raise RuntimeError(
+                    f"the target's stream ended without a finish reason for answers {running.unfinished}"
+                )
+
+
+async def _within(seconds: float, call: Any) -> Any:
+    """The answer to a call of a target replica. Raises ConnectionError when there is none in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        call.cancel()
+        raise ConnectionError(f"no target replica answered within {seconds:g} s") from None
+
+
+def _request_id(request: GenerationMessage) -> str:
+    return request.request_id if request.HasField("request_id") else uuid.uuid4().hex
+
+
+def _this_deployment() -> DeploymentHandle:
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)

@@ -1,0 +1,111 @@
+"""The target's AsyncLLM as vLLM's serving classes get to see it: what would end the engine is refused, and what went
+wrong is told in exceptions that they know the status of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from outrider.actors.observability.tracing import traced_generate
+from outrider.actors.replica_calls import LIMITS, RequestError
+from outrider.actors.round.deadlines import Deadline
+from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
+from outrider.actors.vllm_seam.engine_args import on_gpu
+from outrider.actors.vllm_seam.engine_requests import check_co_located_params
+
+
+class CheckedEngine:
+    """Everything but ``generate`` is AsyncLLM's own."""
+
+    def __init__(self, llm: AsyncLLM, co_located: str | None = None) -> None:
+        """co_located: the method by which vLLM drafts in the engine itself; None where it does not."""
+        self._llm, self._co_located = llm, co_located
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As AsyncLLM's. Raises VLLMValidationError at once, and not with the first output, for what the ranks could
+        not take."""
+        check_for_ranks(sampling_params)
+        if self._co_located is not None:
+            check_for_co_located(sampling_params, self._co_located)
+        params, deadline = _with_time_left(sampling_params)
+        return self._outputs(prompt, params, request_id, options, deadline)
+
+    async def _outputs(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        options: dict[str, Any],
+        deadline: Deadline | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        started = False
+        async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
+            try:
+                async for output in outputs:
+                    check_reasons(output, params, deadline)
+                    started = True
+                    yield output
+            except EngineDeadError:
+                raise RetryableRequestError("the target's engine is gone; retry") from None
+            except EngineGenerateError as error:
+                # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
+                if started or not isinstance(error.__cause__, (ValueError, OverflowError)):
+                    raise
+                raise VLLMValidationError(_first_line(error.__cause__)) from None
+
+
+def check_for_ranks(params: SamplingParams) -> None:
+    """Raises VLLMValidationError for what rank 0 would trip over, which would end the engine."""
+    try:
+        RequestSampling.of(params, "coupled")
+    except (ValueError, KeyError) as error:
+        raise VLLMValidationError(str(error), parameter="speculation.verification") from None
+
+
+def check_for_co_located(params: SamplingParams, method: str) -> None:
+    """Raises VLLMValidationError for what vLLM's own drafting would ignore or die of."""
+    try:
+        check_co_located_params(params, method, on_gpu=on_gpu())
+    except RequestError as error:
+        raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
+
+
+def check_reasons(output: RequestOutput, params: SamplingParams, deadline: Deadline | None) -> None:
+    """vLLM's classes know one way in which the engine gives a request up. Raises for the two that are not its fault."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
+            raise VLLMValidationError(
+                f"{', '.join(asked)} left no token to choose, or the grammar could not go on", parameter=asked[0]
+            )
+        if completion.finish_reason == "abort" and deadline is not None and deadline.left_s() <= 0:
+            raise GracefulHTTPError("aborted when its deadline passed", HTTPStatus.REQUEST_TIMEOUT)
+
+
+def _with_time_left(params: SamplingParams) -> tuple[SamplingParams, Deadline | None]:
+    """What goes to the engine's process, and the deadline by which this one judges."""
+    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
+    deadline: Deadline | None = ours.get("deadline")
+    if deadline is None:
+        return params, None
+    kept = {name: value for name, value in ours.items() if name != "deadline"}
+    params = copy.copy(params)  # vLLM gives all prompts of a request the same extra_args
+    params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: {**kept, "timeout_s": deadline.left_s()}}
+    return params, deadline
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

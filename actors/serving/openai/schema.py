@@ -1,0 +1,192 @@
+"""A body against vLLM's request models, and what they find wrong told in one sentence about one field.
+
+``/openapi.json``: vLLM's own request models, as far as their fields are taken here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeResponse,
+)
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.http.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Refused, Rules
+from outrider.cluster.modes import BY_NAME
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_MAX_PROBLEM = 300
+_MAX_ALTERNATIVES = 3
+
+_READ_WRONG = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+"""What vLLM's validators run into that read the body before its types have been checked."""
+
+
+def validated(kind: type[Model], body: Mapping[str, Any]) -> Model:
+    """Raises RequestError, with the path of the field at fault where vLLM knows it."""
+    try:
+        return kind.model_validate(dict(body))
+    except ValidationError as error:
+        raise _explain(error, body) from None
+    except VLLMClientError as error:
+        raise RequestError(_parameter(error) or "body", problem_of(error), "change it or leave it out") from None
+    except _READ_WRONG as error:
+        problem = f"cannot be read as {kind.__name__}: {type(error).__name__}: {error}"
+        raise RequestError("body", shortened(problem), "check the types of its fields") from None
+
+
+def problem_of(error: Exception) -> str:
+    """Without what VLLMValidationError's own text adds: all of the value, however long."""
+    if isinstance(error, VLLMValidationError) and error.args:
+        return shortened(str(error.args[0]))
+    return shortened(str(error))
+
+
+def shortened(text: str) -> str:
+    text = " ".join(text.split()).rstrip(".")
+    return text if len(text) <= _MAX_PROBLEM else text[:_MAX_PROBLEM] + "…"
+
+
+def _parameter(error: Exception) -> str | None:
+    return getattr(error, "parameter", None)
+
+
+def _explain(error: ValidationError, body: Mapping[str, Any]) -> RequestError:
+    """Of a value that may be of several types, pydantic reports what is wrong with it as each of them."""
+    found = [(_path(item["loc"], item["type"], body), item["msg"]) for item in error.errors(include_url=False)]
+    path = found[0][0]
+    problems = list(dict.fromkeys(problem for where, problem in found if where == path))[:_MAX_ALTERNATIVES]
+    return RequestError(path or "body", shortened(", or: ".join(problems)), "change it or leave it out")
+
+
+def _path(location: tuple[int | str, ...], kind: str, body: Mapping[str, Any]) -> str:
+    """The steps of a pydantic location that lead through the body; the others name types."""
+    parts: list[str] = []
+    at: Any = body
+    for step in location:
+        leads_on = step in at if isinstance(at, dict) else isinstance(at, list) and step in range(len(at))
+        if leads_on:
+            at = at[step]
+            parts.append(str(step))
+    if kind == "missing":
+        parts.append(str(location[-1]))
+    return ".".join(parts)
+
+
+_REQUESTS: dict[type[BaseModel], Rules] = {
+    ChatCompletionRequest: CHAT,
+    CompletionRequest: COMPLETIONS,
+    TokenizeCompletionRequest: TOKENIZE,
+    TokenizeChatRequest: TOKENIZE,
+    DetokenizeRequest: DETOKENIZE,
+}
+_RESPONSES = (ChatCompletionResponse, CompletionResponse, TokenizeResponse, DetokenizeResponse, ModelList, ModelCard)
+
+_SPECULATION = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "enabled": {"type": "boolean"},
+        "num_speculative_tokens": {"type": "integer", "minimum": 1},
+        "verification": {"type": "string", "enum": list(BY_NAME)},
+    },
+}
+
+_ERRORS = {
+    "400": "a field is wrong, unknown or not supported",
+    "404": "no such model",
+    "408": "the deadline of x-request-timeout-ms passed",
+    "413": "the body is too long",
+    "415": "the body is not JSON",
+    "429": "the queue is full",
+    "500": "the server failed",
+    "503": "no replica is available",
+}
+
+
+@cache
+def openapi(version: str) -> dict[str, Any]:
+    """An OpenAPI 3.1 document. version: of the API."""
+    models = [*_REQUESTS, *_RESPONSES, ErrorResponse]
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    schemas = definitions["$defs"]
+    for model, rules in _REQUESTS.items():
+        _keep_what_is_taken(schemas[model.__name__], rules)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Outrider", "version": version},
+        "paths": {
+            "/v1/chat/completions": _post([ChatCompletionRequest], ChatCompletionResponse, streams=True),
+            "/v1/completions": _post([CompletionRequest], CompletionResponse, streams=True),
+            "/tokenize": _post([TokenizeCompletionRequest, TokenizeChatRequest], TokenizeResponse),
+            "/detokenize": _post([DetokenizeRequest], DetokenizeResponse),
+            "/v1/models": _get(_json(ModelList)),
+            "/v1/models/{model}": _get(_json(ModelCard), parameter="model"),
+            "/health": _get({}),
+            "/version": _get({"application/json": {"schema": {"type": "object"}}}),
+        },
+        "components": {"schemas": schemas},
+    }
+
+
+def _keep_what_is_taken(schema: dict[str, Any], rules: Rules) -> None:
+    properties = schema["properties"]
+    for name in [name for name in properties if isinstance(rules.get(name), Refused)]:
+        del properties[name]
+    if "speculation" in rules:
+        properties["speculation"] = _SPECULATION
+    schema["additionalProperties"] = False
+
+
+def _post(requests: list[type[BaseModel]], response: type[BaseModel], streams: bool = False) -> dict[str, Any]:
+    references = [_reference(request) for request in requests]
+    body = references[0] if len(references) == 1 else {"anyOf": references}
+    answer = _json(response) | ({"text/event-stream": {}} if streams else {})
+    timeout = {
+        "name": "x-request-timeout-ms",
+        "in": "header",
+        "schema": {"type": "integer", "minimum": 1},
+    }
+    operation = {
+        "parameters": [timeout],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": {"description": "the answer", "content": answer}} | _errors(),
+    }
+    return {"post": operation}
+
+
+def _get(answer: dict[str, Any], parameter: str | None = None) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "responses": {"200": {"description": "the answer", "content": answer}} | _errors(),
+    }
+    if parameter is not None:
+        operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {"get": operation}
+
+
+def _errors() -> dict[str, Any]:
+    return {status: {"description": text, "content": _json(ErrorResponse)} for status, text in _ERRORS.items()}
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": _reference(model)}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -1,0 +1,260 @@
+"""OpenAI's endpoints inside a target replica: vLLM's own serving classes over the target's AsyncLLM.
+
+They are built as vLLM's api_server builds them, and called without its routes, middleware and command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from http import HTTPStatus
+from importlib import metadata
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.exceptions import RetryableRequestError, VLLMClientError
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, RequestError
+from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.serving.http.errors import HttpFailure, failure_of, refused, server_error, timed_out
+from outrider.actors.serving.openai.engine import CheckedEngine
+from outrider.actors.serving.openai.schema import openapi, problem_of, shortened, validated
+from outrider.actors.serving.running import ReplicaLost
+from outrider.actors.vllm_seam.prompts import configured_chat_template
+from outrider.cluster.config import ConfigError, OutriderConfig
+
+logger = logging.getLogger("ray.serve.outrider.openai")
+
+_ERROR_EVENT = 'data: {"error":'
+EVENTS = "text/event-stream"
+Generating = TypeVar("Generating", ChatCompletionRequest, CompletionRequest)
+_STREAM_LOGGERS = tuple(f"vllm.entrypoints.openai.{module}.serving" for module in ("chat_completion", "completion"))
+
+
+class OpenAIServing:
+    """Answers OpenAIRequests, several at once."""
+
+    def __init__(self, llm: AsyncLLM, config: OutriderConfig, replica_id: str) -> None:
+        """Raises ConfigError for a chat template or parser that cannot be had."""
+        self._config, self._replica_id = config, replica_id
+        engine: Any = CheckedEngine(llm, config.co_located.method if config.co_located else None)
+        template, parsers = configured_chat_template(config), _parsers(config)
+        self._models = OpenAIServingModels(engine, [BaseModelPath(config.served_model_name, config.target.model)])
+        chat: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": template,
+            "chat_template_content_format": "auto",
+        }
+        try:
+            renderer = OnlineRenderer(llm.model_config, llm.renderer, **chat, **parsers)
+            self._chat = OpenAIServingChat(
+                engine,
+                self._models,
+                "assistant",
+                online_renderer=renderer,
+                enable_prompt_tokens_details=True,
+                **chat,
+                **parsers,
+            )
+        except (TypeError, ValueError, KeyError, ImportError) as error:
+            names = ", ".join(f"openai.{name}" for name in ("tool_call_parser", "reasoning_parser"))
+            raise ConfigError(f"{names}: {error}") from error
+        self._completions = OpenAIServingCompletion(
+            engine, self._models, online_renderer=renderer, request_logger=None, enable_prompt_tokens_details=True
+        )
+        self._tokenization = ServingTokenization(self._models, renderer, **chat)
+        self._parses_tools = config.openai.tool_call_parser is not None
+        for name in _STREAM_LOGGERS:
+            logging.getLogger(name).addFilter(_is_news)
+
+    async def answer(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str, None]:
+        """A head, then the body's parts. Closing the generator, or cancelling it, aborts the request.
+
+        Raises ReplicaLost when the engine is gone before the answer has begun. Whatever else goes wrong is an answer
+        too.
+        """
+        try:
+            result = await _within(request.seconds_left(), self._result(request))
+        except TimeoutError:
+            failure = timed_out(request.request_id)
+        except (EngineDeadError, RetryableRequestError) as error:
+            raise ReplicaLost(self._replica_id, str(error)) from None
+        except Exception as error:  # noqa: BLE001 - the client gets a status and a sentence, the log the rest
+            failure = _failure_of(error, request.request_id)
+        else:
+            async with aclosing(_parts(result, request, self._replica_id)) as parts:
+                async for part in parts:
+                    yield part
+            return
+        yield OpenAIHead(failure.status)
+        yield json.dumps(failure.body())
+
+    async def _result(self, request: OpenAIRequest) -> Any:
+        """The whole answer: a model of vLLM's, an ErrorResponse too, or JSON text; or a generator of events."""
+        raw = _raw_request(request)
+        match request.endpoint:
+            case "chat":
+                return await self._chat.create_chat_completion(self._chat_request(request), raw)
+            case "completions":
+                return await self._completions.create_completion(self._request(CompletionRequest, request), raw)
+            case "tokenize":
+                kind = TokenizeChatRequest if "messages" in request.body else TokenizeCompletionRequest
+                return await self._tokenization.create_tokenize(validated(kind, request.body), raw)
+            case "detokenize":
+                return await self._tokenization.create_detokenize(self._detokenize_request(request), raw)
+            case "models":
+                models = await self._models.show_available_models()
+                return models.data[0] if "id" in request.body else models
+            case "openapi":
+                return json.dumps(openapi(metadata.version("outrider")))
+
+    def _chat_request(self, request: OpenAIRequest) -> ChatCompletionRequest:
+        parsed = self._request(ChatCompletionRequest, request)
+        if not self._parses_tools and parsed.tool_choice not in (None, "none"):
+            raise RequestError(
+                "tools" if "tool_choice" not in request.body else "tool_choice",
+                "this deployment does not know how its model calls tools (openai.tool_call_parser)",
+                "send tool_choice none, or no tools",
+            )
+        return parsed
+
+    def _detokenize_request(self, request: OpenAIRequest) -> DetokenizeRequest:
+        parsed = validated(DetokenizeRequest, request.body)
+        vocab_size = self._models.model_config.get_vocab_size()
+        if (worst := max(parsed.tokens, default=0)) >= vocab_size:
+            raise RequestError("tokens", f"{worst} is not in the vocabulary", f"send ids below {vocab_size}")
+        return parsed
+
+    def _request(self, kind: type[Generating], request: OpenAIRequest) -> Generating:
+        """vLLM's request, with what is ours in what becomes SamplingParams.extra_args."""
+        if request.round_options and self._config.co_located is not None:
+            raise RequestError("speculation", "this deployment drafts for every request alike", "leave it out")
+        parsed = validated(kind, request.body)
+        ours = dict(request.round_options)
+        if request.deadline is not None:
+            ours["deadline"] = request.deadline  # CheckedEngine makes what is left of it
+        if ours:
+            parsed.vllm_xargs = {EXTRA_ARGS_KEY: ours}  # set past vLLM's validation
+        return parsed
+
+
+async def _parts(result: Any, request: OpenAIRequest, replica_id: str) -> AsyncGenerator[OpenAIHead | str, None]:
+    if isinstance(result, AsyncGenerator):
+        async with aclosing(result), aclosing(_events(result, request, replica_id)) as events:
+            async for event in events:
+                yield event
+    elif isinstance(result, ErrorResponse):
+        failure = HttpFailure(result.error.code, result.error.message, result.error.param)
+        yield OpenAIHead(failure.status)
+        yield json.dumps(failure.body())
+    else:
+        yield OpenAIHead(200)
+        yield result if isinstance(result, str) else result.model_dump_json()
+
+
+async def _events(
+    events: AsyncGenerator[str, None], request: OpenAIRequest, replica_id: str
+) -> AsyncGenerator[OpenAIHead | str, None]:
+    """vLLM begins a stream before the engine has seen its request: an error in place of the first event becomes the
+    status. An error after that is an event."""
+    started = False
+    try:
+        while True:
+            async with asyncio.timeout(request.seconds_left()):
+                event = await anext(events, None)
+            if event is None:
+                return
+            if event.startswith(_ERROR_EVENT):
+                failure = _failure_in(event, request.request_id)
+                if started:
+                    yield failure.event()
+                    return
+                if failure.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                    raise ReplicaLost(replica_id, failure.message)
+                yield OpenAIHead(failure.status)
+                yield json.dumps(failure.body())
+                return
+            if not started:
+                started = True
+                yield OpenAIHead(200, EVENTS)
+            yield event
+    except TimeoutError:
+        failure = timed_out(request.request_id)
+        if started:
+            yield failure.event()
+        else:
+            yield OpenAIHead(failure.status)
+            yield json.dumps(failure.body())
+
+
+def _failure_in(event: str, request_id: str) -> HttpFailure:
+    """vLLM has logged what a server error's message would tell."""
+    error = json.loads(event.removeprefix("data:"))["error"]
+    if error["code"] == HTTPStatus.INTERNAL_SERVER_ERROR:
+        return server_error(request_id)
+    return HttpFailure(error["code"], shortened(error["message"]), error["param"])
+
+
+async def _within(seconds: float | None, result: Coroutine[Any, Any, Any]) -> Any:
+    """In a task of its own: vLLM's classes swallow a cancellation, which would then look like an answer.
+
+    Raises TimeoutError.
+    """
+    task = asyncio.ensure_future(result)
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        if not done:
+            raise TimeoutError
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def _failure_of(error: Exception, request_id: str) -> HttpFailure:
+    if isinstance(error, RequestError):
+        return refused(error)
+    described = create_error_response(error).error
+    if described.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return failure_of(error, request_id)
+    message = problem_of(error) if isinstance(error, VLLMClientError) else shortened(described.message)
+    return HttpFailure(described.code, message, described.param)
+
+
+def _raw_request(request: OpenAIRequest) -> Request:
+    """What vLLM's classes look at of the HTTP request: headers with the id and the caller's trace."""
+    headers = {"x-request-id": request.request_id, **request.trace_headers}
+    encoded = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+    return Request({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": encoded})
+
+
+def _parsers(config: OutriderConfig) -> dict[str, Any]:
+    tools = config.openai.tool_call_parser
+    return {
+        "enable_auto_tools": tools is not None,
+        "tool_parser": tools,
+        "reasoning_parser": config.openai.reasoning_parser or "",
+    }
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """vLLM logs a traceback for every stream that fails, a refused request's too."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (VLLMClientError, ValueError))

@@ -1,0 +1,334 @@
+"""A target replica: the target's engine, the drafter beside it, and the control around both.
+
+vLLM is imported in the replica only: whoever deploys this class need not spend the seconds that takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from outrider.actors.drafter.actor import DrafterStatus, launch_drafter
+from outrider.actors.observability.environment import process_environment
+from outrider.actors.observability.logs import request_line, serve_log_kept
+from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
+from outrider.actors.observability.start_up import StartUp
+from outrider.actors.replica_calls import (
+    VERIFICATIONS,
+    GenerationRequest,
+    ModelInfo,
+    OpenAIHead,
+    OpenAIRequest,
+    RoundOutput,
+    TokenizeRequest,
+    Tokens,
+)
+from outrider.actors.serve_seam.broadcast import ReplicaReply, sign
+from outrider.actors.serving.routing.policy import RoutingStats
+from outrider.actors.serving.running import ReplicaLost
+from outrider.actors.vllm_seam.engine_requests import check_co_located
+from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.placement import V1_RUNNER, CorePlan, RankPlacement, ReplicaPlacement, rank_environment
+from outrider.cluster.registry import LEASE_S, LOADING_LEASE_S, get_or_create_registry, registry_name
+
+if TYPE_CHECKING:
+    from outrider.actors.serving.openai.serving import OpenAIServing
+    from outrider.actors.vllm_seam.target_engine import TargetEngine
+
+logger = logging.getLogger("ray.serve.outrider.target")
+
+_CONTROL_TIMEOUT_S = 5.0
+_DRAFTER_TIMEOUT_S = 0.5
+_REGISTRY_ATTEMPTS = 4
+_REGISTRY_PAUSE_S = 1.0
+_FIRST_LINK_TIMEOUT_S = 60.0
+
+
+class Target:
+    """The Serve deployment's class. Construction loads the models: tens of seconds to minutes.
+
+    placement: the bundles of this replica's own placement group; core_plan: CPU only.
+    """
+
+    _finding: asyncio.Future[Any] | None = None
+    """The search for the registry that is under way."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: OutriderConfig, placement: ReplicaPlacement, core_plan: CorePlan | None
+    ) -> None:
+        self._config, self._placement, self._core_plan = config, placement, core_plan
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._group = ray.util.get_current_placement_group()
+        self._address = ray.get_runtime_context().gcs_address
+        start_up = StartUp(logger)
+        with serve_log_kept():
+            # Seconds of imports, in which the registry's and the drafter's processes start.
+            imports = asyncio.create_task(asyncio.to_thread(_import_engine))
+            self._registry = get_or_create_registry(config.serving.app_name)
+            self._drafter = self._start_drafter() if config.remote_drafter is not None else None
+            self._drafter_status = DrafterStatus(self._drafter) if self._drafter is not None else None
+            await self._renew_lease(LOADING_LEASE_S)
+            await imports
+            start_up.done("vllm imported by the replica")
+            self._engine = self._start_engine()
+            start_up.done("engine core and ranks started, model loaded")
+            self._openai = self._start_openai()
+        self._membership = asyncio.create_task(self._keep_membership(weakref.ref(self)))
+        self._metrics = self._replica_metrics()
+        self._routing_stats = self._stats_for_routing()
+        await self._engine.warm_up()
+        start_up.done("target warmed up")
+        if self._drafter is not None:
+            await self._drafter.ready.remote()
+            start_up.done("waiting for the drafter")
+            await self._engine.call_ranks("open_link")
+            await self._wait_for_link()
+            start_up.done("link opened")
+
+    async def check_health(self) -> None:
+        """Raises when the engine is dead: Serve then replaces this replica."""
+        await self._engine.check_health()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """See TargetEngine.generate. Raises ReplicaLost when the engine is gone."""
+        with request_line(logger, request.request_id):
+            if (drafter := self._config.co_located) is not None:
+                check_co_located(request, drafter.method, on_gpu=self._core_plan is None)
+            try:
+                async with aclosing(self._engine.generate(request)) as outputs:
+                    async for output in outputs:
+                        yield output
+            except ConnectionError as error:
+                raise ReplicaLost(self._replica, str(error)) from error
+
+    async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str, None]:
+        """See OpenAIServing.answer."""
+        with request_line(logger, request.request_id):
+            async with aclosing(self._openai.answer(request)) as parts:
+                async for part in parts:
+                    yield part
+
+    async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
+        """See routing.broadcast."""
+        return await sign(self, self._replica, method, args)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What routers hear of this replica; Serve asks."""
+        return await self._routing_stats.collect()
+
+    async def status(self) -> dict[str, Any]:
+        """The public API's server status, as a nested dict."""
+        status: dict[str, Any] = {
+            "model": self._config.served_model_name,
+            "num_speculative_tokens": self._config.num_speculative_tokens,
+            "target": self._engine.load(),
+        }
+        if self._config.drafter is None:
+            return status
+        status["methods"] = [self._config.drafter.method]
+        if self._config.co_located is not None:  # part of the engine: up while that is, and no link in between
+            status["speculation_up"] = True
+            return status
+        verifier = await self._verifier_status()
+        link = verifier["link"]
+        status["rounds"] = verifier["rounds"]
+        status["speculation_up"] = link["state"] == "up"
+        status["link"] = {
+            "state": f"LINK_STATE_{link['state'].upper()}",
+            **{name: link[name] for name in ("epoch", "reconnects", "drafter", "rtt_us", "last_error")},
+        }
+        assert self._drafter_status is not None
+        with suppress(ray.exceptions.RayError, TimeoutError):  # a drafter that is loading or gone has no load
+            drafter = await self._drafter_status.ask(_DRAFTER_TIMEOUT_S)
+            status["drafter"] = {
+                "running": int(drafter["num_sequences"]),
+                "waiting": int(drafter["num_prefilling"]),
+                "kv_cache_usage": drafter["kv_cache_usage"],
+            }
+        return status
+
+    async def model_info(self) -> ModelInfo:
+        """See TargetEngine.model_info; with what the configuration says of speculation."""
+        config = self._config
+        co_located = config.co_located is not None
+        return replace(
+            self._engine.model_info(),
+            verifications=("rejection",) if co_located else VERIFICATIONS,
+            default_verification="rejection" if co_located else config.speculation.verification,
+            methods=() if config.drafter is None else (config.drafter.method,),
+            num_speculative_tokens=config.num_speculative_tokens,
+        )
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
+        """Raises RequestError."""
+        return await self._engine.tokenize(request)
+
+    async def detokenize(self, token_ids: tuple[int, ...], skip_special_tokens: bool) -> str:
+        """Raises RequestError."""
+        return await self._engine.detokenize(token_ids, skip_special_tokens)
+
+    async def token_texts(self, token_ids: list[int]) -> list[str]:
+        """Each token's own text; bytes that are no UTF-8 become U+FFFD. Raises RequestError."""
+        return [await self._engine.detokenize((token_id,), False) for token_id in token_ids]
+
+    async def abort(self, request_id: str) -> bool:
+        """See TargetEngine.abort."""
+        return await self._engine.abort(request_id)
+
+    async def metrics_text(self) -> str:
+        """This replica's metrics, vLLM's and ours, in Prometheus' text format."""
+        return await self._metrics.text()
+
+    def __del__(self) -> None:
+        """Serve calls this on a graceful shutdown."""
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.shutdown()
+        drafter = getattr(self, "_drafter", None)
+        if drafter is not None:
+            with suppress(ray.exceptions.RayError):
+                ray.kill(drafter)
+        with suppress(ray.exceptions.RayError):
+            self._registry.leave.remote(self._replica)
+
+    def _start_openai(self) -> OpenAIServing:
+        from outrider.actors.serving.openai.serving import OpenAIServing
+
+        return OpenAIServing(self._engine.llm, self._config, self._replica)
+
+    async def _wait_for_link(self) -> None:
+        """Requests could be served without it, but not the way the operator asked for."""
+        deadline = time.monotonic() + _FIRST_LINK_TIMEOUT_S
+        while time.monotonic() < deadline:
+            link = (await self._verifier_status())["link"]
+            if link["state"] == "up":
+                return
+            await asyncio.sleep(0.05)
+        raise ConfigError(f"link: no link to the drafter within {_FIRST_LINK_TIMEOUT_S:g} s: {link['last_error']}")
+
+    async def _verifier_status(self) -> dict[str, Any]:
+        return await _ask_rank_0(self._engine, "round_status")
+
+    def _stats_for_routing(self) -> RoutingStats:
+        engine = self._engine
+
+        async def link_is_up() -> bool:
+            return bool((await _ask_rank_0(engine, "round_status"))["link"]["state"] == "up")
+
+        asks_link = link_is_up if self._drafter is not None else None
+        return RoutingStats(engine.load, engine.kv_cache_tokens(), asks_link, engine.check_health)
+
+    def _replica_metrics(self) -> ReplicaMetrics:
+        # Not through self, which a replica's shutdown must be able to free.
+        name, drafter, engine = self._config.served_model_name, self._drafter_status, self._engine
+        if drafter is None:
+            return ReplicaMetrics(name, None, None)
+        return ReplicaMetrics(
+            name,
+            lambda: _ask_rank_0(engine, "round_metrics"),
+            lambda: drafter.ask(ANSWER_WITHIN_S),
+        )
+
+    def _drafter_name(self) -> str | None:
+        return f"Drafter:{self._replica}" if self._drafter is not None else None
+
+    def _start_drafter(self) -> Any:
+        assert self._config.remote_drafter is not None
+        return launch_drafter(
+            self._config.remote_drafter,
+            self._config.speculation,
+            replica=self._replica,
+            app_name=self._config.serving.app_name,
+            ray_address=self._address,
+            group=self._group,
+            placement=self._placement,
+            cores=self._cores("drafter"),
+            environment=process_environment(self._config.serving),
+        )
+
+    def _start_engine(self) -> TargetEngine:
+        from outrider.actors.vllm_seam.engine_args import target_vllm_config
+        from outrider.actors.vllm_seam.prompts import configured_chat_template
+        from outrider.actors.vllm_seam.target_engine import TargetEngine
+
+        runner = {} if self._config.co_located is not None else V1_RUNNER
+        os.environ.update(runner)
+        cores = self._cores("target")
+        names = [f"Verifier:{self._replica}"]
+        names += [f"TargetRank-{rank}:{self._replica}" for rank in range(1, self._config.target.tensor_parallel_size)]
+        ranks = RankPlacement(
+            self._address,
+            names,
+            list(self._placement.target_bundle_indices),
+            cores,
+            {**rank_environment(cores), **runner, **process_environment(self._config.serving)},
+        )
+        vllm_config = target_vllm_config(self._config, ranks, self._group)
+        vllm_config.additional_config["outrider_replica"] = {
+            "replica": self._replica,
+            "registry": registry_name(self._config.serving.app_name),
+        }
+        return TargetEngine(vllm_config, configured_chat_template(self._config))
+
+    def _cores(self, side: str) -> list[list[int]] | None:
+        if self._core_plan is None:
+            return None
+        return [list(cores) for cores in getattr(self._core_plan, side)]
+
+    async def _renew_lease(self, lease_s: float) -> None:
+        """Raises RayError or TimeoutError when neither the registry nor a new one in its place answers."""
+        for attempt in range(_REGISTRY_ATTEMPTS):
+            try:
+                if attempt > 0:
+                    await asyncio.sleep(_REGISTRY_PAUSE_S)
+                    self._registry = await self._find_registry()
+                answer = self._registry.renew.remote(self._replica, self._drafter_name(), lease_s)
+                await asyncio.wait_for(asyncio.wrap_future(answer.future()), _CONTROL_TIMEOUT_S)
+                return
+            except (ray.exceptions.RayError, TimeoutError):
+                if attempt == _REGISTRY_ATTEMPTS - 1:
+                    raise
+
+    async def _find_registry(self) -> Any:
+        """In a thread, one at a time: Ray waits for its GCS here, for as long as that takes to come back. Raises
+        RayError or TimeoutError."""
+        if self._finding is None or self._finding.done():
+            found = asyncio.to_thread(get_or_create_registry, self._config.serving.app_name)
+            self._finding = asyncio.ensure_future(found)
+        return await asyncio.wait_for(asyncio.shield(self._finding), _CONTROL_TIMEOUT_S)
+
+    @staticmethod
+    async def _keep_membership(this: weakref.ref[Target]) -> None:
+        while (target := this()) is not None:
+            try:
+                await target._renew_lease(LEASE_S)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("registry not reachable: %s", error)
+            del target  # a replica that is shut down must not be kept alive by its own lease
+            await asyncio.sleep(LEASE_S / 6)
+
+
+def _import_engine() -> None:
+    for module in (
+        "outrider.actors.vllm_seam.target_engine",
+        "outrider.actors.serving.openai.serving",
+        "outrider.actors.vllm_seam.executor",
+    ):
+        importlib.import_module(module)
+
+
+async def _ask_rank_0(engine: TargetEngine, method: str) -> dict[str, Any]:
+    """The answer of the one rank that has one."""
+    replies = await engine.call_ranks(method)
+    return next(reply for reply in replies if reply is not None)

@@ -1,0 +1,1 @@
+"""All that leans on vLLM beyond its public API: configuration, executor, workers, runners, schedulers, engines."""

@@ -1,0 +1,93 @@
+"""The draft model's output head, cut to the tokens of a draft vocabulary.
+
+A rank of the draft model: vLLM's worker, plus a lean step over rows that the drafter plans. See paged_forward.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.actors.drafter.draw import draw, up_to_first_miss
+from outrider.actors.drafter.sequence import Drawn, StepPlan
+from outrider.actors.verification.search import TokenSubset
+from outrider.actors.vllm_seam.engine_args import worker_class
+from outrider.actors.vllm_seam.paged_forward import PagedForward
+from outrider.cluster.config import ConfigError
+
+
+class CutHead:
+    """Holds a copy of some rows of the head, [N, hidden size], and what vLLM's logits processor does after it."""
+
+    def __init__(self, model: Any, token_ids: Sequence[int]) -> None:
+        """Raises ConfigError for a model whose head is no plain matrix on one rank."""
+        head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
+        weight = getattr(head, "weight", None)
+        if not isinstance(weight, Tensor) or processor is None or not weight.is_floating_point() or weight.ndim != 2:
+            raise ConfigError(
+                "drafter.draft_vocab_size: this draft model's output head is not a plain matrix (quantised, or under "
+                "another name); set draft_vocab_size: 0"
+            )
+        self._whole, self._bias = weight, getattr(head, "bias", None)
+        self._soft_cap, self._scale = processor.soft_cap, processor.scale
+        self._ids = torch.tensor(token_ids, dtype=torch.int64, device=weight.device)
+        self._weight = weight.detach()[self._ids].contiguous()
+        self._subset: TokenSubset | None = None
+
+    @property
+    def subset(self) -> TokenSubset:
+        """What the columns of `logits` stand for."""
+        if self._subset is None:
+            self._subset = TokenSubset(self._ids)
+        return self._subset
+
+    def replace(self, changes: Sequence[tuple[int, int]]) -> None:
+        """(slot, token id): other tokens in some places."""
+        if not changes:
+            return
+        slots, tokens = torch.tensor(changes, dtype=torch.int64, device=self._ids.device).unbind(1)
+        self._ids = self._ids.index_copy(0, slots, tokens)
+        self._weight.index_copy_(0, slots, self._whole.detach()[tokens])
+        self._subset = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, N] of hidden states [rows, hidden size]."""
+        bias = None if self._bias is None else self._bias[self._ids]
+        logits = torch.nn.functional.linear(hidden, self._weight, bias)
+        if self._soft_cap is not None:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+        return logits if self._scale == 1.0 else logits * self._scale
+
+
+class DraftWorker(worker_class()):  # type: ignore[misc]
+    _paged: PagedForward | None = None
+    _head: CutHead | None = None
+
+    @torch.inference_mode()
+    def draft(self, plan: StepPlan) -> list[list[Drawn]]:
+        """Run one step. Rank 0 returns what was drawn after each row, up to the first draw that is not what was
+        guessed; the others return nothing: what they feed next comes with the next plan, so ranks cannot disagree."""
+        forward = self._paged
+        if forward is None:
+            forward = self._paged = PagedForward(self.model_runner)
+        for copies in (plan.restores, plan.copies):
+            if copies:
+                forward.copy_blocks(copies)
+        head = self._head
+        if head is not None:
+            head.replace(plan.vocabulary_changes)
+        hidden = forward(plan.rows)
+        if not len(hidden):
+            return [[] for _ in plan.rows] if self.rank == 0 else []
+        logits = self.model_runner.model.compute_logits(hidden) if head is None else head.logits(hidden)
+        if self.rank != 0:
+            return []
+        draws = [one for row in plan.rows for one in row.draws]
+        return up_to_first_miss(plan, draw(logits, draws, None if head is None else head.subset))
+
+    def cut_head(self, token_ids: list[int]) -> None:
+        """From now on draft from these tokens alone."""
+        self._head = CutHead(self.model_runner.model, token_ids)

@@ -1,0 +1,147 @@
+"""Which of vLLM's platforms this process runs on. The only place that asks.
+
+From our configuration to vLLM's: the one place where engine settings are translated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.installed import check_build_drafts
+from outrider.cluster.placement import RankPlacement
+
+
+def on_gpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
+def worker_class() -> type:
+    """vLLM's V1 worker for this platform (the CPU module cannot be imported on a GPU build)."""
+    if on_gpu():
+        from vllm.v1.worker.gpu_worker import Worker
+
+        return Worker
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    return CPUWorker
+
+
+CPU_KV_CACHE_BYTES = 512 * 2**20
+"""vLLM's CPU default is 92% of the machine, which two engines on one machine cannot both have."""
+
+CPU_DRAFTER_BLOCK_SIZE = 32
+"""The smallest that vLLM's CPU attention takes."""
+
+
+def _common(config: EngineConfig) -> dict[str, Any]:
+    gpu = on_gpu()
+    args: dict[str, Any] = {
+        "model": config.model,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": config.enforce_eager if config.enforce_eager is not None else not gpu,
+        "seed": config.seed,
+        "trust_remote_code": config.trust_remote_code,
+        "revision": config.revision,
+        "quantization": config.quantization,
+    }
+    if config.max_num_batched_tokens is not None:
+        args["max_num_batched_tokens"] = config.max_num_batched_tokens
+    return args
+
+
+def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_group: Any) -> VllmConfig:
+    """The target's engine on our executor.
+
+    With a drafter actor, or no drafter at all, our worker chooses the tokens: a seed gives the same answer with a
+    drafter and without. With co-located drafting worker, sampler and proposer are vLLM's own.
+
+    Raises ConfigError, naming the section, for what vLLM refuses.
+    """
+    from outrider.actors.vllm_seam.executor import RayRanksExecutor
+
+    args = target_engine_arguments(config)
+    args["distributed_executor_backend"] = RayRanksExecutor
+    args["additional_config"] = {**ranks.as_additional_config(), "outrider": config.model_dump(mode="json")}
+    vllm_config = _create(AsyncEngineArgs(**args), placement_group, "target")
+    scheduler = vllm_config.scheduler_config
+    # vLLM decides whether steps may overlap; ours never do.
+    scheduler.scheduler_cls = (
+        f"outrider.actors.vllm_seam.scheduler.{'Async' if scheduler.async_scheduling else ''}RoundScheduler"
+    )
+    return vllm_config
+
+
+def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
+    """vLLM's engine arguments for the target, but for where its ranks run. Raises ConfigError for a co-located method
+    that this build does not have."""
+    args = _common(config.target)
+    args["tokenizer"] = config.target.tokenizer
+    args["disable_log_stats"] = False
+    args["served_model_name"] = config.served_model_name  # metrics are labelled with it
+    args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
+    args["scheduling_policy"] = "priority"  # see outrider.actors.vllm_seam.scheduler
+    # "auto" keeps whatever the first request needed for all that come after it.
+    args["structured_outputs_config"] = {
+        "backend": "xgrammar",
+        "reasoning_parser": config.openai.reasoning_parser or "",
+    }
+    if config.drafter is not None:
+        args["per_request_spec_decode_metrics"] = "summary"
+    if config.co_located is not None:
+        check_build_drafts(config.co_located, gpu=on_gpu())
+        args["speculative_config"] = config.co_located.speculative_config(config.num_speculative_tokens)
+        return args
+    args["worker_cls"] = "outrider.actors.vllm_seam.target_worker.TargetWorker"
+    args["async_scheduling"] = False
+    if config.drafter is not None:
+        args["speculative_config"] = {
+            "method": "custom_class",
+            "model": "outrider.actors.vllm_seam.target_worker.RemoteProposer",
+            "num_speculative_tokens": config.num_speculative_tokens,
+        }
+    return args
+
+
+def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
+    """The draft model's engine. Without ranks it runs in the calling process."""
+    args = _common(config)
+    # A row of the drafter's is a request to vLLM, wherever it sizes its buffers and CUDA graphs.
+    args["max_num_seqs"] = max(config.max_num_seqs, config.max_draft_rows)
+    block_size = config.block_size or (None if on_gpu() else CPU_DRAFTER_BLOCK_SIZE)
+    if block_size is not None:
+        args["block_size"] = block_size
+    args["worker_cls"] = "outrider.actors.vllm_seam.draft_worker.DraftWorker"
+    args["async_scheduling"] = False
+    args["skip_tokenizer_init"] = True
+    if ranks is not None:
+        from outrider.actors.vllm_seam.executor import RayRanksExecutor
+
+        args["distributed_executor_backend"] = RayRanksExecutor
+        args["additional_config"] = ranks.as_additional_config()
+    return _create(EngineArgs(**args), placement_group, "drafter")
+
+
+def _create(args: EngineArgs, placement_group: Any, section: str) -> VllmConfig:
+    try:
+        vllm_config = args.create_engine_config()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{section}: {_first_line(error)}") from error
+    vllm_config.parallel_config.placement_group = placement_group
+    return vllm_config
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:4])

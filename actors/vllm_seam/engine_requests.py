@@ -1,0 +1,278 @@
+"""What a request cannot have where vLLM drafts inside the target's engine, refused by name before the engine sees it.
+
+The engine itself refuses min_p and logit_bias under speculation (vllm#42744); what is here it would ignore in silence,
+or, for seeds on CPU, die of.
+
+Between our request and response types and vLLM's: sampling parameters in, one RoundOutput a round out.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.metrics.stats import RequestStateStats
+
+from outrider.actors.replica_calls import (
+    LIMITS,
+    GenerationRequest,
+    RequestError,
+    RequestTiming,
+    RoundOutput,
+    SamplingFailed,
+    SpeculativeDecodingMetrics,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
+from outrider.actors.round.origins import RoundLog, TakenRounds
+from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
+
+GREEDY_BELOW = 1e-5
+"""vLLM's own limit: at a lower temperature nothing is drawn."""
+
+
+def check_co_located(request: GenerationRequest, method: str, *, on_gpu: bool) -> None:
+    """method: of the co-located drafter. Raises RequestError naming the first field that cannot be honoured."""
+    if not request.speculation:
+        raise _refusal(method, "speculation.enabled", "cannot be switched off for a request", "leave speculation out")
+    asked = {"num_speculative_tokens": request.num_speculative_tokens, "verification": request.verification}
+    _check(method, asked, request.sampling.get("seed"), request.sampling.get("temperature", 1.0), on_gpu)
+
+
+def check_co_located_params(params: Any, method: str, *, on_gpu: bool) -> None:
+    """Of a request that comes with vLLM's SamplingParams, ours in extra_args. Raises RequestError likewise."""
+    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
+    _check(method, ours, params.seed, params.temperature, on_gpu)
+
+
+def _check(method: str, asked: Mapping[str, Any], seed: int | None, temperature: float, on_gpu: bool) -> None:
+    if asked.get("num_speculative_tokens") is not None:
+        raise _refusal(
+            method, "speculation.num_speculative_tokens", "drafts as many for every request", "leave speculation out"
+        )
+    if asked.get("verification") is not None:
+        raise _refusal(method, "speculation.verification", "has one way to verify, rejection", "leave it out")
+    if seed is not None and temperature >= GREEDY_BELOW and not on_gpu:
+        # gpu_model_runner winds a seeded request's generator back after a chunk of its prefill; torch's CPU generator
+        # cannot be wound back, and the exception ends the engine.
+        raise _refusal(method, "sampling.seed", "cannot keep seeds on CPU", "leave it out, or ask at temperature 0")
+
+
+def _refusal(method: str, field: str, problem: str, fix: str) -> RequestError:
+    return RequestError(
+        field, f"drafting is co-located here (method {method}), by vLLM's own runner, which {problem}", fix
+    )
+
+
+_TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+_SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
+"""What the grammar compiler puts before its messages: time, file and line of its source."""
+
+_MAX_PROBLEM = 300
+
+
+def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: int) -> SamplingParams:
+    """vLLM's parameters, with our own in extra_args. Raises RequestError for what vLLM refuses."""
+    settings = dict(request.sampling)
+    room = max_model_len - prompt_len
+    settings.setdefault("max_tokens", room)
+    if settings.get("min_tokens", 0) > settings["max_tokens"]:
+        raise RequestError(
+            "sampling.min_tokens",
+            f"{settings['min_tokens']} is above the {room} that max_model_len = {max_model_len} leaves room for",
+            "lower it",
+        )
+    if (constraint := settings.get("structured_outputs")) is not None:
+        settings["structured_outputs"] = StructuredOutputsParams(**constraint)
+    ours: dict[str, Any] = {}
+    limit = request.num_speculative_tokens if request.speculation else 0
+    if limit is not None:
+        ours["num_speculative_tokens"] = limit
+    if request.verification is not None:
+        ours["verification"] = request.verification
+    if (left_s := request.seconds_left()) is not None:
+        ours["timeout_s"] = left_s
+    if ours:
+        settings["extra_args"] = {EXTRA_ARGS_KEY: ours}
+    try:
+        params = SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
+    except (ValueError, TypeError, VLLMClientError) as error:
+        raise refusal(error, request) from None
+    try:  # what rank 0 will make of it: an exception there would end the engine
+        RequestSampling.of(params, "coupled")
+    except (ValueError, KeyError) as error:
+        raise RequestError("speculation.verification", str(error), "leave it out, or use coupled") from None
+    return params
+
+
+def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None = None) -> RequestError:
+    """What vLLM found wrong with a request, by our names. vocab_size: for the fix, when it is known."""
+    parameter = getattr(error, "parameter", None)
+    if parameter is None and "structured_outputs" in request.sampling:
+        parameter = "structured_outputs"  # the one thing that vLLM refuses without saying which it is
+    elif parameter not in request.sampling:
+        parameter = None
+    # Without what VLLMValidationError's own text adds: all of the value, however long.
+    problem = str(error.args[0] if error.args else error)
+    if error.__cause__ is not None and str(error.__cause__) not in problem:
+        problem = f"{problem}: {error.__cause__}"
+    problem = " ".join(_SOURCE_LINE.sub("", problem).split()).rstrip(".")
+    if len(problem) > _MAX_PROBLEM:
+        problem = problem[:_MAX_PROBLEM] + "…"
+    fix = "change the request"
+    if parameter == "structured_outputs":
+        fix = "send a constraint that the engine can compile"
+    elif parameter in _TOKEN_FIELDS and vocab_size is not None:
+        fix = f"send ids below {vocab_size}"
+    elif parameter is not None:
+        fix = "change it or leave it out"
+    return RequestError("sampling" if parameter is None else f"sampling.{parameter}", problem, fix)
+
+
+def _without_a_token(request: GenerationRequest, num_tokens: int) -> Exception:
+    """For an answer that the engine gave up after num_tokens: its own limits are to blame where it has any."""
+    limits = [name for name in LIMITS if name in request.sampling]
+    if not limits:
+        return SamplingFailed(request.request_id)
+    where = f"go on with after {num_tokens} tokens" if num_tokens else "begin an answer with"
+    return RequestError(f"sampling.{limits[0]}", f"leaves no token to {where}", "send what a text can match")
+
+
+def is_of_request(engine_id: str, request_id: str) -> bool:
+    """Whether what the engine calls engine_id is, or is part of, the request that its caller calls request_id. vLLM's
+    serving classes call a chat ``chatcmpl-ID``, and prompt i of a completion, whose answer is ``cmpl-ID``,
+    ``cmpl-ID-i``."""
+    if engine_id in (request_id, f"chatcmpl-{request_id}"):
+        return True
+    completion, _, prompt = engine_id.rpartition("-")
+    return prompt.isdigit() and completion.startswith("cmpl-") and completion in (request_id, f"cmpl-{request_id}")
+
+
+def round_outputs(
+    output: RequestOutput, request: GenerationRequest, num_tokens: dict[int, int], rounds: RoundLog
+) -> list[RoundOutput]:
+    """One per answer that vLLM's output, a delta, is about; several with n > 1.
+
+    num_tokens: tokens of each answer before this round, by index; brought up to date. rounds: where the tokens' origins
+    are. Raises SamplingFailed, or RequestError when the request itself may leave no token to choose.
+    """
+    outputs = []
+    first = not num_tokens
+    prompt_logprobs = _prompt_logprobs(output, request) if first else ()
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise _without_a_token(request, num_tokens.get(completion.index, 0))
+        index = completion.index
+        num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
+        taken = rounds.take(request.request_id, index, len(completion.token_ids))
+        round_output = _round_output(output, completion, request, num_tokens[index], prompt_logprobs, taken)
+        if first and round_output.usage is None:
+            round_output = replace(round_output, usage=_usage(output, num_tokens[index]))
+        outputs.append(round_output)
+        prompt_logprobs = ()
+    return outputs
+
+
+def _round_output(
+    output: RequestOutput,
+    completion: CompletionOutput,
+    request: GenerationRequest,
+    num_tokens: int,
+    prompt_logprobs: tuple[TokenLogprobs | None, ...],
+    taken: TakenRounds,
+) -> RoundOutput:
+    delta = RoundOutput(
+        text=completion.text,
+        token_ids=tuple(completion.token_ids),
+        index=completion.index,
+        logprobs=_logprobs(completion, request),
+        prompt_logprobs=prompt_logprobs,
+        origins=taken.origins,
+        num_rounds=taken.num_rounds,
+    )
+    if completion.finish_reason is None:
+        return delta
+    reason = completion.stop_reason
+    return replace(
+        delta,
+        finish_reason=completion.finish_reason,
+        stop_reason=None if reason is None else str(reason),
+        usage=_usage(output, num_tokens),
+        speculative_decoding=_metrics(completion),
+        timing=_timing(output.metrics),
+    )
+
+
+def _timing(stats: RequestStateStats | None) -> RequestTiming | None:
+    """None when the engine keeps no statistics. A step's times are on one clock of vLLM's, its arrival on another."""
+    if stats is None:
+        return None
+    steps = (stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts)
+    queue, prefill, decode = (after - before if after else 0.0 for before, after in pairwise(steps))
+    return RequestTiming(queue, prefill, decode, max(0.0, time.time() - stats.arrival_time))
+
+
+def _usage(output: RequestOutput, num_tokens: int) -> Usage:
+    return Usage(len(output.prompt_token_ids or ()), num_tokens, output.num_cached_tokens or 0)
+
+
+def _metrics(completion: CompletionOutput) -> SpeculativeDecodingMetrics:
+    if completion.spec_decode_metrics is None:
+        return SpeculativeDecodingMetrics()
+    counted = completion.spec_decode_metrics.to_dict()
+    return SpeculativeDecodingMetrics(
+        num_spec_steps=counted["num_spec_steps"],
+        num_draft_tokens=counted["num_draft_tokens"],
+        num_accepted_draft_tokens=counted["num_accepted_draft_tokens"],
+        mean_acceptance_length=counted["mean_acceptance_length"],
+        draft_acceptance_rate=counted["draft_acceptance_rate"],
+        acceptance_histogram=tuple(counted["acceptance_histogram"]),
+    )
+
+
+def _logprobs(completion: CompletionOutput, request: GenerationRequest) -> tuple[TokenLogprobs, ...]:
+    wanted = request.sampling.get("logprobs")
+    if wanted is None:
+        return ()
+    positions = completion.logprobs or ()
+    if len(positions) != len(completion.token_ids):
+        raise RuntimeError(
+            f"request {request.request_id}: {len(positions)} logprobs for {len(completion.token_ids)} tokens"
+        )
+    return tuple(
+        _token_logprobs(token_id, entries, wanted)
+        for token_id, entries in zip(completion.token_ids, positions, strict=True)
+    )
+
+
+def _prompt_logprobs(output: RequestOutput, request: GenerationRequest) -> tuple[TokenLogprobs | None, ...]:
+    """vLLM gives them once, whole, with each answer's first token: with n > 1 once per answer, all the same."""
+    wanted = request.sampling.get("prompt_logprobs")
+    if wanted is None or not output.outputs[0].token_ids:  # ended before its prompt was read
+        return ()
+    ids, positions = output.prompt_token_ids or (), output.prompt_logprobs or ()
+    if len(positions) != len(ids):
+        raise RuntimeError(f"request {request.request_id}: {len(positions)} prompt logprobs for {len(ids)} tokens")
+    return tuple(
+        None if entries is None else _token_logprobs(token_id, entries, wanted)
+        for token_id, entries in zip(ids, positions, strict=True)
+    )
+
+
+def _token_logprobs(token_id: int, entries: Mapping[int, Logprob], wanted: int) -> TokenLogprobs:
+    """entries: the token's own and the likeliest ones, by id; its own may be one of those."""
+    own = entries[token_id]
+    best = sorted((entry.rank, other, entry.logprob) for other, entry in entries.items() if entry.rank <= wanted)
+    return TokenLogprobs(
+        token_id, own.logprob, own.rank, tuple(TokenLogprob(other, logprob) for _, other, logprob in best)
+    )

@@ -1,0 +1,168 @@
+"""One lean forward pass of the draft model over rows of paged KV: vLLM's model, attention metadata and kernels, without
+its runner's per-request state.
+
+A row is some tokens, where they stand and which KV blocks its sequence has. Nothing of a row is kept between calls, so
+a rollback is feeding from an earlier position, and a branch is a row with another block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+from outrider.actors.drafter.sequence import StepRow
+
+
+class PagedForward:
+    """Owned by one rank; every rank of a tensor-parallel draft model calls it with the same rows."""
+
+    def __init__(self, runner: Any) -> None:
+        """runner: vLLM's V1 model runner, loaded and with its KV cache."""
+        self._model, self._config, self._device = runner.model, runner.vllm_config, runner.device
+        self._kv_caches = runner.kv_caches
+        self._num_blocks: int = runner.kv_cache_config.num_blocks
+        self._groups: list[list[Any]] = runner.attn_groups
+        self._tables = [
+            _BlockTables(index, runner.input_batch.block_table[index].block_size, runner.device)
+            for index in range(len(self._groups))
+        ]
+        self._graphs = _PiecewiseGraphs(runner) if self._device.type != "cpu" else None
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole KV blocks, (from, to) ids, in every layer."""
+        copy_kv_cache_blocks_inplace(self._kv_caches, self._num_blocks, copies)
+
+    def __call__(self, rows: Sequence[StepRow]) -> Tensor:
+        """Feed every row, guesses included. Returns the hidden states that are drawn from, [draws, hidden size]: those
+        after the last tokens of each row, as many as it has draws."""
+        count = len(rows)
+        lengths = [row.num_fed for row in rows]
+        starts = np.array([row.start for row in rows], np.int64)
+        total, longest = sum(lengths), max(lengths)
+        if longest == 1:
+            query_start, row_of, positions = np.arange(count + 1, dtype=np.int32), np.arange(count), starts
+            tokens = np.array([row.token_ids[0] for row in rows], np.int32)
+            seq_lens = starts + 1
+        else:
+            query_start = np.zeros(count + 1, np.int32)
+            np.cumsum(lengths, out=query_start[1:])
+            row_of = np.repeat(np.arange(count), lengths)
+            positions = (starts - query_start[:-1])[row_of] + np.arange(total)
+            tokens = np.concatenate([np.asarray([*row.token_ids, *row.guesses], np.int32) for row in rows])
+            seq_lens = starts + lengths
+        metadata, slots = self._metadata(rows, query_start, seq_lens.astype(np.int32), longest, row_of, positions)
+        hidden = self._forward(tokens, positions, metadata, slots)
+        if sum(len(row.draws) for row in rows) == total:
+            return hidden
+        drawn = [
+            position
+            for row, end in zip(rows, query_start[1:].tolist(), strict=True)
+            for position in range(end - len(row.draws), end)
+        ]
+        return hidden[torch.tensor(drawn, dtype=torch.int64, device=self._device)]
+
+    def _metadata(
+        self,
+        rows: Sequence[StepRow],
+        query_start: np.ndarray,
+        seq_lens: np.ndarray,
+        longest: int,
+        row_of: np.ndarray,
+        positions: np.ndarray,
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Attention metadata and KV slots by layer. query_start: int32 [rows + 1]; seq_lens: int32 [rows]; longest: the
+        most that a row feeds; row_of, positions: int64 [tokens]."""
+        max_seq_len = int(seq_lens.max())
+        query_start_cpu, seq_lens_cpu = torch.from_numpy(query_start), torch.from_numpy(seq_lens)
+        query_start_loc, seq_lens_t = query_start_cpu.to(self._device), seq_lens_cpu.to(self._device)
+        metadata: dict[str, Any] = {}
+        slots: dict[str, Tensor] = {}
+        for groups, tables in zip(self._groups, self._tables, strict=True):
+            table_t = tables.of(rows, max_seq_len)
+            slot_t = torch.from_numpy(tables.slots(row_of, positions)).to(self._device)
+            common = CommonAttentionMetadata(
+                query_start_loc=query_start_loc,
+                query_start_loc_cpu=query_start_cpu,
+                seq_lens=seq_lens_t,
+                seq_lens_cpu_upper_bound=seq_lens_cpu,
+                num_reqs=len(rows),
+                num_actual_tokens=len(positions),
+                max_query_len=longest,
+                max_seq_len=max_seq_len,
+                block_table_tensor=table_t,
+                slot_mapping=slot_t,
+            )
+            for group in groups:
+                built = group.build_metadata(common)
+                for name in group.layer_names:
+                    metadata[name], slots[name] = built, slot_t
+        return metadata, slots
+
+    def _forward(
+        self, tokens: np.ndarray, positions: np.ndarray, metadata: dict[str, Any], slots: dict[str, Tensor]
+    ) -> Tensor:
+        total = len(tokens)
+        token_ids, places = torch.from_numpy(tokens), torch.from_numpy(positions)
+        context: dict[str, Any] = {"num_tokens": total}
+        if self._graphs is not None:
+            token_ids, places, context = self._graphs.pad(token_ids, places)
+        with set_forward_context(metadata, self._config, slot_mapping=slots, **context):
+            hidden = self._model(input_ids=token_ids, positions=places, intermediate_tensors=None, inputs_embeds=None)
+        assert isinstance(hidden, Tensor)
+        return hidden[:total]
+
+
+class _BlockTables:
+    """One KV cache group's block tables, kept from step to step while its rows have the same blocks."""
+
+    def __init__(self, group: int, block_size: int, device: torch.device) -> None:
+        self._group, self._block_size, self._device = group, block_size, device
+        self._kept: list[Sequence[int]] = []
+        self._table = np.zeros((0, 0), np.int32)
+        self._on_device = torch.from_numpy(self._table)
+
+    def of(self, rows: Sequence[StepRow], max_seq_len: int) -> Tensor:
+        """int32 [rows, width] on the device: the block ids of each row."""
+        width = -(-max_seq_len // self._block_size)
+        blocks = [row.block_ids[self._group] for row in rows]
+        if blocks != self._kept or width != self._table.shape[1]:  # in one process the lists are the same objects
+            table = np.zeros((len(rows), width), np.int32)
+            for index, ids in enumerate(blocks):
+                table[index, : min(len(ids), width)] = ids[:width]
+            self._kept, self._table, self._on_device = blocks, table, torch.from_numpy(table).to(self._device)
+        return self._on_device
+
+    def slots(self, row_of: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int64 [tokens]: where the keys and values of each token go, of the rows last asked for."""
+        size = self._block_size
+        return self._table[row_of, positions // size].astype(np.int64) * size + positions % size
+
+
+class _PiecewiseGraphs:
+    """GPU: the CUDA graphs that vLLM captured for the model's pieces between attention layers, used where they fit."""
+
+    def __init__(self, runner: Any) -> None:
+        self._dispatcher, self._token_ids, self._positions = (
+            runner.cudagraph_dispatcher,
+            runner.input_ids.gpu,
+            runner.positions,
+        )
+
+    def pad(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The inputs, [tokens], in the buffers the graphs were captured with, and what the forward context is told."""
+        total = len(token_ids)
+        mode, descriptor = self._dispatcher.dispatch(total, valid_modes={CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE})
+        padded = descriptor.num_tokens
+        self._token_ids[:total].copy_(token_ids, non_blocking=True)
+        self._positions[:total].copy_(positions, non_blocking=True)
+        self._positions[total:padded].zero_()
+        context = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
+        return self._token_ids[:padded], self._positions[:padded], context

@@ -1,0 +1,115 @@
+"""Fairness in vLLM's scheduler: who is next, and how much of a step long prompts may take. The rules are pure
+functions in routing.fair_order; this is where the scheduler asks them.
+
+The target's scheduler: vLLM's, with an end for requests that no token can be chosen for or whose time is up, and
+with every round's counts beside its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.request import Request, RequestStatus
+
+from outrider.actors.round.deadlines import Deadlines
+from outrider.actors.round.fair_order import prefill_threshold, virtual_arrival_ms
+from outrider.actors.round.request import EXTRA_ARGS_KEY
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler
+else:
+    _Scheduler = object
+
+
+class FairScheduling(_Scheduler):
+    """Mixin of a vLLM Scheduler with ``scheduling_policy="priority"``. It holds for requests of every kind: they all
+    come through here."""
+
+    def add_request(self, request: Any) -> None:
+        serving = self.vllm_config.additional_config["outrider"]["serving"]
+        request.priority = virtual_arrival_ms(
+            request.arrival_time,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            serving["max_overtaking_s"],
+            request.priority,
+        )
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM reads it at each step, and leaves it alone when a request is the only one.
+        self.scheduler_config.long_prefill_token_threshold = prefill_threshold(
+            self.scheduler_config.max_num_batched_tokens,
+            sum(request.is_prefill_chunk for request in self.running),
+            at_least=1 + self.num_spec_tokens,
+        )
+        return super().schedule(*args, **kwargs)
+
+
+class RoundScheduling:
+    """In front of one of vLLM's schedulers."""
+
+    requests: dict[str, Request]
+
+    def __init__(self, *args: Any, clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deadlines = Deadlines()
+        self._clock = clock
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        if (timeout_s := _timeout_s(request)) is not None:
+            self._deadlines.add(request.request_id, self._clock() + timeout_s, self.requests)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Requests whose deadline has passed, running or waiting, get no further step. Their front end says so to
+        their clients: it has a deadline of its own, which is no later than this."""
+        if late := self._deadlines.passed(self._clock(), self.requests):
+            self.finish_requests(late, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Requests that the ranks report in num_nans_in_logits finish with an error; nobody else is touched.
+
+        vLLM only counts them, and a request without tokens would wait for its next step for ever. Requests whose
+        grammar does not compile end the same way, by the same list.
+
+        What vLLM counts for a request's metrics leaves with each round, not only with the last.
+        """
+        failed = model_runner_output.num_nans_in_logits
+        if failed:
+            self.grammar_compile_error_reqs.update(failed)  # type: ignore[attr-defined]
+            for request_id in failed:  # their prompt is done, but there is no output for its logprobs to go with
+                model_runner_output.prompt_logprobs_dict.pop(request_id, None)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                request = self.requests.get(output.request_id)
+                if output.new_token_ids and request is not None and request.spec_decode_metrics is not None:
+                    output.spec_decode_metrics = _as_of_now(request.spec_decode_metrics)
+        return outputs
+
+
+class RoundScheduler(RoundScheduling, FairScheduling, Scheduler):
+    """Of an engine that schedules one step at a time."""
+
+
+class AsyncRoundScheduler(RoundScheduling, FairScheduling, AsyncScheduler):
+    """Of an engine whose steps overlap, as with co-located drafting by vLLM."""
+
+
+def _as_of_now(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
+    """A copy: vLLM's own goes on counting while another thread writes this one to the wire."""
+    return RequestSpecDecodeMetrics(metrics.num_spec_tokens, list(metrics.histogram), metrics.num_draft_tokens)
+
+
+def _timeout_s(request: Request) -> float | None:
+    params = request.sampling_params
+    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
+    timeout_s: float | None = ours.get("timeout_s")
+    return timeout_s

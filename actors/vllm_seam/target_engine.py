@@ -1,0 +1,252 @@
+"""The target engine's load, as its scheduler last reported it.
+
+vLLM's output processor, which also logs the rounds of watched requests.
+
+The target's engine inside a replica: vLLM's AsyncLLM, in our types. The only actor module that loads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+from outrider.actors.observability.tracing import traced_generate
+from outrider.actors.replica_calls import (
+    GenerationRequest,
+    ModelInfo,
+    ReplicaLoad,
+    RequestIdInUse,
+    RoundOutput,
+    TokenizeRequest,
+    Tokens,
+)
+from outrider.actors.round.origins import RoundLog, SpeculationTotals
+from outrider.actors.vllm_seam.engine_requests import is_of_request, refusal, round_outputs, sampling_params
+from outrider.actors.vllm_seam.prompts import PromptTokenizer
+
+
+class EngineLoad:
+    """Running and waiting requests, KV usage and preemptions of one engine."""
+
+    def __init__(self) -> None:
+        self.running = self.waiting = 0
+        self.kv_cache_usage = 0.0
+        self.preemptions = 0
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "running": self.running,
+            "waiting": self.waiting,
+            "kv_cache_usage": self.kv_cache_usage,
+            "preemptions": self.preemptions,
+        }
+
+    def factory(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        """What AsyncLLM takes in stat_loggers."""
+        return _Recorder(self)
+
+
+class _Recorder(StatLoggerBase):
+    def __init__(self, load: EngineLoad) -> None:
+        self._load = load
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        if scheduler_stats is not None:
+            self._load.running = scheduler_stats.num_running_reqs
+            self._load.waiting = scheduler_stats.num_waiting_reqs
+            self._load.kv_cache_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._load.preemptions += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        return None
+
+
+class RoundOutputProcessor(OutputProcessor):
+    """Made of an OutputProcessor by log_rounds."""
+
+    round_log: RoundLog
+
+    def process_outputs(self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
+        watched = [(output, *key) for output in engine_core_outputs if (key := self._watched(output)) is not None]
+        result = super().process_outputs(engine_core_outputs, *args, **kwargs)
+        # Only now: what follows a stop string has been cut off. The requests' consumers have not run yet.
+        for output, request_id, index in watched:
+            totals = _totals(output.spec_decode_metrics)
+            self.round_log.note(request_id, index, len(output.new_token_ids), totals)
+        return result
+
+    def _watched(self, output: EngineCoreOutput) -> tuple[str, int] | None:
+        """The caller's id of the request, and which of its answers the output is for."""
+        state = self.request_states.get(output.request_id)
+        if state is None:
+            return None
+        owner = state.parent_req if state.parent_req is not None else state
+        return (owner.external_req_id, state.request_index) if self.round_log.watches(owner.external_req_id) else None
+
+
+def log_rounds(processor: OutputProcessor, log: RoundLog) -> None:
+    """From now on processor notes in log what its watched requests get."""
+    processor.__class__ = RoundOutputProcessor
+    processor.round_log = log
+
+
+def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | None:
+    if metrics is None:
+        return None
+    accepted = sum(accepted * rounds for accepted, rounds in enumerate(metrics.histogram))
+    return SpeculationTotals(sum(metrics.histogram), metrics.num_draft_tokens, accepted)
+
+
+class TargetEngine:
+    """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
+
+    chat_template: in place of the tokenizer's own.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, chat_template: str | None = None) -> None:
+        self._load = EngineLoad()
+        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
+        # vLLM's front door refuses min_p and logit_bias under speculation, since its own rejection sampler does not
+        # apply them to drafted tokens (vllm#42744). Ours does, on every row; nothing else we use there looks at this.
+        # Co-located drafting is verified by vLLM's, so there the refusal stands.
+        if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
+            self._llm.input_processor.speculative_config = None
+        self._max_model_len = self._llm.model_config.max_model_len
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+        self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)
+        self._rounds = RoundLog(speculating=speculative is not None)
+        log_rounds(self._llm.output_processor, self._rounds)
+        self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """For vLLM's own serving classes."""
+        return self._llm
+
+    async def warm_up(self) -> None:
+        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores)."""
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        async for _ in self._llm.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
+            pass
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """One RoundOutput per round and answer, an answer's last one with finish_reason; those of n answers are
+        interleaved. Closing the generator aborts the request, all of its answers.
+
+        Raises RequestError for what the model cannot serve, RequestIdInUse, TimeoutError when the request's deadline
+        passes, SamplingFailed when no next token can be chosen, ConnectionError when the engine is gone.
+        """
+        if self._rounds.watches(request.request_id):
+            raise RequestIdInUse(request.request_id)
+        self._rounds.watch(request.request_id)
+        try:
+            async with asyncio.timeout(request.seconds_left()):
+                ids = await self._tokens.prompt_ids(request)
+            params = sampling_params(request, len(ids), self._max_model_len)
+            async with aclosing(self._outputs(request, ids, params)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._rounds.forget(request.request_id)
+
+    async def _outputs(
+        self, request: GenerationRequest, ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RoundOutput, None]:
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        stream = traced_generate(self._llm, prompt, params, request.request_id, request.trace_headers)
+        num_tokens: dict[int, int] = {}
+        async with aclosing(stream):
+            while True:
+                try:
+                    async with asyncio.timeout(request.seconds_left()):
+                        output = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except EngineDeadError as error:
+                    raise ConnectionError("the engine is gone") from error
+                except VLLMClientError as error:
+                    raise refusal(error, request, self._vocab_size) from None
+                except EngineGenerateError as error:
+                    # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
+                    if num_tokens or not isinstance(error.__cause__, ValueError):
+                        raise
+                    raise refusal(error.__cause__, request, self._vocab_size) from None
+                for round_output in round_outputs(output, request, num_tokens, self._rounds):
+                    ended = round_output.finish_reason is not None
+                    yield replace(round_output, load=self.replica_load()) if ended else round_output
+                if output.finished:
+                    return
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request, running or waiting, whoever asked for it: its last output says ``abort``. Returns whether it
+        was here. One of OpenAI's API goes by the id it came with and by that of its answer."""
+        known = self._llm.output_processor.external_req_ids
+        ids = [external for external, running in known.items() if running and is_of_request(external, request_id)]
+        if not ids:
+            return False
+        await self._llm.abort(ids)
+        return True
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
+        """Raises RequestError."""
+        return await self._tokens.tokenize(request)
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Raises RequestError."""
+        return await self._tokens.detokenize(token_ids, skip_special_tokens)
+
+    def model_info(self) -> ModelInfo:
+        """Without what speculation is configured to do."""
+        config = self._llm.model_config
+        ends = config.try_get_generation_config().get("eos_token_id")
+        if ends is None:
+            ends = getattr(config.hf_text_config, "eos_token_id", None)
+        return ModelInfo(
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            dtype=str(config.dtype).removeprefix("torch."),
+            architecture=config.architecture,
+            tokenizer=self._tokens.name,
+            has_chat_template=self._tokens.has_chat_template,
+            eos_token_ids=tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,),
+        )
+
+    def replica_load(self) -> ReplicaLoad:
+        """As the scheduler last said."""
+        return ReplicaLoad(self._load.running, self._load.waiting, self._load.kv_cache_usage, self._max_num_seqs)
+
+    async def call_ranks(self, method: str) -> list[Any]:
+        """Call a method of the ranks' worker between two steps. Replies, plain values only, in rank order."""
+        replies: list[Any] = await self._llm.collective_rpc(method)
+        return replies
+
+    def load(self) -> dict[str, Any]:
+        """``running`` and ``waiting`` requests, ``kv_cache_usage`` 0..1."""
+        return self._load.snapshot()
+
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, running and cached together."""
+        cache = self._llm.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine is dead."""
+        await self._llm.check_health()
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()

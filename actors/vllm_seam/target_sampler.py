@@ -1,0 +1,204 @@
+"""Every token of the target is chosen here, on the Verifier: prefill and rounds, with drafts and without.
+
+One pipeline for all rows, in the order of vLLM's plain sampler: grammar mask (applied before, by the runner), allowed
+ids, bad words, min_tokens, logit_bias, penalties; then temperature, min_p, top_k, top_p and the choice, which are
+verification's. vLLM's own path under speculation knows another order and not all of them (vllm#42744).
+
+A row is treated as a request of its own whose output so far ends with the drafts before it, so vLLM's processors
+apply to drafted positions unchanged.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from outrider.actors.round.request import RequestSampling
+from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
+from outrider.cluster.link.messages import SparseQ
+from outrider.cluster.modes import Mode
+
+UNUSABLE = -1
+"""In place of a draft's id: verification ends the request's drafts there."""
+
+
+@dataclass(slots=True)
+class StepRequest:
+    """One request's part of a step: len(drafts) + 1 rows of logits.
+
+    params: vLLM's SamplingParams. output_token_ids: committed so far. position: of the first row's token in the
+    sequence. q: what the drafts were sampled from, at least as many rows as drafts; None: they were not sampled.
+    """
+
+    params: Any
+    sampling: RequestSampling
+    output_token_ids: list[int]
+    drafts: list[int]
+    position: int
+    q: SparseQ | None = None
+
+
+class TargetSampler:
+    def __init__(self, vllm_config: VllmConfig, sampler: Sampler, device: torch.device) -> None:
+        if sampler.logprobs_mode != "raw_logprobs":
+            raise ValueError(f"logprobs_mode {sampler.logprobs_mode!r} is not supported; leave it at raw_logprobs")
+        self._vllm_config, self._sampler, self._device = vllm_config, sampler, device
+        self._verify = choose(device)
+
+    def __call__(
+        self, logits: Tensor, requests: Sequence[StepRequest], metadata: SamplingMetadata, width: int
+    ) -> tuple[SamplerOutput, Tensor]:
+        """logits: [R, V], request after request, changed in place. metadata: vLLM's, of the same requests.
+
+        Returns the committed ids, int32 [B, width] padded with -1 (width is above the largest number of drafts), with
+        logprobs where a request asked for them, and the requests' `verification.batch.Status`, int64 [B].
+        """
+        logits = logits.to(torch.float32)
+        raw = logits
+        if _is_processed(requests, metadata):
+            if metadata.max_num_logprobs is not None:
+                raw = logits.clone()
+            logits = self._process(logits, requests, metadata)
+        batch = _verification_batch(logits, requests)
+        result = self._verify(batch)
+        token_ids = torch.nn.functional.pad(result.token_ids, (0, width - result.token_ids.shape[1]), value=-1)
+        logprobs = None
+        if metadata.max_num_logprobs is not None:
+            logprobs = self._logprobs(raw, batch, token_ids, metadata.max_num_logprobs)
+        return SamplerOutput(token_ids, logprobs), result.status
+
+    def warm_up(self, vocab_size: int, num_drafts: int, top_n: int) -> None:
+        """Compile what verification compiles on first use, so that no request waits for it. num_drafts, top_n: of the
+        deployment, 0 without a drafter."""
+        draws = {mode: RequestSampling(mode, float(mode is not Mode.GREEDY), 0, 1.0, 0.0, 0) for mode in Mode}
+        n = min(top_n, vocab_size)
+        q = None
+        if num_drafts and n:
+            ids = np.tile(np.arange(n, dtype=np.int32), (num_drafts, 1))
+            q = SparseQ(ids, np.full(ids.shape, 1 / n, dtype=np.float32))
+        for modes in ([Mode.GREEDY], [Mode.REJECTION], [Mode.COUPLED], list(Mode)):
+            for top_p, proposed, k in itertools.product((1.0, 0.9), (None, q), {0, num_drafts}):
+                requests = [
+                    StepRequest(None, replace(draws[mode], top_p=top_p), [], [0] * k, 0, proposed if k else None)
+                    for mode in modes
+                ]
+                logits = torch.zeros(len(modes) * (k + 1), vocab_size, device=self._device)
+                self._verify(_verification_batch(logits, requests))
+
+    def _process(self, logits: Tensor, requests: Sequence[StepRequest], metadata: SamplingMetadata) -> Tensor:
+        num_rows = [len(request.drafts) + 1 for request in requests]
+        owner = torch.arange(len(requests)).repeat_interleave(torch.tensor(num_rows)).to(self._device)
+        outputs = [
+            [*request.output_token_ids, *request.drafts[:j]]
+            for request in requests
+            for j in range(len(request.drafts) + 1)
+        ]
+        starts = [0, *torch.tensor(num_rows).cumsum(0).tolist()]
+        rows = replace(
+            metadata,
+            output_token_ids=outputs,
+            allowed_token_ids_mask=_of_rows(metadata.allowed_token_ids_mask, owner),
+            bad_words_token_ids={
+                row: words
+                for index, words in metadata.bad_words_token_ids.items()
+                for row in range(starts[index], starts[index + 1])
+            },
+            prompt_token_ids=_of_rows(metadata.prompt_token_ids, owner),
+            logitsprocs=LogitsProcessors(self._processors(requests, outputs)),
+            spec_token_ids=None,
+        )
+        if not metadata.no_penalties:
+            rows.presence_penalties = metadata.presence_penalties[owner]
+            rows.frequency_penalties = metadata.frequency_penalties[owner]
+            rows.repetition_penalties = metadata.repetition_penalties[owner]
+        return self._sampler.apply_logits_processors(logits, rows, predict_bonus_token=False)
+
+    def _processors(self, requests: Sequence[StepRequest], outputs: list[list[int]]) -> list[Any]:
+        """vLLM's processors of min_tokens and logit_bias, told that every row is a request."""
+        all_params = [request.params for request in requests for _ in range(len(request.drafts) + 1)]
+        processors: list[Any] = []
+        if any(params.min_tokens for params in all_params):
+            processors.append(MinTokensLogitsProcessor(self._vllm_config, self._device, is_pin_memory=False))
+        if any(params.logit_bias for params in all_params):
+            processors.append(LogitBiasLogitsProcessor(self._vllm_config, self._device, is_pin_memory=False))
+        added = [
+            (row, params, None, output) for row, (params, output) in enumerate(zip(all_params, outputs, strict=True))
+        ]
+        for processor in processors:
+            processor.update_state(BatchUpdate(batch_size=len(added), removed=[], added=added, moved=[]))
+        return processors
+
+    def _logprobs(self, raw: Tensor, batch: VerificationBatch, token_ids: Tensor, count: int) -> LogprobsTensors:
+        """Of token_ids [B, W] flattened, as vLLM's parser of drafted rounds takes them. raw: float32 [R, V]."""
+        offset = torch.arange(token_ids.shape[1], device=self._device)
+        exists = offset <= batch.num_drafts.unsqueeze(1)
+        row = torch.where(exists, batch.first_row.unsqueeze(1) + offset, 0).flatten()
+        chosen = token_ids.flatten().clamp_min(0).to(torch.int64)
+        return self._sampler.gather_logprobs(self._sampler.compute_logprobs(raw)[row], count, chosen)
+
+
+def _is_processed(requests: Sequence[StepRequest], metadata: SamplingMetadata) -> bool:
+    return (
+        not metadata.no_penalties
+        or bool(metadata.bad_words_token_ids)
+        or metadata.allowed_token_ids_mask is not None
+        or any(request.params.min_tokens or request.params.logit_bias for request in requests)
+    )
+
+
+def _of_rows(values: Tensor | None, owner: Tensor) -> Tensor | None:
+    return None if values is None else values[owner]
+
+
+def _verification_batch(logits: Tensor, requests: Sequence[StepRequest]) -> VerificationBatch:
+    samplings = [request.sampling for request in requests]
+    num_drafts = [len(request.drafts) for request in requests]
+    q_ids, q_probs, has_q = _q_rows(requests, sum(num_drafts))
+    return VerificationBatch.build(
+        logits,
+        torch.tensor(num_drafts),
+        torch.tensor([token for request in requests for token in request.drafts], dtype=torch.int64),
+        Sampling(
+            mode=torch.tensor([int(sampling.mode) for sampling in samplings]),
+            temperature=torch.tensor([sampling.temperature for sampling in samplings]),
+            top_k=torch.tensor([sampling.top_k for sampling in samplings]),
+            top_p=torch.tensor([sampling.top_p for sampling in samplings]),
+            min_p=torch.tensor([sampling.min_p for sampling in samplings]),
+            seed=torch.tensor([sampling.seed for sampling in samplings]),
+            position=torch.tensor([request.position for request in requests]),
+        ),
+        q_ids=q_ids,
+        q_probs=q_probs,
+        has_q=has_q,
+    )
+
+
+def _q_rows(requests: Sequence[StepRequest], num_drafts: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """q of all drafts, [D, n] each, and which requests have one, [B]. All of one link have the same n."""
+    present = [request.q for request in requests if request.q is not None]
+    if not present:
+        return None, None, None
+    n = present[0].ids.shape[1]
+    q_ids = torch.zeros(num_drafts, n, dtype=torch.int32)
+    q_probs = torch.zeros(num_drafts, n)
+    start = 0
+    for request in requests:
+        end = start + len(request.drafts)
+        if request.q is not None:
+            q_ids[start:end] = torch.from_numpy(request.q.ids[: end - start])
+            q_probs[start:end] = torch.from_numpy(request.q.probs[: end - start])
+        start = end
+    return q_ids, q_probs, torch.tensor([request.q is not None for request in requests])

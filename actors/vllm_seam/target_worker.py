@@ -1,0 +1,100 @@
+"""The target's ranks: vLLM's worker, its model runner with the round of ``round_runner.py`` built in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.actors.observability.round_tracer import RoundTracer
+from outrider.actors.observability.tracing import process_tracer
+from outrider.actors.round.length import FixedLengths, LengthController
+from outrider.actors.round.round import Verifier
+from outrider.actors.vllm_seam.engine_args import worker_class
+from outrider.actors.vllm_seam.target_runner import RoundRunner
+from outrider.cluster.config import OutriderConfig
+from outrider.cluster.link.codec import frame_capacity_words, unpack
+from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
+
+
+class RemoteProposer:
+    """vLLM's ``custom_class`` proposer: present on every rank, does nothing. Drafts come through the Verifier."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, model: Any) -> None: ...
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        raise RuntimeError("drafts come from a drafter actor; the in-process proposer must not be asked")
+
+
+class TargetWorker(worker_class()):  # type: ignore[misc]
+    """One rank of the target. Rank 0 also holds the Verifier and keeps its link."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        settings = self.vllm_config.additional_config
+        config = OutriderConfig.model_validate(settings["outrider"])
+        runner = self.model_runner
+        runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
+        verifier = None
+        if self.rank == 0 and config.remote_drafter is not None:
+            verifier = Verifier(config.link, self._lengths(config), config.serving.log_format == "json")
+            if (tracer := process_tracer("verifier")) is not None:
+                verifier.tracer = RoundTracer(tracer)
+        runner.install(config.speculation, self.rank == 0, verifier)
+        self._keeper: LinkKeeper | None = None
+        if verifier is not None:
+            vocab_size, k = self.model_config.get_vocab_size(), config.num_speculative_tokens
+            self._keeper = LinkKeeper(
+                config,
+                ReplicaIdentity(**settings["outrider_replica"]),
+                vocab_size=vocab_size,
+                capacity_words=frame_capacity_words(
+                    self.scheduler_config.max_num_seqs, k, config.speculation.draft_top_n
+                ),
+                decode=lambda payload: unpack(payload, vocab_size, k),
+                on_link=verifier.offer_link,
+                device=None if self.device.type == "cpu" else str(self.device),
+            )
+
+    def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:
+        k = config.num_speculative_tokens
+        if not config.speculation.adaptive:
+            return FixedLengths(k)
+        return LengthController(k)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Sample in the same call where no grammar has to be waited for: vLLM then spares a message each way."""
+        output = super().execute_model(scheduler_output)
+        if output is None and not scheduler_output.has_structured_output_requests:
+            output = self.sample_tokens(None)
+        return output
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.warm_up_sampler()
+        return times
+
+    def open_link(self) -> bool:
+        """Start keeping the link. Called once, by the target replica, when the engine is ready to serve."""
+        if self._keeper is None:
+            return False
+        self.model_runner.verifier.reset_statistics()
+        self._keeper.start()
+        return True
+
+    def round_status(self) -> dict[str, Any] | None:
+        """Rank 0: the verifier's and the link's status, in plain values. None elsewhere."""
+        if self._keeper is None:
+            return None
+        return {"rounds": self.model_runner.verifier.status(), "link": self._keeper.status()}
+
+    def round_metrics(self) -> dict[str, Any] | None:
+        """Rank 0: what is exported of the verifier and its link, in plain values. None elsewhere."""
+        if self._keeper is None:
+            return None
+        return {"rounds": self.model_runner.verifier.metrics(), "link": self._keeper.status()}
+
+    def shutdown(self) -> None:
+        if self._keeper is not None:
+            self._keeper.stop()
+        super().shutdown()

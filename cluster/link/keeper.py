@@ -1,0 +1,287 @@
+"""Keeps one verifier linked to a drafter: asks the registry, invites, pings, and does it again when the link breaks.
+
+Runs in the verifier's process as one control thread. vLLM's Ray workers never answer Ray calls, so this thread calls
+out, to the named registry and drafter actors. Nothing here is on the path of a round.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import ray
+
+from outrider.cluster.config import OutriderConfig
+from outrider.cluster.link import Link, LinkError, host_link
+from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.registry import Homing, LinkGrant, LinkReport
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
+_CONNECT_TIMEOUT_S = 10.0
+_WATCH_S = 0.2
+_READY_TIMEOUT_S = 10.0
+_LOOK_HOME_S = 1.0
+
+HANG = "drafter hangs"
+"""How the reason of a link begins that was given up because its drafter lives but answers nothing."""
+
+_HANGS_BEFORE_RESTART = 2
+
+
+@dataclass(frozen=True)
+class ReplicaIdentity:
+    replica: str
+    """The replica's name in the registry; also its verifier's."""
+
+    registry: str
+    """Name of the registry actor."""
+
+
+class LinkKeeper:
+    """start() returns at once; on_link is called, on the keeper's thread, with every link that comes up."""
+
+    def __init__(
+        self,
+        config: OutriderConfig,
+        identity: ReplicaIdentity,
+        *,
+        vocab_size: int,
+        capacity_words: int,
+        decode: Callable[[Any], Sequence[Any]],
+        on_link: Callable[[Link], None],
+        device: str | None = None,
+    ) -> None:
+        """device: the rank's CUDA device, for an nccl link."""
+        self._config, self._identity = config, identity
+        self._vocab_size, self._capacity_words, self._decode = vocab_size, capacity_words, decode
+        self._on_link, self._device = on_link, device
+        self._ready: dict[str, Any] = {}
+        """Drafter -> a question not answered yet: a stopped drafter is asked once, not once a try."""
+
+        self._stopping = threading.Event()
+        self._broken = threading.Event()
+        self._link: Link | None = None
+        self._homing = Homing()
+        self._look_home_at = 0.0
+        self._report = LinkReport(state="connecting")
+        self._given_up = ""
+        self._said = ""
+        self._registry: Any = None
+        self._thread = threading.Thread(target=self._run, name="link-keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._broken.set()
+        if self._link is not None:
+            self._link.close("verifier stops")
+
+    def status(self) -> dict[str, Any]:
+        link = self._link
+        traffic = {} if link is None else asdict(link.counters)
+        return {**asdict(self._report), **traffic}
+
+    def _run(self) -> None:
+        unreachable: set[str] = set()
+        retry_s = _FIRST_RETRY_S
+        hangs = 0
+        while not self._stopping.is_set():
+            grant: LinkGrant | None = None
+            try:
+                grant = self._ask_registry("grant", self._identity.replica, unreachable, self._report.epoch)
+                if grant is None:
+                    raise LinkError("no drafter is registered yet")
+                link = self._connect(grant)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next try may do better, and no try never
+                if grant is not None:
+                    unreachable.add(grant.drafter)
+                self._note_failure(error)
+                self._stopping.wait(retry_s)
+                retry_s = min(retry_s * 2, _LONGEST_RETRY_S)
+                continue
+            unreachable.clear()
+            retry_s = _FIRST_RETRY_S
+            while (home := self._serve(link, grant.drafter)) is not None:
+                link, grant = home
+            received = link.counters.data_frames_received > 0
+            hangs = hangs + 1 if HANG in (link.broken or "") and (hangs == 0 or not received) else 0
+            if hangs >= _HANGS_BEFORE_RESTART:
+                hangs = 0
+                self._restart(grant.drafter)
+
+    def _restart(self, drafter: str) -> None:
+        """Kill a drafter whose loop is stuck; Ray starts a fresh one under the same name."""
+        logger.error("%s answers nothing on %d links in a row: restarting it", drafter, _HANGS_BEFORE_RESTART)
+        try:
+            ray.kill(ray.get_actor(drafter, namespace=NAMESPACE), no_restart=False)
+        except (ValueError, ray.exceptions.RayError) as error:
+            logger.error("could not restart %s: %s", drafter, error)
+
+    def _connect(self, grant: LinkGrant) -> Link:
+        drafter = ray.get_actor(grant.drafter, namespace=NAMESPACE)
+        host = self._wait_until_ready(grant.drafter, drafter)
+        invitation, complete = host_link(
+            host=self._host_towards(host),
+            epoch=grant.epoch,
+            backend=self._backend(),
+            capacity_words=self._capacity_words,
+            round_deadline_ms=self._config.link.round_deadline_ms,
+            link_deadline_ms=self._config.link.link_deadline_ms,
+            vocab_size=self._vocab_size,
+            num_speculative_tokens=self._config.num_speculative_tokens,
+            verifier_id=self._identity.replica,
+            device=self._device,
+        )
+        joining = drafter.accept_link.remote(invitation, _CONNECT_TIMEOUT_S)
+        try:
+            transport = complete(_CONNECT_TIMEOUT_S)
+        except LinkError:
+            if ray.wait([joining], timeout=0)[0]:
+                ray.get(joining)  # the drafter's own reason says more than our waiting in vain
+            raise
+        self._broken.clear()
+        link = Link(
+            transport,
+            epoch=grant.epoch,
+            capacity_words=self._capacity_words,
+            link_deadline_s=self._config.link.link_deadline_ms / 1e3,
+            decode=self._decode,
+            name=f"{self._identity.replica}->{grant.drafter}",
+            on_broken=lambda reason: self._broken.set(),
+        )
+        link.start()
+        try:
+            ray.get(joining, timeout=_CONNECT_TIMEOUT_S)
+            times = link.ping(16, timeout_s=_CONNECT_TIMEOUT_S)
+        except BaseException:
+            link.abort("start-up failed")
+            raise
+        reconnects = self._report.reconnects + (self._report.epoch > 0)
+        self._report = LinkReport("up", grant.epoch, grant.drafter, reconnects, times.median_us, self._given_up)
+        logger.info(
+            "link to %s is up: epoch %d, %s, round trip median %.0f us (min %.0f, max %.0f)",
+            grant.drafter, grant.epoch, self._backend(), times.median_us, times.min_us, times.max_us,
+        )  # fmt: skip
+        return link
+
+    def _wait_until_ready(self, name: str, drafter: Any) -> str:
+        """The drafter's address, once its model is loaded. Raises LinkError when it does not answer for a while.
+
+        Inviting a drafter that is stopped or still loading would only pile up invitations.
+        """
+        question = self._ready.get(name) or drafter.ready.remote()
+        self._ready[name] = question
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while not ray.wait([question], timeout=_WATCH_S)[0]:
+            if self._stopping.is_set() or time.monotonic() > deadline:
+                raise LinkError(f"{name} is stopped or still loading")
+        del self._ready[name]
+        host: str = ray.get(question)
+        return host
+
+    def _serve(self, link: Link, drafter: str) -> tuple[Link, LinkGrant] | None:
+        """Hand the link over and sleep until it breaks. Returns the link that is to take its place before that, if one
+        is, not yet handed over."""
+        self._link = link
+        self._look_home_at = time.monotonic() + _LOOK_HOME_S
+        self._on_link(link)
+        self._tell_registry()
+        while link.broken is None and not self._stopping.is_set():
+            self._broken.wait(_WATCH_S)  # a link that this process aborts does not call on_broken
+            self._broken.clear()
+            if link.broken is None and (home := self._way_home(drafter)) is not None:
+                return home
+        if not self._stopping.is_set():
+            self._homing.link_ended()
+            self._given_up = link.broken or ""
+            self._report = LinkReport(
+                "down", self._report.epoch, self._report.drafter, self._report.reconnects,
+                self._report.rtt_us, self._given_up,
+            )  # fmt: skip
+            logger.warning("link of epoch %d is down: %s", self._report.epoch, link.broken)
+            self._tell_registry()
+        return None
+
+    def _way_home(self, drafter: str) -> tuple[Link, LinkGrant] | None:
+        """While another's drafter serves: the link to its own, once that has been ready for a while. The borrowed link
+        goes on until the verifier takes the new one."""
+        now = time.monotonic()
+        if self._stopping.is_set() or now < self._look_home_at:
+            return None
+        self._look_home_at = now + _LOOK_HOME_S
+        try:
+            home = self._ask_registry("home", self._identity.replica)
+        except (ray.exceptions.RayError, TimeoutError, ValueError):
+            return None  # a new one is made within seconds
+        if home == drafter:
+            self._look_home_at = math.inf
+        if home in (None, drafter) or not self._homing.look(self._is_ready(home)):
+            return None
+        try:
+            grant = self._ask_registry("grant", self._identity.replica, set(), self._report.epoch)
+            if grant is None or grant.drafter != home:
+                return None
+            link = self._connect(grant)
+        except Exception as error:  # noqa: BLE001 - the borrowed drafter serves on
+            self._note_failure(error)
+            self._homing.failed()
+            return None
+        self._homing.went_home()
+        logger.info("from %s back to %s", drafter, home)
+        return link, grant
+
+    def _is_ready(self, name: str) -> bool:
+        """Whether the drafter has answered what the last look asked. Never waits; asks anew."""
+        question = self._ready.pop(name, None)
+        try:
+            if question is not None:
+                if not ray.wait([question], timeout=0)[0]:
+                    self._ready[name] = question
+                    return False
+                ray.get(question)
+            self._ready[name] = ray.get_actor(name, namespace=NAMESPACE).ready.remote()
+        except (ValueError, ray.exceptions.RayError):
+            return False
+        return question is not None
+
+    def _note_failure(self, error: Exception) -> None:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None else error
+        said = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        if said != self._said:
+            logger.warning("no link yet: %s", said)
+            self._said = said
+        if self._report.epoch == 0:
+            self._report.last_error = said
+
+    def _backend(self) -> Literal["gloo", "nccl"]:
+        backend = self._config.link.backend
+        return "gloo" if backend == "auto" else backend
+
+    @staticmethod
+    def _host_towards(drafter_host: str) -> str:
+        own = ray.util.get_node_ip_address()
+        return "127.0.0.1" if own == drafter_host else own
+
+    def _ask_registry(self, method: str, *args: Any) -> Any:
+        if self._registry is None:
+            self._registry = ray.get_actor(self._identity.registry, namespace=NAMESPACE)
+        try:
+            return ray.get(getattr(self._registry, method).remote(*args), timeout=_CONNECT_TIMEOUT_S)
+        except ray.exceptions.RayError:
+            self._registry = None  # restarted, perhaps as another actor: look it up again
+            raise
+
+    def _tell_registry(self) -> None:
+        try:
+            self._ask_registry("report", self._identity.replica, self._report)
+        except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+            logger.warning("registry not reachable: %s", error)

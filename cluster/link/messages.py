@@ -1,0 +1,313 @@
+"""What verifier and drafter say to each other.
+
+Every message checks itself when made, so a wrong one fails where the mistake is. The wire form is in
+``cluster/link/codec.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from outrider.cluster.link.frame import MAX_INT31
+from outrider.cluster.modes import Mode
+
+Q_SUM_TOLERANCE = 1e-3
+MAX_TOP_N = 1024
+MAX_NAME_LENGTH = 160
+MAX_BIASED_TOKENS = 512
+"""Of one request: a longer list stays with the verifier, which costs acceptance only."""
+
+MAX_BIAS = float(np.finfo(np.float32).max)
+
+
+class Origin(enum.IntEnum):
+    """Where the drafts of an answer come from."""
+
+    NONE = 0
+    """No answer in time, or one without drafts for another reason than its length."""
+
+    MAIN_LINE = 1
+    """Drafted ahead: every draft was accepted and the bonus token was the one guessed."""
+
+    SIDE_BRANCH = 2
+    """Drafted ahead for another outcome than the main line's."""
+
+    MISS = 3
+    """Nobody had foreseen the outcome: drafted while the target waited, or not at all."""
+
+    @property
+    def is_hit(self) -> bool:
+        return self in (Origin.MAIN_LINE, Origin.SIDE_BRANCH)
+
+
+class MessageError(ValueError):
+    """A message that must not be sent or believed. `field` names what is wrong, e.g. ``Commit.token_ids``."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field, self.problem = field, problem
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
+
+
+class CloseReason(enum.IntEnum):
+    FINISHED = 1
+    ABORTED = 2
+    PREEMPTED = 3
+
+
+class ProposalStatus(enum.IntEnum):
+    OK = 1
+    NOT_READY = 2
+    """Still prefilling."""
+
+    OUT_OF_KV = 3
+    LENGTH = 4
+    """The drafter's max_model_len is reached."""
+
+    UNKNOWN_REQUEST = 5
+    """The drafter does not know the request: send a fresh Open."""
+
+    READY = 6
+    """Prefilled: from now on commits of this request are answered with drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How a request's drafts are to be drawn. Only mode, seed and top_n bear on exactness; the rest helps acceptance.
+
+    mode: how the drafts will be verified. temperature: above 0, ignored in GREEDY. top_k: 0 for none.
+    seed: the request's, the same as the verifier uses: a client's or a random one, never shared by requests.
+    top_n: rejection and block: tokens in a row of q, 0 for greedy drafts, which have a one-hot q that need not travel.
+    biases: (token id, added to its logit) pairs, no id twice; float32 on the wire; minus infinity forbids a token.
+    only_biased: every token not listed is forbidden.
+    """
+
+    mode: Mode = Mode.GREEDY
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    top_n: int = 64
+    biases: tuple[tuple[int, float], ...] = ()
+    only_biased: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mode, Mode):
+            raise MessageError("Open.mode", f"unknown mode {self.mode}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise MessageError("Open.temperature", f"{self.temperature} is not a finite number from 0 up")
+        if self.mode is not Mode.GREEDY and self.temperature == 0:
+            raise MessageError("Open.temperature", f"0 with mode {self.mode.name}")
+        if not 0 <= self.top_k <= MAX_INT31:
+            raise MessageError("Open.top_k", f"{self.top_k} is not in 0 to {MAX_INT31}")
+        if not 0 < self.top_p <= 1:
+            raise MessageError("Open.top_p", f"{self.top_p} is not in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise MessageError("Open.min_p", f"{self.min_p} is not in [0, 1]")
+        if not -(2**63) <= self.seed < 2**63:
+            raise MessageError("Open.seed", f"{self.seed} is no 64-bit integer")
+        if not 0 <= self.top_n <= MAX_TOP_N:
+            raise MessageError("Open.top_n", f"{self.top_n} is not in 0 to {MAX_TOP_N}")
+        if len(self.biases) > MAX_BIASED_TOKENS:
+            raise MessageError("Open.biases", f"{len(self.biases)} tokens, at most {MAX_BIASED_TOKENS} are allowed")
+        if len({token for token, _ in self.biases}) < len(self.biases):
+            raise MessageError("Open.biases", "a token stands twice")
+        if any(not 0 <= token <= MAX_INT31 for token, _ in self.biases):
+            raise MessageError("Open.biases", "an id is negative or has more than 31 bits")
+        # Written so that NaN fails.
+        if not all(-MAX_BIAS <= bias <= MAX_BIAS or bias == -math.inf for _, bias in self.biases):
+            raise MessageError("Open.biases", "a bias is neither a finite float32 nor minus infinity")
+        if self.only_biased and not any(bias > -math.inf for _, bias in self.biases):
+            raise MessageError("Open.only_biased", "set, but no token is left")
+
+
+@dataclass(slots=True)
+class Open:
+    """A request the drafter shall follow, or the next piece of its prompt. `pack` does the cutting.
+
+    request: a handle of this link, 0 to 2**31-1, never used twice in the link's life. A request that comes back
+        after preemption gets a new one, and its prompt then contains the output committed so far.
+    prompt_len: tokens of the whole prompt, all pieces together.
+    offset: tokens of the prompt before this piece.
+    sampling: that of the piece at offset 0 counts. Its biases travel with that piece only: `unpack` gives later
+        pieces the same without biases.
+    """
+
+    request: int
+    prompt_len: int
+    offset: int
+    token_ids: Sequence[int]
+    num_speculative_tokens: int
+    sampling: DraftSampling
+
+    def __post_init__(self) -> None:
+        _check_int31("Open.request", self.request)
+        _check_int31("Open.prompt_len", self.prompt_len)
+        count = len(self.token_ids)
+        if count < 1:
+            raise MessageError("Open.token_ids", "empty")
+        if self.offset < 0 or self.offset + count > self.prompt_len:
+            raise MessageError(
+                "Open.offset", f"{self.offset} with {count} tokens is outside a prompt of {self.prompt_len}"
+            )
+        _check_int31("Open.num_speculative_tokens", self.num_speculative_tokens)
+
+
+@dataclass(slots=True)
+class Commit:
+    """One round's outcome for one request: the accepted drafts and the next token.
+
+    base_committed_len: tokens committed before these, prompt included. The ids travel, so the drafter need not
+    remember what was verified.
+    num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: if this outcome was not foreseen,
+    drafts worth waiting for; with 0 such a commit is answered at once, without drafts.
+    """
+
+    request: int
+    base_committed_len: int
+    token_ids: Sequence[int]
+    num_wanted: int
+    num_on_miss: int
+
+    def __post_init__(self) -> None:
+        _check_int31("Commit.request", self.request)
+        if len(self.token_ids) < 1:
+            raise MessageError("Commit.token_ids", "empty: a round commits at least the next token")
+        if self.base_committed_len < 0 or self.committed_len > MAX_INT31:
+            raise MessageError("Commit.base_committed_len", f"{self.base_committed_len} is no length")
+        _check_int31("Commit.num_wanted", self.num_wanted)
+        if not 0 <= self.num_on_miss <= self.num_wanted:
+            raise MessageError("Commit.num_on_miss", f"{self.num_on_miss} is not in 0 to {self.num_wanted} wanted")
+
+    @property
+    def accepted_len(self) -> int:
+        return len(self.token_ids) - 1
+
+    @property
+    def next_token(self) -> int:
+        return self.token_ids[-1]
+
+    @property
+    def committed_len(self) -> int:
+        """Tokens committed now: what Proposals answering this are based on."""
+        return self.base_committed_len + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Close:
+    """The drafter may forget the request."""
+
+    request: int
+    reason: CloseReason
+
+    def __post_init__(self) -> None:
+        _check_int31("Close.request", self.request)
+
+
+@dataclass(slots=True, eq=False)
+class SparseQ:
+    """The truncated, renormalised distributions the drafts were sampled from: the drafter's q.
+
+    ids: int32 [k, n], no id twice in a row. probs: float32 [k, n], each row summing to 1.
+    A row with fewer than n tokens in its support is filled up with other ids at probability 0.
+    """
+
+    ids: np.ndarray
+    probs: np.ndarray
+
+    def __post_init__(self) -> None:
+        ids, probs = self.ids, self.probs
+        if ids.dtype != np.int32 or ids.ndim != 2 or ids.size == 0:
+            raise MessageError("Proposals.q_ids", f"must be int32 [k, n], found {ids.dtype} {list(ids.shape)}")
+        if probs.dtype != np.float32 or probs.shape != ids.shape:
+            raise MessageError(
+                "Proposals.q_probs", f"must be float32 {list(ids.shape)}, found {probs.dtype} {list(probs.shape)}"
+            )
+        # Written so that NaN fails; errstate because a foreign bit pattern may be a signalling NaN.
+        with np.errstate(invalid="ignore"):
+            if not ((probs >= 0) & (probs <= 1 + Q_SUM_TOLERANCE)).all():
+                raise MessageError("Proposals.q_probs", "a probability is negative, above 1 or not finite")
+        sums = probs.sum(axis=1)
+        if not (np.abs(sums - 1) <= Q_SUM_TOLERANCE).all():
+            raise MessageError("Proposals.q_probs", f"rows sum to between {sums.min():.6g} and {sums.max():.6g}, not 1")
+        in_order = np.sort(ids, axis=1)
+        if in_order[:, 0].min() < 0:
+            raise MessageError("Proposals.q_ids", "a negative id")
+        if (in_order[:, 1:] == in_order[:, :-1]).any():
+            raise MessageError("Proposals.q_ids", "an id stands twice in one row")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SparseQ):
+            return NotImplemented
+        return np.array_equal(self.ids, other.ids) and np.array_equal(self.probs, other.probs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class Proposals:
+    """Draft tokens for one request, 0 to K of them; none unless `status` is OK.
+
+    base_committed_len: the committed length the drafts continue, `Commit.committed_len` of the commit answered. It
+    tells a late answer from a current one.
+    q: what the drafts were sampled from, when the verifier shall reject against it.
+    origin: whether the outcome was drafted for ahead. step_us: what a step of the drafter takes now, microseconds; 0
+    where nothing is known.
+    """
+
+    request: int
+    base_committed_len: int
+    token_ids: Sequence[int]
+    status: ProposalStatus = ProposalStatus.OK
+    q: SparseQ | None = None
+    origin: Origin = Origin.NONE
+    step_us: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int31("Proposals.request", self.request)
+        _check_int31("Proposals.base_committed_len", self.base_committed_len)
+        _check_int31("Proposals.step_us", self.step_us)
+        if len(self.token_ids) and self.status is not ProposalStatus.OK:
+            raise MessageError("Proposals.token_ids", f"{len(self.token_ids)} ids with status {self.status.name}")
+        if self.q is not None:
+            if len(self.q.ids) != len(self.token_ids):
+                raise MessageError("Proposals.q_ids", f"{len(self.q.ids)} rows for {len(self.token_ids)} drafts")
+            drafts = np.asarray(self.token_ids)[:, None]
+            if not ((self.q.ids == drafts) & (self.q.probs > 0)).any(axis=1).all():
+                raise MessageError("Proposals.q_probs", "a draft has probability 0: q is not what it was sampled from")
+
+
+@dataclass(slots=True)
+class Name:
+    """The id by which the engine knows a request, for the drafter's log. Sent before its Open, where logs are to have
+    it.
+
+    request_id: 1 to MAX_NAME_LENGTH printable ASCII characters.
+    """
+
+    request: int
+    request_id: str
+
+    def __post_init__(self) -> None:
+        _check_int31("Name.request", self.request)
+        if not 1 <= len(self.request_id) <= MAX_NAME_LENGTH:
+            raise MessageError("Name.request_id", f"{len(self.request_id)} characters, 1 to {MAX_NAME_LENGTH} are sent")
+        if not (self.request_id.isascii() and self.request_id.isprintable()):
+            raise MessageError("Name.request_id", "not printable ASCII")
+
+
+Message: TypeAlias = Open | Commit | Close | Proposals | Name
+
+
+def _check_int31(field: str, value: int) -> None:
+    if not 0 <= value <= MAX_INT31:
+        raise MessageError(field, f"{value} is not in 0 to {MAX_INT31}")

@@ -1,0 +1,37 @@
+"""The ``outrider`` command. Subcommands are imported when they run, so that help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from outrider.cluster.installed import installed_version
+
+COMMANDS = {
+    "serve": "serve a target with its drafter until interrupted",
+    "generate": "ask a running server for one answer",
+    "top": "watch a running server: replicas, rounds, links and drafters, live",
+    "fetch": "get a preset's models onto this machine",
+    "methods": "say which speculation methods fit a target model, and why",
+    "doctor": "check a configuration against this machine before anything is loaded",
+    "bench": "measure a closed-loop load, in turns with another way to serve the same model",
+}
+"""Name -> summary. Each is a module beside this one with ``add_arguments(parser)`` and ``run(args) -> int``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="outrider", description="Speculative decoding for vLLM on Ray.")
+    parser.add_argument(
+        "--version", action="version", version=f"outrider {installed_version('outrider') or '(not installed)'}"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        if name == chosen:
+            importlib.import_module(f"outrider.deploy.cli.{name}").add_arguments(command)
+    args = parser.parse_args(arguments)
+    return int(importlib.import_module(f"outrider.deploy.cli.{args.command}").run(args))

@@ -1,0 +1,97 @@
+"""``outrider bench``: a closed-loop load on our server, in turns with another way to serve the same target.
+
+Exit status: 0 measured, 1 it failed (one line on stderr says why), 2 the command line is wrong, 130 interrupted.
+However it ends, no process it started is left, and no shared memory that is certainly theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from outrider.cluster.config import ConfigError
+from outrider.deploy.bench.arguments import add_arguments, check_comparison, load_of
+from outrider.deploy.bench.load import read_dataset
+from outrider.deploy.bench.machine import BenchError
+from outrider.deploy.bench.plot import check_plot, draw
+from outrider.deploy.bench.report import table
+from outrider.deploy.bench.run import BenchRun, configuration, other_configuration
+from outrider.deploy.client.request import OutriderError
+from outrider.deploy.processes import SharedMemoryWatch, Stopped, StopSignal, adopt_orphans, end_descendants
+from outrider.deploy.progress import Progress
+
+__all__ = ["add_arguments", "run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report. Returns the exit status."""
+    progress, stop, memory = Progress(), StopSignal(), SharedMemoryWatch()
+    stop.install()
+    adopt_orphans()
+    code = 0
+    bench = None
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as scratch:
+        try:
+            bench = prepare(args, Path(scratch), progress, stop, memory)
+            report = bench.measure()
+            stop.hold()
+            print(table(report), flush=True)
+            write(args, report, progress)
+        except Stopped:
+            progress.say("stopping")
+            code = 130
+        except (ConfigError, BenchError, OutriderError, OSError) as error:
+            code = _fail(str(error), args.verbose)
+        except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
+            code = _fail(f"bench: {type(error).__name__}: {error}", args.verbose)
+        finally:
+            stop.hold()
+            memory.note()
+            try:
+                if bench is not None:
+                    bench.close()
+            finally:
+                left = end_descendants(grace_s=0.0 if bench is None else 5.0)
+                for name in memory.remove_theirs():
+                    progress.say(f"left /dev/shm/{name}: it may be another program's")
+    if left:
+        return _fail(f"bench: could not end {', '.join(left)}", verbose=False)
+    return code
+
+
+def prepare(
+    args: argparse.Namespace, scratch: Path, progress: Progress, stop: StopSignal, memory: SharedMemoryWatch
+) -> BenchRun:
+    """Everything that can go wrong before anything starts. Raises ConfigError, BenchError."""
+    dataset = read_dataset(args.dataset)
+    if args.plot is not None:
+        check_plot(args.plot)
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
+    config = configuration(args, progress)
+    check_comparison(args, config)
+    if args.prompts is not None and args.prompts > len(dataset.prompts):
+        progress.say(f"--prompts {args.prompts}: the dataset has {len(dataset.prompts)}; all are used")
+    other = other_configuration(args, progress)
+    return BenchRun(args, load_of(args), dataset, config, other, scratch, progress, stop, memory)
+
+
+def write(args: argparse.Namespace, report: dict[str, object], progress: Progress) -> None:
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        progress.say(f"wrote {args.json}")
+    if args.plot is not None:
+        draw(report, args.plot)
+        progress.say(f"wrote {args.plot}")
+
+
+def _fail(message: str, verbose: bool) -> int:
+    if verbose:
+        traceback.print_exc()
+    print(f"outrider: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return 1

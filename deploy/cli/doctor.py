@@ -1,0 +1,115 @@
+"""``outrider doctor``: a configuration against this machine, before anything is loaded.
+
+One line for each check, OK, WARN or FAIL with what to do about it. Nothing is started, fetched or changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.installed import check_build_drafts
+from outrider.deploy.app import describe, engine_on_gpu
+from outrider.deploy.doctor import (
+    Finding,
+    Level,
+    check_checkpoints,
+    check_machine,
+    check_packages,
+    fail,
+    judged,
+    ok,
+    warn,
+    worst,
+)
+from outrider.deploy.preset import Overrides, preset_names, resolve_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG_OR_PRESET", help=f"a YAML file, or a preset: {', '.join(preset_names())}"
+    )
+    parser.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
+    parser.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code: 1 when something fails, else 0."""
+    findings = examine(args.config, Overrides(target=args.target, drafter=args.drafter))
+    verdict = worst(findings)
+    if args.json:
+        print(json.dumps({"verdict": verdict, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print(render(findings, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 1 if verdict is Level.FAIL else 0
+
+
+def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
+    """Every check there is; those that need what another one found wanting are left out."""
+    findings = check_packages()
+    try:
+        config = resolve_config(config_or_preset, overrides)
+    except ConfigError as error:
+        problem, _, fix = str(error).partition("; ")
+        return [*findings, fail("configuration", problem, fix or "see docs/configuration.md")]
+    findings.append(ok("configuration", describe(config)))
+    try:
+        gpu = engine_on_gpu()
+    except ConfigError:
+        return findings  # said above: there is no vLLM
+    findings += check_checkpoints(config)
+    findings += check_method(config, gpu)
+    findings += check_machine(config, gpu)
+    if (address := os.environ.get("RAY_ADDRESS")) is not None:
+        findings.append(
+            warn(
+                "Ray cluster",
+                f"RAY_ADDRESS is {address}: it will be served there, and this machine's memory and cores say little",
+                "run this on the cluster's nodes too, or unset RAY_ADDRESS to serve here",
+            )
+        )
+    return findings
+
+
+def check_method(config: OutriderConfig, gpu: bool) -> list[Finding]:
+    """What the installed build can draft with, and over which link."""
+    findings: list[Finding] = []
+    if (co_located := config.co_located) is not None:
+        text = f"{co_located.method}, co-located: vLLM's own, unchanged"
+        findings.append(judged("method", text, lambda: check_build_drafts(co_located, gpu)))
+    elif config.remote_drafter is not None:
+        findings.append(ok("method", f"{config.remote_drafter.method}, in a drafter actor"))
+    else:
+        findings.append(
+            warn("method", "no drafter section: served without speculation", "see what fits: outrider methods MODEL")
+        )
+    if config.link.backend == "nccl" and not gpu:
+        findings.append(
+            fail(
+                "link.backend", "nccl needs GPUs, and this vLLM runs on CPU", "set link.backend: gloo, or leave it out"
+            )
+        )
+    return findings
+
+
+def render(findings: Sequence[Finding], colour: bool) -> str:
+    """The lines, and a last one that sums them up."""
+    colours = {Level.OK: "32", Level.WARN: "33", Level.FAIL: "31"}
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        level = finding.level.ljust(4)
+        if colour:
+            level = f"\x1b[{colours[finding.level]}m{level}\x1b[0m"
+        lines.append(f"{level}  {finding.subject.ljust(width)}  {finding.text}")
+        if finding.fix:
+            lines.append(f"{'':6}{'':{width}}  fix: {finding.fix}")
+    counts = {level: sum(finding.level is level for finding in findings) for level in Level}
+    lines.append(f"{counts[Level.OK]} OK, {counts[Level.WARN]} WARN, {counts[Level.FAIL]} FAIL")
+    return "\n".join(lines)

@@ -1,1 +1,0 @@
-"""The ``outrider`` command's subcommands, a module each."""
