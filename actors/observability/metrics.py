@@ -109,7 +109,7 @@ METRICS = IngressMetrics()
 class ReplicaMetrics:
     """model_name: as in vLLM's label.
 
-    ask_rank_0: ``{"rounds": Verifier.metrics(), "link": LinkKeeper.status()}``; None without a drafter of ours.
+    ask_rank_0: ``{"rounds": Round.metrics(), "link": LinkKeeper.status()}``; None without a drafter of ours.
     ask_drafter: Drafter.status(); None likewise.
     """
 
@@ -178,7 +178,7 @@ class ReplicaMetrics:
 
 
 def add_rounds(families: Families, rounds: Mapping[str, Any]) -> None:
-    """rounds: Verifier.metrics()."""
+    """rounds: Round.metrics()."""
     for name in ("rounds", "drafted_rounds", "late_rounds", "proposals", "proposal_bytes"):
         families.add(f"outrider:{name}_total", rounds[name])
     for origin, count in ORIGINS.items():

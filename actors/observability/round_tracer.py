@@ -18,7 +18,9 @@ SPAN_NAME = "outrider.round"
 
 
 @dataclass(slots=True)
-class _Traced:
+class RoundTrace:
+    """What is known of one traced request's rounds."""
+
     context: Context
     rounds: int = 0
     origin: Origin = Origin.NONE
@@ -26,39 +28,26 @@ class _Traced:
 
 
 class RoundTracer:
-    """For the engine's step thread. Requests that are not traced cost a look into a dictionary."""
+    """For the engine's step thread. A request that is traced holds its RoundTrace."""
 
     def __init__(self, tracer: Tracer, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._tracer, self._clock_ns = tracer, clock_ns
-        self._traced: dict[str, _Traced] = {}
         self._step_started_ns = 0
         self._waited_s = 0.0
 
-    def track(self, request_id: str, headers: dict[str, str]) -> None:
-        """headers: W3C, of the request's span in the target. A request that comes back goes on counting its rounds."""
-        if request_id not in self._traced:
-            self._traced[request_id] = _Traced(context_of(headers))
-
-    def finish(self, request_id: str) -> None:
-        self._traced.pop(request_id, None)
+    def track(self, headers: dict[str, str]) -> RoundTrace:
+        """headers: W3C, of the request's span in the target."""
+        return RoundTrace(context_of(headers))
 
     def waited(self, seconds: float) -> None:
         """The engine stood still for so long, for the proposals that the next step verifies."""
         self._waited_s = seconds
 
-    def answered(self, request_id: str, origin: Origin) -> None:
-        traced = self._traced.get(request_id)
-        if traced is not None:
-            traced.origin = origin
-
     def step_starts(self) -> None:
         self._step_started_ns = self._clock_ns()
 
-    def committed(self, request_id: str, num_drafted: int, num_committed: int, epoch: int) -> None:
+    def committed(self, traced: RoundTrace, num_drafted: int, num_committed: int, epoch: int) -> None:
         """A round ends. It began when the engine began to wait for its proposals. epoch: of the link, 0 without one."""
-        traced = self._traced.get(request_id)
-        if traced is None:
-            return
         attributes: dict[str, Any] = {
             "outrider.round": traced.rounds,
             "outrider.k": num_drafted,

@@ -1,17 +1,15 @@
-"""What our requests carry through vLLM to the scheduler and the ranks.
-
-One request's sampling as verification and drafter take it, from vLLM's parameters. Pure: vLLM is not loaded here.
-"""
+"""One request as rank 0 knows it, and its sampling as verification and drafter take it. Pure: vLLM is not loaded."""
 
 from __future__ import annotations
 
 import math
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cluster.link.messages import MAX_BIASED_TOKENS, DraftSampling
+from outrider.actors.observability.round_tracer import RoundTrace
+from outrider.cluster.link.messages import MAX_BIASED_TOKENS, DraftSampling, Proposals
 from outrider.cluster.modes import Mode, mode_for
 
 EXTRA_ARGS_KEY = "outrider"
@@ -25,8 +23,7 @@ EXTRA_ARGS_KEY = "outrider"
   (actors/serving/openai/engine.py).
 """
 
-
-_GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5
 """vLLM's own limit: a lower temperature is greedy."""
 
 _LEAST_TOP_P = 1e-30
@@ -58,12 +55,11 @@ class RequestSampling:
 
         Raises ValueError for a choice of verification that the request's other parameters rule out.
         """
-        ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
         mode = mode_for(
-            greedy=params.temperature < _GREEDY_BELOW,
+            greedy=params.temperature < GREEDY_BELOW,
             seeded=params.seed is not None,
             structured=params.structured_outputs is not None,
-            asked=ours.get("verification"),
+            asked=carried(params).get("verification"),
             deployment=deployment,
         )
         greedy = mode is Mode.GREEDY
@@ -90,6 +86,103 @@ class RequestSampling:
             biases=biases,
             only_biased=only_biased,
         )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Everything rank 0 knows of a request, from its first step to its last, preemptions included.
+
+    token_ids: committed, prompt and output. max_drafts: of a round; 0: it decodes plainly, and no drafter hears of it.
+    """
+
+    request_id: str
+    params: Any
+    """vLLM's SamplingParams."""
+
+    sampling: RequestSampling
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_drafts: int = 0
+    draft_sampling: DraftSampling = field(default_factory=DraftSampling)
+
+    running: bool = True
+    """False from a preemption until it is resumed."""
+
+    # What is known of the drafter's side of it; actors/round/conversation.py writes these.
+
+    handle: int | None = None
+    """Stands for the request on the link. Never used twice on a link, so an answer to an earlier life of the request
+    (before a preemption) finds nobody. None while it is not open on any."""
+
+    ready: bool = False
+    """The drafter has drafted for this handle, so a round may wait for it."""
+
+    asked: bool = False
+    """The drafter has been told of a commit and has not answered it."""
+
+    awaited: bool = False
+    """It was asked, and the round waits for the answer."""
+
+    proposal: Proposals | None = None
+    """A continuation of exactly token_ids. Kept until the next commit, whatever becomes of the link: the scheduler may
+    hold its drafts, and verification needs the q they were drawn from."""
+
+    degraded: bool = False
+    """It has decoded plainly for another reason than the length controller's choice."""
+
+    trace: RoundTrace | None = None
+
+    @classmethod
+    def of(
+        cls, request_id: str, params: Any, token_ids: list[int], num_prompt_tokens: int, deployment: Deployment
+    ) -> Request:
+        """params: vLLM's SamplingParams; token_ids: prompt and output so far.
+
+        Raises ValueError for a choice of verification that the request's other parameters rule out.
+        """
+        sampling = RequestSampling.of(params, deployment.verification)
+        request = cls(request_id, params, sampling, token_ids, num_prompt_tokens)
+        most = deployment.num_speculative_tokens
+        request.max_drafts = max(0, min(carried(params).get("num_speculative_tokens", most), most))
+        if request.max_drafts:
+            top_n = min(deployment.draft_top_n, deployment.vocab_size)
+            request.draft_sampling = sampling.drafting(params, top_n, deployment.vocab_size)
+        return request
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def drafts(self) -> list[int]:
+        return [] if self.proposal is None else list(self.proposal.token_ids)
+
+    def is_finished_by(self, token_ids: list[int], max_model_len: int) -> bool:
+        """Whether the scheduler will end it on what was just committed, as far as a worker can tell."""
+        params = self.params
+        ends = set(params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids
+        return (
+            len(self.token_ids) - self.num_prompt_tokens >= (params.max_tokens or 1 << 62)
+            or len(self.token_ids) >= max_model_len
+            or not ends.isdisjoint(token_ids)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What all requests of a deployment have in common. num_speculative_tokens: 0 without a drafter."""
+
+    verification: str
+    num_speculative_tokens: int
+    draft_top_n: int
+    vocab_size: int
+    max_model_len: int
+
+
+def carried(params: Any) -> dict[str, Any]:
+    """What our request brought through vLLM. params: vLLM's SamplingParams."""
+    ours: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
+    return ours
 
 
 def _as_int64(seed: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,29 +26,11 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from outrider.actors.round.request import RequestSampling
+from outrider.actors.round.request import Request, RequestSampling
+from outrider.actors.round.round import Step
 from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
 from outrider.cluster.link.messages import SparseQ
 from outrider.cluster.modes import Mode
-
-UNUSABLE = -1
-"""In place of a draft's id: verification ends the request's drafts there."""
-
-
-@dataclass(slots=True)
-class StepRequest:
-    """One request's part of a step: len(drafts) + 1 rows of logits.
-
-    params: vLLM's SamplingParams. output_token_ids: committed so far. position: of the first row's token in the
-    sequence. q: what the drafts were sampled from, at least as many rows as drafts; None: they were not sampled.
-    """
-
-    params: Any
-    sampling: RequestSampling
-    output_token_ids: list[int]
-    drafts: list[int]
-    position: int
-    q: SparseQ | None = None
 
 
 class TargetSampler:
@@ -59,22 +41,30 @@ class TargetSampler:
         self._verify = choose(device)
 
     def __call__(
-        self, logits: Tensor, requests: Sequence[StepRequest], metadata: SamplingMetadata, width: int
+        self, logits: Tensor, requests: Sequence[Request], step: Step, metadata: SamplingMetadata
     ) -> tuple[SamplerOutput, Tensor]:
-        """logits: [R, V], request after request, changed in place. metadata: vLLM's, of the same requests.
+        """logits: [R, V], request after request, a row for each draft of the step and one more, changed in place.
+        metadata: vLLM's, of the same requests.
 
-        Returns the committed ids, int32 [B, width] padded with -1 (width is above the largest number of drafts), with
-        logprobs where a request asked for them, and the requests' `verification.batch.Status`, int64 [B].
+        Returns the committed ids, int32 [B, step.width] padded with -1, with logprobs where a request asked for them,
+        and the requests' `verification.batch.Status`, int64 [B].
         """
         logits = logits.to(torch.float32)
+        drafts = [step.drafts.get(request.request_id, []) for request in requests]
         raw = logits
         if _is_processed(requests, metadata):
             if metadata.max_num_logprobs is not None:
                 raw = logits.clone()
-            logits = self._process(logits, requests, metadata)
-        batch = _verification_batch(logits, requests)
+            logits = self._process(logits, requests, drafts, metadata)
+        batch = verification_batch(
+            logits,
+            [request.sampling for request in requests],
+            [len(request.token_ids) for request in requests],
+            drafts,
+            [step.q.get(request.request_id) for request in requests],
+        )
         result = self._verify(batch)
-        token_ids = torch.nn.functional.pad(result.token_ids, (0, width - result.token_ids.shape[1]), value=-1)
+        token_ids = torch.nn.functional.pad(result.token_ids, (0, step.width - result.token_ids.shape[1]), value=-1)
         logprobs = None
         if metadata.max_num_logprobs is not None:
             logprobs = self._logprobs(raw, batch, token_ids, metadata.max_num_logprobs)
@@ -91,21 +81,21 @@ class TargetSampler:
             q = SparseQ(ids, np.full(ids.shape, 1 / n, dtype=np.float32))
         for modes in ([Mode.GREEDY], [Mode.REJECTION], [Mode.COUPLED], list(Mode)):
             for top_p, proposed, k in itertools.product((1.0, 0.9), (None, q), {0, num_drafts}):
-                requests = [
-                    StepRequest(None, replace(draws[mode], top_p=top_p), [], [0] * k, 0, proposed if k else None)
-                    for mode in modes
-                ]
+                samplings = [replace(draws[mode], top_p=top_p) for mode in modes]
                 logits = torch.zeros(len(modes) * (k + 1), vocab_size, device=self._device)
-                self._verify(_verification_batch(logits, requests))
+                b = len(modes)
+                q_of_all = [proposed if k else None] * b
+                self._verify(verification_batch(logits, samplings, [0] * b, [[0] * k] * b, q_of_all))
 
-    def _process(self, logits: Tensor, requests: Sequence[StepRequest], metadata: SamplingMetadata) -> Tensor:
-        num_rows = [len(request.drafts) + 1 for request in requests]
+    def _process(
+        self, logits: Tensor, requests: Sequence[Request], drafts: Sequence[list[int]], metadata: SamplingMetadata
+    ) -> Tensor:
+        num_rows = [len(ids) + 1 for ids in drafts]
         owner = torch.arange(len(requests)).repeat_interleave(torch.tensor(num_rows)).to(self._device)
-        outputs = [
-            [*request.output_token_ids, *request.drafts[:j]]
-            for request in requests
-            for j in range(len(request.drafts) + 1)
-        ]
+        outputs = []
+        for request, ids in zip(requests, drafts, strict=True):
+            output = request.output_token_ids
+            outputs += [[*output, *ids[:j]] for j in range(len(ids) + 1)]
         starts = [0, *torch.tensor(num_rows).cumsum(0).tolist()]
         rows = replace(
             metadata,
@@ -117,7 +107,7 @@ class TargetSampler:
                 for row in range(starts[index], starts[index + 1])
             },
             prompt_token_ids=_of_rows(metadata.prompt_token_ids, owner),
-            logitsprocs=LogitsProcessors(self._processors(requests, outputs)),
+            logitsprocs=LogitsProcessors(self._processors(requests, num_rows, outputs)),
             spec_token_ids=None,
         )
         if not metadata.no_penalties:
@@ -126,9 +116,9 @@ class TargetSampler:
             rows.repetition_penalties = metadata.repetition_penalties[owner]
         return self._sampler.apply_logits_processors(logits, rows, predict_bonus_token=False)
 
-    def _processors(self, requests: Sequence[StepRequest], outputs: list[list[int]]) -> list[Any]:
+    def _processors(self, requests: Sequence[Request], num_rows: list[int], outputs: list[list[int]]) -> list[Any]:
         """vLLM's processors of min_tokens and logit_bias, told that every row is a request."""
-        all_params = [request.params for request in requests for _ in range(len(request.drafts) + 1)]
+        all_params = [request.params for request, rows in zip(requests, num_rows, strict=True) for _ in range(rows)]
         processors: list[Any] = []
         if any(params.min_tokens for params in all_params):
             processors.append(MinTokensLogitsProcessor(self._vllm_config, self._device, is_pin_memory=False))
@@ -150,7 +140,7 @@ class TargetSampler:
         return self._sampler.gather_logprobs(self._sampler.compute_logprobs(raw)[row], count, chosen)
 
 
-def _is_processed(requests: Sequence[StepRequest], metadata: SamplingMetadata) -> bool:
+def _is_processed(requests: Sequence[Request], metadata: SamplingMetadata) -> bool:
     return (
         not metadata.no_penalties
         or bool(metadata.bad_words_token_ids)
@@ -163,14 +153,21 @@ def _of_rows(values: Tensor | None, owner: Tensor) -> Tensor | None:
     return None if values is None else values[owner]
 
 
-def _verification_batch(logits: Tensor, requests: Sequence[StepRequest]) -> VerificationBatch:
-    samplings = [request.sampling for request in requests]
-    num_drafts = [len(request.drafts) for request in requests]
-    q_ids, q_probs, has_q = _q_rows(requests, sum(num_drafts))
+def verification_batch(
+    logits: Tensor,
+    samplings: Sequence[RequestSampling],
+    positions: Sequence[int],
+    drafts: Sequence[Sequence[int]],
+    q: Sequence[SparseQ | None],
+) -> VerificationBatch:
+    """One entry a request in each but logits, float32 [R, V]. positions: of the first row's token in the sequence. q:
+    what the drafts were drawn from, at least as many rows as drafts; None: they were not drawn."""
+    num_drafts = [len(ids) for ids in drafts]
+    q_ids, q_probs, has_q = _q_rows(q, num_drafts)
     return VerificationBatch.build(
         logits,
         torch.tensor(num_drafts),
-        torch.tensor([token for request in requests for token in request.drafts], dtype=torch.int64),
+        torch.tensor([token for ids in drafts for token in ids], dtype=torch.int64),
         Sampling(
             mode=torch.tensor([int(sampling.mode) for sampling in samplings]),
             temperature=torch.tensor([sampling.temperature for sampling in samplings]),
@@ -178,7 +175,7 @@ def _verification_batch(logits: Tensor, requests: Sequence[StepRequest]) -> Veri
             top_p=torch.tensor([sampling.top_p for sampling in samplings]),
             min_p=torch.tensor([sampling.min_p for sampling in samplings]),
             seed=torch.tensor([sampling.seed for sampling in samplings]),
-            position=torch.tensor([request.position for request in requests]),
+            position=torch.tensor(positions),
         ),
         q_ids=q_ids,
         q_probs=q_probs,
@@ -186,19 +183,20 @@ def _verification_batch(logits: Tensor, requests: Sequence[StepRequest]) -> Veri
     )
 
 
-def _q_rows(requests: Sequence[StepRequest], num_drafts: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _q_rows(
+    q: Sequence[SparseQ | None], num_drafts: Sequence[int]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """q of all drafts, [D, n] each, and which requests have one, [B]. All of one link have the same n."""
-    present = [request.q for request in requests if request.q is not None]
+    present = [entry for entry in q if entry is not None]
     if not present:
         return None, None, None
     n = present[0].ids.shape[1]
-    q_ids = torch.zeros(num_drafts, n, dtype=torch.int32)
-    q_probs = torch.zeros(num_drafts, n)
+    q_ids = torch.zeros(sum(num_drafts), n, dtype=torch.int32)
+    q_probs = torch.zeros(sum(num_drafts), n)
     start = 0
-    for request in requests:
-        end = start + len(request.drafts)
-        if request.q is not None:
-            q_ids[start:end] = torch.from_numpy(request.q.ids[: end - start])
-            q_probs[start:end] = torch.from_numpy(request.q.probs[: end - start])
-        start = end
-    return q_ids, q_probs, torch.tensor([request.q is not None for request in requests])
+    for entry, count in zip(q, num_drafts, strict=True):
+        if entry is not None:
+            q_ids[start : start + count] = torch.from_numpy(entry.ids[:count])
+            q_probs[start : start + count] = torch.from_numpy(entry.probs[:count])
+        start += count
+    return q_ids, q_probs, torch.tensor([entry is not None for entry in q])

@@ -1,4 +1,4 @@
-"""The target's ranks: vLLM's worker, its model runner with the round of ``round_runner.py`` built in."""
+"""The target's ranks: vLLM's worker, its model runner with the round of ``target_runner.py`` built in."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 from outrider.actors.observability.round_tracer import RoundTracer
 from outrider.actors.observability.tracing import process_tracer
 from outrider.actors.round.length import FixedLengths, LengthController
-from outrider.actors.round.round import Verifier
+from outrider.actors.round.request import Deployment
+from outrider.actors.round.round import Round
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.target_runner import RoundRunner
+from outrider.actors.vllm_seam.target_sampler import TargetSampler
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.link.codec import frame_capacity_words, unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 
 
 class RemoteProposer:
-    """vLLM's ``custom_class`` proposer: present on every rank, does nothing. Drafts come through the Verifier."""
+    """vLLM's ``custom_class`` proposer: present on every rank, does nothing. Drafts come through the Round."""
 
     def __init__(self, vllm_config: Any) -> None: ...
 
@@ -27,7 +29,7 @@ class RemoteProposer:
 
 
 class TargetWorker(worker_class()):  # type: ignore[misc]
-    """One rank of the target. Rank 0 also holds the Verifier and keeps its link."""
+    """One rank of the target. Rank 0, the Verifier, also holds the Round and keeps its link."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -35,14 +37,14 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         config = OutriderConfig.model_validate(settings["outrider"])
         runner = self.model_runner
         runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
-        verifier = None
-        if self.rank == 0 and config.remote_drafter is not None:
-            verifier = Verifier(config.link, self._lengths(config), config.serving.log_format == "json")
-            if (tracer := process_tracer("verifier")) is not None:
-                verifier.tracer = RoundTracer(tracer)
-        runner.install(config.speculation, self.rank == 0, verifier)
+        self._sampler: TargetSampler | None = None
+        self._round: Round | None = None
         self._keeper: LinkKeeper | None = None
-        if verifier is not None:
+        if self.rank == 0:
+            self._sampler = TargetSampler(self.vllm_config, runner.sampler, self.device)
+            self._round = self._make_round(config, self._sampler)
+        runner.install(self._round)
+        if self._round is not None and config.remote_drafter is not None:
             vocab_size, k = self.model_config.get_vocab_size(), config.num_speculative_tokens
             self._keeper = LinkKeeper(
                 config,
@@ -52,9 +54,28 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
                     self.scheduler_config.max_num_seqs, k, config.speculation.draft_top_n
                 ),
                 decode=lambda payload: unpack(payload, vocab_size, k),
-                on_link=verifier.offer_link,
+                on_link=self._round.offer_link,
                 device=None if self.device.type == "cpu" else str(self.device),
             )
+
+    def _make_round(self, config: OutriderConfig, sampler: TargetSampler) -> Round:
+        drafts = config.remote_drafter is not None
+        tracer = process_tracer("verifier") if drafts else None
+        deployment = Deployment(
+            verification=config.speculation.verification,
+            num_speculative_tokens=config.num_speculative_tokens if drafts else 0,
+            draft_top_n=config.speculation.draft_top_n,
+            vocab_size=self.model_config.get_vocab_size(),
+            max_model_len=self.model_config.max_model_len,
+        )
+        return Round(
+            sampler,
+            deployment,
+            config.link,
+            self._lengths(config) if drafts else FixedLengths(0),
+            names_requests=config.serving.log_format == "json",
+            tracer=None if tracer is None else RoundTracer(tracer),
+        )
 
     def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:
         k = config.num_speculative_tokens
@@ -71,28 +92,31 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        self.model_runner.warm_up_sampler()
+        if self._sampler is not None and self._round is not None:
+            deployment = self._round.deployment
+            drafts = deployment.num_speculative_tokens
+            self._sampler.warm_up(deployment.vocab_size, drafts, deployment.draft_top_n if drafts else 0)
         return times
 
     def open_link(self) -> bool:
         """Start keeping the link. Called once, by the target replica, when the engine is ready to serve."""
-        if self._keeper is None:
+        if self._keeper is None or self._round is None:
             return False
-        self.model_runner.verifier.reset_statistics()
+        self._round.reset_statistics()
         self._keeper.start()
         return True
 
     def round_status(self) -> dict[str, Any] | None:
-        """Rank 0: the verifier's and the link's status, in plain values. None elsewhere."""
-        if self._keeper is None:
+        """Rank 0: the rounds' and the link's status, in plain values. None elsewhere, and without a drafter."""
+        if self._keeper is None or self._round is None:
             return None
-        return {"rounds": self.model_runner.verifier.status(), "link": self._keeper.status()}
+        return {"rounds": self._round.status(), "link": self._keeper.status()}
 
     def round_metrics(self) -> dict[str, Any] | None:
-        """Rank 0: what is exported of the verifier and its link, in plain values. None elsewhere."""
-        if self._keeper is None:
+        """Rank 0: what is exported of rounds and link, in plain values. None elsewhere, and without a drafter."""
+        if self._keeper is None or self._round is None:
             return None
-        return {"rounds": self.model_runner.verifier.metrics(), "link": self._keeper.status()}
+        return {"rounds": self._round.metrics(), "link": self._keeper.status()}
 
     def shutdown(self) -> None:
         if self._keeper is not None:
