@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python deploy/setup_environment.py $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))
 	@touch $@
 
-demo: $(STAMP)  ## Fetch a small model, serve it, stream one answer and show where the time of its rounds went
+demo: $(STAMP)  ## Fetch a small model, serve it, show one answer with speculation and the same without, compared
 	@$(BIN)/python -m outrider.deploy.demo
 
 serve: $(STAMP)  ## Serve a preset or a configuration file (CONFIG=smollm2)

@@ -29,10 +29,15 @@ PRESET = "smollm2"
 DTYPE = "float32"
 """Steps of one token and of several must not round differently: both ways to decode then give the same tokens."""
 
-PROMPT = """PLACEHOLDER"""
+PROMPT = """Shorten this text a little:
+
+The old lighthouse stands on a rock two miles from the harbour. Every evening the keeper climbs the stairs, cleans the \
+glass, and lights the lamp. In summer he grows tomatoes in wooden boxes and sells them to the fishermen. In winter the \
+sea is too rough for boats, and nobody comes for weeks. He reads by the stove, feeds his two cats, and writes down the \
+weather in a big green book. When spring comes, the first boat brings him letters, coffee and a new lamp."""
 """An answer that repeats much of its prompt, which is what prompt lookup drafts well."""
 
-MAX_TOKENS = 128
+MAX_TOKENS = 160
 PAIRS = 3
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 90.0
@@ -114,7 +119,7 @@ def show(client: OutriderClient, progress: Progress, out: TextIO | None = None) 
 
     def text_of(token_id: int) -> str:
         if token_id not in texts:
-            texts[token_id] = client.detokenize([token_id])
+            texts[token_id] = client.detokenize([token_id]).text
         return texts[token_id]
 
     def write(message: pb.GenerateStreamResponse) -> None:
@@ -144,8 +149,9 @@ def _ask(
     ids: list[int] = []
     began, at_first, rounds = 0.0, 0, 0
     messages = [{"role": "user", "content": PROMPT}]
-    options = {} if speculation else {"speculation": False}
-    with client.stream_chat(messages, temperature=0.0, max_tokens=max_tokens, **options) as stream:
+    # None: as the server does by default.
+    drafts = None if speculation else False
+    with client.stream_chat(messages, temperature=0.0, max_tokens=max_tokens, speculation=drafts) as stream:
         for message in stream:
             ids += message.token_ids
             rounds += message.num_rounds

@@ -303,7 +303,8 @@ class LengthController:
         """While everything is off: now and then a few rounds of a few tokens, within a share of the time."""
         self._off_s += self._last_step_s
         if not self._probe_left:
-            after_s = max(self._probe_after * self._last_step_s, self._probe_cost_s / _PROBE_SHARE)
+            cost_s = max(self._probe_cost_s, _PROBE_ROUNDS * self._draft_step_s)
+            after_s = max(self._probe_after * self._last_step_s, cost_s / _PROBE_SHARE)
             if self._off_s < after_s or not self._planned:
                 return self._planned
             self._probe_left, self._probe_cost_s, self._off_s = _PROBE_ROUNDS, 0.0, 0.0

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -42,20 +45,19 @@ def convert(gguf: Path, out: Path, tie_embeddings: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     _stage("reading the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    out.mkdir(parents=True, exist_ok=True)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.tie_word_embeddings = config.tie_word_embeddings or tie_embeddings
     with torch.device("meta"):  # names and shapes, no weights
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     _stage("dequantising the weights to bfloat16")
     reader = GGUFReader(gguf)
-    out.mkdir(parents=True, exist_ok=True)
     write_weights(_sources(reader, model), _layout(reader, config), out)
     _stage("writing the configuration")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(out)
     model.generation_config.save_pretrained(out)
-    tokenizer.save_pretrained(out)
     write_rope_theta(out / "config.json")
 
 
@@ -106,7 +108,17 @@ def dequantised(tensor: ReaderTensor) -> torch.Tensor:
     for start in range(0, packed.shape[0], step):
         chunk = dequantize(packed[start : start + step], tensor.tensor_type)
         values[start : start + step] = torch.tensor(chunk)
+    _let_go(tensor.data)
     return values.reshape(shape)
+
+
+def _let_go(array: np.ndarray) -> None:
+    """Of the pages of a mapped file, which otherwise count as this process's memory to the end."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def split(sizes: list[tuple[str, int]], limit: int) -> list[list[str]]:

@@ -101,6 +101,9 @@ def table(paths: list[Path], scan: list[Path]) -> None:
     for cell, base in rates[first].items():
         row = [cell, f"{np.mean(base):.2f}"]
         for other in others:
+            if cell not in rates[other]:
+                row.append("not run")
+                continue
             mean, half = ratio(rates[other][cell], base)
             row.append(f"{mean:.3f} ({mean * math.exp(-half):.3f} to {mean * math.exp(half):.3f})")
         found = [(float(np.mean(values[cell])), name) for name, values in scanned.items() if cell in values]
