@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from outrider.actors.round.length import Estimate
 from outrider.cluster.link.messages import MAX_BIASED_TOKENS, DraftSampling, Proposals
 from outrider.cluster.modes import Mode, mode_for
 
@@ -132,7 +133,11 @@ class Request:
     degraded: bool = False
     """It has decoded plainly for another reason than the length controller's choice."""
 
+    estimate: Estimate = field(default_factory=Estimate)
+    """What the length controller knows of it."""
+
     trace: RoundTrace | None = None
+    """Where its rounds are traced."""
 
     @classmethod
     def of(
