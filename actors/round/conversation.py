@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from outrider.actors.round.request import Request
-from outrider.cluster.link import Link, LinkBroken, Received
+from outrider.cluster.link import HANG, Link, LinkBroken, Received
 from outrider.cluster.link.codec import pack
-from outrider.cluster.link.keeper import HANG
 from outrider.cluster.link.messages import (
     MAX_NAME_LENGTH,
     Close,

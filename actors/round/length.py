@@ -1,6 +1,4 @@
-"""Lengths, and the same ones for every request in every round: what ``speculation.adaptive: false`` asks for.
-
-How many tokens each request drafts in the next round, from three estimates of what the last ones measured. Pure.
+"""How many tokens each request drafts in the next round, from three estimates of what the last ones measured. Pure.
 
 - *Acceptance* by position: of a request, pulled towards the deployment's where it has seen little.
 - *Step cost*: a line over the tokens of the target's recent steps, and the drafter's step as it reports it.
@@ -15,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,32 +29,52 @@ class Lengths(NamedTuple):
     k_miss: int
 
 
+_OFF, _FIRST = Lengths(0, 0), Lengths(2, 0)  # the latter until a step and an answer have been measured
+
+
+@dataclass(slots=True, eq=False)
+class Estimate:
+    """Of one request. Made by `track`, held by the request, and nobody else's between two rounds.
+
+    most: drafts it may have a round; 0: it decodes plainly, and is not looked at. accepted: [2, K], faded tries and
+    successes at each position. chosen, before: for the round that runs, and for the one before it.
+    """
+
+    most: int = 0
+    accepted: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
+    chosen: Lengths = _OFF
+    before: Lengths = _OFF
+    planned: Lengths = _OFF
+
+    def cut(self, k: int, k_miss: int) -> Lengths:
+        return Lengths(min(k, self.most), min(k_miss, self.most))
+
+
 class FixedLengths:
-    """Takes the place of a LengthController and learns nothing."""
+    """The same for every request in every round, as ``speculation.adaptive: false`` asks. Takes the place of a
+    LengthController and learns nothing."""
 
     def __init__(self, num_tokens: int) -> None:
         self._lengths = Lengths(num_tokens, num_tokens)
 
-    def track(self, request_id: str, max_tokens: int) -> None: ...
+    def track(self, max_tokens: int) -> Estimate:
+        return Estimate(max_tokens)
 
-    def untrack(self, request_id: str) -> None: ...
-
-    def observe_round(self, request_id: str, drafted: int, accepted: int) -> None: ...
+    def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None: ...
 
     def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None: ...
 
     def observe_answer(
-        self, request_id: str, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
+        self, estimate: Estimate, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
     ) -> None: ...
 
-    def choose(self, request_ids: Sequence[str]) -> dict[str, Lengths]:
-        return dict.fromkeys(request_ids, self._lengths)
+    def choose(self, estimates: Sequence[Estimate]) -> list[Lengths]:
+        return [self._lengths] * len(estimates)
 
     def snapshot(self) -> dict[str, Any]:
         return {}
 
 
-_OFF, _FIRST = Lengths(0, 0), Lengths(2, 0)  # the latter until a step and an answer have been measured
 _PLAN_ROUNDS = 8
 _START_GAIN, _STAY_GAIN = 1.02, 1.005  # what drafting must promise to begin again, and to go on
 _WAIT_GAIN, _MANY = 1.03, 8  # what waiting on misses must promise; in a batch of more than so many it never does
@@ -90,8 +109,6 @@ class LengthController:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._most: dict[str, int] = {}
-        self._accepted: dict[str, np.ndarray] = {}
         self._deployment, self._came = np.zeros((2, max_tokens)), np.zeros((2, max_tokens))
         self._origins = {Origin.MAIN_LINE: 5.0, Origin.SIDE_BRANCH: 1.8, Origin.MISS: 1.2}
         self._steps = np.zeros(5)  # faded sums over steps of 1, tokens, tokens^2, seconds, tokens * seconds
@@ -99,33 +116,22 @@ class LengthController:
         self._late_s = {False: 0.0, True: 0.0}  # measured wait less the expected one, by whether a miss was waited for
         self._waits = {False: 0, True: 0}
         self._answered: list[tuple[Origin, float]] = []
-        self._chosen: dict[str, Lengths] = {}
-        self._before: dict[str, Lengths] = {}
-        self._planned: dict[str, Lengths] = {}
-        self._members: list[str] = []
+        self._members: list[Estimate] = []  # of the round that runs
         self._rounds_left = self._probe_left = self._switches = self._probes = 0
         self._probe_after, self._speculating = _PROBE_AFTER, True
         self._rate = self._plain_rate = 0.0
         self._histogram: Counter[int] = Counter()
 
-    def track(self, request_id: str, max_tokens: int) -> None:
-        """A request that may have up to max_tokens drafts a round (of the deployment's, if that is fewer)."""
-        self._most[request_id] = max(0, min(max_tokens, self._max_tokens))
-        self._accepted[request_id] = np.zeros((2, self._max_tokens))
+    def track(self, max_tokens: int) -> Estimate:
+        """Of a request that may have up to max_tokens drafts a round (of the deployment's, if that is fewer)."""
+        return Estimate(max(0, min(max_tokens, self._max_tokens)), np.zeros((2, self._max_tokens)))
 
-    def untrack(self, request_id: str) -> None:
-        """Forget the request; what it taught about the deployment stays. Unknown ids are ignored."""
-        for table in (self._most, self._accepted, self._chosen, self._before, self._planned):
-            table.pop(request_id, None)
-        self._members = []
-
-    def observe_round(self, request_id: str, drafted: int, accepted: int) -> None:
+    def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None:
         """One request's verified round."""
-        counts = self._accepted.get(request_id)
-        if counts is not None and drafted > 0:
+        if estimate.most and drafted > 0:
             accepted = max(0, min(accepted, drafted))
             tried = min(drafted, accepted + 1)
-            _add(counts, tried, accepted, _REQUEST_KEEP)
+            _add(estimate.accepted, tried, accepted, _REQUEST_KEEP)
             _add(self._deployment, tried, accepted, _DEPLOYMENT_KEEP)
 
     def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None:
@@ -140,37 +146,43 @@ class LengthController:
         self._last_step_s = step_s
 
     def observe_answer(
-        self, request_id: str, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
+        self, estimate: Estimate, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
     ) -> None:
         """The answer to the last choice, or its absence (NONE). num_tokens: drafts that came. draft_step_s: one batched
         draft step as the drafter reports it, 0 if it does not. wait_s: how long the round waited for it, or for all of
         the round's answers: only the longest of a round counts."""
-        wanted = self._chosen.get(request_id, _OFF)
+        wanted = estimate.chosen
         if not wanted.k or not 0 <= wait_s < math.inf:
             return
         if 0 < draft_step_s < math.inf:
             self._draft_step_s += (draft_step_s - self._draft_step_s) * (0.1 if self._draft_step_s else 1.0)
         if origin.is_hit:
             _add(self._came, wanted.k, min(max(num_tokens, 0), wanted.k), _DEPLOYMENT_KEEP)
-        if self._before.get(request_id, _OFF).k:  # else nobody had a reason to draft ahead
+        if estimate.before.k:  # else nobody had a reason to draft ahead
             for other in self._origins:
                 self._origins[other] *= _DEPLOYMENT_KEEP
             self._origins[origin if origin.is_hit else Origin.MISS] += 1.0
         self._answered.append((origin, wait_s))
 
-    def choose(self, request_ids: Sequence[str]) -> dict[str, Lengths]:
-        """Lengths of every request of the next round. Those without a drafter get 0 and count for the load."""
+    def choose(self, estimates: Sequence[Estimate]) -> list[Lengths]:
+        """Lengths of every request of the next round, in its order. Those without a drafter get 0 and count for the
+        load."""
         self._close_round()
-        members = list(request_ids)
-        if members != self._members or self._rounds_left <= 0:
+        members, are_others = list(estimates), list(estimates) != self._members
+        for left in set(self._members).difference(members) if are_others else ():
+            left.chosen = left.before = _OFF
+        self._members = members
+        if are_others or self._rounds_left <= 0:
             # The first plans know little and hold for less.
-            self._members, self._rounds_left = members, min(_PLAN_ROUNDS, 1 + sum(self._waits.values()) // 4)
-            self._plan([request_id for request_id in members if self._most.get(request_id)])
+            self._rounds_left = min(_PLAN_ROUNDS, 1 + sum(self._waits.values()) // 4)
+            self._plan([estimate for estimate in members if estimate.most])
         self._rounds_left -= 1
-        chosen = self._probed() if not self._speculating and members else self._planned
-        self._before, self._chosen = self._chosen, dict(chosen)
-        self._histogram.update(lengths.k for lengths in chosen.values())
-        return {request_id: chosen.get(request_id, _OFF) for request_id in members}
+        for estimate in members:
+            estimate.before, estimate.chosen = estimate.chosen, estimate.planned
+        if members and not self._speculating:
+            self._probe([estimate for estimate in members if estimate.most])
+        self._histogram.update(estimate.chosen.k for estimate in members if estimate.most)
+        return [estimate.chosen for estimate in members]
 
     def snapshot(self) -> dict[str, Any]:
         """For metrics. Milliseconds; the step's cost is the line's."""
@@ -204,14 +216,14 @@ class LengthController:
         slope = min(max(slope, 0.0), mean_s / mean_tokens)
         return mean_s - slope * mean_tokens, slope
 
-    def _survival(self, drafting: list[str]) -> np.ndarray:
+    def _survival(self, drafting: list[Estimate]) -> np.ndarray:
         """[requests, K] Probability that drafts 1..j are all accepted; 0 beyond what a request may have."""
         average = _rates(self._deployment, _PRIOR_ACCEPTANCE)
-        tried, won = np.stack([self._accepted[request_id] for request_id in drafting], axis=1)
+        tried, won = np.stack([estimate.accepted for estimate in drafting], axis=1)
         level = (won.sum(axis=1) - tried @ average) / (tried.sum(axis=1) + _LEVEL_TRIES)
         expected = np.clip(average + level[:, None], 0.0, 0.995)
         survival = np.cumprod((won + _POSITION_TRIES * expected) / (tried + _POSITION_TRIES), axis=1)
-        most = np.array([self._most[request_id] for request_id in drafting])
+        most = np.array([estimate.most for estimate in drafting])
         return survival * (np.arange(self._max_tokens) < most[:, None])
 
     def _wait_s(self, k_miss: int, missed: bool) -> float:
@@ -225,7 +237,7 @@ class LengthController:
     def _close_round(self) -> None:
         """Learn how far the round's wait was from the expected one, and fade what is known of who drafts nothing."""
         if self._answered:
-            k_miss = max((lengths.k_miss for lengths in self._chosen.values()), default=0)
+            k_miss = max((estimate.chosen.k_miss for estimate in self._members), default=0)
             missed = k_miss > 0 and any(not origin.is_hit for origin, _ in self._answered)
             waited_s = max(wait_s for _, wait_s in self._answered)
             self._waits[missed] += 1
@@ -237,18 +249,20 @@ class LengthController:
                 self._probe_cost_s += waited_s
         self._answered = []
         if self._speculating:  # so that they are tried again now and then
-            for request_id, lengths in self._chosen.items():
-                if not lengths.k and request_id in self._accepted:
-                    self._accepted[request_id] *= _OFF_KEEP
+            for estimate in self._members:
+                if not estimate.chosen.k:
+                    estimate.accepted *= _OFF_KEEP
 
     # What follows from it.
 
-    def _plan(self, drafting: list[str]) -> None:
-        self._planned = dict.fromkeys(drafting, _OFF)
+    def _plan(self, drafting: list[Estimate]) -> None:
+        for estimate in drafting:
+            estimate.planned = _OFF
         if not drafting:
             return
         if not (self._steps[0] and any(self._waits.values())):
-            self._planned = {request_id: self._cut(request_id, *_FIRST) for request_id in drafting}
+            for estimate in drafting:
+                estimate.planned = estimate.cut(*_FIRST)
             return
         fixed_s, per_token_s = self._line()
         num = len(self._members)
@@ -262,11 +276,8 @@ class LengthController:
         elif speculating:
             self._probe_after = _PROBE_AFTER
         if speculating:
-            pairs = zip(drafting, lengths.T.tolist(), strict=True)
-            self._planned = {request_id: Lengths(k, k_miss) for request_id, (k, k_miss) in pairs}
-
-    def _cut(self, request_id: str, k: int, k_miss: int) -> Lengths:
-        return Lengths(min(k, self._most[request_id]), min(k_miss, self._most[request_id]))
+            for estimate, (k, k_miss) in zip(drafting, lengths.T.tolist(), strict=True):
+                estimate.planned = Lengths(k, k_miss)
 
     def _best(self, survival: np.ndarray) -> tuple[np.ndarray, float]:
         """[2, requests] k and k_miss with the highest rate, and the rate.
@@ -299,24 +310,24 @@ class LengthController:
     def _miss_share(self) -> float:
         return self._origins[Origin.MISS] / sum(self._origins.values())
 
-    def _probed(self) -> dict[str, Lengths]:
+    def _probe(self, drafting: list[Estimate]) -> None:
         """While everything is off: now and then a few rounds of a few tokens, within a share of the time."""
         self._off_s += self._last_step_s
         if not self._probe_left:
             cost_s = max(self._probe_cost_s, _PROBE_ROUNDS * self._draft_step_s)
             after_s = max(self._probe_after * self._last_step_s, cost_s / _PROBE_SHARE)
-            if self._off_s < after_s or not self._planned:
-                return self._planned
+            if self._off_s < after_s or not drafting:
+                return
             self._probe_left, self._probe_cost_s, self._off_s = _PROBE_ROUNDS, 0.0, 0.0
             self._probe_after = min(2 * self._probe_after, _PROBE_AFTER_MAX)
-            self._probes += min(_PROBED, len(self._planned))
+            self._probes += min(_PROBED, len(drafting))
             # Old evidence must not outweigh the probe.
-            for counts, most in [(self._deployment, 12.0), *((self._accepted[i], 2.0) for i in self._planned)]:
+            for counts, most in [(self._deployment, 12.0), *((estimate.accepted, 2.0) for estimate in drafting)]:
                 counts *= min(1.0, most / max(float(counts[0, 0]), 1e-9))
         self._probe_left -= 1
         if not self._probe_left:
             self._rounds_left = 0  # judge it at once
         # Where hits are rare it would see no draft without waiting for one.
         on_miss = int(self._miss_share() > 0.8)
-        probed = {request_id: self._cut(request_id, _PROBE, on_miss) for request_id in list(self._planned)[:_PROBED]}
-        return {**self._planned, **probed}
+        for estimate in drafting[:_PROBED]:
+            estimate.chosen = estimate.cut(_PROBE, on_miss)

@@ -6,11 +6,14 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.actors.observability.round_tracer import RoundTrace
+from outrider.actors.round.length import Estimate
 from outrider.cluster.link.messages import MAX_BIASED_TOKENS, DraftSampling, Proposals
 from outrider.cluster.modes import Mode, mode_for
+
+if TYPE_CHECKING:
+    from outrider.actors.observability.round_tracer import RoundTrace
 
 EXTRA_ARGS_KEY = "outrider"
 """In SamplingParams.extra_args. A dict with any of
@@ -130,7 +133,11 @@ class Request:
     degraded: bool = False
     """It has decoded plainly for another reason than the length controller's choice."""
 
+    estimate: Estimate = field(default_factory=Estimate)
+    """What the length controller knows of it."""
+
     trace: RoundTrace | None = None
+    """Where its rounds are traced."""
 
     @classmethod
     def of(

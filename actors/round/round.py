@@ -8,8 +8,8 @@ The order of events, each with the step it belongs to:
     take_drafts   the scheduler asks: answers are waited for as long as that is worth it
 
 Drafts and their q belong to a step. The steps in flight are `Round.steps`: one where the engine schedules when a step
-is done, two where it schedules one ahead. What a request is like is read from its `Request`, never from what the
-scheduler expects.
+is done, two where it schedules one ahead and begins a step between the choice and the commit of the one before. What a
+request is like is read from its `Request`, never from what the scheduler expects.
 
 The engine's step thread calls all of this; the link's threads and the keeper (which makes and remakes the link) work
 beside it and meet it in queues only.
@@ -89,6 +89,7 @@ class Step:
     """For the proposals of the step that follows."""
 
     draft_work_us: int = 0
+    is_committed: bool = False
 
 
 class Chooser(Protocol):
@@ -113,7 +114,9 @@ class Round:
     ) -> None:
         """names_requests: tell the drafter their ids, for its log. tracer: where rounds are traced."""
         self.requests: dict[str, Request] = {}
-        self.steps: deque[Step] = deque(maxlen=2)
+        self.steps: deque[Step] = deque()
+        """Begun, and not committed or the last; a step's time ends where the next one begins."""
+
         self.deployment = deployment
         self.statistics = RoundStatistics()
         self._choose = choose
@@ -138,11 +141,10 @@ class Round:
     # One round.
 
     def begin(self, step: Step) -> None:
-        """Close the books on the last step's time; opened and closed requests reach the drafter before the forward
-        pass. A step without tokens only tells who is finished."""
+        """Opened and closed requests reach the drafter before the forward pass, and the books on the last step's time
+        are closed. A step without tokens only tells who is finished."""
         if step.num_tokens:
-            self._close_times(step)
-            self.steps.append(step)
+            self._keep_time(step)
         for request_id in step.finished:
             self._leave(request_id, CloseReason.FINISHED)
         for request_id in step.preempted:
@@ -175,25 +177,25 @@ class Round:
 
     def commit(self, step: Step, committed: Mapping[str, list[int]]) -> None:
         """What the step chose for each request: the accepted drafts and the next token; nothing where a prompt is not
-        done."""
+        done. Requests that were aborted since are ignored."""
+        step.is_committed = True
         going_on: list[Request] = []
         for request_id, token_ids in committed.items():
-            if not token_ids:
+            request, drafted = self.requests.get(request_id), len(step.drafts.get(request_id, ()))
+            if request is None or not token_ids:
                 continue
-            request, drafted = self.requests[request_id], len(step.drafts.get(request_id, ()))
             request.token_ids.extend(token_ids)
             request.proposal, request.asked, request.awaited = None, False, False
             self.statistics.count(drafted, len(token_ids))
             if request.trace is not None and self._tracer is not None:
                 self._tracer.committed(request.trace, drafted, len(token_ids), self._drafter.epoch)
             if drafted:
-                self._guarded(self._lengths.observe_round, request_id, drafted, len(token_ids) - 1)
-            if not request.is_finished_by(token_ids, self.deployment.max_model_len):
+                self._guarded(self._lengths.observe_round, request.estimate, drafted, len(token_ids) - 1)
+            if request.running and not request.is_finished_by(token_ids, self.deployment.max_model_len):
                 going_on.append(request)
-        lengths = self._guarded(self._lengths.choose, [request.request_id for request in going_on]) or {}
-        for request in going_on:
+        lengths = self._guarded(self._lengths.choose, [request.estimate for request in going_on])
+        for request, wanted in zip(going_on, lengths or [NO_DRAFTS] * len(going_on), strict=True):
             if request.max_drafts:
-                wanted = lengths.get(request.request_id, NO_DRAFTS)
                 k = min(wanted.k, request.max_drafts)
                 self._wanted[k] = self._wanted.get(k, 0) + 1
                 self._drafter.commit(request, committed[request.request_id], k, min(wanted.k_miss, k))
@@ -226,7 +228,7 @@ class Round:
             if not self._lagging:  # else nobody waited, which says nothing of how long it would have taken
                 waited_s = self._clock() - started
                 for request in late:
-                    self._guarded(self._lengths.observe_answer, request.request_id, Origin.NONE, 0, 0.0, waited_s)
+                    self._guarded(self._lengths.observe_answer, request.estimate, Origin.NONE, 0, 0.0, waited_s)
             self._lagging = True
         self._drafter.check_silence()
         self._drafter.flush()
@@ -288,6 +290,8 @@ class Round:
             request.max_drafts = 0
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
             request.trace = self._tracer.track(headers)
+        if request.max_drafts:
+            request.estimate = self._guarded(self._lengths.track, request.max_drafts) or request.estimate
         self.requests[arrival.request_id] = request
         self._follow(request)
 
@@ -295,20 +299,17 @@ class Round:
         request.running = True
         if request.max_drafts:
             self._drafter.open(request)
-            self._guarded(self._lengths.track, request.request_id, request.max_drafts)
 
     def _pause(self, request_id: str) -> None:
         request = self.requests.get(request_id)
         if request is not None:
             request.running, request.proposal = False, None
             self._drafter.close(request, CloseReason.PREEMPTED)
-            self._guarded(self._lengths.untrack, request_id)
 
     def _leave(self, request_id: str, reason: CloseReason) -> None:
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._drafter.close(request, reason)
-            self._guarded(self._lengths.untrack, request_id)
 
     # What was heard, and what it took.
 
@@ -330,29 +331,27 @@ class Round:
                 self.statistics.count_answer(answer.origin, answer.step_us)
             if request.trace is not None:
                 request.trace.origin = answer.origin
-            observe = self._lengths.observe_answer
-            self._guarded(
-                observe, request.request_id, answer.origin, len(answer.token_ids), answer.step_us / 1e6, waited_s
-            )
+            observe, draft_step_s = self._lengths.observe_answer, answer.step_us / 1e6
+            self._guarded(observe, request.estimate, answer.origin, len(answer.token_ids), draft_step_s, waited_s)
 
-    def _close_times(self, step: Step) -> None:
+    def _keep_time(self, step: Step) -> None:
         step.started_s = self._clock()
         if self._tracer is not None:
             self._tracer.step_starts()
-        if not self.steps:
-            return
-        last = self.steps[-1]
-        period_s = step.started_s - last.started_s
-        self.statistics.add_times(
-            RoundTimes(
-                period_ms=period_s * 1e3,
-                target_ms=last.target_s * 1e3,
-                draft_ms=last.draft_work_us / 1e3,
-                wait_ms=last.wait_s * 1e3,
+        self.steps.append(step)
+        while len(self.steps) > 1 and self.steps[0].is_committed:
+            done = self.steps.popleft()
+            period_s = self.steps[0].started_s - done.started_s
+            self.statistics.add_times(
+                RoundTimes(
+                    period_ms=period_s * 1e3,
+                    target_ms=done.target_s * 1e3,
+                    draft_ms=done.draft_work_us / 1e3,
+                    wait_ms=done.wait_s * 1e3,
+                )
             )
-        )
-        if last.decodes_only:
-            self._guarded(self._lengths.observe_step, last.num_requests, last.num_tokens, period_s - last.wait_s)
+            if done.decodes_only:
+                self._guarded(self._lengths.observe_step, done.num_requests, done.num_tokens, period_s - done.wait_s)
 
     def _guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Every call of the length controller's. An error of its must not end the engine: nothing is drafted any more,

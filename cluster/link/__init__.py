@@ -1,7 +1,7 @@
 """The wire between one verifier (rank 0) and one drafter (rank 1)."""
 
 from outrider.cluster.link.frame import HEADER_WORDS, FrameError
-from outrider.cluster.link.link import Link, LinkCounters, PingStats, Received
+from outrider.cluster.link.link import HANG, Link, LinkCounters, PingStats, Received
 from outrider.cluster.link.rendezvous import LinkInvitation, host_link, join_link
 from outrider.cluster.link.transport import (
     LinkBroken,
@@ -13,6 +13,7 @@ from outrider.cluster.link.transport import (
 )
 
 __all__ = [
+    "HANG",
     "HEADER_WORDS",
     "FrameError",
     "Link",

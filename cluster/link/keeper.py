@@ -17,7 +17,7 @@ from typing import Any, Literal
 import ray
 
 from outrider.cluster.config import OutriderConfig
-from outrider.cluster.link import Link, LinkError, host_link
+from outrider.cluster.link import HANG, Link, LinkError, host_link
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import Homing, LinkGrant, LinkReport
 
@@ -28,9 +28,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _WATCH_S = 0.2
 _READY_TIMEOUT_S = 10.0
 _LOOK_HOME_S = 1.0
-
-HANG = "drafter hangs"
-"""How the reason of a link begins that was given up because its drafter lives but answers nothing."""
 
 _HANGS_BEFORE_RESTART = 2
 

@@ -31,6 +31,9 @@ from outrider.cluster.link.transport import LinkBroken, LinkError, Transport, Tr
 
 T = TypeVar("T")
 
+HANG = "drafter hangs"
+"""How the reason of a link begins that was given up because its drafter lives but answers nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[T]):

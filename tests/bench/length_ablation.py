@@ -5,8 +5,7 @@ Each run writes one contender's rates, on the same texts and step times as every
     python -m tests.bench.length_ablation --contender 8 --out fixed-8.json            # K = 8, nobody waits on a miss
     python -m tests.bench.length_ablation --contender 4w --out fixed-4w.json          # K = 4, every miss is waited for
     python -m tests.bench.length_ablation --contender adaptive --out adaptive.json
-    python -m tests.bench.length_ablation --contender adaptive --before DIR --out before.json   # another checkout's
-    python -m tests.bench.length_ablation --table fixed-8.json adaptive.json before.json [--scan fixed-*.json]
+    python -m tests.bench.length_ablation --table fixed-8.json adaptive.json [--scan fixed-*.json]
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ def contender(name: str) -> Callable[[], Any]:
             self._lengths = Lengths(num_tokens, 0)
 
     if name == "adaptive":
-        try:
-            from outrider.actors.length.limits import LengthLimits  # of an older checkout
-        except ImportError:
-            return lambda: LengthController(MAX_TOKENS)
-        return lambda: LengthController(LengthLimits(max_tokens=MAX_TOKENS, max_requests=64))
+        return lambda: LengthController(MAX_TOKENS)
     if name.endswith("w"):
         return lambda: FixedLengths(int(name[:-1]))
     return lambda: NeverWaiting(int(name))
@@ -114,7 +109,6 @@ def table(paths: list[Path], scan: list[Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", help="adaptive, or K, or K and w: misses are waited for")
-    parser.add_argument("--before", type=Path, help="a checkout whose outrider.actors.length is taken instead")
     parser.add_argument("--out", type=Path, default=Path("rates.json"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--batches", default="1,8,32")
@@ -125,8 +119,6 @@ def main() -> None:
     if args.table:
         table(args.table, args.scan)
         return
-    if args.before is not None:
-        sys.path.insert(0, str(args.before))
     batches = [int(batch) for batch in args.batches.split(",")]
     measure(contender(args.contender), args.seeds, batches, args.only, args.out)
 

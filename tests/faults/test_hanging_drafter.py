@@ -9,7 +9,7 @@ import grpc
 import pytest
 import ray
 
-from outrider.cluster.link.keeper import HANG
+from outrider.cluster.link import HANG
 from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, wait_until

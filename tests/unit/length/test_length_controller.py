@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import pickle
 
 import pytest
 
-from outrider.actors.round.length import FixedLengths, LengthController, Lengths
+from outrider.actors.round.length import Estimate, FixedLengths, LengthController, Lengths
 from outrider.cluster.link.messages import Origin
 from tests.unit.length.virtual_time import PAIRS, TEXTS, Text, VirtualRounds
 
@@ -50,16 +51,16 @@ def test_a_slow_drafter_costs_less_than_three_per_cent(pair):
 
 def test_a_drafter_that_never_answers_is_found_out():
     controller = LengthController(8)
-    controller.track("a", 8)
+    request = controller.track(8)
     waited_s = plain_s = 0.0
     for step in range(1200):
-        wait_s = 1.0 if controller.choose(["a"])["a"].k else 0.0
-        controller.observe_answer("a", Origin.NONE, 0, 0.0, wait_s)
+        wait_s = 1.0 if controller.choose([request])[0].k else 0.0
+        controller.observe_answer(request, Origin.NONE, 0, 0.0, wait_s)
         controller.observe_step(1, 1, 0.025)
         if step >= 200:
             waited_s += wait_s
             plain_s += 0.025
-    assert controller.choose(["a"])["a"] == Lengths(0, 0)
+    assert controller.choose([request]) == [Lengths(0, 0)]
     assert waited_s < 0.2 * plain_s, "a round on probe costs forty plain ones here, and there are few"
 
 
@@ -88,7 +89,7 @@ def test_a_busy_target_gets_fewer_drafts():
     simulation = rounds_of(busy, TEXTS["poor"], 32, rounds=300)
     simulation.run(100)
     assert simulation.run(100).rate > 0.97 * busy.plain_rate(32)
-    mean = lambda chosen: sum(lengths.k for lengths in chosen.values()) / len(chosen)  # noqa: E731
+    mean = lambda chosen: sum(lengths.k for lengths in chosen) / len(chosen)  # noqa: E731
     assert mean(simulation.chosen) < mean(idle.chosen)
 
 
@@ -96,88 +97,103 @@ def test_a_code_request_gets_longer_drafts_than_a_chat_request_beside_it():
     text = Text((0.95, 0.3), 0.6, 0.2)
     simulation = rounds_of(SMALL, text, 8, lifetime=100_000)
     simulation.run(200)
-    lengths = sorted(lengths.k for lengths in simulation.chosen.values())
+    lengths = sorted(lengths.k for lengths in simulation.chosen)
     assert max(lengths[:4]) < min(lengths[4:])
 
 
 def test_one_miss_does_not_stall_a_batch_but_one_request_waits_for_a_cheap_token():
     alone = rounds_of(SMALL, TEXTS["stated"], 1)
     alone.run(200)
-    assert all(lengths.k_miss > 0 for lengths in alone.chosen.values())
+    assert all(lengths.k_miss > 0 for lengths in alone.chosen)
     batch = rounds_of(SMALL, TEXTS["stated"], 32, rounds=300)
     batch.run(100)
-    assert all(lengths.k_miss == 0 < lengths.k for lengths in batch.chosen.values())
+    assert all(lengths.k_miss == 0 < lengths.k for lengths in batch.chosen)
 
 
 def test_a_request_never_gets_more_than_it_may_have():
     controller = LengthController(8)
-    for request_id, most in (("short", 1), ("none", 0), ("negative", -3), ("long", 99)):
-        controller.track(request_id, most)
+    requests = [*(controller.track(most) for most in (1, 0, -3, 99)), Estimate()]
     for _ in range(100):
-        chosen = controller.choose(["short", "none", "negative", "long", "unknown"])
-        assert [chosen[i].k for i in ("short", "none", "negative", "unknown")] == [1, 0, 0, 0]
-        assert chosen["long"].k <= 8
-        for request_id, lengths in chosen.items():
+        chosen = controller.choose(requests)
+        short, none, negative, long, unknown = chosen
+        assert (short.k, none.k, negative.k, unknown.k) == (1, 0, 0, 0)
+        assert long.k <= 8
+        for request, lengths in zip(requests, chosen, strict=True):
             assert lengths.k_miss <= lengths.k
-            controller.observe_answer(request_id, Origin.MAIN_LINE, lengths.k, 0.0001, 0.0)
-            controller.observe_round(request_id, lengths.k, lengths.k)
-        controller.observe_step(5, 5 + sum(lengths.k for lengths in chosen.values()), 0.025)
-    assert chosen["long"].k == 8
+            controller.observe_answer(request, Origin.MAIN_LINE, lengths.k, 0.0001, 0.0)
+            controller.observe_round(request, lengths.k, lengths.k)
+        controller.observe_step(5, 5 + sum(lengths.k for lengths in chosen), 0.025)
+    assert long.k == 8
 
 
-def test_untracking_leaves_nothing_behind():
+def test_nothing_is_kept_of_requests_that_are_gone():
     simulation = rounds_of(GPU, GOOD, 4)
     simulation.run(50)
-    controller, request_ids = simulation.controller, list(simulation.chosen)
-    for request_id in request_ids:
-        controller.untrack(request_id)
-        controller.untrack(request_id)
-    assert not [name for name, value in vars(controller).items() if any(repr(i) in repr(value) for i in request_ids)]
-    assert controller.choose(request_ids[:1]) == {request_ids[0]: Lengths(0, 0)}
+    controller = simulation.controller
+    assert all(lengths.k for lengths in simulation.chosen)
+    assert Estimate.__name__.encode() in pickle.dumps(controller), "it knows the requests of the round that runs"
+    assert controller.choose([]) == []
+    assert Estimate.__name__.encode() not in pickle.dumps(controller)
+
+
+def test_a_request_that_sat_a_round_out_was_not_drafted_ahead_for():
+    """Its next answer is no hit and no miss: nobody had a reason to draft while it stood aside."""
+    controller = LengthController(8)
+    request, other = controller.track(8), controller.track(8)
+
+    def miss_share_after(*rounds):
+        before = controller.snapshot()["origins"]["miss"]
+        for members in rounds:
+            controller.choose(members)
+        controller.observe_answer(request, Origin.MISS, 0, 0.001, 0.0)
+        return controller.snapshot()["origins"]["miss"] - before
+
+    assert miss_share_after([request, other]) == 0, "its first round"
+    assert miss_share_after([request, other]) > 0
+    assert miss_share_after([other], [request, other]) == 0
+    assert miss_share_after([other]) == 0, "an answer after it left"
 
 
 def test_a_new_request_starts_with_what_others_have_taught():
     simulation = rounds_of(CPU, Text((0.2,), 0.3, 0.1), 4, lifetime=100_000)
     simulation.run(150)
-    simulation.controller.track("new", 8)
-    chosen = simulation.controller.choose([*simulation.chosen, "new"])
-    assert chosen["new"].k <= 1 + max(lengths.k for i, lengths in chosen.items() if i != "new")
+    *others, new = simulation.controller.choose([*simulation.estimates, simulation.controller.track(8)])
+    assert new.k <= 1 + max(lengths.k for lengths in others)
 
 
 @pytest.mark.parametrize(
     "tell",
     [
-        lambda c: c.observe_step(1, 0, 0.1),
-        lambda c: c.observe_step(1, 1, math.nan),
-        lambda c: c.observe_step(1, 1, math.inf),
-        lambda c: c.observe_step(1, 1, -1.0),
-        lambda c: c.observe_step(0, 10**9, 0.0),
-        lambda c: c.observe_round("a", 2, 5),
-        lambda c: c.observe_round("a", -1, -1),
-        lambda c: c.observe_round("a", 99, 99),
-        lambda c: c.observe_round("nobody", 2, 1),
-        lambda c: c.observe_answer("a", Origin.MAIN_LINE, 99, math.nan, 0.1),
-        lambda c: c.observe_answer("a", Origin.MISS, -1, -1.0, 0.1),
-        lambda c: c.observe_answer("a", Origin.NONE, 0, 0.0, math.nan),
-        lambda c: c.observe_answer("nobody", Origin.MISS, 0, 0.0, 0.1),
-        lambda c: c.untrack("a"),
-        lambda c: c.choose(["a", "a"]),
-        lambda c: c.choose([]),
+        lambda c, a: c.observe_step(1, 0, 0.1),
+        lambda c, a: c.observe_step(1, 1, math.nan),
+        lambda c, a: c.observe_step(1, 1, math.inf),
+        lambda c, a: c.observe_step(1, 1, -1.0),
+        lambda c, a: c.observe_step(0, 10**9, 0.0),
+        lambda c, a: c.observe_round(a, 2, 5),
+        lambda c, a: c.observe_round(a, -1, -1),
+        lambda c, a: c.observe_round(a, 99, 99),
+        lambda c, a: c.observe_round(Estimate(), 2, 1),
+        lambda c, a: c.observe_answer(a, Origin.MAIN_LINE, 99, math.nan, 0.1),
+        lambda c, a: c.observe_answer(a, Origin.MISS, -1, -1.0, 0.1),
+        lambda c, a: c.observe_answer(a, Origin.NONE, 0, 0.0, math.nan),
+        lambda c, a: c.observe_answer(Estimate(), Origin.MISS, 0, 0.0, 0.1),
+        lambda c, a: c.choose([a, a]),
+        lambda c, a: c.choose([]),
     ],
 )
 @pytest.mark.parametrize("rounds", [0, 1, 30])
 def test_odd_news_is_cut_or_ignored(rounds, tell):
     controller = LengthController(4)
-    controller.track("a", 4)
+    a = controller.track(4)
     for _ in range(rounds):
-        controller.choose(["a"])
-        controller.observe_answer("a", Origin.MAIN_LINE, 2, 0.005, 0.001)
-        controller.observe_round("a", 2, 1)
+        controller.choose([a])
+        controller.observe_answer(a, Origin.MAIN_LINE, 2, 0.005, 0.001)
+        controller.observe_round(a, 2, 1)
         controller.observe_step(1, 3, 0.025)
     for _ in range(3):
-        controller.choose(["a"])
-        tell(controller)
-        lengths = controller.choose(["a"])["a"]
+        controller.choose([a])
+        tell(controller, a)
+        (lengths,) = controller.choose([a])
         assert 0 <= lengths.k_miss <= lengths.k <= 4
         values = controller.snapshot()
         assert all(math.isfinite(values[k]) for k in values if k.endswith(("_ms", "_rate")))

@@ -10,14 +10,14 @@ Shapes: B requests, N text positions, S side branches of a request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numba
 import numpy as np
 
-from outrider.actors.round.length import Lengths
+from outrider.actors.round.length import Estimate, Lengths
 from outrider.cluster.link.messages import Origin
 
 MAX_ROWS, MAX_SIDES, LEAST_VALUE = 64, 8, 0.004
@@ -25,14 +25,13 @@ _MISS, _MAIN, _SIDE = int(Origin.MISS), int(Origin.MAIN_LINE), int(Origin.SIDE_B
 
 
 class Controller(Protocol):
-    def track(self, request_id: str, max_tokens: int) -> None: ...
-    def untrack(self, request_id: str) -> None: ...
-    def observe_round(self, request_id: str, drafted: int, accepted: int) -> None: ...
+    def track(self, max_tokens: int) -> Estimate: ...
+    def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None: ...
     def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None: ...
     def observe_answer(
-        self, request_id: str, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
+        self, estimate: Estimate, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
     ) -> None: ...
-    def choose(self, request_ids: Sequence[str]) -> Mapping[str, Lengths]: ...
+    def choose(self, estimates: Sequence[Estimate]) -> Sequence[Lengths]: ...
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,8 @@ class VirtualRounds:
         self._slots = np.arange(batch)
         self.now = 0.0
         self.total = Tally()
-        self.chosen: Mapping[str, Lengths] = {}
+        self.estimates: list[Estimate] = []
+        self.chosen: Sequence[Lengths] = []
         self.write(text)
         shape = batch, MAX_SIDES + 2
         self._p = np.zeros(batch, int)  # next position to commit
@@ -146,9 +146,8 @@ class VirtualRounds:
         self._step_ends = np.inf
         self._draft_step_s = 0.0
         self._drafts = np.zeros(batch, int)  # what the target verifies next
-        self._born = 0
         self._ends = np.zeros(batch, int)
-        self._ids = [self._new(slot) for slot in range(batch)]
+        self.estimates = [self._new(slot) for slot in range(batch)]
         self._load: tuple[int, int, float] | None = None
 
     def write(self, text: Text) -> None:
@@ -185,11 +184,11 @@ class VirtualRounds:
         self.now += step_s
         self._advance(self.now, self.now, False, np.zeros(self.batch, int), np.zeros(self.batch))
         origins, counts, waits = self._commit()
-        for slot, request_id in enumerate(self._ids):
+        for slot, estimate in enumerate(self.estimates):
             if self._wanted[slot]:
                 origin = Origin(int(origins[slot]))
                 self.controller.observe_answer(
-                    request_id, origin, int(counts[slot]), self._draft_step_s, float(waits[slot])
+                    estimate, origin, int(counts[slot]), self._draft_step_s, float(waits[slot])
                 )
         self._drafts = counts
         self.total.rounds += 1
@@ -202,7 +201,7 @@ class VirtualRounds:
         accepted = np.minimum(sent, self._next_wrong[slots, p] - p)
         self.total.tokens += int(accepted.sum()) + self.batch
         for slot in np.flatnonzero(sent):
-            self.controller.observe_round(self._ids[slot], int(sent[slot]), int(accepted[slot]))
+            self.controller.observe_round(self.estimates[slot], int(sent[slot]), int(accepted[slot]))
         at = p + accepted
         # A late answer's drafts were sent, never verified: the line goes on all the same where it is right.
         right_line = np.where(
@@ -238,10 +237,9 @@ class VirtualRounds:
         return self._next_wrong[self._slots, at] != at
 
     def _choose(self) -> None:
-        self.chosen = self.controller.choose(self._ids)
-        lengths = [self.chosen.get(request_id) or Lengths(0, 0) for request_id in self._ids]
-        self._wanted = np.array([min(x.k, self.max_tokens) for x in lengths])
-        self._need = np.minimum([x.k_miss for x in lengths], self._wanted)
+        self.chosen = self.controller.choose(self.estimates)
+        self._wanted = np.array([min(x.k, self.max_tokens) for x in self.chosen])
+        self._need = np.minimum([x.k_miss for x in self.chosen], self._wanted)
         self._due = self._wanted > 0
         self._sent = np.zeros(self.batch, int)
         self._side_value[:] = 0.0
@@ -272,18 +270,14 @@ class VirtualRounds:
 
     def _renew(self) -> None:
         for slot in np.flatnonzero(self._p >= self._ends):
-            self.controller.untrack(self._ids[slot])
-            self._ids[slot] = self._new(int(slot))
+            self.estimates[slot] = self._new(int(slot))
             self._m[slot] = self._p[slot]
             self._in_flight[0][slot] = False
 
-    def _new(self, slot: int) -> str:
+    def _new(self, slot: int) -> Estimate:
         # Positions go on: another request's text is as good as a new one.
         self._ends[slot] = self._p[slot] + self._texts.integers(self._lifetime // 2, 3 * self._lifetime // 2)
-        self._born += 1
-        request_id = f"r{self._born}"
-        self.controller.track(request_id, self.max_tokens)
-        return request_id
+        return self.controller.track(self.max_tokens)
 
     def _branch_table(self, a: float) -> np.ndarray:
         """[drafts sent, 3, S] Offset, rank and value of the branches, those at the guess last. Value 0: none."""
