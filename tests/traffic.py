@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +14,19 @@ from tests.serving import HANG_GUARD_S, Deployment
 
 CHOICES = (GREEDY, Coupled(seed=31), Coupled(seed=32, temperature=0.7, top_p=0.95))
 """Taken in turn."""
+
+
+LEAST_ALLOWANCE_S = 1.0
+QUIET_GAPS = 10
+
+
+def allowance_s(deployment: Deployment, prompt: Sequence[int]) -> float:
+    """How much longer than a round's deadline a gap may be on this machine: target step, proxy, client and everybody
+    else on it. By the longest gap of a stream that nothing happens to."""
+    with deployment.client.stream(list(prompt), max_tokens=100, ignore_eos=True, **GREEDY.options()) as stream:
+        times = [time.monotonic() for _ in stream]
+    quiet = max(later - earlier for earlier, later in pairwise(times))
+    return max(LEAST_ALLOWANCE_S, QUIET_GAPS * quiet)
 
 
 class Traffic:

@@ -21,6 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.bench.emulation import in_process, served
 from tests.bench.emulation.load import Load
 from tests.bench.emulation.measurement import Measurement, Side, ceiling, sides_of, table
@@ -87,6 +89,7 @@ class Run:
         window = answered.started_s, answered.ended_s
         target, drafter = (read_trace(self.pair.traces, role, *window) for role in ("target", "drafter"))
         rounds = rounds_of(target, drafter, load.batch, self.text if side.hides_drafts else None)
+        np.save(self.directory / f"rounds-{side.name}-{k}-{load.batch}.npy", rounds)
         return Measurement(
             side=side.name,
             batch=load.batch,
@@ -155,7 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--speculation", type=json.loads, default={}, help="further keys of Outrider's section, as JSON"
     )
-    parser.add_argument("--keep", type=Path, help="work in this new directory and leave logs and traces there")
+    parser.add_argument("--keep", type=Path, help="work in this new directory and leave logs, traces and rounds there")
     parser.add_argument("--out", type=Path, help="every measurement as JSON")
     args = parser.parse_args()
     args.stops, args.k = args.k == "best", lengths(args.k)

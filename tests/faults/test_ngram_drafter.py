@@ -7,18 +7,15 @@ import time
 import pytest
 import ray
 
+from outrider.cluster.link.keeper import HANG
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, wait_until
-from tests.traffic import Traffic
+from tests.traffic import Traffic, allowance_s
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = list(b"to be or not to be, that is the question: to be or not to be")
 MAX_TOKENS = 400
-ALLOWANCE_S = 1.0
-"""Beyond the round's deadline: target step, proxy, client and everybody else on the machine."""
-
-BACK_WITHIN_S = 60.0
 
 
 class Fault:
@@ -28,6 +25,7 @@ class Fault:
         self.pair = pair
         answer = self._ask()
         assert answer.metrics.speculative_decoding.num_draft_tokens > 0, "an ngram drafter finds something here"
+        self.allowance_s = allowance_s(pair, PROMPT)
         self.before = pair.status().link
         assert self.before.state == pb.LINK_STATE_UP
 
@@ -54,7 +52,7 @@ class Fault:
 
     def check_gaps(self, traffic):
         deadline_s = self.pair.config.link.round_deadline_ms / 1e3
-        assert traffic.longest_gap() < deadline_s + ALLOWANCE_S, "a round waited longer than its deadline"
+        assert traffic.longest_gap() < deadline_s + self.allowance_s, "a round waited longer than its deadline"
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def test_the_drafter_is_killed(ngram_pair, fault):
     with Traffic(ngram_pair, PROMPT, MAX_TOKENS) as traffic:
         killed = ngram_pair.signal_drafter(signal.SIGKILL)
         died = time.monotonic()
-        wait_until(fault.is_back, BACK_WITHIN_S, "a new link after the drafter's death")
+        wait_until(fault.is_back, HANG_GUARD_S, "a new link after the drafter's death")
         traffic.wait_for_messages(20)
     assert ngram_pair.actors()["Drafter"].pid != killed
     fault.check_speculation_is_back()
@@ -79,15 +77,17 @@ def test_the_drafter_is_stopped_for_ten_seconds(ngram_pair, fault):
         stopped = ngram_pair.signal_drafter(signal.SIGSTOP)
         try:
             start = time.monotonic()
-            link_deadline_s = ngram_pair.config.link.link_deadline_ms / 1e3
-            wait_until(fault.is_noticed, link_deadline_s + 2 * ALLOWANCE_S, "the link given up at its deadline")
+            wait_until(fault.is_noticed, HANG_GUARD_S, "the link given up")
+            # Nothing is heard, and nothing answered, for the same time: either may be seen first.
+            last_error = ngram_pair.status().link.last_error
+            assert "link deadline" in last_error or HANG in last_error
             answered = len(traffic.answers)
             wait_until(lambda: len(traffic.answers) > answered, HANG_GUARD_S, "plain decoding goes on")
             time.sleep(max(start + 10 - time.monotonic(), 0))
             assert not fault.is_back()
         finally:
             os.kill(stopped, signal.SIGCONT)
-        wait_until(fault.is_back, BACK_WITHIN_S, "a new link after the drafter went on")
+        wait_until(fault.is_back, HANG_GUARD_S, "a new link after the drafter went on")
         traffic.wait_for_messages(20)
     assert ngram_pair.actors()["Drafter"].pid == stopped, "it was stopped, not dead"
     fault.check_speculation_is_back()
@@ -124,7 +124,7 @@ def test_a_frame_is_damaged(ngram_pair, fault, word):
 
     with Traffic(ngram_pair, PROMPT, MAX_TOKENS) as traffic:
         ray.get(ngram_pair.drafter().__ray_call__.remote(damage, word), timeout=HANG_GUARD_S)
-        wait_until(fault.is_back, BACK_WITHIN_S, "a new link after a damaged frame")
+        wait_until(fault.is_back, HANG_GUARD_S, "a new link after a damaged frame")
         traffic.wait_for_messages(20)
     last_error = ngram_pair.status().link.last_error
     assert last_error.startswith("bad frame: "), "the verifier refused the frame, and says so"

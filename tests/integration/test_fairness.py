@@ -1,7 +1,6 @@
 """A full replica with a huge request waiting in front of a small one."""
 
 import threading
-import time
 
 import pytest
 
@@ -36,7 +35,7 @@ def test_a_small_request_gets_the_seat_before_a_huge_one_that_came_just_before(n
     threads = [start([number, 9, 9], 300 + 12 * number) for number in range(SEATS)]
     wait_until(lambda: len(begun) == SEATS, HANG_GUARD_S, "every seat taken")
     threads.append(start(HUGE, 100, "huge"))
-    time.sleep(0.2)
+    wait_until(lambda: no_drafter.status().target.waiting == 1, HANG_GUARD_S, "the huge one waiting", every_s=0.01)
     threads.append(start(SMALL, 8, "small"))
     for thread in threads:
         thread.join(HANG_GUARD_S)

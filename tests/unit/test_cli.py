@@ -27,7 +27,7 @@ def outrider(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         [sys.executable, "-m", "outrider.deploy.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, **environment},
     )
 
@@ -60,7 +60,7 @@ def test_help_loads_nothing_heavy() -> None:
         "heavy = {'ray', 'torch', 'vllm', 'grpc', 'transformers', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
 
 
 def test_every_option_others_script_against_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ print(pid)
 
 
 def test_orphans_of_orphans_are_ended() -> None:
-    result = subprocess.run([sys.executable, "-c", ADOPTER], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", ADOPTER], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert not psutil.pid_exists(int(result.stdout))
 

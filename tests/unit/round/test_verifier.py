@@ -1,10 +1,10 @@
 """The verifier's rounds over a link made of two lists: commits out, proposals in."""
 
 import pytest
+from tests.unit.target.scripted_link import PROMPT, FakeLink, drafting, make, never_after_ready, step, tracked
 
 from outrider.actors.round.length import FixedLengths
 from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, Origin, Proposals, ProposalStatus
-from tests.unit.target.scripted_link import PROMPT, FakeLink, drafting, make, never_after_ready, step, tracked
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -3,10 +3,10 @@
 import time
 
 import pytest
+from tests.unit.target.scripted_link import PROMPT, FakeLink, drafting, make, never_after_ready, step, tracked
 
 from outrider.cluster.link.keeper import HANG
 from outrider.cluster.link.messages import CloseReason, Commit, Open, Proposals, ProposalStatus
-from tests.unit.target.scripted_link import PROMPT, FakeLink, drafting, make, never_after_ready, step, tracked
 
 pytestmark = pytest.mark.timeout(30)
 
