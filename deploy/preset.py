@@ -93,7 +93,7 @@ def _drafter_model(config: OutriderConfig) -> str | None:
 
 
 def _presets() -> Any:
-    return resources.files("deploy") / "presets"
+    return resources.files("outrider.deploy") / "presets"
 
 
 def _apply(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -> None:

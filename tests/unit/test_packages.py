@@ -18,8 +18,8 @@ FOLDERS = {
     "outrider.deploy": "deploy",
     "outrider": "protos/outrider",
 }
-BARE = re.compile(r"""["'`](actors|cluster|deploy)\.[a-z_]+[\w.]*["'`:]""")
-"""A module's path as a string, under a name that only exists from the root of the repository."""
+BARE = re.compile(r"""["'`](actors|cluster|deploy)(\.[a-z_]+[\w.]*)?["'`:]""")
+"""A module's path as a string, or a package's, under a name that only exists from the root of the repository."""
 
 
 def packages_on_disk() -> set[str]:

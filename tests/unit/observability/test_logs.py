@@ -87,7 +87,7 @@ def test_the_file_that_vllm_s_processes_read_configures_their_loggers_and_ours()
     environment = logs.environment(ServingConfig(log_format="json"))
     with open(environment["VLLM_LOGGING_CONFIG_PATH"]) as file:
         config = json.load(file)
-    assert {"vllm", "actors", "cluster"} == set(config["loggers"])
+    assert {"vllm", "outrider"} == set(config["loggers"])
     made = logging.config.DictConfigurator(config).configure_formatter(config["formatters"]["json"])
     assert isinstance(made, logs.JsonLines)
     assert logs.environment(ServingConfig()) == {}
