@@ -1,7 +1,7 @@
 """The Serve application: ``outrider.deploy.app:build`` for ``serve run`` and ``serve deploy``.
 
-Two deployments, Target (one placement group a replica) behind Ingress. They are actor classes of ``outrider.actors``; how
-many there are, where they sit and when Serve gives them up is decided here.
+Two deployments, Target (one placement group a replica) behind Ingress. They are actor classes of ``outrider.actors``;
+how many there are, where they sit and when Serve gives them up is decided here.
 """
 
 from __future__ import annotations
