@@ -13,7 +13,7 @@ from outrider.cluster.link.messages import Commit, Open, Proposals, ProposalStat
 
 PROMPT = [5, 6, 7]
 DEPLOYMENT = Deployment(
-    verification="rejection", num_speculative_tokens=4, draft_top_n=2, vocab_size=1000, max_model_len=4096
+    verification="rejection", num_speculative_tokens=4, draft_top_n=2, vocab_size=20_000, max_model_len=20_000
 )
 
 
@@ -66,7 +66,7 @@ class FakeLink:
         if self.broken:
             raise LinkBroken(self.broken)
         for payload in payloads:
-            for message in unpack(payload, 1000, 8):
+            for message in unpack(payload, 20_000, 8):
                 self.sent.append(message)
                 self.arrive(*self._answer(message))
 
@@ -185,7 +185,9 @@ class Engine:
         return [message for message in self.link.sent if isinstance(message, kind)]
 
     def _choose(self, logits, requests, step, metadata):
-        self.verified.append({r.request_id: (step.drafts.get(r.request_id), step.q.get(r.request_id)) for r in requests})
+        self.verified.append(
+            {r.request_id: (step.drafts.get(r.request_id), step.q.get(r.request_id)) for r in requests}
+        )
 
 
 def opened(engine, request_id="a", ready=True, of=GREEDY):

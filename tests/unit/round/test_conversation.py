@@ -225,13 +225,15 @@ def test_a_finishing_commit_is_not_sent_and_not_awaited(engine, end):
 
 
 def test_a_commit_that_fills_the_model_s_length_finishes(engine):
-    engine.begin(arrival(prompt=[5] * 4095))
+    engine.begin(arrival(prompt=[5] * 19_999))
     engine.commit({"a": [8]})
     assert engine.said(Commit) == []
 
 
 def test_what_does_not_finish_is_sent(engine):
-    opened(engine, of=params(temperature=0.0, max_tokens=2, stop_token_ids=[9], ignore_eos=True, all_stop_token_ids={8}))
+    opened(
+        engine, of=params(temperature=0.0, max_tokens=2, stop_token_ids=[9], ignore_eos=True, all_stop_token_ids={8})
+    )
     engine.commit({"a": [8]})
     assert len(engine.said(Commit)) == 1
 

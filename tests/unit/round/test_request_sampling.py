@@ -17,7 +17,9 @@ def test_a_plain_sampled_request_is_verified_as_deployed(deployment):
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_asked():
-    sampling = RequestSampling.of(params(temperature=0.0, seed=3, top_p=0.5, extra_args=asked(verification="block")), "rejection")
+    sampling = RequestSampling.of(
+        params(temperature=0.0, seed=3, top_p=0.5, extra_args=asked(verification="block")), "rejection"
+    )
     assert sampling == RequestSampling(Mode.GREEDY, 0.0, 0, 1.0, 0.0, 3)
 
 
