@@ -115,7 +115,7 @@ class Round:
         """names_requests: tell the drafter their ids, for its log. tracer: where rounds are traced."""
         self.requests: dict[str, Request] = {}
         self.steps: deque[Step] = deque()
-        """Begun, and not committed or the last; a step's time ends where the next one begins."""
+        """Those whose time runs: the last, and the one before it until it is committed."""
 
         self.deployment = deployment
         self.statistics = RoundStatistics()
@@ -339,7 +339,7 @@ class Round:
         if self._tracer is not None:
             self._tracer.step_starts()
         self.steps.append(step)
-        while len(self.steps) > 1 and self.steps[0].is_committed:
+        while len(self.steps) > 2 or (len(self.steps) > 1 and self.steps[0].is_committed):
             done = self.steps.popleft()
             period_s = self.steps[0].started_s - done.started_s
             self.statistics.add_times(

@@ -1,13 +1,16 @@
 """The target's sampling pipeline on tensors, with vLLM's own processors and no engine: every row, drafted or not, is
 treated as the plain sampler treats a request whose output so far ends there."""
 
+import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from outrider.actors.round.request import RequestSampling
+from outrider.actors.round.request import Request, RequestSampling
+from outrider.actors.round.round import UNUSABLE, Step
 from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
 from outrider.cluster.modes import Mode
@@ -18,7 +21,7 @@ V, K = 40, 3
 DRAFTS = [7, 8, 9]
 OUTPUT = [4, 5, 5]
 PROMPT = [1, 2, 3]
-POSITION = len(PROMPT) + len(OUTPUT)
+_NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +42,40 @@ def params(**changes):
     return made
 
 
-def requests_of(*all_params, drafts=DRAFTS, q=None):
-    from outrider.actors.vllm_seam.target_sampler import StepRequest
+@dataclass
+class Part:
+    """A request, and its part of a step."""
 
-    return [
-        StepRequest(p, RequestSampling.of(p, "rejection"), list(OUTPUT), list(drafts), POSITION, q) for p in all_params
-    ]
+    request: Request
+    drafts: list[int]
+    q: SparseQ | None
+
+    @property
+    def params(self):
+        return self.request.params
+
+
+def requests_of(*all_params, drafts=DRAFTS, q=None):
+    made = []
+    for p in all_params:
+        sampling = RequestSampling.of(p, "rejection")
+        request = Request(f"r{next(_NUMBERS)}", p, sampling, [*PROMPT, *OUTPUT], len(PROMPT))
+        made.append(Part(request, list(drafts), q))
+    return made
+
+
+def step_of(parts, width=None):
+    """width: taken from a request of another step's, if it is more than these need."""
+    drafts = {part.request.request_id: part.drafts for part in parts if part.drafts}
+    if width is not None:
+        drafts["elsewhere"] = [0] * (width - 1)
+    step = Step(1, len(parts), len(parts), True, drafts)
+    step.q = {part.request.request_id: part.q for part in parts if part.q is not None}
+    return step
+
+
+def choose(sampler, logits, parts, width=None):
+    return sampler(logits, [part.request for part in parts], step_of(parts, width), metadata_of(parts))
 
 
 def metadata_of(requests):
@@ -148,7 +179,8 @@ def test_every_row_is_processed_like_a_request_of_its_own(sampler, name, drafts)
     requests = requests_of(CASES["plain"], CASES[name], drafts=drafts)
     logits = torch.randn(2 * (len(drafts) + 1), V, generator=torch.Generator().manual_seed(1)) * 3
     wanted = wanted_rows(logits, requests)
-    processed = sampler._process(logits.clone(), requests, metadata_of(requests))
+    all_drafts = [part.drafts for part in requests]
+    processed = sampler._process(logits.clone(), [part.request for part in requests], all_drafts, metadata_of(requests))
     torch.testing.assert_close(processed, wanted)
     changed = (wanted != logits).any(-1)
     assert not changed[: len(drafts) + 1].any(), "the request beside it is left alone"
@@ -164,7 +196,7 @@ def test_the_tokens_chosen_are_those_of_rows_without_drafts(sampler, name):
         wanted.append(int(by_hand(row, p, output).argmax()))
         output.append(wanted[-1])
     requests = requests_of(p, drafts=wanted[:K])
-    result, status = sampler(logits.clone(), requests, metadata_of(requests), width=K + 2)
+    result, status = choose(sampler, logits.clone(), requests, width=K + 2)
     assert result.sampled_token_ids.tolist() == [[*wanted, -1]]
     assert status.tolist() == [Status.OK]
 
@@ -172,7 +204,7 @@ def test_the_tokens_chosen_are_those_of_rows_without_drafts(sampler, name):
 def test_logprobs_are_of_the_raw_logits_and_of_the_tokens_committed(sampler):
     requests = requests_of(params(logprobs=2, logit_bias={7: 50.0}), params())
     logits = torch.randn(2 * (K + 1), V, generator=torch.Generator().manual_seed(3))
-    result, _ = sampler(logits.clone(), requests, metadata_of(requests), width=K + 1)
+    result, _ = choose(sampler, logits.clone(), requests)
     committed = result.sampled_token_ids[0]
     assert committed[0] == 7, "the bias decides"
     raw = logits.log_softmax(-1)
@@ -192,21 +224,19 @@ def test_a_request_without_a_next_token_commits_nothing_and_the_others_go_on(sam
     requests = requests_of(params(), params(), drafts=[])
     logits = torch.randn(2, V)
     logits[0] = bad
-    result, status = sampler(logits, requests, metadata_of(requests), width=2)
+    result, status = choose(sampler, logits, requests)
     assert result.sampled_token_ids[0].tolist() == [-1, -1]
     assert status.tolist() == [Status.BAD_LOGITS, Status.OK]
     assert result.sampled_token_ids[1].tolist() == [int(logits[1].argmax()), -1]
 
 
 def test_drafts_that_are_not_the_proposal_leave_a_plain_round(sampler):
-    from outrider.actors.vllm_seam.target_sampler import UNUSABLE
-
     p = params(temperature=1.0, seed=3, extra_args={"outrider": {"verification": "rejection"}})
     logits = torch.randn(K + 1, V)
     plain = requests_of(p, drafts=[])
-    alone, _ = sampler(logits[:1].clone(), plain, metadata_of(plain), width=K + 1)
+    alone, _ = choose(sampler, logits[:1].clone(), plain, width=K + 1)
     dropped = requests_of(p, drafts=[UNUSABLE] * K)
-    result, status = sampler(logits.clone(), dropped, metadata_of(dropped), width=K + 1)
+    result, status = choose(sampler, logits.clone(), dropped)
     assert result.sampled_token_ids.tolist() == alone.sampled_token_ids.tolist()
     assert status.tolist() == [Status.BAD_PROPOSAL]
 
@@ -219,7 +249,7 @@ def test_q_of_a_cut_proposal_is_cut_with_it(sampler):
     logits = torch.zeros(5, V)
     logits[range(5), [7, 8, 20, 9, 21]] = 100.0
     requests = [*requests_of(p, drafts=[7, 8], q=drawn), *requests_of(p, drafts=[9])]
-    result, status = sampler(logits, requests, metadata_of(requests), width=4)
+    result, status = choose(sampler, logits, requests, width=4)
     assert result.sampled_token_ids.tolist() == [[7, 8, 20, -1], [9, 21, -1, -1]]
     assert status.tolist() == [Status.OK, Status.OK]
 

@@ -11,9 +11,9 @@ from outrider.actors.drafter.strategy import Draft, UnknownSequence
 from outrider.actors.drafter.suffix import PART_TOKENS, AnswerPart, SuffixAnswers, SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.suffix_pool import PartLog, PoolMember
-from outrider.actors.round.round import RoundBook, TrackedRequest
-from outrider.cluster.link.messages import Commit, DraftSampling, Origin, Proposals, ProposalStatus
+from outrider.cluster.link.messages import Commit, DraftSampling, Open, Origin, Proposals, ProposalStatus
 from outrider.cluster.modes import Mode
+from tests.unit.round.scripted_link import Engine, arrival, silent
 
 KEY, OTHER = (1, 1), (2, 7)
 GREEDY = DraftSampling()
@@ -157,17 +157,17 @@ def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():
     """The verifier waits from READY on: by then the answer must be on its way."""
     drafter = strategy()
     prompt = [*range(10_000), 5, 6]
-    book = RoundBook()
-    book.link_up()
-    book.track(TrackedRequest("a", list(prompt), 4))
-    (opened,) = book.take_outbox()
-    drafter.open((1, opened.request), list(opened.token_ids), 4, opened.sampling)
-    book.commit("a", [7], False, 4, 4)
-    (committed,) = book.take_outbox()
+    engine = Engine(silent)
+    engine.begin(arrival(prompt=prompt))
+    opened, *rest = engine.said(Open)
+    assert [token for part in (opened, *rest) for token in part.token_ids] == prompt
+    drafter.open((1, opened.request), prompt, 4, opened.sampling)
+    step = engine.commit({"a": [7]})
+    (committed,) = engine.said(Commit)
     for draft in [*drafter.commit((1, opened.request), committed), *work_off(drafter)]:
-        book.receive([Proposals(draft.key[1], draft.base_committed_len, draft.token_ids, draft.status)])
-    assert not book.awaited()
-    assert book.take_drafts(["a"]) == [[8, 9, 10]]
+        engine.hear(Proposals(draft.key[1], draft.base_committed_len, draft.token_ids, draft.status))
+    assert not engine.drafter.is_awaited()
+    assert engine.round.take_drafts(step, ["a"]) == [[8, 9, 10]]
 
 
 def test_a_long_prompt_that_is_closed_half_read_is_forgotten():

@@ -10,10 +10,9 @@ from outrider.actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
 from outrider.actors.observability.histogram import Histogram
 from outrider.actors.observability.metrics import ReplicaMetrics
 from outrider.actors.round.length import LengthController
-from outrider.actors.round.round import TrackedRequest, Verifier
-from outrider.cluster.config import LinkConfig
 from outrider.cluster.link.messages import Origin
 from tests.unit.observability.test_exposition import parse, samples
+from tests.unit.round.scripted_link import Engine
 
 DRAFTER_STATUS = {
     "num_sequences": 3,
@@ -38,18 +37,15 @@ LINK_STATUS = {
 
 
 def rank_0():
-    """A verifier that has seen a bit of everything, as rank 0 reports it."""
-    verifier = Verifier(LinkConfig(), LengthController(4))
-    for request_id in ("a", "b"):
-        verifier.track(TrackedRequest(request_id, [1, 2], 4))
+    """Rounds with a bit of everything, as rank 0 reports them."""
+    engine = Engine(lengths=LengthController(4))
+    engine.begin("a", "b")
+    engine.round.reset_statistics()
     for _ in range(2):
-        verifier.step_starts(2, 2, decodes_only=True)
-        verifier.begin_step()
-        verifier.end_step({"a": [5], "b": [6]}, {"a": 2}, [])
-        verifier.take_drafts(["a", "b"])
-    verifier.statistics.count_answer(Origin.MAIN_LINE, 900)
-    verifier.proposal_was_bad("a")
-    return {"rounds": verifier.metrics(), "link": LINK_STATUS}
+        engine.step({"a": [5], "b": [6]}, {"a": [1, 2]})
+    engine.round.statistics.count_answer(Origin.MAIN_LINE, 900)
+    engine.round.proposal_was_bad("a")
+    return {"rounds": engine.round.metrics(), "link": LINK_STATUS}
 
 
 def make(ask_rank_0=None, ask_drafter=None, clock=lambda: 0.0, **options):
@@ -94,17 +90,18 @@ async def test_the_failing_controller_is_counted():
         def __getattr__(self, name):
             return lambda *args: None
 
-        def choose(self, request_ids):
+        def choose(self, estimates):
             raise RuntimeError("broken on purpose")
 
         def snapshot(self):
             return {}
 
-    verifier = Verifier(LinkConfig(), Broken())
-    verifier.end_step({"a": [1]}, {}, [])
+    engine = Engine(lengths=Broken())
+    engine.begin("a")
+    engine.commit({"a": [1]})
 
     async def ask():
-        return {"rounds": verifier.metrics(), "link": LINK_STATUS}
+        return {"rounds": engine.round.metrics(), "link": LINK_STATUS}
 
     assert samples(await make(ask).text())["outrider:length_controller_failures_total", ("model_name", "m")] == 1
 

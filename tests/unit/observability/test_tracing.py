@@ -1,5 +1,6 @@
 """Spans: one a request at the ingress, one in the target, one a round, in one trace; and none while tracing is off."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from outrider.actors.observability import tracing
 from outrider.actors.observability.round_tracer import RoundTracer
-from outrider.actors.round.length import FixedLengths
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.round.round import TrackedRequest, Verifier
 from outrider.actors.serving.http.app import TraceRequests
-from outrider.cluster.config import ConfigError, LinkConfig, ServingConfig
+from outrider.cluster.config import ConfigError, ServingConfig
 from outrider.cluster.link.messages import Origin
 from tests.otlp_collector import collecting
+from tests.unit.round.scripted_link import Engine, arrival, asked, drafting, params
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
@@ -62,9 +62,8 @@ async def test_a_request_s_spans_are_one_trace_that_the_caller_began(spans):
     ours = params.extra_args[EXTRA_ARGS_KEY]
     assert ours["verification"] == "coupled"
     rounds = RoundTracer(spans.tracer)
-    rounds.track("r1", ours["trace_headers"])
     rounds.step_starts()
-    rounds.committed("r1", 0, 1, 1)
+    rounds.committed(rounds.track(ours["trace_headers"]), 0, 1, 1)
     round_, target, ingress = sorted(spans.finished(), key=lambda span: span.name != "outrider.round")
     if target.kind is SpanKind.SERVER:
         target, ingress = ingress, target
@@ -138,13 +137,11 @@ async def test_http_requests_hand_their_span_on_in_the_headers(spans):
 def test_a_round_s_span_says_what_the_round_did(spans):
     now = iter((2_000_000_000, 2_060_000_000))
     rounds = RoundTracer(spans.tracer, lambda: next(now))
-    rounds.track("a", CALLER)
-    rounds.answered("a", Origin.SIDE_BRANCH)
-    rounds.answered("unknown", Origin.MISS)
+    traced = rounds.track(CALLER)
+    traced.origin = Origin.SIDE_BRANCH
     rounds.waited(0.010)
     rounds.step_starts()
-    rounds.committed("a", 4, 3, epoch=2)
-    rounds.committed("unknown", 4, 3, epoch=2)
+    rounds.committed(traced, 4, 3, epoch=2)
     (span,) = spans.finished()
     assert dict(span.attributes) == {
         "outrider.round": 0,
@@ -159,22 +156,33 @@ def test_a_round_s_span_says_what_the_round_did(spans):
     assert (span.start_time, span.end_time) == (1_990_000_000, 2_060_000_000)
 
 
-def test_the_verifier_reports_its_rounds_until_the_request_is_over(spans):
-    verifier = Verifier(LinkConfig(), FixedLengths(4))
-    verifier.tracer = RoundTracer(spans.tracer)
-    verifier.track(TrackedRequest("a", [1], 4))
-    verifier.tracer.track("a", CALLER)
-    for drafted in (0, 3):
-        verifier.step_starts(1, 1 + drafted, decodes_only=True)
-        verifier.begin_step()
-        verifier.end_step({"a": [5, 6]}, {"a": drafted}, [])
-        verifier.take_drafts(["a"])
-    verifier.tracer.finish("a")
-    verifier.end_step({"a": [5]}, {}, [])
+def test_a_traced_request_s_rounds_are_reported_until_it_is_over_preempted_or_not(spans):
+    def answer(message):
+        return [replace(each, origin=Origin.SIDE_BRANCH) for each in drafting([1, 2, 3])(message)]
+
+    engine = Engine(answer, tracer=RoundTracer(spans.tracer))
+    traced = params(temperature=0.0, extra_args=asked(trace_headers=CALLER))
+    engine.begin(arrival(of=traced), "not traced")
+    engine.step({"a": [5], "not traced": [5]})
+    engine.step({"a": [1, 2, 9]}, {"a": [1, 2, 3]})
+    engine.begin(preempted=["a"])
+    engine.begin(resumed=["a"])
+    engine.step({"a": [5]})
+    engine.tell(finished=["a"])
+    engine.step({"a": [5], "not traced": [5]})
     rounds = [dict(span.attributes) for span in spans.finished()]
-    assert [round_["outrider.round"] for round_ in rounds] == [0, 1]
-    assert [round_["outrider.k"] for round_ in rounds] == [0, 3]
-    assert rounds[1]["outrider.origin"] == "none"
+    assert [round_["outrider.round"] for round_ in rounds] == [0, 1, 2]
+    assert [round_["outrider.k"] for round_ in rounds] == [0, 3, 0]
+    assert [round_["outrider.committed"] for round_ in rounds] == [1, 3, 1]
+    assert [round_["outrider.origin"] for round_ in rounds] == ["none", "side_branch", "none"]
+    assert {round_["outrider.epoch"] for round_ in rounds} == {1}
+
+
+def test_without_a_tracer_a_traced_request_has_no_trace():
+    engine = Engine()
+    engine.begin(arrival(of=params(extra_args=asked(trace_headers=CALLER))))
+    engine.step({"a": [5]})
+    assert engine["a"].trace is None
 
 
 async def test_off_means_untouched(monkeypatch):

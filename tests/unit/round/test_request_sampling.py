@@ -1,35 +1,14 @@
 """From a request's parameters to how its tokens are verified and its drafts drawn."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from outrider.actors.round.request import RequestSampling, random_seed
+from outrider.actors.round.request import Request, RequestSampling, random_seed
 from outrider.cluster.link.messages import MAX_BIASED_TOKENS
 from outrider.cluster.modes import BY_NAME, Mode, mode_for
-
-
-def params(**changes):
-    """What is read of vLLM's SamplingParams, at its defaults."""
-    fields = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": None,
-        "structured_outputs": None,
-        "extra_args": None,
-        "allowed_token_ids": None,
-        "logit_bias": None,
-        "bad_words_token_ids": None,
-    }
-    return SimpleNamespace(**{**fields, **changes})
-
-
-def asked(verification):
-    return {"outrider": {"verification": verification}}
+from tests.unit.round.scripted_link import DEPLOYMENT, asked, params
 
 
 @pytest.mark.parametrize("deployment", BY_NAME)
@@ -38,13 +17,15 @@ def test_a_plain_sampled_request_is_verified_as_deployed(deployment):
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_asked():
-    sampling = RequestSampling.of(params(temperature=0.0, seed=3, top_p=0.5, extra_args=asked("block")), "rejection")
+    sampling = RequestSampling.of(
+        params(temperature=0.0, seed=3, top_p=0.5, extra_args=asked(verification="block")), "rejection"
+    )
     assert sampling == RequestSampling(Mode.GREEDY, 0.0, 0, 1.0, 0.0, 3)
 
 
 def test_a_seed_couples_unless_the_request_asks_for_something_else():
     assert RequestSampling.of(params(seed=7), "rejection").mode is Mode.COUPLED
-    assert RequestSampling.of(params(seed=7, extra_args=asked("block")), "rejection").mode is Mode.BLOCK
+    assert RequestSampling.of(params(seed=7, extra_args=asked(verification="block")), "rejection").mode is Mode.BLOCK
 
 
 @pytest.mark.parametrize("deployment", BY_NAME)
@@ -79,7 +60,7 @@ def test_seeds_stay_within_64_bits(seed, kept):
 
 
 def test_the_drafter_is_told_the_request_s_own_constraints_and_seed():
-    given = params(temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, seed=4, extra_args=asked("rejection"))
+    given = params(temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, seed=4, extra_args=asked(verification="rejection"))
     sampling = RequestSampling.of(given, "coupled")
     drafting = sampling.drafting(given, top_n=16, vocab_size=2000)
     assert (drafting.mode, drafting.temperature, drafting.top_p, drafting.min_p) == (Mode.REJECTION, 0.7, 0.9, 0.1)
@@ -129,3 +110,23 @@ def test_a_top_p_too_small_for_float32_stays_above_zero():
     """The kernels refuse a top_p of 0, and an exception there would end the engine."""
     sampling = RequestSampling.of(params(top_p=1e-300), "rejection")
     assert float(np.float32(sampling.top_p)) > 0
+
+
+def made(**changes):
+    return Request.of("a", params(**changes), [1, 2], 2, DEPLOYMENT)
+
+
+@pytest.mark.parametrize(("wanted", "most"), [(None, 4), (9, 4), (3, 3), (0, 0), (-1, 0)])
+def test_a_request_has_fewer_drafts_than_the_deployment_or_as_many(wanted, most):
+    assert made(extra_args=None if wanted is None else asked(num_speculative_tokens=wanted)).max_drafts == most
+
+
+def test_a_request_s_drafts_are_drawn_with_its_own_sampling():
+    request = made(temperature=0.7)
+    assert (request.draft_sampling.mode, request.draft_sampling.seed) == (Mode.REJECTION, request.sampling.seed)
+    assert request.draft_sampling.top_n == 2
+
+
+def test_a_request_that_forbids_its_own_verification_is_refused():
+    with pytest.raises(ValueError, match="not exact under a grammar"):
+        made(structured_outputs=object(), extra_args=asked(verification="rejection"))

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.actors.drafter.actor import DrafterStatus
-from outrider.actors.observability.replica_metrics import ReplicaMetrics
+from outrider.actors.observability.metrics import ReplicaMetrics
 
 A_MOMENT_S = 0.01
 

@@ -27,7 +27,7 @@ from outrider.actors.round.origins import RoundLog, SpeculationTotals
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam.engine_requests import is_of_request, refusal, sampling_params
 from outrider.actors.vllm_seam.engine_requests import round_outputs as outputs_of_rounds
-from tests.unit.target.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
+from tests.unit.vllm_seam.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
 
 def settings(**fields: Any) -> Any:

@@ -18,7 +18,7 @@ from outrider.actors.round.origins import RoundLog
 from outrider.actors.vllm_seam.engine_requests import sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine
-from tests.unit.target.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
+from tests.unit.vllm_seam.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
 
 class ScriptedLLM:

@@ -1,0 +1,324 @@
+"""Rounds over a link made of two lists: commits out, proposals in, and what a step keeps to itself."""
+
+import pkgutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from outrider.actors import round as room
+from outrider.actors.round.length import FixedLengths, LengthController
+from outrider.actors.round.statistics import RoundStatistics
+from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, Origin, Proposals, ProposalStatus, SparseQ
+from tests.unit.round.scripted_link import (
+    PROMPT,
+    Engine,
+    arrival,
+    drafting,
+    never_after_ready,
+    opened,
+    params,
+    silent,
+)
+
+
+def test_the_round_loads_neither_ray_nor_vllm():
+    modules = [f"{room.__name__}.{module.name}" for module in pkgutil.iter_modules(room.__path__)]
+    assert "outrider.actors.round.round" in modules
+    code = f"import sys, {', '.join(modules)}; print([name for name in ('ray', 'vllm') if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_a_round_tells_the_drafter_and_brings_its_drafts_back():
+    engine = Engine(drafting([1, 2, 3]))
+    engine.begin("a")
+    assert engine.step({"a": [8]}) == [[1, 2, 3]]
+    opening, commit = engine.link.sent
+    assert list(opening.token_ids) == PROMPT
+    assert (commit.base_committed_len, list(commit.token_ids)) == (3, [8])
+    assert engine.step({"a": [1, 2, 9]}, {"a": [1, 2, 3]}) == [[1, 2, 3]]
+    assert engine.link.sent[-1].base_committed_len == 4
+    status = engine.round.status()
+    assert (status["rounds"], status["drafted_rounds"], status["drafted"], status["accepted"]) == (2, 1, 3, 2)
+    assert (status["late_rounds"], status["dropped_proposals"]) == (0, 0)
+
+
+def test_opens_leave_before_the_target_s_forward_pass():
+    engine = Engine(silent)
+    engine.begin("a")
+    assert [type(message) for message in engine.link.sent] == [Open]
+
+
+def test_who_has_finished_is_told_at_once_even_by_a_step_without_tokens():
+    engine = Engine(silent)
+    handle = opened(engine)
+    engine.tell(finished=["a"])
+    assert engine.link.sent[-1] == Close(handle, CloseReason.FINISHED)
+    assert engine.round.requests == {}
+
+
+def test_a_finished_request_is_neither_committed_nor_waited_for():
+    engine = Engine(drafting([1]))
+    engine.begin(arrival(of=params(temperature=0.0, max_tokens=1)))
+    assert engine.step({"a": [8]}) == [[]]
+    assert max(engine.link.polls) == 0.0
+    engine.begin(finished=["a"])
+    assert engine.said(Commit) == []
+    assert engine.link.sent[-1] == Close(engine.link.sent[0].request, CloseReason.FINISHED)
+
+
+def test_a_prompt_in_chunks_commits_nothing_until_it_is_done():
+    engine = Engine(drafting([1]))
+    engine.begin("a")
+    assert engine.step({"a": []}, decodes_only=False) == [[]]
+    assert engine.said(Commit) == []
+    assert engine.round.statistics.rounds == 0
+    assert engine.step({"a": [8]}, decodes_only=False) == [[1]]
+
+
+def test_every_request_s_tokens_are_its_own():
+    engine = Engine()
+    engine.begin("a", arrival("b", prompt=[9]))
+    engine.commit({"a": [1, 2], "b": [3]})
+    assert (engine["a"].token_ids, engine["b"].token_ids) == ([*PROMPT, 1, 2], [9, 3])
+    assert (engine["a"].output_token_ids, engine["b"].output_token_ids) == ([1, 2], [3])
+
+
+# Two steps in flight.
+
+
+def drawn(*drafts):
+    ids = np.array([[draft, 100 + draft] for draft in drafts], dtype=np.int32)
+    return SparseQ(ids, np.full(ids.shape, 0.5, dtype=np.float32))
+
+
+def test_a_step_begun_before_the_last_one_s_commit_keeps_its_own_drafts_and_q():
+    engine = Engine(silent)
+    handle = opened(engine, of=params())
+    engine.commit({"a": [8]})
+    first_q, second_q = drawn(1, 2), drawn(3)
+    engine.hear(Proposals(handle, 4, [1, 2], q=first_q))
+    first = engine.begin(drafts={"a": [1, 2]})
+    assert engine.choose(first, "a") == {"a": ([1, 2], first_q)}
+    second = engine.begin(drafts={"a": [3]})
+    engine.round.commit(first, {"a": [1, 9]})
+    engine.hear(Proposals(handle, 6, [3], q=second_q))
+    assert engine.choose(second, "a") == {"a": ([3], second_q)}
+    engine.round.commit(second, {"a": [3, 4]})
+    assert (first.drafts, first.q, first.width) == ({"a": [1, 2]}, {"a": first_q}, 3)
+    assert (second.drafts, second.q, second.width) == ({"a": [3]}, {"a": second_q}, 2)
+    assert engine["a"].token_ids == [*PROMPT, 8, 1, 9, 3, 4]
+    assert [(m.base_committed_len, list(m.token_ids)) for m in engine.said(Commit)] == [
+        (3, [8]), (4, [1, 9]), (6, [3, 4]),
+    ]  # fmt: skip
+    counts = engine.round.statistics
+    assert (counts.rounds, counts.drafted, counts.accepted) == (3, 3, 2)
+
+
+def test_drafts_of_the_step_before_are_not_verified_against_q_again():
+    """A scheduler that is ahead of the commits hands out what continues a shorter text."""
+    engine = Engine(silent)
+    handle = opened(engine, of=params())
+    engine.commit({"a": [8]})
+    engine.hear(Proposals(handle, 4, [1, 2], q=drawn(1, 2)))
+    first = engine.begin(drafts={"a": [1, 2]})
+    engine.choose(first, "a")
+    second = engine.begin(drafts={"a": [1, 2]})
+    engine.round.commit(first, {"a": [1, 2, 9]})
+    assert engine.choose(second, "a") == {"a": ([-1, -1], None)}
+
+
+@pytest.mark.parametrize("event", ["finished", "preempted"])
+def test_who_goes_while_its_step_is_under_way_gets_no_commit(event):
+    engine = Engine(silent)
+    opened(engine, "a"), opened(engine, "b")
+    first = engine.begin(num_requests=2)
+    engine.begin(**{event: ["a"]})
+    engine.round.commit(first, {"a": [8], "b": [9]})
+    assert [list(message.token_ids) for message in engine.said(Commit)] == [[9]]
+    assert engine.round.metrics()["degraded"] == {}
+    if event == "preempted":
+        engine.begin(resumed=["a"])
+        assert list(engine.said(Open)[-1].token_ids) == [*PROMPT, 8]
+
+
+class Stepped(FixedLengths):
+    def __init__(self):
+        super().__init__(4)
+        self.seen = []
+
+    def observe_step(self, num_requests, num_tokens, step_s):
+        self.seen.append((num_requests, num_tokens, step_s))
+
+
+def test_times_of_steps_in_flight_are_each_step_s_own():
+    engine = Engine(lengths=Stepped())
+    engine.begin("a", decodes_only=False)
+    engine.round.reset_statistics()
+
+    first = engine.begin(num_requests=1)
+    engine.sleep(1.0)
+    second = engine.begin(num_requests=2)
+    assert engine.round.statistics.snapshot().get("median") is None, "the first is not committed"
+    first.target_s, first.wait_s = 0.75, 0.25
+    engine.round.commit(first, {"a": [8]})
+    engine.sleep(2.0)
+    second.target_s = 1.5
+    engine.round.commit(second, {"a": [8]})
+    engine.begin(num_requests=3, decodes_only=False)
+    assert engine.lengths.seen == [(1, 1, 0.75), (2, 2, 2.0)]
+    sums = {part: histogram["sum"] for part, histogram in engine.round.metrics()["histograms"].items()}
+    assert sums == {"period": 3.0, "target": 2.25, "draft": 0.0, "wait": 0.25}
+    assert len(engine.round.steps) == 1
+
+
+# Times.
+
+
+def test_a_step_with_prefill_teaches_no_step_cost():
+    engine = Engine(lengths=Stepped())
+    engine.begin("a", decodes_only=False)
+    for decodes_only in (False, True, True):
+        engine.commit({"a": [1]}, decodes_only=decodes_only)
+        engine.sleep(1.0)
+    assert engine.lengths.seen == [(1, 1, 1.0)]
+
+
+def test_a_step_s_time_has_its_wait_for_drafts_and_its_cost_has_not():
+    engine = Engine(never_after_ready, lengths=Stepped(), round_deadline_ms=500.0)
+    engine.begin("a")
+    engine.round.reset_statistics()
+    engine.step({"a": [8]})
+    engine.sleep(0.25)
+    engine.begin()
+    assert engine.lengths.seen == [(1, 1, 0.25)]
+    median = engine.round.status()["median"]
+    assert (median["period_ms"], median["wait_ms"]) == (750.0, 500.0)
+
+
+def test_idle_time_is_nobody_s_round():
+    engine = Engine(drafting([1]))
+    step = engine.begin("a")
+    engine.round.commit(step, {"a": [8]})
+    engine.tell(finished=["a"])
+    engine.sleep(100.0)
+    step = engine.begin("b")
+    engine.round.commit(step, {"b": [9]})
+    assert "median" not in engine.round.status()
+    engine.sleep(1.0)
+    engine.step({"b": [10]})
+    assert engine.round.status()["median"]["samples"] == 1
+    assert engine.round.status()["median"]["period_ms"] == 1000.0
+
+
+def test_the_drafter_s_own_time_is_what_it_reports():
+    engine = Engine(never_after_ready)
+    engine.begin("a")
+    engine.round.reset_statistics()
+    engine.link.arrive(Proposals(engine.link.sent[0].request, 4, [1]), work_us=7000)
+    engine.step({"a": [8]})
+    engine.step({"a": [9]})
+    assert engine.round.status()["median"]["draft_ms"] == pytest.approx(7.0)
+
+
+def test_forgetting_the_warm_up():
+    engine = Engine(drafting([1]))
+    engine.begin("a")
+    engine.step({"a": [8]})
+    engine.round.reset_statistics()
+    assert engine.round.status()["rounds"] == 0
+    engine.sleep(5.0)
+    engine.begin()
+    assert engine.round.statistics.snapshot() == RoundStatistics().snapshot(), "nor its last step's time"
+
+
+# The length controller.
+
+CONTROLLER = ("choose", "observe_answer", "observe_round", "observe_step", "snapshot", "track")
+
+
+@pytest.mark.parametrize("fails", CONTROLLER)
+def test_a_controller_that_fails_ends_drafting_and_not_the_engine(fails, caplog):
+    assert set(CONTROLLER) == {name for name in vars(FixedLengths) if not name.startswith("_")}
+    lengths = FixedLengths(4)
+
+    def fail(*_):
+        raise ZeroDivisionError("a test")
+
+    setattr(lengths, fails, fail)
+    engine = Engine(drafting([1, 2, 3]), lengths=lengths)
+    for request_id in ("a", "b"):  # whatever failed for the first does not for the second
+        engine.begin(request_id)
+        engine.step({request_id: [7]})
+        engine.step({request_id: [1, 2, 3, 9]}, {request_id: [1, 2, 3]})
+        engine.round.status()
+        engine.tell(finished=[request_id])
+    engine.begin("c")
+    assert engine.step({"c": [7]}) == [[]]
+    assert engine.round.metrics()["length_controller_failures"] == 1
+    assert caplog.text.count("the length controller failed") == 1
+    assert len(engine.said(Open)) == 3, "requests are followed all the same"
+
+
+class Watching(FixedLengths):
+    def __init__(self):
+        super().__init__(4)
+        self.seen = []
+
+    def observe_answer(self, estimate, origin, num_tokens, draft_step_s, wait_s):
+        self.seen.append((estimate, origin, num_tokens, draft_step_s))
+
+
+def test_refused_answers_reach_the_controller_as_none():
+    def out_of_kv(message):
+        if isinstance(message, Commit):
+            return [Proposals(message.request, message.committed_len, [], ProposalStatus.OUT_OF_KV)]
+        return never_after_ready(message)
+
+    engine = Engine(out_of_kv, lengths=Watching())
+    engine.begin("a")
+    engine.step({"a": [7]})
+    assert engine.lengths.seen == [(engine["a"].estimate, Origin.NONE, 0, 0.0)]
+
+
+def test_answers_reach_the_controller_with_the_request_s_own_estimate():
+    engine = Engine(lengths=Watching())
+
+    def answer(message):
+        if isinstance(message, Commit):
+            return [Proposals(message.request, message.committed_len, [1], origin=Origin.MISS, step_us=2500)]
+        return never_after_ready(message)
+
+    engine.link = engine.offer(answer)
+    engine.begin("a", "b")
+    engine.step({"b": [7]})
+    assert engine.lengths.seen == [(engine["b"].estimate, Origin.MISS, 1, 0.0025)]
+    assert engine["a"].estimate is not engine["b"].estimate
+
+
+def test_what_was_learnt_of_a_request_outlives_its_preemption():
+    engine = Engine(drafting([1, 2]), lengths=LengthController(4))
+    engine.begin("a", arrival("plain", prompt=None))
+    engine.step({"a": [8]})
+    engine.step({"a": [1, 2, 9]}, {"a": [1, 2]})
+    estimate = engine["a"].estimate
+    assert estimate.accepted[1].tolist() == [1.0, 1.0, 0.0, 0.0]
+    engine.begin(preempted=["a"])
+    engine.begin(resumed=["a"])
+    assert engine["a"].estimate is estimate
+    assert (estimate.most, engine["plain"].estimate.most) == (4, 0)
+
+
+# Proposals that verification cannot use.
+
+
+def test_a_proposal_that_could_not_be_used_is_told_once_and_counted(caplog):
+    engine = Engine(drafting([1]))
+    engine.begin("a")
+    for _ in range(2):
+        engine.round.proposal_was_bad("a")
+    assert engine.round.metrics()["unusable"] == 2
+    assert engine.round.metrics()["degraded"] == {"unusable": 1}
+    assert caplog.text.count("was not usable") == 1

@@ -1,0 +1,173 @@
+"""vLLM's events become the round's, each with its step: what the scheduler says, and a runner that only keeps books."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from outrider.actors.round.round import Arrival
+from outrider.actors.verification.batch import Status
+from outrider.actors.vllm_seam import target_runner
+from outrider.actors.vllm_seam.target_runner import RoundRunner, _step
+
+PARAMS = SamplingParams()
+
+
+def new(request_id: str, prompt: list[int] | None, embeds: torch.Tensor | None = None) -> NewRequestData:
+    return NewRequestData(request_id, prompt, [], PARAMS, None, ([],), 0, None, embeds)
+
+
+def scheduled(counts: dict[str, int], **changes: Any) -> SchedulerOutput:
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens, output.total_num_scheduled_tokens = counts, sum(counts.values())
+    for name, value in changes.items():
+        setattr(output, name, value)
+    return output
+
+
+def test_a_step_is_what_the_scheduler_said():
+    cached = CachedRequestData.make_empty()
+    cached.resumed_req_ids = {"r"}
+    step = _step(
+        7,
+        scheduled(
+            {"d": 3, "p": 1, "n": 2, "e": 4, "r": 5},
+            scheduled_new_reqs=[new("n", [1, 2]), new("e", None, torch.zeros(4, 8))],
+            scheduled_cached_reqs=cached,
+            scheduled_spec_decode_tokens={"d": [5, 6], "p": []},
+            finished_req_ids={"f"},
+            preempted_req_ids={"q"},
+        ),
+    )
+    assert (step.number, step.num_requests, step.num_tokens, step.decodes_only) == (7, 5, 15, False)
+    assert step.drafts == {"d": [5, 6]}
+    assert step.arrived == [Arrival("n", PARAMS, [1, 2], 2), Arrival("e", PARAMS, None, 4)]
+    assert (set(step.resumed), set(step.finished), set(step.preempted)) == ({"r"}, {"f"}, {"q"})
+    assert step.width == 3
+
+
+def test_a_step_s_drafts_are_no_alias_of_the_scheduler_s():
+    drafts = {"d": [5, 6]}
+    step = _step(1, scheduled({"d": 3}, scheduled_spec_decode_tokens=drafts))
+    step.drafts["d"] = [-1, -1]
+    assert drafts == {"d": [5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("counts", "drafts", "decodes_only"),
+    [
+        ({"a": 1, "b": 3}, {"b": [1, 2]}, True),
+        ({"a": 1, "b": 3}, {"b": [1]}, False),
+        ({"a": 1, "b": 3}, {}, False),
+    ],
+)
+def test_decodes_are_told_from_prefill(counts, drafts, decodes_only):
+    assert _step(1, scheduled(counts, scheduled_spec_decode_tokens=drafts)).decodes_only == decodes_only
+
+
+def test_a_step_without_drafts_is_two_columns_wide():
+    assert _step(1, scheduled({"a": 1})).width == 2
+
+
+def test_a_step_without_tokens_tells_who_is_gone():
+    step = _step(1, scheduled({}, finished_req_ids={"f"}))
+    assert (step.num_tokens, step.num_requests, set(step.finished), set(step.preempted)) == (0, 0, {"f"}, set())
+
+
+class Round:
+    """Writes down what it is called with."""
+
+    def __init__(self, status: int) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.status = status
+
+    def begin(self, step: Any) -> None:
+        self.calls.append(("begin", step))
+
+    def choose(self, step: Any, request_ids: list[str], logits: Any, metadata: Any) -> Any:
+        self.calls.append(("choose", step))
+        output = SimpleNamespace(sampled_token_ids=torch.tensor([[5, -1]]))
+        return output, torch.tensor([self.status])
+
+    def proposal_was_bad(self, request_id: str) -> None:
+        self.calls.append(("bad", request_id))
+
+    def commit(self, step: Any, committed: Any) -> None:
+        self.calls.append(("commit", step, committed))
+
+    def take_drafts(self, step: Any, request_ids: list[str]) -> list[list[int]]:
+        self.calls.append(("take_drafts", step, request_ids))
+        return [[1, 2]]
+
+
+class Stock:
+    """What the round needs of vLLM's runner."""
+
+    def __init__(self) -> None:
+        self.input_batch = SimpleNamespace(req_ids=["a"], generators={0: object()}, sampling_metadata=None)
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(1, bool))
+
+    def execute_model(self, scheduler_output: Any) -> None: ...
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        chosen = self._sample(None, None)  # type: ignore[attr-defined]
+        ids = [[token for token in row if token >= 0] for row in chosen.sampled_token_ids.tolist()]
+        return SimpleNamespace(req_ids=["a"], sampled_token_ids=ids, num_nans_in_logits=None)
+
+
+class Runner(RoundRunner, Stock): ...
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    monkeypatch.setattr(target_runner, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    return Runner()
+
+
+def test_the_order_of_events_is_the_round_s_each_with_its_step(runner):
+    runner.install(round_ := Round(Status.OK))
+    for _ in range(2):
+        runner.execute_model(scheduled({"a": 1}))
+        assert runner.sample_tokens(None).num_nans_in_logits == {}
+        assert runner.take_draft_token_ids().draft_token_ids == [[1, 2]]
+    assert [call[0] for call in round_.calls] == ["begin", "choose", "commit", "take_drafts"] * 2
+    assert [call[1].number for call in round_.calls] == [1] * 4 + [2] * 4
+    assert round_.calls[2][2] == {"a": [5]}
+    assert round_.calls[0][1].target_s > 0
+    assert runner.input_batch.generators == {}
+
+
+def test_a_step_without_tokens_only_begins(runner):
+    runner.install(round_ := Round(Status.OK))
+    runner.execute_model(scheduled({}, finished_req_ids={"a"}))
+    assert [call[0] for call in round_.calls] == ["begin"]
+
+
+@pytest.mark.parametrize("discarded", [False, True], ids=["", "part of a prompt"])
+def test_a_request_without_a_next_token_is_reported_unless_nobody_wants_one(runner, discarded, caplog):
+    runner.install(Round(Status.BAD_LOGITS))
+    runner.discard_request_mask.np[0] = discarded
+    runner.execute_model(scheduled({"a": 1}))
+    assert runner.sample_tokens(None).num_nans_in_logits == ({} if discarded else {"a": 1})
+    assert ("no token can be chosen" in caplog.text) == (not discarded)
+
+
+def test_a_proposal_that_verification_could_not_use_is_told_before_the_commit(runner):
+    runner.install(round_ := Round(Status.BAD_PROPOSAL))
+    runner.execute_model(scheduled({"a": 1}))
+    runner.sample_tokens(None)
+    assert [call[0] for call in round_.calls] == ["begin", "choose", "bad", "commit"]
+
+
+def test_a_rank_without_the_round_chooses_nothing(runner):
+    runner.device = torch.device("cpu")
+    runner.install(None)
+    runner.execute_model(scheduled({"a": 3}, scheduled_spec_decode_tokens={"a": [1, 2]}))
+    assert runner._sample(None, None).sampled_token_ids.shape == (1, 3)
+    assert runner.take_draft_token_ids() is None
