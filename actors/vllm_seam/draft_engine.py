@@ -12,7 +12,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
-from outrider.actors.drafter.sequence import Drawn, StepPlan
+from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.cluster.config import ConfigError
 
 

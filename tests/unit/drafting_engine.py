@@ -4,7 +4,7 @@ A wrong block table, a missed copy or a stale slot changes the drawn tokens, so 
 checks all of it.
 """
 
-from outrider.actors.drafter.sequence import Drawn
+from outrider.actors.drafter.engine import Drawn
 
 VOCAB = 1000
 

@@ -1,26 +1,16 @@
-"""What verifier and book count for metrics, and the names that a drafter's log gets."""
-
-import logging
+"""What verifier and book count for metrics."""
 
 import pytest
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
-from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.observability.logs import REQUEST_ID_KEY
-from outrider.actors.observability.sequence_names import NAMES
 from outrider.actors.round.round import RoundBook, TrackedRequest
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
 from outrider.cluster.link.messages import (
     MAX_NAME_LENGTH,
-    Close,
-    CloseReason,
-    DraftSampling,
     Name,
     Open,
     Proposals,
     ProposalStatus,
 )
-from tests.unit.drafting_engine import MemoryEngine
 
 
 def linked(**options):
@@ -110,33 +100,3 @@ def test_names_go_before_the_request_where_logs_want_them():
     quiet = linked()
     tracked(quiet)
     assert [type(message) for message in quiet.take_outbox()] == [Open]
-
-
-class Sink:
-    def send(self, proposals, work_us): ...
-
-
-def test_a_drafter_s_line_about_a_sequence_has_the_client_s_id(caplog):
-    loop = DraftLoop(DraftModelStrategy(MemoryEngine(), 8))
-    loop.attach(1, Sink())
-    opening = {"num_speculative_tokens": 4, "sampling": DraftSampling()}
-    with caplog.at_level(logging.WARNING):
-        loop.deliver(1, [Name(7, "mine-0a1b2c3d"), Open(7, 9, 4, [1], **opening), Open(8, 9, 4, [1], **opening)])
-    loop.detach(1)
-    named, nameless = caplog.records
-    assert getattr(named, REQUEST_ID_KEY) == "mine"
-    assert not hasattr(nameless, REQUEST_ID_KEY)
-
-
-@pytest.mark.parametrize("end", ["close", "detach"])
-def test_names_go_with_their_sequences(end):
-    before = len(NAMES)
-    loop = DraftLoop(DraftModelStrategy(MemoryEngine(), 8))
-    loop.attach(1, Sink())
-    loop.deliver(1, [Name(7, "mine")])
-    assert len(NAMES) == before + 1
-    if end == "close":
-        loop.deliver(1, [Close(7, CloseReason.FINISHED)])
-    else:
-        loop.detach(1)
-    assert len(NAMES) == before
