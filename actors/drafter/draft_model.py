@@ -7,7 +7,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from outrider.actors.drafter.engine import Engine
 from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequence
@@ -24,8 +25,22 @@ logger = logging.getLogger(__name__)
 _STEPS_BETWEEN_PREFILLS = 4
 """While sequences wait for answers, prefill still gets one chunk per this many steps."""
 
-_PINNED_AT_ONCE = 2048
-"""Tokens of prompts that the vocabulary takes between two steps: about a millisecond."""
+_AT_ONCE = 2048
+"""Tokens of a prompt that are hashed, or taken into the draft vocabulary, while others wait: about a millisecond."""
+
+
+@dataclass(eq=False, slots=True)
+class Hashing:
+    """Work: a long prompt for the engine, which then starts it."""
+
+    is_step: ClassVar[bool] = False
+    engine: Engine
+    sequence: ModelSequence
+    prompt: list[int]
+    hashed: Any = None
+
+    def execute(self) -> None:
+        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt)
 
 
 class DraftModelStrategy:
@@ -54,6 +69,12 @@ class DraftModelStrategy:
         """Texts that are not read whole: no guesses from them yet."""
 
         self._read_last = False
+        self._unstarted: dict[ModelSequence, None] = {}
+        """Long prompts that the engine does not know yet."""
+
+        self._unpinned: dict[ModelSequence, list[int]] = {}
+        """Prompts whose tokens the vocabulary holds in part."""
+
         self._gone: list[ModelSequence] = []
         """Since when a step ran: their blocks are freed before the next one is planned."""
 
@@ -80,13 +101,16 @@ class DraftModelStrategy:
             if not sequence.index.is_read:
                 self._unread[sequence] = sequence.index
         if self._vocabulary is not None:
-            self._vocabulary.pin(sequence.engine_id, text)
+            self._vocabulary.pin(sequence.engine_id, text[:_AT_ONCE])
+            if len(text) > _AT_ONCE:
+                self._unpinned[sequence] = text[_AT_ONCE:]
         if len(text) >= sequence.max_len:
             sequence.retired = True
+        elif len(text) > _AT_ONCE:
+            self._unstarted[sequence] = None
         else:
-            sequence.main.num_computed = self._engine.start(sequence.engine_id, text)
-            sequence.started, sequence.appended_to = True, len(text)
-        return self._announced(sequence)
+            return self._started(sequence, text)
+        return []
 
     def commit(self, sequence: ModelSequence, commit: Commit) -> list[Answer]:
         overtaken, base = sequence.due, sequence.committed_len
@@ -99,12 +123,12 @@ class DraftModelStrategy:
         sequence.commit(commit)
         if sequence.index is not None:
             sequence.index.follow()
+        if sequence.committed_len >= sequence.max_len:
+            self._retire(sequence)
         if commit.num_wanted == 0:
             return answers
         if not overtaken:  # else it keeps its place
             sequence.turn = next(self._turns)
-        if not sequence.retired and sequence.committed_len >= sequence.max_len:
-            self._retire(sequence)
         if sequence.retired:
             return [*answers, sequence.give_up(ProposalStatus.LENGTH)]
         if not sequence.can_draft:
@@ -116,14 +140,16 @@ class DraftModelStrategy:
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
         self._unread.pop(sequence, None)
+        self._unpinned.pop(sequence, None)
         if self._vocabulary is not None:
             self._vocabulary.unpin(sequence.engine_id)
         self._retire(sequence)
 
     def plan(self) -> tuple[Work | None, list[Answer]]:
         self._release()
-        if self._unread and not self._read_last:
-            return self._reading(), []
+        self._pin_more()
+        if not self._read_last and (reading := self._reading()) is not None:
+            return reading, []
         self._read_last = False
         answers: list[Answer] = []
         due = [sequence for sequence in self._sequences if sequence.due and sequence.can_draft]
@@ -140,15 +166,18 @@ class DraftModelStrategy:
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
             if self._vocabulary is not None:
                 step.plan.vocabulary_changes = self._vocabulary.take_changes()
-        elif self._unread:
-            return self._reading(), answers
-        return step, answers
+        return step or self._reading(), answers
 
     def complete(self, work: Work) -> list[Answer]:
         if isinstance(work, Reading):
             if work.index.settle():
                 self._unread.pop(work.sequence, None)
             return []
+        if isinstance(work, Hashing):
+            if work.sequence not in self._unstarted:  # closed, or grown too long meanwhile
+                return []
+            del self._unstarted[work.sequence]
+            return self._started(work.sequence, work.prompt, work.hashed)
         assert isinstance(work, DraftStep)
         answers: list[Answer] = []
         drafting = False
@@ -193,10 +222,29 @@ class DraftModelStrategy:
             counted["vocabulary_missed"] = self._vocabulary.num_missed
         return counted
 
-    def _reading(self) -> Reading:
-        """Steps and texts take turns: a piece of text is far shorter than a step."""
-        self._read_last = True
-        return Reading(*next(iter(self._unread.items())))
+    def _reading(self) -> Hashing | Reading | None:
+        """What is to be done for prompts beside steps, which it takes turns with: a piece of text is far shorter."""
+        self._read_last = bool(self._unstarted or self._unread)
+        for sequence in self._unstarted:
+            return Hashing(self._engine, sequence, list(sequence.text))
+        for unread, index in self._unread.items():
+            return Reading(unread, index)
+        return None
+
+    def _pin_more(self) -> None:
+        """The next slice of the oldest prompt that the vocabulary does not hold all of."""
+        for sequence, rest in self._unpinned.items():
+            assert self._vocabulary is not None
+            self._vocabulary.pin_more(sequence.engine_id, rest[:_AT_ONCE])
+            del rest[:_AT_ONCE]
+            if not rest:
+                del self._unpinned[sequence]
+            return
+
+    def _started(self, sequence: ModelSequence, prompt: list[int], hashed: Any = None) -> list[Answer]:
+        sequence.main.num_computed = self._engine.start(sequence.engine_id, prompt, hashed)
+        sequence.started, sequence.appended_to = True, len(prompt)
+        return self._announced(sequence)
 
     def _announced(self, sequence: ModelSequence) -> list[Answer]:
         if sequence.announced or not sequence.can_draft:
@@ -205,9 +253,10 @@ class DraftModelStrategy:
         return [sequence.no_drafts(ProposalStatus.READY)]
 
     def _retire(self, sequence: ModelSequence) -> None:
-        if not sequence.retired:
-            sequence.retired = True
+        self._unstarted.pop(sequence, None)
+        if sequence.started and not sequence.retired:
             self._gone.append(sequence)
+        sequence.retired = True
 
     def _release(self) -> None:
         """Free what no step uses any more. No step runs now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -86,8 +86,11 @@ class Engine(Protocol):
     block_sizes: tuple[int, ...]
     """Tokens in a KV block, of each KV cache group."""
 
-    def start(self, request_id: str, token_ids: list[int]) -> int:
-        """Register a sequence. Returns how many leading tokens the prefix cache has."""
+    def hashed(self, request_id: str, token_ids: list[int]) -> Any:
+        """Most of what `start` does for a long prompt. Touches nothing: it may run beside any other call."""
+
+    def start(self, request_id: str, token_ids: list[int], hashed: Any = None) -> int:
+        """Register a sequence. Returns how many leading tokens the prefix cache has. hashed: of the same arguments."""
 
     def append(self, request_id: str, token_ids: list[int]) -> None: ...
 

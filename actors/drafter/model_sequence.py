@@ -144,9 +144,6 @@ class ModelSequence(Sequence):
         # What the engine holds of it.
 
         self.started = False
-        self.num_pinned = 0
-        """Leading text tokens that the draft vocabulary holds."""
-
         self.appended_to = 0
         """Leading text tokens that the engine knows."""
 

@@ -102,6 +102,17 @@ def test_drafts_end_at_the_longest_text_the_model_takes():
     assert bench.strategy.commit(OTHER, Commit(1, 16, [1], 4, 4))[0].status is ProposalStatus.LENGTH
 
 
+def test_a_text_that_outgrows_the_model_while_nobody_wants_drafts_is_not_fed_to_it():
+    bench = Bench(max_model_len=64)
+    bench.open(KEY, range(10))
+    bench.settle()
+    for token in range(100):
+        assert bench.commit(KEY, [token], k=0) == []
+        bench.settle()
+    assert bench.answer(KEY, [1]).status is ProposalStatus.LENGTH
+    assert not bench.engine.committed
+
+
 def test_bad_logits_end_the_drafts_and_nothing_else():
     bench = Bench()
     bench.open(KEY, range(10))

@@ -10,6 +10,7 @@ from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.suffix import SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixIndex, SuffixLimits
+from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.cluster.link.messages import (
     Close,
     CloseReason,
@@ -174,6 +175,59 @@ def test_the_draft_model_drafts_before_it_can_guess_and_the_same():
     assert all(not row.guesses for plan in bench.engine.plans for row in plan.rows)
     bench.settle()
     assert bench.strategy.sequences[KEY].index.ngrams.token_ids == bench.texts[KEY]
+
+
+def long_bench():
+    return Bench(chunk=8000, num_blocks=4000, max_model_len=8000, max_num_batched_tokens=8000)
+
+
+def test_a_long_prompt_is_hashed_beside_commits_and_started_with_what_came_meanwhile():
+    bench = long_bench()
+    assert bench.open(KEY, LONG) is None
+    assert not bench.engine.committed, "not under the lock"
+    assert bench.commit(KEY, [7])[0].status is ProposalStatus.NOT_READY
+    work, _ = bench.strategy.plan()
+    assert not work.is_step
+    work.execute()
+    assert bench.commit(KEY, [8])[0].status is ProposalStatus.NOT_READY
+    assert bench.strategy.complete(work) == []
+    answers = bench.settle()
+    assert [answer.status for answer in answers] == [ProposalStatus.READY, ProposalStatus.OK]
+    assert ids(answers[-1]) == bench.drafts(KEY)
+
+
+@pytest.mark.parametrize("end", ["close", "outgrow"])
+def test_a_long_prompt_whose_sequence_ends_while_it_is_hashed_is_not_started(end):
+    bench = long_bench()
+    bench.open(KEY, LONG)
+    work, _ = bench.strategy.plan()
+    work.execute()
+    if end == "close":
+        bench.strategy.close(KEY)
+    else:
+        assert bench.commit(KEY, [7] * 3000)[0].status is ProposalStatus.LENGTH
+    assert bench.strategy.complete(work) == []
+    assert bench.settle() == []
+    assert not bench.engine.committed
+
+
+def test_the_vocabulary_takes_a_long_prompt_in_slices():
+    vocabulary = DraftVocabulary(8000, 6000)
+    strategy = Drive(DraftModelStrategy(MemoryEngine(4000, 8000), 2048, vocabulary=vocabulary))
+    strategy.open(KEY, list(range(1000, 7000)))
+    held = []
+    while not held or held[-1] < 6000:
+        held.append(len(vocabulary._pins))
+        work, _ = strategy.plan()
+        work.execute()
+        strategy.complete(work)
+    assert max(after - before for before, after in zip([0, *held], held, strict=False)) <= 2048
+    strategy.close(KEY)
+    assert not vocabulary._pins
+    strategy.open(KEY, list(range(1000, 7000)))
+    strategy.close(KEY)
+    strategy.work_off()
+    assert not vocabulary._pins
 
 
 def test_reading_is_no_model_step():
