@@ -22,13 +22,17 @@ class Side:
 
     def __init__(self, link, strategy):
         self.link, self.strategy = link, strategy
+        self.sequence = None
 
     def open(self, request, prompt, sampling):
-        self.strategy.open((self.link, request), list(prompt), 4, sampling)
+        self.sequence = self.strategy.new_sequence((self.link, request))
+        self.sequence.add_prompt(Open(request, len(prompt), 0, prompt, 4, sampling))
+        self.strategy.open(self.sequence)
         self.work_off()
 
     def commit(self, commit):
-        return self.strategy.commit((self.link, commit.request), commit) or self.work_until_answered()
+        answers = self.strategy.commit(self.sequence, commit) or self.work_until_answered()
+        return [answer.proposals for answer in answers]
 
     def work_until_answered(self):
         while True:
@@ -45,9 +49,8 @@ class Side:
             self.strategy.complete(work)
 
 
-def outcome(rng, strategy, key, drafts):
+def outcome(rng, sequence, drafts):
     """What the verifier commits, and how it comes about."""
-    sequence = strategy._residents[key].sequence
     kind = rng.choice(["main line", "main line", "side branch", "side branch", "other", "stale"])
     if kind == "main line" and sequence.num_drafted > len(drafts):
         return kind, sequence.main.ids(sequence.committed_len, sequence.committed_len + len(drafts) + 1)
@@ -79,7 +82,7 @@ def play(rng, ahead, at_once, sampling, request):
         if not drafts:
             kind, tokens = "other", [rng.randrange(20)]
         else:
-            kind, tokens = outcome(rng, ahead.strategy, (ahead.link, request), drafts)
+            kind, tokens = outcome(rng, ahead.sequence, drafts)
         commit = Commit(request, length, tokens, 4, 4)
         length += len(tokens)
         (mine,), (theirs,) = ahead.commit(commit), at_once.commit(commit)
@@ -93,7 +96,7 @@ def play(rng, ahead, at_once, sampling, request):
             continue  # the next commit comes while what is drafted ahead is half done
         ahead.work_off()
     for side in (ahead, at_once):
-        side.strategy.close((side.link, request))
+        side.strategy.close(side.sequence)
     return agree, differ, origins
 
 
@@ -145,7 +148,7 @@ if __name__ == "__main__":
     from outrider.actors.drafter.draft_model import DraftModelStrategy
     from outrider.actors.drafter.planner import LookaheadLimits
     from outrider.actors.drafter.vocabulary import DraftVocabulary
-    from outrider.cluster.link.messages import Commit, DraftSampling
+    from outrider.cluster.link.messages import Commit, DraftSampling, Open
     from outrider.cluster.modes import Mode
 
     SAMPLINGS = {

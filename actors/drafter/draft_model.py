@@ -7,22 +7,40 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from outrider.actors.drafter.engine import Engine
-from outrider.actors.drafter.ngram import GrowingText, Reading
+from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequence
+from outrider.actors.drafter.ngram import Reading, TextIndex
 from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, OutcomeModel, StepCost, StepPlanner
-from outrider.actors.drafter.sequence import NUM_ALTERNATIVES, DraftSequence, Resident
-from outrider.actors.drafter.strategy import Draft, SequenceKey, UnknownSequence, Work
+from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.strategy import Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.actors.observability.histogram import Histogram
-from outrider.actors.observability.sequence_names import NAMES
-from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
+from outrider.cluster.link.messages import Commit, Origin, ProposalStatus
 
 logger = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_PREFILLS = 4
 """While sequences wait for answers, prefill still gets one chunk per this many steps."""
+
+_AT_ONCE = 2048
+"""Tokens of a prompt that are hashed, or taken into the draft vocabulary, while others wait: about a millisecond."""
+
+
+@dataclass(eq=False, slots=True)
+class Hashing:
+    """Work: a long prompt for the engine, which then starts it."""
+
+    is_step: ClassVar[bool] = False
+    engine: Engine
+    sequence: ModelSequence
+    prompt: list[int]
+    hashed: Any = None
+
+    def execute(self) -> None:
+        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt)
 
 
 class DraftModelStrategy:
@@ -40,98 +58,102 @@ class DraftModelStrategy:
         self._vocabulary = vocabulary
         self._engine = engine
         self._limits = limits or LookaheadLimits()
-        self._residents: dict[SequenceKey, Resident] = {}
-        self._commits = 0
+        self._sequences: dict[ModelSequence, None] = {}
+        """Those that are open, the oldest first."""
+
+        self._turns = itertools.count(1)
         self._lives = itertools.count()
         """A sequence that is opened again may meet its former life's blocks, which are freed later."""
 
-        self._unread: dict[SequenceKey, GrowingText] = {}
+        self._unread: dict[Sequence, TextIndex] = {}
         """Texts that are not read whole: no guesses from them yet."""
 
         self._read_last = False
-        self._closed: list[Resident] = []
-        """Gone while a step ran: their blocks are freed before the next one is planned."""
+        self._unstarted: dict[ModelSequence, None] = {}
+        """Long prompts that the engine does not know yet."""
+
+        self._unpinned: dict[ModelSequence, list[int]] = {}
+        """Prompts whose tokens the vocabulary holds in part."""
+
+        self._gone: list[ModelSequence] = []
+        """Since when a step ran: their blocks are freed before the next one is planned."""
 
         self._outcomes = OutcomeModel(NUM_ALTERNATIVES)
         self._cost = StepCost()
         self._planner = StepPlanner(
-            engine, self._residents.values(), self._limits, prefill_chunk_tokens, self._outcomes, self._cost, clock
+            engine, self._sequences.keys(), self._limits, prefill_chunk_tokens, self._outcomes, self._cost, clock
         )
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
         self.guesses_right = 0
         self._step_times = Histogram()
 
-    def open(
-        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
-    ) -> Draft | None:
-        self.close(key)
-        limit = self._engine.max_model_len
-        sequence = DraftSequence(key, list(token_ids), num_speculative_tokens, sampling, limit)
-        resident = Resident(sequence, f"{key[0]}-{key[1]}-{next(self._lives)}")
-        if self._limits.prompt_lookup_max:
-            lookup = self._limits
-            resident.index = GrowingText(token_ids, lookup.prompt_lookup_min, lookup.prompt_lookup_max)
-            if not resident.index.is_read:
-                self._unread[key] = resident.index
-        if self._vocabulary is not None:
-            self._vocabulary.pin(resident.request_id, token_ids)
-        if len(token_ids) >= limit:
-            resident.retired = True
-        else:
-            sequence.main.num_computed = self._engine.start(resident.request_id, token_ids)
-            resident.appended_to = len(token_ids)
-        self._residents[key] = resident
-        return self._announce(resident)
+    def new_sequence(self, key: SequenceKey) -> ModelSequence:
+        return ModelSequence(key)
 
-    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
-        resident = self._residents.get(key)
-        if resident is None:
-            raise UnknownSequence(key)
-        sequence = resident.sequence
-        base = sequence.committed_len
-        overtaken = sequence.due
-        answers = [Draft(key, base, [], ProposalStatus.OK)] if overtaken and resident.can_draft else []
-        if commit.base_committed_len == base and sequence.sent is not None:
+    def open(self, sequence: ModelSequence) -> list[Answer]:
+        limits, text = self._limits, sequence.text
+        link_id, handle = sequence.key
+        sequence.begin(f"{link_id}-{handle}-{next(self._lives)}", self._engine.max_model_len)
+        self._sequences[sequence] = None
+        if limits.prompt_lookup_max:
+            sequence.index = TextIndex(text, limits.prompt_lookup_min, limits.prompt_lookup_max)
+            if not sequence.index.is_read:
+                self._unread[sequence] = sequence.index
+        if self._vocabulary is not None:
+            self._vocabulary.pin(sequence.engine_id, text[:_AT_ONCE])
+            if len(text) > _AT_ONCE:
+                self._unpinned[sequence] = text[_AT_ONCE:]
+        if len(text) >= sequence.max_len:
+            sequence.retired = True
+        elif len(text) > _AT_ONCE:
+            self._unstarted[sequence] = None
+        else:
+            return self._started(sequence, text)
+        return []
+
+    def commit(self, sequence: ModelSequence, commit: Commit) -> list[Answer]:
+        overtaken, base = sequence.due, sequence.committed_len
+        answers = [sequence.drafts([], origin=Origin.NONE)] if overtaken and sequence.can_draft else []
+        if sequence.sent is not None:
             drawn = [sequence.main.at(base + index) for index in range(sequence.sent + 1)]
             self._outcomes.observe(drawn, commit.token_ids)
         if self._vocabulary is not None:
             self._vocabulary.observe(commit.token_ids)
-        if resident.index is not None and commit.base_committed_len == base:
-            resident.index.append(commit.token_ids)
-        sequence.commit(commit.base_committed_len, commit.token_ids, commit.num_wanted, commit.num_on_miss)
+        sequence.commit(commit)
+        if sequence.index is not None:
+            sequence.index.follow()
+        if sequence.committed_len >= sequence.max_len:
+            self._retire(sequence)
         if commit.num_wanted == 0:
             return answers
         if not overtaken:  # else it keeps its place
-            self._commits += 1
-            resident.asked = self._commits
-        if not resident.retired and sequence.committed_len >= sequence.max_len:
-            self._retire(resident)
-        if resident.retired:
-            sequence.answer()
-            return [*answers, Draft(key, sequence.committed_len, [], ProposalStatus.LENGTH)]
-        if not resident.can_draft:
-            resident.announced = False
-            return [*answers, Draft(key, sequence.committed_len, [], ProposalStatus.NOT_READY)]
+            sequence.turn = next(self._turns)
+        if sequence.retired:
+            return [*answers, sequence.give_up(ProposalStatus.LENGTH)]
+        if not sequence.can_draft:
+            sequence.announced = False
+            return [*answers, sequence.no_drafts(ProposalStatus.NOT_READY)]
         answer = sequence.answer()
         return answers if answer is None else [*answers, answer]
 
-    def close(self, key: SequenceKey) -> None:
-        self._unread.pop(key, None)
-        resident = self._residents.pop(key, None)
-        if resident is not None:
-            if self._vocabulary is not None:
-                self._vocabulary.unpin(resident.request_id)
-            self._retire(resident)
+    def close(self, sequence: ModelSequence) -> None:
+        del self._sequences[sequence]
+        self._unread.pop(sequence, None)
+        self._unpinned.pop(sequence, None)
+        if self._vocabulary is not None:
+            self._vocabulary.unpin(sequence.engine_id)
+        self._retire(sequence)
 
-    def plan(self) -> tuple[Work | None, list[Draft]]:
+    def plan(self) -> tuple[Work | None, list[Answer]]:
         self._release()
-        if self._unread and not self._read_last:
-            return self._reading(), []
+        self._pin_more()
+        if not self._read_last and (reading := self._reading()) is not None:
+            return reading, []
         self._read_last = False
-        answers: list[Draft] = []
-        due = [r for r in self._residents.values() if r.sequence.due and r.can_draft]
-        due.sort(key=lambda resident: resident.asked)  # with more of them than rows, nobody waits for ever
+        answers: list[Answer] = []
+        due = [sequence for sequence in self._sequences if sequence.due and sequence.can_draft]
+        due.sort(key=lambda sequence: sequence.turn)  # with more of them than rows, nobody waits for ever
         # Who waits for an answer comes first, but a prompt must not wait for ever; and what is drafted ahead shares
         # the rest with prompts by turns.
         prefill_first = self._steps_since_prefill >= _STEPS_BETWEEN_PREFILLS if due else self._steps_since_prefill > 0
@@ -144,31 +166,34 @@ class DraftModelStrategy:
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
             if self._vocabulary is not None:
                 step.plan.vocabulary_changes = self._vocabulary.take_changes()
-        elif self._unread:
-            return self._reading(), answers
-        return step, answers
+        return step or self._reading(), answers
 
-    def complete(self, work: Work) -> list[Draft]:
+    def complete(self, work: Work) -> list[Answer]:
         if isinstance(work, Reading):
-            if self._unread.get(work.key) is work.text and work.text.settle():
-                del self._unread[work.key]
+            if work.index.settle():
+                self._unread.pop(work.sequence, None)
             return []
+        if isinstance(work, Hashing):
+            if work.sequence not in self._unstarted:  # closed, or grown too long meanwhile
+                return []
+            del self._unstarted[work.sequence]
+            return self._started(work.sequence, work.prompt, work.hashed)
         assert isinstance(work, DraftStep)
-        answers: list[Draft] = []
+        answers: list[Answer] = []
         drafting = False
-        for row, (resident, line), drawn in zip(work.plan.rows, work.targets, work.drawn, strict=True):
-            sequence = resident.sequence
-            if self._residents.get(sequence.key) is not resident:
+        for row, (sequence, line), drawn in zip(work.plan.rows, work.targets, work.drawn, strict=True):
+            if sequence not in self._sequences:  # closed meanwhile
                 continue
             if line is None:
-                answers += self._prefilled(resident, row.start + row.num_fed)
+                sequence.main.num_computed = max(sequence.main.num_computed, row.start + row.num_fed)
+                answers += self._announced(sequence)
                 continue
             drafting = True
             self.guesses_right += len(drawn) - 1
             if any(token.bad_logits for token in drawn) and not self._saw_bad_logits:
                 self._saw_bad_logits = True
                 problem = "sequence %s: the draft model's logits are not finite: drafts end there"
-                logger.warning(problem, sequence.key, extra=NAMES.about(sequence.key))
+                logger.warning(problem, sequence.key, extra=sequence.about())
             if sequence.drew(line, row.draws, drawn):
                 answer = sequence.answer() if line is sequence.main else None
                 if answer is not None:
@@ -182,11 +207,10 @@ class DraftModelStrategy:
         return int(self._cost.mean_s * 1e6)
 
     def usage(self) -> dict[str, float]:
-        residents = list(self._residents.values())
         return {
-            "num_sequences": len(residents),
-            "num_prefilling": sum(not (r.can_draft or r.retired) for r in residents),
-            "num_side_branches": sum(len(r.sequence.sides) for r in residents),
+            "num_sequences": len(self._sequences),
+            "num_prefilling": sum(not (s.can_draft or s.retired) for s in self._sequences),
+            "num_side_branches": sum(len(s.sides) for s in self._sequences),
             "branch_blocks": self._planner.branches.num_blocks,
             "kv_cache_usage": self._engine.kv_cache_usage,
         }
@@ -198,41 +222,53 @@ class DraftModelStrategy:
             counted["vocabulary_missed"] = self._vocabulary.num_missed
         return counted
 
-    def _reading(self) -> Reading:
-        """Steps and texts take turns: a piece of text is far shorter than a step."""
-        self._read_last = True
-        return Reading(*next(iter(self._unread.items())))
+    def _reading(self) -> Hashing | Reading | None:
+        """What is to be done for prompts beside steps, which it takes turns with: a piece of text is far shorter."""
+        self._read_last = bool(self._unstarted or self._unread)
+        for sequence in self._unstarted:
+            return Hashing(self._engine, sequence, list(sequence.text))
+        for unread, index in self._unread.items():
+            return Reading(unread, index)
+        return None
 
-    def _prefilled(self, resident: Resident, num_computed: int) -> list[Draft]:
-        main = resident.sequence.main
-        main.num_computed = max(main.num_computed, num_computed)
-        ready = self._announce(resident)
-        return [] if ready is None else [ready]
+    def _pin_more(self) -> None:
+        """The next slice of the oldest prompt that the vocabulary does not hold all of."""
+        for sequence, rest in self._unpinned.items():
+            assert self._vocabulary is not None
+            self._vocabulary.pin_more(sequence.engine_id, rest[:_AT_ONCE])
+            del rest[:_AT_ONCE]
+            if not rest:
+                del self._unpinned[sequence]
+            return
 
-    def _announce(self, resident: Resident) -> Draft | None:
-        sequence = resident.sequence
-        if resident.announced or not resident.can_draft:
-            return None
-        resident.announced = True
-        return Draft(sequence.key, sequence.committed_len, [], ProposalStatus.READY)
+    def _started(self, sequence: ModelSequence, prompt: list[int], hashed: Any = None) -> list[Answer]:
+        sequence.main.num_computed = self._engine.start(sequence.engine_id, prompt, hashed)
+        sequence.started, sequence.appended_to = True, len(prompt)
+        return self._announced(sequence)
 
-    def _retire(self, resident: Resident) -> None:
-        if not resident.retired:
-            resident.retired = True
-            self._closed.append(resident)
+    def _announced(self, sequence: ModelSequence) -> list[Answer]:
+        if sequence.announced or not sequence.can_draft:
+            return []
+        sequence.announced = True
+        return [sequence.no_drafts(ProposalStatus.READY)]
+
+    def _retire(self, sequence: ModelSequence) -> None:
+        self._unstarted.pop(sequence, None)
+        if sequence.started and not sequence.retired:
+            self._gone.append(sequence)
+        sequence.retired = True
 
     def _release(self) -> None:
         """Free what no step uses any more. No step runs now."""
-        for resident in self._residents.values():
-            self._free_dropped(resident.sequence)
-        for resident in self._closed:
-            sequence = resident.sequence
+        for sequence in self._sequences:
+            self._free_dropped(sequence)
+        for sequence in self._gone:
             sequence.drop_everything()
             self._free_dropped(sequence)
-            self._engine.finish(resident.request_id)
-        self._closed.clear()
+            self._engine.finish(sequence.engine_id)
+        self._gone.clear()
 
-    def _free_dropped(self, sequence: DraftSequence) -> None:
+    def _free_dropped(self, sequence: ModelSequence) -> None:
         for side in sequence.dropped:
             self._planner.branches.free(side)
         sequence.dropped.clear()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.actors.drafter.sequence import Draw, Drawn, StepPlan
+from outrider.actors.drafter.engine import Draw, Drawn, StepPlan
 from outrider.actors.verification.constraints import Constraints
 from outrider.actors.verification.draft_sampler import DraftSample, greedy_drafts, sample_drafts
 from outrider.actors.verification.search import TokenSubset

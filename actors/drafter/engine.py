@@ -1,16 +1,83 @@
-"""The part of the draft model's engine that drafting's policy needs; `DraftEngine` is the real one.
+"""What the drafter asks of its draft model's engine: one step over many rows, and KV blocks for them. Pure.
 
-KV blocks of side branches: copy-on-write from their sequence's, and back when a branch becomes the main line. Pure.
-
-A branch shares every block before the one it starts in. That one is copied, unless it starts on the block's first slot,
-and the ones after it are new.
+`Engine` is as much of an engine as drafting's policy needs; `vllm_seam/draft_engine.py` has the real one. A `StepPlan`
+travels to every rank of it, and what was `Drawn` comes back from the first: plain data both.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from outrider.actors.drafter.sequence import Drawn, SideBranch, StepPlan
+import numpy as np
+
+from outrider.cluster.link.messages import DraftSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the token after a row is drawn: at `position`, as a draft of the round that starts at `round_start`.
+
+    alternatives: how many other likely tokens to name.
+    """
+
+    sampling: DraftSampling
+    position: int
+    round_start: int
+    alternatives: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One drawn token.
+
+    q_ids: int32 [n], q_probs: float32 [n], what it was drawn from; None where no q need travel.
+    confidence: the drafter's probability of the token. alternatives: other tokens the verifier may choose in its place,
+    likeliest first, with the drafter's probability of each. usable: False where there was nothing to draw, with
+    bad_logits because the logits were not finite.
+    """
+
+    token: int
+    q_ids: np.ndarray | None = None
+    q_probs: np.ndarray | None = None
+    confidence: float = 1.0
+    alternatives: tuple[tuple[int, float], ...] = ()
+    usable: bool = True
+    bad_logits: bool = False
+
+
+@dataclass(slots=True)
+class StepRow:
+    """Tokens to feed, the first of them at position `start`.
+
+    block_ids: the KV blocks of the row's sequence from its beginning, one list per KV cache group, enough for what is
+        fed. Nobody changes a list: who gets another block gets another list.
+    draws: what is drawn after token_ids; none for a prefill chunk.
+    guesses: one fewer than draws; what these draws but the last are expected to be, fed in the same step. Draws count
+        up to the first that is not its guess.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: tuple[Sequence[int], ...]
+    draws: Sequence[Draw] = ()
+    guesses: Sequence[int] = ()
+
+    @property
+    def num_fed(self) -> int:
+        return len(self.token_ids) + len(self.guesses)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """restores, copies: (from, to) KV blocks to copy before anything is fed, first the ones, then the others.
+    vocabulary_changes: (slot, token id) of the cut output head, see DraftVocabulary."""
+
+    rows: list[StepRow] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    vocabulary_changes: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Engine(Protocol):
@@ -19,8 +86,11 @@ class Engine(Protocol):
     block_sizes: tuple[int, ...]
     """Tokens in a KV block, of each KV cache group."""
 
-    def start(self, request_id: str, token_ids: list[int]) -> int:
-        """Register a sequence. Returns how many leading tokens the prefix cache has."""
+    def hashed(self, request_id: str, token_ids: list[int]) -> Any:
+        """Most of what `start` does for a long prompt. Touches nothing: it may run beside any other call."""
+
+    def start(self, request_id: str, token_ids: list[int], hashed: Any = None) -> int:
+        """Register a sequence. Returns how many leading tokens the prefix cache has. hashed: of the same arguments."""
 
     def append(self, request_id: str, token_ids: list[int]) -> None: ...
 
@@ -44,53 +114,3 @@ class Engine(Protocol):
 
     @property
     def kv_cache_usage(self) -> float: ...
-
-
-class BranchBlocks:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._restores: list[tuple[int, int]] = []
-        self._copies: list[tuple[int, int]] = []
-        self.num_blocks = 0
-
-    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(from, to) block ids: those to copy first, and those after them."""
-        restores, copies = self._restores, self._copies
-        self._restores, self._copies = [], []
-        return restores, copies
-
-    def allocate(self, own: tuple[list[int], ...], side: SideBranch, end: int) -> bool:
-        """Blocks for a branch that may reach positions below `end`. False: out of KV, nothing changed."""
-        start = side.line.start
-        spans = [range(start // size, -(-end // size)) for size in self._engine.block_sizes]
-        blocks = self._engine.take_blocks(sum(len(span) for span in spans))
-        if blocks is None:
-            return False
-        self.num_blocks += len(blocks)
-        rest = iter(blocks)
-        side.private = tuple({index: next(rest) for index in span} for span in spans)
-        for group, size in enumerate(self._engine.block_sizes):
-            if start % size:
-                first = start // size
-                self._copies.append((own[group][first], side.private[group][first]))
-        side.blocks = tuple(
-            own[group][: span.start] + list(private.values())
-            for group, (span, private) in enumerate(zip(spans, side.private, strict=True))
-        )
-        return True
-
-    def restore(self, own: tuple[list[int], ...], side: SideBranch) -> None:
-        """Copy what a branch has computed into its sequence's blocks, which must reach as far, and free its own."""
-        for group, size in enumerate(self._engine.block_sizes):
-            for index, block in side.private[group].items():
-                if index * size < side.line.num_computed and index < len(own[group]):
-                    self._restores.append((block, own[group][index]))
-        self.free(side)
-
-    def free(self, side: SideBranch) -> None:
-        blocks = [block for private in side.private for block in private.values()]
-        side.private = ()
-        # Whoever gets these blocks next must not find them overwritten.
-        self._copies = [copy for copy in self._copies if copy[1] not in blocks]
-        self.num_blocks -= len(blocks)
-        self._engine.free_blocks(blocks)

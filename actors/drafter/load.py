@@ -21,7 +21,7 @@ from outrider.cluster.config import (
     SpeculationConfig,
     SuffixConfig,
 )
-from outrider.cluster.link.messages import Commit, DraftSampling
+from outrider.cluster.link.messages import Commit, DraftSampling, Open
 from outrider.cluster.modes import Mode
 from outrider.cluster.placement import RankPlacement
 
@@ -33,7 +33,7 @@ _CUT_VOCAB_SIZE = 32768
 
 def load_strategy(
     config: RemoteConfig, speculation: SpeculationConfig, ranks: RankPlacement | None, placement_group: Any
-) -> tuple[DraftStrategy, int | None]:
+) -> tuple[DraftStrategy[Any], int | None]:
     """The strategy, its model loaded, and the size of its vocabulary; None: any will do."""
     if isinstance(config, SuffixConfig):
         return _suffix_strategy(config), None
@@ -88,23 +88,24 @@ def _vocabulary(config: DraftModelConfig, engine: DraftEngine) -> DraftVocabular
     return vocabulary
 
 
-def warm_up(strategy: DraftStrategy) -> None:
+def warm_up(strategy: DraftStrategy[Any]) -> None:
     """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
-    key = (0, 0)
     for sampling in (
         DraftSampling(),
         DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9),
         DraftSampling(Mode.COUPLED, temperature=1.0),
     ):
-        strategy.open(key, [0] * 64, num_speculative_tokens=2, sampling=sampling)
+        sequence = strategy.new_sequence((0, 0))
+        sequence.add_prompt(Open(0, 64, 0, [0] * 64, num_speculative_tokens=2, sampling=sampling))
+        strategy.open(sequence)
         _work_off(strategy)
-        strategy.commit(key, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
+        strategy.commit(sequence, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
         _work_off(strategy)
-        strategy.close(key)
+        strategy.close(sequence)
     _work_off(strategy)
 
 
-def _work_off(strategy: DraftStrategy) -> None:
+def _work_off(strategy: DraftStrategy[Any]) -> None:
     while (work := strategy.plan()[0]) is not None:
         work.execute()
         strategy.complete(work)

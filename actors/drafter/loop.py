@@ -1,8 +1,16 @@
-"""The drafter's loop: messages in from every linked verifier, batched steps of model work, proposals out.
+"""The draft loop: messages in from every linked verifier, batched steps of model work, proposals out.
 
-A link's receive thread applies what arrives at once, and answers from what has been drafted ahead without waiting for
-the step that runs: a hit is answered in the time of a look-up. The loop's own thread plans a step, runs it, and takes
-its results, among them the answers nobody had foreseen.
+`deliver` runs on the link's receive thread, `run` on the loop's own; a lock guards every sequence, and nobody holds it
+while the model works. In the order in which it happens:
+
+1. deliver: `Open` brings a prompt, in pieces; when it is whole, the strategy opens the sequence.
+2. deliver: a `Commit` extends its text. What has been drafted ahead for this outcome is the answer, sent at once,
+   whatever step runs meanwhile: a hit is answered in the time of a look-up. Else the sequence is due.
+3. run: the strategy plans its most urgent work: a step over those that are due and, as far as there is room, ahead for
+   the others; a piece of a prompt; or nothing, until something arrives.
+4. run: the work is executed, without the lock.
+5. run: its results are taken, among them the answers nobody had foreseen, which are sent.
+6. deliver: a `Close`, or the end of its link, and the sequence is forgotten.
 """
 
 from __future__ import annotations
@@ -11,14 +19,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import abc
 from typing import Any, Protocol
 
 from outrider.actors.drafter.hang_watch import STEP
-from outrider.actors.drafter.strategy import Draft, DraftStrategy, SequenceKey, UnknownSequence
-from outrider.actors.observability.sequence_names import NAMES
-from outrider.cluster.link.messages import Close, Commit, DraftSampling, Message, Name, Open, Proposals, ProposalStatus
+from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.strategy import DraftStrategy
+from outrider.cluster.link.messages import Close, Commit, Message, Name, Open, Proposals, ProposalStatus
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +33,14 @@ logger = logging.getLogger(__name__)
 class ProposalSink(Protocol):
     """Where one link's proposals go."""
 
-    def send(self, proposals: Sequence[Proposals], work_us: int) -> None: ...
-
-
-@dataclass(slots=True)
-class _Opening:
-    """A prompt that arrives in pieces. sampling: the first piece's, the only one with the biases."""
-
-    token_ids: list[int] = field(default_factory=list)
-    sampling: DraftSampling = field(default_factory=DraftSampling)
+    def send(self, proposals: abc.Sequence[Proposals], work_us: int) -> None: ...
 
 
 class DraftLoop:
     """attach, detach and deliver may be called from any thread; run belongs to one."""
 
-    def __init__(self, strategy: DraftStrategy, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, strategy: DraftStrategy[Any], clock: abc.Callable[[], float] = time.perf_counter) -> None:
+        self.sequences: dict[SequenceKey, Sequence] = {}
         self._strategy = strategy
         self._clock = clock
         self._lock = threading.Lock()
@@ -48,34 +48,17 @@ class DraftLoop:
         self._arrived = False
         self._stopped = False
         self._sinks: dict[int, ProposalSink] = {}
-        self._keys: dict[int, set[SequenceKey]] = {}
-        self._opening: dict[SequenceKey, _Opening] = {}
-        self._asked: dict[SequenceKey, tuple[int, float]] = {}
-        """Of the commit that is not yet answered: the length it led to, and when it came."""
-
         self._numbers = itertools.count()
         self._at_work: dict[int | str, int] = {}
         self.steps = 0
         self.rounds = 0
         self.drafted = 0
 
-    def attach(self, link_id: int, sink: ProposalSink) -> None:
-        with self._lock:
-            self._sinks[link_id], self._keys[link_id] = sink, set()
-
-    def detach(self, link_id: int) -> None:
-        """The link is gone and its sequences with it."""
-        with self._lock:
-            self._sinks.pop(link_id, None)
-            for key in self._keys.pop(link_id, ()):
-                self._forget(key)
-            self._wake()
-
-    def deliver(self, link_id: int, messages: Sequence[Message]) -> None:
+    def deliver(self, link_id: int, messages: abc.Sequence[Message]) -> None:
         """Apply a link's messages and send what can be answered at once."""
-        answers: list[Draft] = []
-        arrived = self._clock()
         self._at_work[link_id] = next(self._numbers)
+        arrived = self._clock()
+        answers: list[Answer] = []
         with self._lock:
             if link_id in self._sinks:  # else it broke meanwhile
                 for message in messages:
@@ -84,6 +67,116 @@ class DraftLoop:
             outgoing = self._outgoing(answers)
         _send(outgoing)
         self._at_work.pop(link_id, None)
+
+    def run(self) -> None:
+        """Until stop(). An exception of the strategy ends the loop: its state can no longer be trusted."""
+        while not self._stopped:
+            self._at_work[STEP] = next(self._numbers)
+            with self._lock:
+                self._arrived = False
+                work, answers = self._strategy.plan()
+                outgoing = self._outgoing(answers)
+            _send(outgoing)
+            if work is None:
+                self._wait_for_news()
+                continue
+            work.execute()
+            with self._lock:
+                self.steps += work.is_step
+                outgoing = self._outgoing(self._strategy.complete(work))
+            _send(outgoing)
+        self._at_work.pop(STEP, None)
+
+    def _apply(self, key: SequenceKey, message: Message, arrived: float) -> list[Answer]:
+        if isinstance(message, Commit):
+            return self._commit(key, message, arrived)
+        if isinstance(message, Open):
+            return self._open(key, message)
+        if isinstance(message, Name):
+            self._sequence(key).name = message.request_id
+        elif isinstance(message, Close):
+            self._close(key)
+        return []
+
+    def _open(self, key: SequenceKey, piece: Open) -> list[Answer]:
+        sequence = self._sequence(key)
+        if piece.offset != sequence.next_offset:
+            problem = "sequence %s: prompt part at %d, expected %d: ignored"
+            logger.warning(problem, key, piece.offset, sequence.next_offset, extra=sequence.about())
+            return []
+        if sequence.is_open:
+            name = sequence.name
+            self._close(key)
+            sequence = self._sequence(key)
+            sequence.name = name
+        return self._strategy.open(sequence) if sequence.add_prompt(piece) else []
+
+    def _commit(self, key: SequenceKey, commit: Commit, arrived: float) -> list[Answer]:
+        sequence = self.sequences.get(key)
+        if sequence is None or not sequence.is_open or sequence.committed_len != commit.base_committed_len:
+            # The verifier must open it again.
+            stranger = Sequence(key)
+            return [stranger.no_drafts(ProposalStatus.UNKNOWN_REQUEST, commit.base_committed_len)]
+        answers = self._strategy.commit(sequence, commit)
+        sequence.asked_len, sequence.asked_at = (commit.committed_len if commit.num_wanted else None), arrived
+        return answers
+
+    def _sequence(self, key: SequenceKey) -> Sequence:
+        if key not in self.sequences:
+            self.sequences[key] = self._strategy.new_sequence(key)
+        return self.sequences[key]
+
+    def _close(self, key: SequenceKey) -> None:
+        sequence = self.sequences.pop(key, None)
+        if sequence is not None and sequence.is_open:
+            self._strategy.close(sequence)
+
+    def _outgoing(self, answers: abc.Sequence[Answer]) -> list[tuple[ProposalSink, list[Proposals], int]]:
+        """What to send on each link, to be sent without the lock. The work that counts is what a target waited for."""
+        now = self._clock()
+        step_us = self._strategy.step_us() if answers else 0
+        by_link: dict[int, list[Proposals]] = {}
+        waited: dict[int, float] = {}
+        for sequence, proposals in answers:
+            link_id, _ = sequence.key
+            proposals.step_us = step_us
+            if proposals.status is ProposalStatus.OK:
+                self.rounds += 1
+                self.drafted += len(proposals.token_ids)
+            over = proposals.status not in (ProposalStatus.NOT_READY, ProposalStatus.READY)
+            if over and proposals.base_committed_len == sequence.asked_len:  # else it answers one that is overtaken
+                sequence.asked_len = None
+                waited[link_id] = max(waited.get(link_id, 0.0), now - sequence.asked_at)
+            by_link.setdefault(link_id, []).append(proposals)
+        return [
+            (sink, proposals, int(waited.get(link_id, 0.0) * 1e6))
+            for link_id, proposals in by_link.items()
+            if (sink := self._sinks.get(link_id)) is not None
+        ]
+
+    def _wait_for_news(self) -> None:
+        self._at_work.pop(STEP, None)
+        with self._lock:
+            while not (self._arrived or self._stopped):
+                self._changed.wait()
+
+    def _wake(self) -> None:
+        self._arrived = True
+        self._changed.notify()
+
+    # Links come and go, and who watches.
+
+    def attach(self, link_id: int, sink: ProposalSink) -> None:
+        with self._lock:
+            self._sinks[link_id] = sink
+
+    def detach(self, link_id: int) -> None:
+        """The link is gone and its sequences with it."""
+        with self._lock:
+            self._sinks.pop(link_id, None)
+            for key in [key for key in self.sequences if key[0] == link_id]:
+                self._close(key)
+            self._wake()
 
     def stop(self) -> None:
         with self._lock:
@@ -110,110 +203,6 @@ class DraftLoop:
         with self._lock:
             counted = self._strategy.counters()
         return {**self.usage(), **counted}
-
-    def run(self) -> None:
-        """Until stop(). An exception of the strategy ends the loop: its state can no longer be trusted."""
-        while True:
-            self._at_work[STEP] = next(self._numbers)
-            with self._lock:
-                if self._stopped:
-                    self._at_work.pop(STEP)
-                    return
-                self._arrived = False
-                work, answers = self._strategy.plan()
-                outgoing = self._outgoing(answers)
-            _send(outgoing)
-            if work is None:
-                self._at_work.pop(STEP)
-                with self._lock:
-                    while not self._arrived:
-                        self._changed.wait()
-                continue
-            work.execute()
-            with self._lock:
-                self.steps += work.is_step
-                outgoing = self._outgoing(self._strategy.complete(work))
-            _send(outgoing)
-
-    def _wake(self) -> None:
-        self._arrived = True
-        self._changed.notify()
-
-    def _apply(self, key: SequenceKey, message: Message, arrived: float) -> list[Draft]:
-        if isinstance(message, Commit):
-            try:
-                answers = self._strategy.commit(key, message)
-            except UnknownSequence:
-                answers = [Draft(key, message.base_committed_len, [], ProposalStatus.UNKNOWN_REQUEST)]
-            self._asked.pop(key, None)
-            if message.num_wanted:
-                self._asked[key] = message.committed_len, arrived
-            return answers
-        if isinstance(message, Open):
-            return self._open(key, message)
-        if isinstance(message, Name):
-            self._keys[key[0]].add(key)
-            NAMES.learn(key, message.request_id)
-        if isinstance(message, Close):
-            self._keys[key[0]].discard(key)
-            self._forget(key)
-        return []
-
-    def _open(self, key: SequenceKey, message: Open) -> list[Draft]:
-        opening = self._opening.setdefault(key, _Opening())
-        tokens = opening.token_ids
-        self._keys[key[0]].add(key)
-        if message.offset != len(tokens):
-            problem = "sequence %s: prompt part at %d, expected %d: ignored"
-            logger.warning(problem, key, message.offset, len(tokens), extra=NAMES.about(key))
-            return []
-        if message.offset == 0:
-            opening.sampling = message.sampling
-        tokens.extend(message.token_ids)
-        if len(tokens) < message.prompt_len:
-            return []
-        del self._opening[key]
-        ready = self._strategy.open(key, tokens, message.num_speculative_tokens, opening.sampling)
-        return [] if ready is None else [ready]
-
-    def _forget(self, key: SequenceKey) -> None:
-        self._strategy.close(key)
-        self._opening.pop(key, None)
-        NAMES.forget(key)
-        self._asked.pop(key, None)
-
-    def _outgoing(self, drafts: Sequence[Draft]) -> list[tuple[ProposalSink, list[Proposals], int]]:
-        """What to send on each link, to be sent without the lock. The work that counts is what a target waited for."""
-        now = self._clock()
-        by_link: dict[int, list[Proposals]] = {}
-        waited: dict[int, float] = {}
-        step_us = self._strategy.step_us() if drafts else 0
-        for draft in drafts:
-            link_id, request = draft.key
-            if draft.status is ProposalStatus.OK:
-                self.rounds += 1
-                self.drafted += len(draft.token_ids)
-            length, since = self._asked.get(draft.key, (-1, now))
-            over = draft.status not in (ProposalStatus.NOT_READY, ProposalStatus.READY)
-            if over and length == draft.base_committed_len:  # else it answers a commit that is overtaken
-                del self._asked[draft.key]
-                waited[link_id] = max(waited.get(link_id, 0.0), now - since)
-            by_link.setdefault(link_id, []).append(
-                Proposals(
-                    request,
-                    draft.base_committed_len,
-                    draft.token_ids,
-                    draft.status,
-                    draft.q,
-                    draft.origin,
-                    step_us,
-                )
-            )
-        return [
-            (sink, proposals, int(waited.get(link_id, 0.0) * 1e6))
-            for link_id, proposals in by_link.items()
-            if (sink := self._sinks.get(link_id)) is not None
-        ]
 
 
 def _send(outgoing: list[tuple[ProposalSink, list[Proposals], int]]) -> None:

@@ -6,24 +6,25 @@ length, extended as tokens are committed, so a draft costs a few look-ups whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from outrider.actors.drafter.strategy import Draft, SequenceKey, UnknownSequence, Work
-from outrider.cluster.link.messages import Commit, DraftSampling, Origin, ProposalStatus
+from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.strategy import Work
+from outrider.cluster.link.messages import Commit, ProposalStatus
 
 
 class NgramIndex:
     """Where each n-gram of one text last occurred, for every n from min_n to max_n."""
 
-    def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
+    def __init__(self, token_ids: abc.Sequence[int], min_n: int, max_n: int) -> None:
         self.token_ids: list[int] = []
         self._min_n, self._max_n = min_n, max_n
         self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_n + 1)]
         self.extend(token_ids)
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: abc.Sequence[int]) -> None:
         tokens = self.token_ids
         for token in token_ids:
             # The n-grams that end before this token are now followed by something.
@@ -31,7 +32,7 @@ class NgramIndex:
                 self._next[n][tuple(tokens[-n:])] = len(tokens)
             tokens.append(token)
 
-    def lookup(self, count: int, suffix: Sequence[int] | None = None) -> list[int]:
+    def lookup(self, count: int, suffix: abc.Sequence[int] | None = None) -> list[int]:
         """Up to count ids that followed the longest known end of `suffix` (None: of the text); empty without a match.
 
         A match that reaches the end of the text goes on through its own proposal, so a loop is continued as a loop.
@@ -51,39 +52,38 @@ READ_AT_ONCE = 256
 """Tokens read while others wait: about a millisecond."""
 
 
-class GrowingText:
-    """An NgramIndex of a text that is read piece by piece. `read` may run beside one caller of the other methods."""
+class TextIndex:
+    """The NgramIndex of a text that grows at its end, read piece by piece. `read` may run beside whoever lets the text
+    grow, and beside one caller of the other methods."""
 
-    def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
-        """The first piece is read at once."""
-        self.index = NgramIndex(token_ids[:READ_AT_ONCE], min_n, max_n)
-        self._unread = list(token_ids[READ_AT_ONCE:])
-        self._num_read = self._num_reading = 0
-        """Of these; and how many more since settle was last called."""
-
-        self._length = len(token_ids)
-        self.is_read = not self._unread
+    def __init__(self, text: list[int], min_n: int, max_n: int) -> None:
+        """The first piece is read at once. text: not copied."""
+        self._text = text
+        self.ngrams = NgramIndex(text[:READ_AT_ONCE], min_n, max_n)
+        self.is_read = False
         """The index has all of the text."""
 
-    def __len__(self) -> int:
-        return self._length
+        self.settle()
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        self._length += len(token_ids)
-        (self.index if self.is_read else self._unread).extend(token_ids)
+    def follow(self) -> None:
+        """The text has grown."""
+        if self.is_read:
+            self.ngrams.extend(self._text[len(self.ngrams.token_ids) :])
 
     def read(self) -> None:
         """The next piece; settle afterwards."""
-        piece = self._unread[self._num_read : self._num_read + READ_AT_ONCE]
-        self._num_reading = len(piece)  # by settle the text may have grown
-        self.index.extend(piece)
+        start = len(self.ngrams.token_ids)
+        self.ngrams.extend(self._text[start : start + READ_AT_ONCE])
 
     def settle(self) -> bool:
-        """Count the piece as read. Returns whether the text is read whole."""
-        self._num_read, self._num_reading = self._num_read + self._num_reading, 0
-        if self._num_read == len(self._unread):
-            self._unread, self._num_read, self.is_read = [], 0, True
+        """Whether the text, which may have grown meanwhile, is read whole."""
+        self.is_read = len(self.ngrams.token_ids) == len(self._text)
         return self.is_read
+
+
+class NgramSequence(Sequence):
+    index: TextIndex
+    """From `open` on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -91,11 +91,11 @@ class Reading:
     """Work: the next piece of a sequence's text."""
 
     is_step: ClassVar[bool] = False
-    key: SequenceKey
-    text: GrowingText
+    sequence: Sequence
+    index: TextIndex
 
     def execute(self) -> None:
-        self.text.read()
+        self.index.read()
 
 
 class NgramStrategy:
@@ -105,48 +105,49 @@ class NgramStrategy:
 
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._min_n, self._max_n = prompt_lookup_min, prompt_lookup_max
-        self._texts: dict[SequenceKey, GrowingText] = {}
-        self._unread: dict[SequenceKey, int] = {}
-        """Whose text is not read whole, and how many drafts its last commit asked for."""
+        self._num_sequences = 0
+        self._unread: dict[NgramSequence, None] = {}
+        """Whose text is not read whole, the oldest first."""
 
-    def open(
-        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
-    ) -> Draft | None:
-        self.close(key)
-        text = self._texts[key] = GrowingText(token_ids, self._min_n, self._max_n)
-        if text.is_read:
-            return Draft(key, len(text), [], ProposalStatus.READY)
-        self._unread[key] = 0
-        return None
+    def new_sequence(self, key: SequenceKey) -> NgramSequence:
+        return NgramSequence(key)
 
-    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
-        text = self._texts.get(key)
-        if text is None or len(text) != commit.base_committed_len:
-            raise UnknownSequence(key)
-        text.append(commit.token_ids)
-        if not text.is_read:
-            self._unread[key] = commit.num_wanted
-            return [Draft(key, len(text), [], ProposalStatus.NOT_READY)] if commit.num_wanted else []
-        return [self._answer(key, text, commit.num_wanted)] if commit.num_wanted else []
+    def open(self, sequence: NgramSequence) -> list[Answer]:
+        self._num_sequences += 1
+        sequence.index = TextIndex(sequence.text, self._min_n, self._max_n)
+        if sequence.index.is_read:
+            return [sequence.no_drafts(ProposalStatus.READY)]
+        self._unread[sequence] = None
+        return []
 
-    def close(self, key: SequenceKey) -> None:
-        self._texts.pop(key, None)
-        self._unread.pop(key, None)
+    def commit(self, sequence: NgramSequence, commit: Commit) -> list[Answer]:
+        sequence.commit(commit)
+        sequence.index.follow()
+        if not commit.num_wanted:
+            return []
+        unread = sequence in self._unread
+        return [sequence.no_drafts(ProposalStatus.NOT_READY) if unread else self._looked_up(sequence)]
 
-    def plan(self) -> tuple[Work | None, list[Draft]]:
-        for key in self._unread:
-            return Reading(key, self._texts[key]), []
+    def close(self, sequence: NgramSequence) -> None:
+        self._num_sequences -= 1
+        self._unread.pop(sequence, None)
+
+    def plan(self) -> tuple[Work | None, list[Answer]]:
+        for sequence in self._unread:
+            return Reading(sequence, sequence.index), []
         return None, []
 
-    def complete(self, work: Work) -> list[Draft]:
+    def complete(self, work: Work) -> list[Answer]:
         assert isinstance(work, Reading)
-        key, text = work.key, work.text
-        if self._texts.get(key) is not text or not text.settle():
+        sequence = work.sequence
+        assert isinstance(sequence, NgramSequence)
+        if sequence not in self._unread or not sequence.index.settle():
             return []
-        num_wanted = self._unread.pop(key)
-        ready = Draft(key, len(text), [], ProposalStatus.READY)
-        # Whoever asked before waits for an answer from READY on.
-        return [ready, *([self._answer(key, text, num_wanted)] if num_wanted else [])]
+        del self._unread[sequence]
+        answers = [sequence.no_drafts(ProposalStatus.READY)]
+        if sequence.num_wanted:  # whoever asked before waits for an answer from READY on
+            answers.append(self._looked_up(sequence))
+        return answers
 
     def step_us(self) -> int:
         return 0
@@ -155,8 +156,8 @@ class NgramStrategy:
         return {}
 
     def usage(self) -> dict[str, float]:
-        return {"num_sequences": len(self._texts), "num_prefilling": len(self._unread), "kv_cache_usage": 0.0}
+        return {"num_sequences": self._num_sequences, "num_prefilling": len(self._unread), "kv_cache_usage": 0.0}
 
     @staticmethod
-    def _answer(key: SequenceKey, text: GrowingText, num_wanted: int) -> Draft:
-        return Draft(key, len(text), text.index.lookup(num_wanted), ProposalStatus.OK, origin=Origin.MISS)
+    def _looked_up(sequence: NgramSequence) -> Answer:
+        return sequence.drafts(sequence.index.ngrams.lookup(sequence.num_wanted))

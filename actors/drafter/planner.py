@@ -1,14 +1,7 @@
-"""How likely each outcome of a verification is: the drafter's own probabilities, corrected by experience. Pure.
+"""What the draft model's next step holds: whose rows, fed with what, in which KV blocks. Pure.
 
-An outcome is reached when every draft before its position is accepted, and taken when the token there is not. Both
-frequencies are counted against what the drafter's confidence predicted, so a drafter that is too sure of itself is
-believed less.
-
-What a step of the drafter takes, and what another row adds to it: a straight line through recent steps. Pure.
-
-One step of the draft model's: planned, run, and what it drew. Pure.
-
-What the draft model's next step holds: whose rows, fed with what, in which KV blocks. Pure.
+Whoever waits for an answer comes first, then what can be drafted ahead, the likeliest outcomes first; prompts are
+prefilled in chunks. `OutcomeModel` says how likely an outcome is, `StepCost` what another row costs.
 """
 
 from __future__ import annotations
@@ -18,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.actors.drafter.engine import BranchBlocks, Engine
-from outrider.actors.drafter.sequence import Draw, Drawn, Line, Resident, SideBranch, StepPlan, StepRow
-from outrider.actors.drafter.strategy import Draft
+from outrider.actors.drafter.engine import Draw, Drawn, Engine, StepPlan, StepRow
+from outrider.actors.drafter.model_sequence import Line, ModelSequence, SideBranch
+from outrider.actors.drafter.sequence import Answer
 from outrider.cluster.link.messages import ProposalStatus
 
 _BINS = 10
@@ -54,7 +47,12 @@ class Outcome:
 
 
 class OutcomeModel:
-    """Kept by a drafter over all its sequences."""
+    """How likely each outcome of a verification is: the drafter's own probabilities, corrected by experience.
+
+    An outcome is reached when every draft before its position is accepted, and taken when the token there is not. Both
+    frequencies are counted against what the drafter's confidence predicted, so a drafter that is too sure of itself is
+    believed less. Kept by a drafter over all its sequences.
+    """
 
     def __init__(self, num_alternatives: int) -> None:
         self._accepted = [_Frequency() for _ in range(_BINS)]
@@ -99,7 +97,8 @@ _PRIOR_SHARE = 0.02
 
 
 class StepCost:
-    """An exponentially faded least-squares fit of seconds over rows."""
+    """What a step takes, and what another row adds to it: an exponentially faded least-squares fit of seconds over
+    rows."""
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
@@ -127,6 +126,62 @@ class StepCost:
         return min(max(slope / mean, _MIN_SHARE), _MAX_SHARE)
 
 
+class BranchBlocks:
+    """KV blocks of side branches: copy-on-write from their sequence's, and back when a branch becomes the main line.
+
+    A branch shares every block before the one it starts in. That one is copied, unless it starts on the block's first
+    slot, and the ones after it are new.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._restores: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []
+        self.num_blocks = 0
+
+    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(from, to) block ids: those to copy first, and those after them."""
+        restores, copies = self._restores, self._copies
+        self._restores, self._copies = [], []
+        return restores, copies
+
+    def allocate(self, own: tuple[list[int], ...], side: SideBranch, end: int) -> bool:
+        """Blocks for a branch that may reach positions below `end`. False: out of KV, nothing changed."""
+        start = side.line.start
+        spans = [range(start // size, -(-end // size)) for size in self._engine.block_sizes]
+        blocks = self._engine.take_blocks(sum(len(span) for span in spans))
+        if blocks is None:
+            return False
+        self.num_blocks += len(blocks)
+        rest = iter(blocks)
+        side.private = tuple({index: next(rest) for index in span} for span in spans)
+        for group, size in enumerate(self._engine.block_sizes):
+            if start % size:
+                first = start // size
+                self._copies.append((own[group][first], side.private[group][first]))
+        side.blocks = tuple(
+            own[group][: span.start] + list(private.values())
+            for group, (span, private) in enumerate(zip(spans, side.private, strict=True))
+        )
+        return True
+
+    def restore(self, own: tuple[list[int], ...], side: SideBranch) -> None:
+        """Copy what a branch has computed into its sequence's blocks, which must reach as far, and free its own."""
+        for group, size in enumerate(self._engine.block_sizes):
+            for index, block in side.private[group].items():
+                if index * size < side.line.num_computed and index < len(own[group]):
+                    self._restores.append((block, own[group][index]))
+        self.free(side)
+
+    def free(self, side: SideBranch) -> None:
+        blocks = [block for private in side.private for block in private.values()]
+        side.private = ()
+        # Whoever gets these blocks next must not find them overwritten.
+        self._copies = [copy for copy in self._copies if copy[1] not in blocks]
+        self.num_blocks -= len(blocks)
+        self._engine.free_blocks(blocks)
+
+
 @dataclass(eq=False, slots=True)
 class DraftStep:
     """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk."""
@@ -135,7 +190,7 @@ class DraftStep:
     engine: Engine
     clock: Callable[[], float]
     plan: StepPlan = field(default_factory=StepPlan)
-    targets: list[tuple[Resident, Line | None]] = field(default_factory=list)
+    targets: list[tuple[ModelSequence, Line | None]] = field(default_factory=list)
     drawn: list[list[Drawn]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -169,15 +224,15 @@ class StepPlanner:
     def __init__(
         self,
         engine: Engine,
-        residents: Collection[Resident],
+        sequences: Collection[ModelSequence],
         limits: LookaheadLimits,
         prefill_chunk_tokens: int,
         outcomes: OutcomeModel,
         cost: StepCost,
         clock: Callable[[], float],
     ) -> None:
-        """residents: all of them, a view that follows their coming and going."""
-        self._engine, self._residents, self._limits, self._clock = engine, residents, limits, clock
+        """sequences: all of them, a view that follows their coming and going."""
+        self._engine, self._sequences, self._limits, self._clock = engine, sequences, limits, clock
         self._outcomes, self._cost = outcomes, cost
         self._chunk = min(prefill_chunk_tokens, engine.max_num_batched_tokens)
         self._max_rows = min(limits.max_rows, engine.max_num_batched_tokens)
@@ -185,12 +240,12 @@ class StepPlanner:
         self._span = math.gcd(*engine.block_sizes)
         """Tokens that blocks hold whole multiples of: what is allocated to a multiple of it costs no block more."""
 
-    def drafts(self, due: Collection[Resident], answers: list[Draft]) -> DraftStep | None:
+    def drafts(self, due: Collection[ModelSequence], answers: list[Answer]) -> DraftStep | None:
         """A step over those who wait, in their order, then over what can be drafted ahead. answers: those that need no
         step are added."""
         step = DraftStep(self._engine, self._clock)
-        for resident in due:
-            self._add_main(step, resident, answers)
+        for sequence in due:
+            self._add_main(step, sequence, answers)
         if self._limits.ahead:
             self._add_ahead(step)
         return self._finished(step)
@@ -200,20 +255,20 @@ class StepPlanner:
         so that they are ready when somebody does."""
         step = DraftStep(self._engine, self._clock)
         budget = self._chunk
-        for resident in self._residents:
-            sequence = resident.sequence
-            if resident.retired or resident.can_draft or (sequence.num_wanted == 0) != idle:
+        for sequence in self._sequences:
+            waits = sequence.started and not sequence.retired and not sequence.can_draft
+            if not waits or (sequence.num_wanted == 0) != idle:
                 continue
             if budget == 0 or len(step.plan.rows) == self._max_rows:
                 break
             start = sequence.main.num_computed
             # The last token makes the first draft.
             end = min(start + budget, sequence.committed_len - 1)
-            if not self._allocate(resident, end):
+            if not self._allocate(sequence, end):
                 continue  # a shorter one may still fit
             budget -= end - start
-            step.plan.rows.append(StepRow(sequence.text[start:end], start, resident.blocks))
-            step.targets.append((resident, None))
+            step.plan.rows.append(StepRow(sequence.text[start:end], start, sequence.blocks))
+            step.targets.append((sequence, None))
         return self._finished(step)
 
     def _finished(self, step: DraftStep) -> DraftStep | None:
@@ -222,10 +277,9 @@ class StepPlanner:
         step.plan.restores, step.plan.copies = self.branches.take_copies()
         return step
 
-    def _add_main(self, step: DraftStep, resident: Resident, answers: list[Draft] | None) -> None:
+    def _add_main(self, step: DraftStep, sequence: ModelSequence, answers: list[Answer] | None) -> None:
         """The main line's next row. answers: of a sequence that is due; OUT_OF_KV goes there."""
-        sequence = resident.sequence
-        draws, guesses = self._draws(resident, sequence.main)
+        draws, guesses = self._draws(sequence, sequence.main)
         if not draws:
             answer = sequence.answer()
             if answer is not None and answers is not None:
@@ -233,31 +287,29 @@ class StepPlanner:
             return
         if not self._has_room(step, sequence.num_uncomputed + len(guesses)):
             return
-        if not self._has_blocks(resident, draws[-1].position) and not self._allocate(resident, draws[-1].position):
+        if not self._has_blocks(sequence, draws[-1].position) and not self._allocate(sequence, draws[-1].position):
             if answers is not None:
-                sequence.give_up()
-                answers.append(Draft(sequence.key, sequence.committed_len, [], ProposalStatus.OUT_OF_KV))
+                answers.append(sequence.give_up(ProposalStatus.OUT_OF_KV))
             return
-        self._add_row(step, resident, sequence.main, resident.blocks, draws, guesses)
+        self._add_row(step, sequence, sequence.main, sequence.blocks, draws, guesses)
 
     def _add_ahead(self, step: DraftStep) -> None:
         """Main lines of answered sequences first, then side branches, the likeliest outcomes first."""
-        answered = [r for r in self._residents if not r.sequence.due and r.can_draft]
-        for resident in answered:
-            self._add_main(step, resident, None)
-            self._spawn(resident)
-        sides = [(side, resident) for resident in answered for side in resident.sequence.sides.values()]
+        answered = [s for s in self._sequences if not s.due and s.can_draft]
+        for sequence in answered:
+            self._add_main(step, sequence, None)
+            self._spawn(sequence)
+        sides = [(side, sequence) for sequence in answered for side in sequence.sides.values()]
         sides.sort(key=lambda entry: -entry[0].value)
-        for side, resident in sides:
-            draws, guesses = self._draws(resident, side.line)
+        for side, sequence in sides:
+            draws, guesses = self._draws(sequence, side.line)
             if not draws or not self._has_room(step, 1 + len(guesses)):
                 continue
-            self._add_row(step, resident, side.line, side.blocks, draws, guesses)
+            self._add_row(step, sequence, side.line, side.blocks, draws, guesses)
 
-    def _draws(self, resident: Resident, line: Line) -> tuple[list[Draw], list[int]]:
+    def _draws(self, sequence: ModelSequence, line: Line) -> tuple[list[Draw], list[int]]:
         """What the line's next row draws, and what an earlier passage of the text says these draws will be."""
-        sequence = resident.sequence
-        index = resident.index.index if resident.index is not None and resident.index.is_read else None
+        index = sequence.index.ngrams if sequence.index is not None and sequence.index.is_read else None
         if not sequence.free_of_rounds:
             # A right guess makes an answer come sooner. Where a late answer is dropped, tokens that were guessed would
             # be dropped less often than others: no longer draws from q.
@@ -273,60 +325,57 @@ class StepPlanner:
     def _add_row(
         self,
         step: DraftStep,
-        resident: Resident,
+        sequence: ModelSequence,
         line: Line,
         blocks: tuple[list[int], ...],
         draws: list[Draw],
         guesses: list[int],
     ) -> None:
         start = line.num_computed
-        ids = resident.sequence.token_ids(line, start, line.end)
+        ids = sequence.token_ids(line, start, line.end)
         step.plan.rows.append(StepRow(ids, start, blocks, draws, guesses))
-        step.targets.append((resident, line))
+        step.targets.append((sequence, line))
 
     def _has_room(self, step: DraftStep, num_tokens: int) -> bool:
         fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens
         return fits and len(step.plan.rows) < self._max_rows
 
-    def _has_blocks(self, resident: Resident, end: int) -> bool:
+    def _has_blocks(self, sequence: ModelSequence, end: int) -> bool:
         """Nothing was committed since blocks were last allocated, and they reach as far."""
-        sequence = resident.sequence
-        settled = resident.allocated_for == sequence.committed_len and sequence.adopted is None
-        return settled and end <= resident.allocated_to
+        settled = sequence.allocated_for == sequence.committed_len and sequence.adopted is None
+        return settled and end <= sequence.allocated_to
 
-    def _allocate(self, resident: Resident, end: int) -> bool:
+    def _allocate(self, sequence: ModelSequence, end: int) -> bool:
         """KV blocks of the sequence's own for all positions below `end`; an adopted branch's are copied there."""
-        sequence = resident.sequence
         length = sequence.committed_len
         end = min(-(-end // self._span) * self._span, sequence.max_len) if end >= length else end
         known = min(end, length)
         computed = min(sequence.main.num_computed, known - 1)
-        if resident.appended_to < length:
-            self._engine.append(resident.request_id, sequence.text[resident.appended_to :])
-            resident.appended_to = length
-        while not self._engine.allocate(resident.request_id, computed, known - computed, end - known):
+        if sequence.appended_to < length:
+            self._engine.append(sequence.engine_id, sequence.text[sequence.appended_to :])
+            sequence.appended_to = length
+        while not self._engine.allocate(sequence.engine_id, computed, known - computed, end - known):
             # Who is waited for comes before what is drafted ahead.
             if not (sequence.due and self._drop_a_branch()):
                 return False
-        resident.blocks = self._engine.block_ids(resident.request_id)
-        resident.allocated_for, resident.allocated_to = length, end
+        sequence.blocks = self._engine.block_ids(sequence.engine_id)
+        sequence.allocated_for, sequence.allocated_to = length, end
         if sequence.adopted is not None:
-            self.branches.restore(resident.blocks, sequence.adopted)
+            self.branches.restore(sequence.blocks, sequence.adopted)
             sequence.adopted = None
         return True
 
     def _drop_a_branch(self) -> bool:
-        for resident in self._residents:
-            sequence = resident.sequence
+        for sequence in self._sequences:
             if sequence.sides:
                 _, side = sequence.sides.popitem()
                 self.branches.free(side)
                 return True
         return False
 
-    def _spawn(self, resident: Resident) -> None:
+    def _spawn(self, sequence: ModelSequence) -> None:
         """Side branches for the likeliest outcomes that verification may have from what is proposed now."""
-        sequence, limits = resident.sequence, self._limits
+        limits = self._limits
         if sequence.adopted is not None or limits.max_side_branches == 0:
             return
         open_outcomes = sequence.open_outcomes()
@@ -345,6 +394,6 @@ class StepPlanner:
         for outcome in found[: max(limits.max_side_branches - len(sequence.sides), 0)]:
             line = Line(outcome.position, [outcome.token], [None], num_computed=outcome.position)
             side = SideBranch(line, outcome.value)
-            if not self.branches.allocate(resident.blocks, side, outcome.position + 1 + sequence.num_wanted):
+            if not self.branches.allocate(sequence.blocks, side, outcome.position + 1 + sequence.num_wanted):
                 return
             sequence.sides[outcome.position, outcome.token] = side

@@ -1,33 +1,13 @@
-"""What a drafting method offers the drafter's loop."""
+"""What a drafting method offers the draft loop."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from outrider.cluster.link.messages import Commit, DraftSampling, Origin, ProposalStatus, SparseQ
+from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.cluster.link.messages import Commit
 
-SequenceKey = tuple[int, int]
-"""(link, request handle): unique over every target linked to one drafter."""
-
-
-@dataclass(slots=True)
-class Draft:
-    """The answer for one sequence: up to K token ids that continue its committed length.
-
-    q: what they were drawn from; None: each was the only choice (a one-hot q), or verification needs no q.
-    """
-
-    key: SequenceKey
-    base_committed_len: int
-    token_ids: list[int]
-    status: ProposalStatus
-    q: SparseQ | None = None
-    origin: Origin = Origin.NONE
-
-
-class UnknownSequence(KeyError):
-    """A commit for a sequence that is not open here or is at another length: the verifier must open it again."""
+S = TypeVar("S", bound=Sequence)
 
 
 class Work(Protocol):
@@ -41,8 +21,8 @@ class Work(Protocol):
     def execute(self) -> None: ...
 
 
-class DraftStrategy(Protocol):
-    """Holds the sequences of all linked targets and drafts for many of them at once.
+class DraftStrategy(Protocol[S]):
+    """Drafts for the sequences of all linked targets, many of them at once.
 
     Every method is called under the loop's lock, by any thread; work is planned, executed and completed by the loop's
     thread alone, so while a step runs, commits are applied and answered from what has been drafted ahead.
@@ -51,28 +31,28 @@ class DraftStrategy(Protocol):
     kept or dropped for what they are no longer come from q, and rejection against q would be biased.
     """
 
-    def open(
-        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
-    ) -> Draft | None:
-        """A new sequence with its committed tokens (the prompt, or all of a resumed request's text).
+    def new_sequence(self, key: SequenceKey) -> S:
+        """For a request of which nothing is known yet. Nothing is held for it before `open`."""
 
-        sampling: how its drafts are to be drawn. Drafts that are a function of the text alone may ignore it.
+    def open(self, sequence: S) -> list[Answer]:
+        """The sequence's text is whole: the prompt, or all of a resumed request's text.
+
         Returns a READY answer if it can be drafted for at once, without prefill. Everybody's commits wait meanwhile: a
         long text is not read here but as work, piece by piece.
         """
 
-    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
-        """Append committed tokens. Returns the answer if it is at hand, or why there is none, and before it an empty
-        one to an earlier commit that is overtaken: who asked shall know that somebody is there. Raises
-        UnknownSequence."""
+    def commit(self, sequence: S, commit: Commit) -> list[Answer]:
+        """Take committed tokens, which continue the text of an open sequence. Returns the answer if it is at hand, or
+        why there is none, and before it an empty one to an earlier commit that is overtaken: who asked shall know that
+        somebody is there."""
 
-    def close(self, key: SequenceKey) -> None:
-        """Forget a sequence and free what it holds. Unknown keys are ignored."""
+    def close(self, sequence: S) -> None:
+        """Forget an open sequence and free what is held for it. Work that is under way may still know it."""
 
-    def plan(self) -> tuple[Work | None, list[Draft]]:
+    def plan(self) -> tuple[Work | None, list[Answer]]:
         """The most urgent work, and answers that need none. (None, []): nothing to do until something arrives."""
 
-    def complete(self, work: Work) -> list[Draft]:
+    def complete(self, work: Work) -> list[Answer]:
         """Take the results of executed work. Returns the answers that are ready now."""
 
     def step_us(self) -> int:

@@ -1,22 +1,21 @@
-"""Answers of many requests, kept as long as there is room: what suffix decoding learns from. Pure.
-
-Suffix decoding as a drafter: what followed the end of the text before, in it or in the answers of others.
+"""Suffix decoding as a drafter: what followed the end of the text before, in it or in the answers of others. Pure.
 
 The text alone decides, so q is one-hot, and a look-up is answered on the receive thread like an n-gram drafter's.
-Longer prompts and the answers of others are read between rounds, a slice at a time.
+Longer prompts and the answers of others are read between rounds, a slice at a time; of the answers as many are kept as
+there is room for.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Sequence
+from collections import abc, deque
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from outrider.actors.drafter.strategy import Draft, SequenceKey, UnknownSequence, Work
+from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.strategy import Work
 from outrider.actors.drafter.suffix_index import NO_PATH, Path, SuffixIndex, SuffixLimits, best_path
-from outrider.cluster.link.messages import Commit, DraftSampling, Origin, ProposalStatus
+from outrider.cluster.link.messages import Commit, ProposalStatus
 
 RequestKey = tuple[str, int]
 """(drafter, number): unique over all drafters of a pool."""
@@ -37,7 +36,7 @@ class AnswerPart:
 
 
 class SuffixAnswers:
-    """First in, first out, bounded by requests and by tokens."""
+    """Answers of many requests: first in, first out, bounded by requests and by tokens."""
 
     def __init__(self, max_requests: int, max_tokens: int, limits: SuffixLimits) -> None:
         self._max_requests, self._max_tokens, self._limits = max_requests, max_tokens, limits
@@ -68,7 +67,7 @@ class SuffixAnswers:
         while self._parts and (self.num_requests > self._max_requests or self.num_tokens > self._max_tokens):
             self._forget_oldest()
 
-    def path(self, end_of_text: Sequence[int], num_wanted: int, request: RequestKey, seed: int | None) -> Path:
+    def path(self, end_of_text: abc.Sequence[int], num_wanted: int, request: RequestKey, seed: int | None) -> Path:
         """What other requests' answers say comes next.
 
         seed: as in AnswerPart. A request that is drawn with the seed of another draws the same random numbers, and
@@ -107,26 +106,22 @@ _MOST_WAITING = 4096
 """Parts that wait to be learnt, or to be sent; beyond that the oldest are lost, and counted."""
 
 
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    request: RequestKey
-    index: SuffixIndex
-    token_ids: list[int]
-    """All of the text."""
+class SuffixSequence(Sequence):
+    def begin(self, request: RequestKey, max_match_len: int) -> None:
+        """The prompt is whole."""
+        self.request = request
+        buckets = 1 << max(10, min(18, (2 * len(self.text) + 1024).bit_length()))
+        self.index = SuffixIndex(max_match_len, buckets)
+        self.seed = self.sampling.seed if self.sampling.mode.samples_q else None
+        self.num_read = 0
+        """Leading tokens of the text that the index has."""
 
-    seed: int | None
-    num_read: int = 0
-    """Leading tokens of the text that the index has."""
-
-    num_shared: int = 0
-    """Leading tokens that are the prompt's, or that others know."""
-
-    num_wanted: int = 0
-    """Drafts that the last commit asked for, while it waits for the text to be read."""
+        self.num_shared = len(self.text)
+        """Leading tokens that are the prompt's, or that others know."""
 
     def read(self) -> int:
         """A slice, into the index. Returns its length; num_read is for whoever holds the loop's lock."""
-        tokens = self.token_ids[self.num_read : self.num_read + _SLICE_TOKENS]
+        tokens = self.text[self.num_read : self.num_read + _SLICE_TOKENS]
         self.index.append(tokens)
         return len(tokens)
 
@@ -137,8 +132,7 @@ class _Reading:
     learnt, which belongs to the lock."""
 
     is_step: ClassVar[bool] = False
-    key: SequenceKey | None = None
-    sequence: _Sequence | None = None
+    sequence: SuffixSequence | None = None
     num_tokens: int = 0
     """How many were read; by the time they are counted the text may have grown."""
 
@@ -171,65 +165,50 @@ class SuffixStrategy:
         self._answers: SuffixAnswers | None = None
         if self.max_cached_requests:
             self._answers = SuffixAnswers(self.max_cached_requests, self.max_cached_tokens, self.limits)
-        self._sequences: dict[SequenceKey, _Sequence] = {}
-        self._unread: dict[SequenceKey, _Sequence] = {}
+        self._num_sequences = 0
+        self._unread: dict[SuffixSequence, None] = {}
+        """Whose text is not read whole, the oldest first."""
+
         self._to_learn: deque[AnswerPart] = deque()
         self._to_send: deque[AnswerPart] = deque()
         self._last_number = 0
 
-    def open(
-        self, key: SequenceKey, token_ids: list[int], num_speculative_tokens: int, sampling: DraftSampling
-    ) -> Draft | None:
+    def new_sequence(self, key: SequenceKey) -> SuffixSequence:
+        return SuffixSequence(key)
+
+    def open(self, sequence: SuffixSequence) -> list[Answer]:
+        self._num_sequences += 1
         self._last_number += 1
-        buckets = 1 << max(10, min(18, (2 * len(token_ids) + 1024).bit_length()))
-        sequence = _Sequence(
-            (self.name, self._last_number),
-            SuffixIndex(self.limits.max_tree_depth, buckets),
-            list(token_ids),
-            sampling.seed if sampling.mode.samples_q else None,
-            num_shared=len(token_ids),
-        )
-        self._sequences[key] = sequence
-        self._read(key, sequence)
-        return None if key in self._unread else self._ready(key, sequence)
+        sequence.begin((self.name, self._last_number), self.limits.max_tree_depth)
+        self._count_read(sequence, sequence.read())
+        return [] if sequence in self._unread else [sequence.no_drafts(ProposalStatus.READY)]
 
-    def commit(self, key: SequenceKey, commit: Commit) -> list[Draft]:
-        sequence = self._sequences.get(key)
-        if sequence is None or len(sequence.token_ids) != commit.base_committed_len:
-            raise UnknownSequence(key)
-        sequence.token_ids.extend(commit.token_ids)
+    def commit(self, sequence: SuffixSequence, commit: Commit) -> list[Answer]:
+        sequence.commit(commit)
         self._share(sequence, PART_TOKENS)
-        length = len(sequence.token_ids)
-        if key in self._unread:
-            sequence.num_wanted = commit.num_wanted
-            return [Draft(key, length, [], ProposalStatus.NOT_READY)] if commit.num_wanted else []
-        self._read(key, sequence)
-        return [self._answer(key, sequence, commit.num_wanted)] if commit.num_wanted else []
+        unread = sequence in self._unread
+        if not unread:
+            self._count_read(sequence, sequence.read())
+        if not commit.num_wanted:
+            return []
+        return [sequence.no_drafts(ProposalStatus.NOT_READY) if unread else self._looked_up(sequence)]
 
-    def close(self, key: SequenceKey) -> None:
-        sequence = self._sequences.pop(key, None)
-        self._unread.pop(key, None)
-        if sequence is not None:
-            self._share(sequence, _LEAST_PART_TOKENS)
+    def close(self, sequence: SuffixSequence) -> None:
+        self._num_sequences -= 1
+        self._unread.pop(sequence, None)
+        self._share(sequence, _LEAST_PART_TOKENS)
 
-    def plan(self) -> tuple[Work | None, list[Draft]]:
-        for key, sequence in self._unread.items():
-            return _Reading(key, sequence), []
+    def plan(self) -> tuple[Work | None, list[Answer]]:
+        for sequence in self._unread:
+            return _Reading(sequence), []
         return (_Reading() if self._to_learn else None), []
 
-    def complete(self, work: Work) -> list[Draft]:
+    def complete(self, work: Work) -> list[Answer]:
         """Take one slice: of a prompt, while somebody waits for one, else of the answers of others."""
         assert isinstance(work, _Reading)
-        key, sequence = work.key, work.sequence
-        if key is not None and sequence is not None:
-            if self._unread.get(key) is not sequence:
-                return []
-            self._count_read(key, sequence, work.num_tokens)
-            if key in self._unread:
-                return []
-            ready, num_wanted = self._ready(key, sequence), sequence.num_wanted
-            # Whoever asked before waits for an answer from READY on.
-            return [ready, *([self._answer(key, sequence, num_wanted)] if num_wanted else [])]
+        sequence = work.sequence
+        if sequence is not None:
+            return self._read_on(sequence, work.num_tokens) if sequence in self._unread else []
         for _ in range(min(_SLICE_PARTS, len(self._to_learn))):
             assert self._answers is not None
             self._answers.add(self._to_learn.popleft())
@@ -241,7 +220,7 @@ class SuffixStrategy:
 
     def usage(self) -> dict[str, float]:
         return {
-            "num_sequences": len(self._sequences),
+            "num_sequences": self._num_sequences,
             "num_prefilling": len(self._unread),
             "kv_cache_usage": 0.0,
         }
@@ -275,12 +254,11 @@ class SuffixStrategy:
             queue.popleft()
             self.counted.parts_lost += 1
 
-    def _answer(self, key: SequenceKey, sequence: _Sequence, num_wanted: int) -> Draft:
-        drafted = self._draft(sequence, num_wanted)
-        return Draft(key, len(sequence.token_ids), drafted, ProposalStatus.OK, origin=Origin.MISS)
+    def _looked_up(self, sequence: SuffixSequence) -> Answer:
+        return sequence.drafts(self._draft(sequence, sequence.num_wanted))
 
-    def _draft(self, sequence: _Sequence, num_wanted: int) -> list[int]:
-        end_of_text = sequence.token_ids[-self.limits.max_tree_depth :]
+    def _draft(self, sequence: SuffixSequence, num_wanted: int) -> list[int]:
+        end_of_text = sequence.text[-self.limits.max_tree_depth :]
         own = best_path(sequence.index, end_of_text, num_wanted, self.limits, is_the_text=True)
         if self._answers is not None and own.score < num_wanted:
             others = self._answers.path(end_of_text, num_wanted, sequence.request, sequence.seed)
@@ -290,23 +268,25 @@ class SuffixStrategy:
         self.counted.own_text_drafts += bool(own.token_ids)
         return own.token_ids
 
-    def _read(self, key: SequenceKey, sequence: _Sequence) -> None:
-        self._count_read(key, sequence, sequence.read())
-
-    def _count_read(self, key: SequenceKey, sequence: _Sequence, num_tokens: int) -> None:
+    def _count_read(self, sequence: SuffixSequence, num_tokens: int) -> None:
         sequence.num_read += num_tokens
-        if sequence.num_read < len(sequence.token_ids):
-            self._unread[key] = sequence
+        if sequence.num_read < len(sequence.text):
+            self._unread[sequence] = None
         else:
-            self._unread.pop(key, None)
+            self._unread.pop(sequence, None)
 
-    @staticmethod
-    def _ready(key: SequenceKey, sequence: _Sequence) -> Draft:
-        return Draft(key, len(sequence.token_ids), [], ProposalStatus.READY)
+    def _read_on(self, sequence: SuffixSequence, num_tokens: int) -> list[Answer]:
+        self._count_read(sequence, num_tokens)
+        if sequence in self._unread:
+            return []
+        answers = [sequence.no_drafts(ProposalStatus.READY)]
+        if sequence.num_wanted:  # whoever asked before waits for an answer from READY on
+            answers.append(self._looked_up(sequence))
+        return answers
 
-    def _share(self, sequence: _Sequence, least: int) -> None:
+    def _share(self, sequence: SuffixSequence, least: int) -> None:
         """Give what is new in an answer to this drafter's own memory and to the pool, if it is enough."""
-        start, text = sequence.num_shared, sequence.token_ids
+        start, text = sequence.num_shared, sequence.text
         if self._answers is None or len(text) - start < least:
             return
         context = text[max(0, start - self.limits.max_tree_depth) : start]

@@ -1,10 +1,4 @@
-"""From occurrences to a draft: the continuation with the best expected number of right tokens. Pure.
-
-SuffixDecoding's choice (arXiv 2411.04975, section 4): for a context of each length, walk the likeliest tokens while the
-product of their estimated probabilities stays above a threshold, at most in proportion to the context's length; the
-sum of these products estimates how many tokens will be accepted, and the context with the largest sum wins.
-
-Where the ends of a text occurred before, and what followed: the index behind suffix decoding.
+"""Where the ends of a text occurred before, and what followed: the index behind suffix decoding. Pure.
 
 SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) keeps suffix trees with counts. What it asks of them is, for every
 length of context, how often each continuation followed it. Here that is answered from the tokens themselves: every
@@ -12,6 +6,11 @@ position is linked to the one before it with the same 1, 3 and 6 tokens to its l
 look-up follows these links over the latest occurrences, measures how long each match really is, and counts. The
 counts are those of a tree over these occurrences; memory is 28 bytes a token whatever the depth, appending costs the
 same for every token, and the oldest tokens are forgotten by moving one number.
+
+From occurrences to a draft is SuffixDecoding's choice (section 4): for a context of each length, walk the likeliest
+tokens while the product of their estimated probabilities stays above a threshold, at most in proportion to the
+context's length; the sum of these products estimates how many tokens will be accepted, and the context with the
+largest sum wins.
 """
 
 from __future__ import annotations

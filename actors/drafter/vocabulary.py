@@ -52,7 +52,7 @@ class DraftVocabulary:
         self._weight = [0.0] * num_slots
         self._increment, self._growth = 1.0, 2.0 ** (1.0 / half_life_tokens)
         self._always = frozenset(fixed)
-        self._pinned_by: dict[Hashable, tuple[int, ...]] = {}
+        self._pinned_by: dict[Hashable, set[int]] = {}
         self._pins: dict[int, int] = {}
         self._waiting: dict[int, None] = {}
         """Pinned tokens that found no room, the earliest first."""
@@ -81,8 +81,13 @@ class DraftVocabulary:
         """Hold a sequence's tokens until unpin(key). Those that find no room wait for it, earlier ones first. A key
         that is pinned already is unpinned first."""
         self.unpin(key)
-        distinct = tuple(token for token in dict.fromkeys(token_ids) if 0 <= token < self.vocab_size)
-        self._pinned_by[key] = distinct
+        self.pin_more(key, token_ids)
+
+    def pin_more(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        """Hold these tokens of the sequence too."""
+        held = self._pinned_by.setdefault(key, set())
+        distinct = [t for t in dict.fromkeys(token_ids) if 0 <= t < self.vocab_size and t not in held]
+        held.update(distinct)
         for token in distinct:
             self._pins[token] = self._pins.get(token, 0) + 1
         for token in distinct:

@@ -12,7 +12,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
-from outrider.actors.drafter.sequence import Drawn, StepPlan
+from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.cluster.config import ConfigError
 
 
@@ -49,14 +49,17 @@ class DraftEngine:
         """Draft from these tokens alone, from the next step on. Raises ConfigError where the head cannot be cut."""
         self._core.model_executor.collective_rpc("cut_head", args=(token_ids,))
 
-    def start(self, request_id: str, token_ids: list[int]) -> int:
-        request = Request(
+    def hashed(self, request_id: str, token_ids: list[int]) -> Request:
+        return Request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
             sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
             pooling_params=None,
             block_hasher=self._core.request_block_hasher,
         )
+
+    def start(self, request_id: str, token_ids: list[int], hashed: Request | None = None) -> int:
+        request = hashed or self.hashed(request_id, token_ids)
         self._requests[request_id] = request
         blocks, num_computed, _ = self._kv.get_computed_blocks(request)
         if num_computed == 0:

@@ -1,7 +1,5 @@
-"""The draft model's output head, cut to the tokens of a draft vocabulary.
-
-A rank of the draft model: vLLM's worker, plus a lean step over rows that the drafter plans. See paged_forward.py.
-"""
+"""A rank of the draft model: vLLM's worker, plus a lean step over rows that the drafter plans (see paged_forward.py),
+and an output head that is cut to the tokens of a draft vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.actors.drafter.draw import draw, up_to_first_miss
-from outrider.actors.drafter.sequence import Drawn, StepPlan
+from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.verification.search import TokenSubset
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.paged_forward import PagedForward

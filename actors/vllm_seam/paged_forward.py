@@ -18,7 +18,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from outrider.actors.drafter.sequence import StepRow
+from outrider.actors.drafter.engine import StepRow
 
 
 class PagedForward:

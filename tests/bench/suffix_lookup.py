@@ -12,13 +12,18 @@ import sys
 import time
 from pathlib import Path
 
-from outrider.actors.drafter.strategy import SequenceKey
-from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.suffix import SuffixSequence, SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
-from outrider.cluster.link.messages import Commit, DraftSampling
+from outrider.cluster.link.messages import Commit, DraftSampling, Open
 
-KEY: SequenceKey = (1, 1)
 PROMPT, ANSWER, K = 4096, 1024, 8
+
+
+def opened(drafter: SuffixStrategy, key: tuple[int, int], prompt: list[int]) -> SuffixSequence:
+    sequence = drafter.new_sequence(key)
+    sequence.add_prompt(Open(key[1], len(prompt), 0, prompt, 4, DraftSampling()))
+    drafter.open(sequence)
+    return sequence
 
 
 def main() -> None:
@@ -31,17 +36,16 @@ def main() -> None:
     others = text[: -(PROMPT + ANSWER)]
     started = time.process_time()
     for number, start in enumerate(range(0, len(others), 512)):
-        key = (2, number)
-        drafter.open(key, [1], 4, DraftSampling())
-        drafter.commit(key, Commit(number, 1, others[start : start + 512], 0, 0))
-        drafter.close(key)
+        other = opened(drafter, (2, number), [1])
+        drafter.commit(other, Commit(number, 1, others[start : start + 512], 0, 0))
+        drafter.close(other)
         while (work := drafter.plan()[0]) is not None:
             work.execute()
             drafter.complete(work)
     learning = (time.process_time() - started) / len(others)
     own = text[-(PROMPT + ANSWER) :]
     started = time.process_time()
-    drafter.open(KEY, own[:PROMPT], 4, DraftSampling())
+    sequence = opened(drafter, (1, 1), own[:PROMPT])
     while (work := drafter.plan()[0]) is not None:
         work.execute()
         drafter.complete(work)
@@ -50,7 +54,7 @@ def main() -> None:
     for position in range(PROMPT, PROMPT + ANSWER):
         commit = Commit(1, position, own[position : position + 1], K, K)
         started = time.process_time()
-        ids = drafter.commit(KEY, commit)[0].token_ids
+        ids = drafter.commit(sequence, commit)[0].proposals.token_ids
         times.append(time.process_time() - started)
         drafted += len(ids)
         for guess, token in zip(ids, own[position + 1 :], strict=False):

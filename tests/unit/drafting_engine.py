@@ -4,7 +4,7 @@ A wrong block table, a missed copy or a stale slot changes the drawn tokens, so 
 checks all of it.
 """
 
-from outrider.actors.drafter.sequence import Drawn
+from outrider.actors.drafter.engine import Drawn
 
 VOCAB = 1000
 
@@ -39,7 +39,11 @@ class MemoryEngine:
         self.bad_after = None
         """Draw nothing usable after texts of this length and more."""
 
-    def start(self, request_id, token_ids):
+    def hashed(self, request_id, token_ids):
+        return request_id, tuple(token_ids)
+
+    def start(self, request_id, token_ids, hashed=None):
+        assert hashed in (None, (request_id, tuple(token_ids)))
         assert request_id not in self.committed
         assert len(token_ids) < self.max_model_len
         self.committed[request_id], self.blocks[request_id] = list(token_ids), []

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from outrider.actors.drafter.draw import draw
-from outrider.actors.drafter.sequence import Drawn
+from outrider.actors.drafter.engine import Drawn
 from outrider.actors.verification.search import TokenSubset
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
-from tests.unit.drafting.draw_cases import INF, ONLY, SAMPLINGS, VOCAB, draw_of, random_logits
+from tests.unit.drafter.draw_cases import INF, ONLY, SAMPLINGS, VOCAB, draw_of, random_logits
 
 
 def subset_and_full(seed, rows, size, spread=3.0, vocab=2000):

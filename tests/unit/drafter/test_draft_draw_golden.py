@@ -11,7 +11,7 @@ from outrider.actors.drafter.draw import draw
 from outrider.actors.verification.search import TokenSubset
 from outrider.cluster.link.messages import DraftSampling
 from outrider.cluster.modes import Mode
-from tests.unit.drafting.draw_cases import INF, SAMPLINGS, draw_of
+from tests.unit.drafter.draw_cases import INF, SAMPLINGS, draw_of
 
 ALL = SAMPLINGS | {
     "greedy-biased": DraftSampling(biases=((11, 6.0), (12, -INF))),

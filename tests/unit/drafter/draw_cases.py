@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from outrider.actors.drafter.sequence import Draw
+from outrider.actors.drafter.engine import Draw
 from outrider.actors.verification.constraints import Constraints
 from outrider.actors.verification.draft_sampler import sample_drafts
 from outrider.cluster.link.messages import DraftSampling, SparseQ

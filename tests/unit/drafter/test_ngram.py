@@ -5,9 +5,9 @@ import random
 import pytest
 
 from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
-from outrider.actors.drafter.strategy import Draft, UnknownSequence
 from outrider.cluster.link.messages import Commit, DraftSampling, Origin, ProposalStatus
 from outrider.cluster.modes import Mode
+from tests.unit.drafter.drive import Drive, Told
 
 KEY, OTHER = (1, 1), (2, 1)
 SAMPLING = DraftSampling(Mode.REJECTION, temperature=1.0)
@@ -63,11 +63,11 @@ def commit(key, base, tokens, k):
 
 
 def test_a_strategy_answers_each_commit_at_once_at_its_own_length_and_k():
-    strategy = NgramStrategy(2, 4)
-    assert strategy.open(KEY, [1, 2, 3, 1], 4, SAMPLING) == Draft(KEY, 4, [], ProposalStatus.READY)
+    strategy = Drive(NgramStrategy(2, 4))
+    assert strategy.open(KEY, [1, 2, 3, 1], 4, SAMPLING) == Told(KEY, 4, [], ProposalStatus.READY)
     strategy.open(OTHER, [5, 6, 5], 4, SAMPLING)
     drafted = strategy.commit(KEY, commit(KEY, 4, [2], 4))
-    assert drafted == [Draft(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=Origin.MISS)]
+    assert drafted == [Told(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=Origin.MISS)]
     assert strategy.commit(OTHER, commit(OTHER, 3, [6], 1))[0].token_ids == [5]
     assert strategy.commit(KEY, commit(KEY, 5, [3, 9], 4))[0].token_ids == []
     assert strategy.commit(OTHER, commit(OTHER, 4, [5], 0)) == []
@@ -78,16 +78,7 @@ def test_a_strategy_answers_each_commit_at_once_at_its_own_length_and_k():
     assert strategy.usage()["num_sequences"] == 1
 
 
-def test_a_commit_for_an_unknown_sequence_or_length_is_refused():
-    strategy = NgramStrategy(2, 4)
-    with pytest.raises(UnknownSequence):
-        strategy.commit(KEY, commit(KEY, 0, [1], 4))
-    strategy.open(KEY, [1, 2], 4, SAMPLING)
-    with pytest.raises(UnknownSequence):
-        strategy.commit(KEY, commit(KEY, 3, [1], 4))
-
-
 def test_a_short_prompt_is_read_at_once():
-    strategy = NgramStrategy(2, 4)
+    strategy = Drive(NgramStrategy(2, 4))
     strategy.open(KEY, [1] * 200, 4, SAMPLING)
     assert strategy.plan() == (None, [])

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.cluster.link.messages import Origin, ProposalStatus
-from tests.unit.drafting.draft_bench import GREEDY, KEY, OTHER, SAMPLED, Bench, ids
+from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, SAMPLED, Bench, ids
 from tests.unit.drafting_engine import continuation, drawn_token
 
 
@@ -65,7 +65,7 @@ def test_the_outcomes_that_are_likeliest_get_the_branches():
     bench.settle()
     bench.commit(KEY, [999])
     bench.settle()
-    sides = bench.strategy._residents[KEY].sequence.sides
+    sides = bench.strategy.sequences[KEY].sides
     # A position further on is reached with 0.7 of the probability, a second alternative has half of the first's.
     assert [position for position, _ in sides] == [11, 12, 11]
     assert bench.strategy.usage()["num_side_branches"] == 3

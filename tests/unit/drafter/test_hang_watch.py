@@ -13,15 +13,14 @@ from outrider.actors.drafter.hang_watch import STEP, HangWatch
 TICK_S = 0.25
 PROCESS = """
 import sys, threading, time
-from actors.drafting.hang_watch import end_when_hung
-from actors.drafting.loop import DraftLoop
-from tests.unit.drafting.scripted_strategy import FakeStrategy
+from outrider.actors.drafter.hang_watch import end_when_hung
+from outrider.actors.drafter.loop import DraftLoop
+from tests.unit.drafter.scripted_strategy import FakeStrategy
 
 class Strategy(FakeStrategy):
     def __init__(self):
         super().__init__()
-        self.due = [(1, 1)]
-        self.lengths = {(1, 1): 3}
+        self.due = [self.new_sequence((1, 1))]
 
     def execute(self):
         print("working", flush=True)

@@ -1,18 +1,24 @@
 """The drafter's loop over a scripted strategy: what is at hand leaves at once, what is not takes a step."""
 
+import logging
 import threading
 
 import numpy as np
 import pytest
 
+from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.hang_watch import HangWatch
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.drafter.strategy import Draft
+from outrider.actors.drafter.ngram import NgramStrategy
+from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.suffix_index import SuffixLimits
+from outrider.actors.observability.logs import REQUEST_ID_KEY
 from outrider.cluster.link.messages import (
     Close,
     CloseReason,
     Commit,
     DraftSampling,
+    Name,
     Open,
     Origin,
     Proposals,
@@ -20,7 +26,8 @@ from outrider.cluster.link.messages import (
     SparseQ,
 )
 from outrider.cluster.modes import Mode
-from tests.unit.drafting.scripted_strategy import FORESEEN, SOON_S, FakeStrategy, Sink
+from tests.unit.drafter.scripted_strategy import FORESEEN, SOON_S, FakeStrategy, Sink
+from tests.unit.drafting_engine import MemoryEngine
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -126,7 +133,7 @@ def test_requests_of_all_links_are_one_batch_and_each_link_gets_its_own_answers(
     assert first.next() == [proposal(8, 6)]
     assert first.next() == [proposal(7, 4)]
     assert second.next() == [proposal(7, 5)]
-    assert strategy.batches == [[(1, 8)], [(1, 7), (2, 7)]]
+    assert [[sequence.key for sequence in batch] for batch in strategy.batches] == [[(1, 8)], [(1, 7), (2, 7)]]
 
 
 def test_the_answers_of_one_delivery_are_one_frame(loop, link):
@@ -152,6 +159,63 @@ def test_an_unknown_request_is_said_to_be_unknown(loop, link):
     assert sink.next() == [Proposals(7, 3, [], ProposalStatus.UNKNOWN_REQUEST, step_us=1234)]
     loop.deliver(1, [opening(7, 3), commit(7, 9)])
     assert sink.next() == [ready(7, 3), Proposals(7, 9, [], ProposalStatus.UNKNOWN_REQUEST, step_us=1234)]
+
+
+STRATEGIES = {
+    "ngram": lambda: NgramStrategy(2, 4),
+    "suffix": lambda: SuffixStrategy(SuffixLimits(), 10, 4096, "a"),
+    "draft_model": lambda: DraftModelStrategy(MemoryEngine(), 64),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whatever_the_method_a_commit_must_continue_an_open_sequence(strategy):
+    loop, sink = DraftLoop(STRATEGIES[strategy]()), Sink()
+    loop.attach(1, sink)
+    loop.deliver(1, [commit(7, 0), opening(7, 3), commit(7, 2), commit(7, 4), commit(7, 3, k=0)])
+    said = [(said.base_committed_len, said.status) for said in sink.next()]
+    unknown, ready = ProposalStatus.UNKNOWN_REQUEST, ProposalStatus.READY
+    assert said == [(0, unknown), (3, ready), (2, unknown), (4, unknown)]
+    loop.deliver(1, [commit(7, 3), commit(7, 4, k=0), opening(8, 2, prompt_len=5), commit(8, 2), commit(8, 5)])
+    assert [(said.request, said.base_committed_len, said.status) for said in sink.next()] == [
+        (7, 3, unknown), (8, 2, unknown), (8, 5, unknown)
+    ]  # fmt: skip
+    assert loop.sequences[1, 7].committed_len == 5
+
+
+def test_a_sequence_that_is_opened_again_begins_anew_and_keeps_its_name(loop, link, strategy):
+    sink = link(1)
+    loop.deliver(1, [Name(7, "mine"), opening(7, 3), commit(7, 3, k=0)])
+    assert sink.next() == [ready(7, 3)]
+    first = loop.sequences[1, 7]
+    loop.deliver(1, [opening(7, 2, prompt_len=4)])
+    assert not strategy.open_sequences
+    loop.deliver(1, [opening(7, 2, offset=2, prompt_len=4)])
+    assert sink.next() == [ready(7, 4)]
+    second = loop.sequences[1, 7]
+    assert second is not first
+    assert (second.name, second.text) == ("mine", [0, 1, 0, 1])
+
+
+def test_a_drafter_s_line_about_a_sequence_has_the_client_s_id(loop, link, caplog):
+    link(1)
+    with caplog.at_level(logging.WARNING):
+        loop.deliver(1, [Name(7, "mine-0a1b2c3d"), opening(7, 1, 4, 9), opening(8, 1, 4, 9)])
+    named, nameless = caplog.records
+    assert getattr(named, REQUEST_ID_KEY) == "mine"
+    assert not hasattr(nameless, REQUEST_ID_KEY)
+
+
+@pytest.mark.parametrize("end", ["close", "detach"])
+def test_names_go_with_their_sequences(loop, link, end):
+    link(1), link(2)
+    loop.deliver(1, [Name(7, "mine")])
+    assert loop.sequences[1, 7].name == "mine"
+    if end == "close":
+        loop.deliver(1, [Close(7, CloseReason.FINISHED)])
+    else:
+        loop.detach(1)
+    assert not loop.sequences
 
 
 def test_a_prompt_in_pieces_opens_when_it_is_whole_and_a_piece_out_of_order_is_ignored(loop, link, strategy):
@@ -189,12 +253,12 @@ def test_closing_and_detaching_forget_sequences_and_stay_quiet(loop, link, strat
     loop.deliver(1, [Close(2, CloseReason.FINISHED)])
     loop.deliver(1, [commit(1, 3)])
     first.next()
-    assert strategy.lengths.keys() == {(1, 1), (2, 1)}
+    assert strategy.open_sequences.keys() == {(1, 1), (2, 1)}
     loop.detach(1)
     loop.deliver(1, [commit(1, 4)])
     loop.deliver(2, [commit(1, 3)])
     second.next()
-    assert strategy.lengths.keys() == {(2, 1)}
+    assert strategy.open_sequences.keys() == {(2, 1)}
     assert first.answers.empty()
     usage = loop.usage()
     assert (usage["num_sequences"], usage["links"]) == (1, 1)
@@ -230,9 +294,9 @@ def test_an_answer_to_an_overtaken_commit_leaves_the_other_s_clock_alone(loop, l
     sink.next()
     plain = strategy.commit
 
-    def overtaking(key, commit):
-        late = [Draft(key, 4, [], ProposalStatus.OK)] if commit.base_committed_len == 4 else []
-        return late + plain(key, commit)
+    def overtaking(sequence, commit):
+        late = [sequence.drafts([])] if commit.base_committed_len == 4 else []
+        return late + plain(sequence, commit)
 
     strategy.commit = overtaking
     strategy.gate.clear()
@@ -278,6 +342,7 @@ def test_messages_that_wait_for_the_lock_are_a_hang(strategy):
     def stuck(*_):
         entered.set()
         leave.wait(SOON_S)
+        return []
 
     strategy.open = stuck
     threads = [threading.Thread(target=loop.deliver, args=(link, [opening(1, 3)])) for link in (1, 2)]

@@ -5,6 +5,7 @@ import itertools
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
+from tests.unit.drafter.drive import Drive
 from tests.unit.drafting_engine import MemoryEngine, continuation
 
 GREEDY = DraftSampling()
@@ -17,7 +18,7 @@ class Bench:
 
     def __init__(self, limits=None, chunk=16, **engine):
         self.engine = MemoryEngine(**engine)
-        self.strategy = DraftModelStrategy(self.engine, chunk, limits, clock=itertools.count().__next__)
+        self.strategy = Drive(DraftModelStrategy(self.engine, chunk, limits, clock=itertools.count().__next__))
         self.texts = {}
 
     def open(self, key, tokens, sampling=GREEDY, k=4):

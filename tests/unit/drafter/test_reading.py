@@ -8,9 +8,9 @@ from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.actors.drafter.strategy import Draft
 from outrider.actors.drafter.suffix import SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixIndex, SuffixLimits
+from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.cluster.link.messages import (
     Close,
     CloseReason,
@@ -21,8 +21,9 @@ from outrider.cluster.link.messages import (
     Proposals,
     ProposalStatus,
 )
-from tests.unit.drafting.draft_bench import KEY, Bench, ids
-from tests.unit.drafting.scripted_strategy import SOON_S, Sink
+from tests.unit.drafter.draft_bench import KEY, Bench, ids
+from tests.unit.drafter.drive import Drive, Told
+from tests.unit.drafter.scripted_strategy import SOON_S, Sink
 from tests.unit.drafting_engine import MemoryEngine
 
 pytestmark = pytest.mark.timeout(60)
@@ -106,24 +107,16 @@ def test_commits_are_taken_while_a_prompt_is_read(gate, strategy):
     assert not running.is_alive()
 
 
-def work_off(strategy):
-    answers = []
-    while (work := strategy.plan()[0]) is not None:
-        work.execute()
-        answers += strategy.complete(work)
-    return answers
-
-
 def test_an_ngram_prompt_and_what_was_committed_meanwhile_are_one_text():
-    strategy = NgramStrategy(2, 4)
+    strategy = Drive(NgramStrategy(2, 4))
     assert strategy.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling()) is None
     assert strategy.usage()["num_prefilling"] == 1
     first = strategy.commit(KEY, Commit(1, 5003, [5], 1, 1))
-    assert first == [Draft(KEY, 5004, [], ProposalStatus.NOT_READY)]
+    assert first == [Told(KEY, 5004, [], ProposalStatus.NOT_READY)]
     assert strategy.commit(KEY, Commit(1, 5004, [700, 701], 3, 3))[0].status is ProposalStatus.NOT_READY
-    assert work_off(strategy) == [
-        Draft(KEY, 5006, [], ProposalStatus.READY),
-        Draft(KEY, 5006, [702, 5, 700], ProposalStatus.OK, origin=Origin.MISS),
+    assert strategy.work_off() == [
+        Told(KEY, 5006, [], ProposalStatus.READY),
+        Told(KEY, 5006, [702, 5, 700], ProposalStatus.OK, origin=Origin.MISS),
     ]
     assert strategy.commit(KEY, Commit(1, 5006, [702], 1, 1))[0].token_ids == [5]
     assert strategy.usage()["num_prefilling"] == 0
@@ -131,7 +124,7 @@ def test_an_ngram_prompt_and_what_was_committed_meanwhile_are_one_text():
 
 @pytest.mark.parametrize(("strategy", "pieces"), [("ngram", 19), ("suffix", 2)])
 def test_what_is_committed_while_the_last_piece_is_read_is_read_too(strategy, pieces):
-    strategy = STRATEGIES[strategy]()
+    strategy = Drive(STRATEGIES[strategy]())
     strategy.open(KEY, [*LONG, 700, 701, 702], 4, DraftSampling())
     answers, base = [], 5003
     while not any(answer.status is ProposalStatus.READY for answer in answers):
@@ -146,7 +139,7 @@ def test_what_is_committed_while_the_last_piece_is_read_is_read_too(strategy, pi
 
 
 def test_an_ngram_prompt_that_is_closed_half_read_is_forgotten():
-    strategy = NgramStrategy(2, 4)
+    strategy = Drive(NgramStrategy(2, 4))
     strategy.open(KEY, list(LONG), 4, DraftSampling())
     work, _ = strategy.plan()
     strategy.close(KEY)
@@ -156,14 +149,14 @@ def test_an_ngram_prompt_that_is_closed_half_read_is_forgotten():
 
 
 def test_a_sequence_opened_again_while_its_former_life_is_read_is_read_anew():
-    strategy = NgramStrategy(2, 4)
+    strategy = Drive(NgramStrategy(2, 4))
     strategy.open(KEY, [*LONG, 1], 4, DraftSampling())
     work, _ = strategy.plan()
     strategy.close(KEY)
     strategy.open(KEY, [*LONG, 2], 4, DraftSampling())
     work.execute()
     assert strategy.complete(work) == []
-    assert work_off(strategy) == [Draft(KEY, 5001, [], ProposalStatus.READY)]
+    assert strategy.work_off() == [Told(KEY, 5001, [], ProposalStatus.READY)]
 
 
 def test_the_draft_model_drafts_before_it_can_guess_and_the_same():
@@ -181,8 +174,60 @@ def test_the_draft_model_drafts_before_it_can_guess_and_the_same():
     assert 0 < reads < len(LONG) / 256, "drafted long before all was read"
     assert all(not row.guesses for plan in bench.engine.plans for row in plan.rows)
     bench.settle()
-    resident = bench.strategy._residents[KEY]
-    assert resident.index.index.token_ids == bench.texts[KEY]
+    assert bench.strategy.sequences[KEY].index.ngrams.token_ids == bench.texts[KEY]
+
+
+def long_bench():
+    return Bench(chunk=8000, num_blocks=4000, max_model_len=8000, max_num_batched_tokens=8000)
+
+
+def test_a_long_prompt_is_hashed_beside_commits_and_started_with_what_came_meanwhile():
+    bench = long_bench()
+    assert bench.open(KEY, LONG) is None
+    assert not bench.engine.committed, "not under the lock"
+    assert bench.commit(KEY, [7])[0].status is ProposalStatus.NOT_READY
+    work, _ = bench.strategy.plan()
+    assert not work.is_step
+    work.execute()
+    assert bench.commit(KEY, [8])[0].status is ProposalStatus.NOT_READY
+    assert bench.strategy.complete(work) == []
+    answers = bench.settle()
+    assert [answer.status for answer in answers] == [ProposalStatus.READY, ProposalStatus.OK]
+    assert ids(answers[-1]) == bench.drafts(KEY)
+
+
+@pytest.mark.parametrize("end", ["close", "outgrow"])
+def test_a_long_prompt_whose_sequence_ends_while_it_is_hashed_is_not_started(end):
+    bench = long_bench()
+    bench.open(KEY, LONG)
+    work, _ = bench.strategy.plan()
+    work.execute()
+    if end == "close":
+        bench.strategy.close(KEY)
+    else:
+        assert bench.commit(KEY, [7] * 3000)[0].status is ProposalStatus.LENGTH
+    assert bench.strategy.complete(work) == []
+    assert bench.settle() == []
+    assert not bench.engine.committed
+
+
+def test_the_vocabulary_takes_a_long_prompt_in_slices():
+    vocabulary = DraftVocabulary(8000, 6000)
+    strategy = Drive(DraftModelStrategy(MemoryEngine(4000, 8000), 2048, vocabulary=vocabulary))
+    strategy.open(KEY, list(range(1000, 7000)))
+    held = []
+    while not held or held[-1] < 6000:
+        held.append(len(vocabulary._pins))
+        work, _ = strategy.plan()
+        work.execute()
+        strategy.complete(work)
+    assert max(after - before for before, after in zip([0, *held], held, strict=False)) <= 2048
+    strategy.close(KEY)
+    assert not vocabulary._pins
+    strategy.open(KEY, list(range(1000, 7000)))
+    strategy.close(KEY)
+    strategy.work_off()
+    assert not vocabulary._pins
 
 
 def test_reading_is_no_model_step():

@@ -7,13 +7,15 @@ from array import array
 import pytest
 
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.drafter.strategy import Draft, UnknownSequence
 from outrider.actors.drafter.suffix import PART_TOKENS, AnswerPart, SuffixAnswers, SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.suffix_pool import PartLog, PoolMember
-from outrider.cluster.link.messages import Commit, DraftSampling, Open, Origin, Proposals, ProposalStatus
+from outrider.actors.round.conversation import Conversation
+from outrider.actors.round.request import Request, RequestSampling
+from outrider.cluster.link.codec import unpack
+from outrider.cluster.link.messages import Commit, DraftSampling, Origin, Proposals, ProposalStatus
 from outrider.cluster.modes import Mode
-from tests.unit.round.scripted_link import Engine, arrival, silent
+from tests.unit.drafter.drive import Drive, Told
 
 KEY, OTHER = (1, 1), (2, 7)
 GREEDY = DraftSampling()
@@ -21,7 +23,7 @@ LIMITS = SuffixLimits()
 
 
 def strategy(name="a", max_requests=10, max_tokens=4096):
-    return SuffixStrategy(LIMITS, max_requests, max_tokens, name)
+    return Drive(SuffixStrategy(LIMITS, max_requests, max_tokens, name))
 
 
 def part(number, tokens, drafter="x", seed=None, context=()):
@@ -32,27 +34,19 @@ def commit(key, base, tokens, k=4):
     return Commit(key[1], base, tokens, k, k)
 
 
-def work_off(drafter):
-    answers = []
-    while (work := drafter.plan()[0]) is not None:
-        work.execute()
-        answers += drafter.complete(work)
-    return answers
-
-
 def answer_all(drafter, key, prompt, answer, sampling=GREEDY):
     """A request from open to close."""
     drafter.open(key, list(prompt), 4, sampling)
     drafter.commit(key, commit(key, len(prompt), list(answer), 0))
     drafter.close(key)
-    work_off(drafter)
+    drafter.work_off()
 
 
 def test_a_commit_is_answered_at_once_from_the_requests_own_text():
     drafter = strategy()
-    assert drafter.open(KEY, [1, 2, 3, 4, 1, 2], 4, GREEDY) == Draft(KEY, 6, [], ProposalStatus.READY)
+    assert drafter.open(KEY, [1, 2, 3, 4, 1, 2], 4, GREEDY) == Told(KEY, 6, [], ProposalStatus.READY)
     drafted = drafter.commit(KEY, commit(KEY, 6, [3]))
-    assert drafted == [Draft(KEY, 7, [4, 1, 2], ProposalStatus.OK, origin=Origin.MISS)]
+    assert drafted == [Told(KEY, 7, [4, 1, 2], ProposalStatus.OK, origin=Origin.MISS)]
     assert drafter.commit(KEY, commit(KEY, 7, [4], 0)) == []
     assert drafter.commit(KEY, commit(KEY, 8, [9]))[0].token_ids == []
 
@@ -69,7 +63,7 @@ def test_a_running_answer_helps_another_request():
     drafter = strategy()
     drafter.open(KEY, [1, 2, 3], 4, GREEDY)
     drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
-    work_off(drafter)
+    drafter.work_off()
     drafter.open(OTHER, [7, 8], 4, GREEDY)
     assert drafter.commit(OTHER, commit(OTHER, 2, [110, 111]))[0].token_ids == [112, 113]
 
@@ -120,7 +114,7 @@ def test_its_own_parts_do_not_keep_a_request_from_learning():
     answer_all(drafter, OTHER, [9], range(200, 230))
     drafter.open(KEY, [1, 2, 3], 4, DraftSampling(Mode.REJECTION, 1.0, seed=5))
     drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
-    work_off(drafter)
+    drafter.work_off()
     assert drafter.commit(KEY, commit(KEY, 3 + PART_TOKENS, [210, 211]))[0].token_ids == [212, 213]
 
 
@@ -129,11 +123,11 @@ def test_a_long_prompt_is_read_between_rounds():
     prompt = [*range(10_000), 5, 6]
     assert drafter.open(KEY, prompt, 4, GREEDY) is None
     drafted = drafter.commit(KEY, commit(KEY, len(prompt), [7]))
-    assert drafted == [Draft(KEY, len(prompt) + 1, [], ProposalStatus.NOT_READY)]
+    assert drafted == [Told(KEY, len(prompt) + 1, [], ProposalStatus.NOT_READY)]
     assert drafter.usage()["num_prefilling"] == 1
-    assert work_off(drafter) == [
-        Draft(KEY, len(prompt) + 1, [], ProposalStatus.READY),
-        Draft(KEY, len(prompt) + 1, [8, 9, 10], ProposalStatus.OK, origin=Origin.MISS),
+    assert drafter.work_off() == [
+        Told(KEY, len(prompt) + 1, [], ProposalStatus.READY),
+        Told(KEY, len(prompt) + 1, [8, 9, 10], ProposalStatus.OK, origin=Origin.MISS),
     ]
     assert drafter.commit(KEY, commit(KEY, len(prompt) + 1, [8]))[0].token_ids == [9, 10, 11, 12]
 
@@ -145,7 +139,7 @@ def test_of_the_commits_of_an_unread_prompt_the_last_is_answered_once_if_it_want
         drafter.open(key, list(prompt), 4, GREEDY)
         drafter.commit(key, commit(key, len(prompt), [7], 1))
         drafter.commit(key, commit(key, len(prompt) + 1, [8, 9], last_wants))
-    answers = work_off(drafter)
+    answers = drafter.work_off()
     assert [(answer.key, answer.status) for answer in answers] == [
         (KEY, ProposalStatus.READY), (KEY, ProposalStatus.OK), (OTHER, ProposalStatus.READY)
     ]  # fmt: skip
@@ -153,38 +147,45 @@ def test_of_the_commits_of_an_unread_prompt_the_last_is_answered_once_if_it_want
     assert len(answers[1].token_ids) == 3
 
 
+class Wire:
+    """A link that keeps what is posted."""
+
+    epoch, broken, capacity_words = 1, None, 1 << 16
+
+    def __init__(self):
+        self.messages = []
+
+    def post(self, payloads):
+        for payload in payloads:
+            self.messages += unpack(payload, 20_000, 4, self.capacity_words)
+
+
 def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():
     """The verifier waits from READY on: by then the answer must be on its way."""
-    drafter = strategy()
+    drafter, wire = strategy(), Wire()
     prompt = [*range(10_000), 5, 6]
-    engine = Engine(silent)
-    engine.begin(arrival(prompt=prompt))
-    opened, *rest = engine.said(Open)
-    assert [token for part in (opened, *rest) for token in part.token_ids] == prompt
-    drafter.open((1, opened.request), prompt, 4, opened.sampling)
-    step = engine.commit({"a": [7]})
-    (committed,) = engine.said(Commit)
-    for draft in [*drafter.commit((1, opened.request), committed), *work_off(drafter)]:
-        engine.hear(Proposals(draft.key[1], draft.base_committed_len, draft.token_ids, draft.status))
-    assert not engine.drafter.is_awaited()
-    assert engine.round.take_drafts(step, ["a"]) == [[8, 9, 10]]
+    sampling = RequestSampling(Mode.GREEDY, 0.0, 0, 1.0, 0.0, seed=1)
+    request = Request("a", None, sampling, list(prompt), len(prompt), max_drafts=4)
+    conversation = Conversation({"a": request}, 1.0, time.monotonic)
+    conversation.offer(wire)
+    assert conversation.check_link()
+    request.token_ids.append(7)
+    conversation.commit(request, [7], 4, 4)
+    conversation.flush()
+    opened, committed = wire.messages
+    drafter.open((1, opened.request), list(opened.token_ids), 4, opened.sampling)
+    for said in [*drafter.commit((1, opened.request), committed), *drafter.work_off()]:
+        conversation.hear([Proposals(said.key[1], said.base_committed_len, said.token_ids, said.status)])
+    assert not conversation.is_awaited()
+    assert request.drafts == [8, 9, 10]
 
 
 def test_a_long_prompt_that_is_closed_half_read_is_forgotten():
     drafter = strategy()
     drafter.open(KEY, list(range(10_000)), 4, GREEDY)
     drafter.close(KEY)
-    assert work_off(drafter) == []
+    assert drafter.work_off() == []
     assert drafter.usage() == {"num_sequences": 0, "num_prefilling": 0, "kv_cache_usage": 0.0}
-
-
-def test_a_commit_for_an_unknown_sequence_or_length_is_refused():
-    drafter = strategy()
-    with pytest.raises(UnknownSequence):
-        drafter.commit(KEY, commit(KEY, 0, [1]))
-    drafter.open(KEY, [1, 2], 4, GREEDY)
-    with pytest.raises(UnknownSequence):
-        drafter.commit(KEY, commit(KEY, 3, [1]))
 
 
 def test_without_a_cache_each_request_has_its_own_text_only():
@@ -235,7 +236,7 @@ def test_what_nobody_fetches_is_lost_and_counted():
 
 def test_what_others_answered_is_read_while_nothing_else_happens():
     drafter = strategy()
-    loop = DraftLoop(drafter)
+    loop = DraftLoop(drafter.strategy)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     try:
@@ -270,11 +271,11 @@ def test_one_replica_learns_what_another_answered():
     answer_all(first, KEY, [1, 2, 3], range(50, 80))
     for member in members:
         assert member.exchange() is False
-    work_off(second)
+    second.work_off()
     second.open(OTHER, [7, 8], 4, GREEDY)
     assert second.commit(OTHER, commit(OTHER, 2, [60, 61, 62]))[0].token_ids == [63, 64, 65]
     members[0].exchange()
-    work_off(first)
+    first.work_off()
     assert first.counters()["suffix_cached_requests"] == 1, "its own answers do not come back to it"
 
 
@@ -289,7 +290,7 @@ def test_a_dead_pool_costs_learning_only_and_is_counted():
     pool.log.add([part(1, range(50, 80))])
     member.exchange()
     assert member.failures == 2
-    work_off(drafter)
+    drafter.work_off()
     assert drafter.counters()["suffix_cached_requests"] == 1
 
 

@@ -2,15 +2,12 @@
 
 import itertools
 
-import pytest
-
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.actors.drafter.strategy import UnknownSequence
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, ProposalStatus
-from tests.unit.drafting.draft_bench import GREEDY, KEY, OTHER, Bench, ids
+from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, Bench, ids
 from tests.unit.drafting_engine import VOCAB, MemoryEngine
 
 
@@ -105,6 +102,17 @@ def test_drafts_end_at_the_longest_text_the_model_takes():
     assert bench.strategy.commit(OTHER, Commit(1, 16, [1], 4, 4))[0].status is ProposalStatus.LENGTH
 
 
+def test_a_text_that_outgrows_the_model_while_nobody_wants_drafts_is_not_fed_to_it():
+    bench = Bench(max_model_len=64)
+    bench.open(KEY, range(10))
+    bench.settle()
+    for token in range(100):
+        assert bench.commit(KEY, [token], k=0) == []
+        bench.settle()
+    assert bench.answer(KEY, [1]).status is ProposalStatus.LENGTH
+    assert not bench.engine.committed
+
+
 def test_bad_logits_end_the_drafts_and_nothing_else():
     bench = Bench()
     bench.open(KEY, range(10))
@@ -115,15 +123,6 @@ def test_bad_logits_end_the_drafts_and_nothing_else():
     bench.engine.bad_after = None
     bench.commit(KEY, [1])
     assert ids(bench.settle()[0]) == bench.drafts(KEY)
-
-
-def test_unknown_sequences_and_lengths_are_named():
-    bench = Bench()
-    with pytest.raises(UnknownSequence):
-        bench.strategy.commit(KEY, Commit(1, 5, [1], 4, 4))
-    bench.open(KEY, range(10))
-    with pytest.raises(UnknownSequence):
-        bench.strategy.commit(KEY, Commit(1, 5, [1], 4, 4))
 
 
 def test_the_memory_of_lookahead_is_bounded_and_comes_back():
@@ -168,5 +167,5 @@ def test_a_thousand_requests_leave_nothing_behind():
     assert (usage["num_sequences"], usage["branch_blocks"], usage["kv_cache_usage"]) == (0, 0, 0)
     assert not engine.committed
     assert not engine.taken
-    left = [loop._asked, loop._opening, loop._keys[1], vocabulary._pinned_by, vocabulary._pins, strategy._closed]
+    left = [loop.sequences, vocabulary._pinned_by, vocabulary._pins, strategy._gone, strategy._unread]
     assert not any(left)

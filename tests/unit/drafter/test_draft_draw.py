@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from outrider.actors.drafter.draw import draw, up_to_first_miss
-from outrider.actors.drafter.sequence import Drawn, StepPlan, StepRow
+from outrider.actors.drafter.engine import Drawn, StepPlan, StepRow
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
-from tests.unit.drafting.draw_cases import (
+from tests.unit.drafter.draw_cases import (
     INF,
     ONLY,
     SAMPLINGS,
