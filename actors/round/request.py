@@ -6,11 +6,13 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.actors.observability.round_tracer import RoundTrace
 from outrider.cluster.link.messages import MAX_BIASED_TOKENS, DraftSampling, Proposals
 from outrider.cluster.modes import Mode, mode_for
+
+if TYPE_CHECKING:
+    from outrider.actors.observability.round_tracer import RoundTrace
 
 EXTRA_ARGS_KEY = "outrider"
 """In SamplingParams.extra_args. A dict with any of
@@ -20,7 +22,7 @@ EXTRA_ARGS_KEY = "outrider"
 - ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;
 - ``deadline``: its form on the way through vLLM's serving classes, within one process
-  (actors/serving/openai/engine.py).
+  (actors/serving/openai/checked_engine.py).
 """
 
 GREEDY_BELOW = 1e-5

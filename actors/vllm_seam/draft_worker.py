@@ -1,6 +1,6 @@
-"""The draft model's output head, cut to the tokens of a draft vocabulary.
+"""A rank of the draft model: vLLM's worker, plus a step over rows that the drafter plans (``paged_forward.py``).
 
-A rank of the draft model: vLLM's worker, plus a lean step over rows that the drafter plans. See paged_forward.py.
+`CutHead` is the model's output head cut to the tokens of a draft vocabulary, where there is one.
 """
 
 from __future__ import annotations
