@@ -324,12 +324,7 @@ TARGET_RANK = Table(
             also=("req_id", "sampling_params", "prompt_token_ids", "prompt_embeds"),
         ),
         Borrowed("vllm.v1.core.sched.output:CachedRequestData.resumed_req_ids", "requests that were preempted"),
-        Borrowed(
-            "vllm.v1.outputs:ModelRunnerOutput.num_nans_in_logits",
-            "set: requests that no token can be chosen for",
-            also=(),
-            read_by=(f"{_SCHEDULER}.update_from_output",),
-        ),
+        Borrowed("vllm.v1.outputs:ModelRunnerOutput.num_nans_in_logits", "set: requests without a next token"),
         Borrowed("vllm.v1.outputs:ModelRunnerOutput", "committed tokens", also=("req_ids", "sampled_token_ids")),
         Borrowed("vllm.v1.outputs:DraftTokenIds", "made", exactly=("req_ids", "draft_token_ids")),
         Borrowed("vllm.v1.outputs:SamplerOutput", "made", exactly=("sampled_token_ids", "logprobs_tensors")),
