@@ -96,9 +96,7 @@ def test_a_global_that_is_no_longer_looked_up_is_refused(monkeypatch):
     monkeypatch.setattr(RayExecutorV2, "_init_executor", build_executor)
     unread = [problem.rpartition(" no longer looks up ")[2] for problem in leans_on.EXECUTOR.problems()]
     for name in ("initialize_ray_cluster", "get_bundles_sorted_by_node", "build_actor_name", "RayWorkerProc"):
-        assert any(
-            problem.endswith(f"no longer looks up vllm.v1.executor.ray_executor_v2.{name}") for problem in problems
-        )
+        assert f"vllm.v1.executor.ray_executor_v2.{name}" in unread
 
 
 def test_a_method_that_takes_other_parameters_is_refused(monkeypatch):
