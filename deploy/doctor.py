@@ -22,6 +22,8 @@ from pathlib import Path
 import psutil
 from safetensors import SafetensorError, safe_open
 
+from outrider.actors.serve_seam import leans_on as serve_names
+from outrider.actors.vllm_seam import leans_on as vllm_names
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import available_cores, preload_libraries
@@ -31,7 +33,7 @@ from outrider.deploy.ports import settle_ports
 from outrider.deploy.processes import SHARED_MEMORY, mapped_shared_memory, shared_memory_entries
 from outrider.deploy.server import OBJECT_STORE_BYTES
 
-RAY, VLLM_MINOR, TORCH_OF_CPU = "2.60.0", "0.32", "2.13"
+RAY, VLLM_MINOR, TORCH_OF_CPU = "2.60.0", vllm_names.PROJECT.written_for, "2.13"
 """What Outrider is written against (pyproject.toml)."""
 
 LEAST_PYTHON = (3, 11)
@@ -184,6 +186,36 @@ def _torch_companions(torch: str, version: Version, requires: Callable[[str], li
             )
         ]
     return [ok("torch companions", "none that could break transformers")]
+
+
+_SEAMS_TIMEOUT_S = 300.0
+_ASK_SEAMS = """
+import json
+from outrider.actors.serve_seam import leans_on as serve
+from outrider.actors.vllm_seam import leans_on as vllm
+print(json.dumps([problem for table in (*serve.TABLES, *vllm.TABLES) for problem in table.problems()]))
+"""
+
+
+def check_seams() -> list[Finding]:
+    """Whether vLLM and Ray Serve have the names that Outrider extends them by. In a process of its own, which imports
+    both: seconds."""
+    subject = "internals"
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_SEAMS], capture_output=True, text=True, timeout=_SEAMS_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [fail(subject, f"importing vLLM and Ray Serve takes over {_SEAMS_TIMEOUT_S:g} s", "make setup")]
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines()
+        return [fail(subject, said[-1] if said else f"importing vLLM ended with {asked.returncode}", "make setup")]
+    problems: list[str] = json.loads(asked.stdout.splitlines()[-1])
+    versions = f"vLLM {vllm_names.PROJECT.written_for} and Ray {serve_names.PROJECT.written_for}"
+    if problems:
+        return [fail(subject, problem, f"install {versions}") for problem in problems]
+    names = sum(len(table.names) for table in (*serve_names.TABLES, *vllm_names.TABLES))
+    return [ok(subject, f"{names} entries of what Outrider extends in {versions} are there")]
 
 
 def check_checkpoints(config: OutriderConfig) -> list[Finding]:

@@ -25,6 +25,7 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER, leans_on
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
@@ -93,11 +94,6 @@ def _squeeze(text: str) -> str:
     squeezed = " ".join(text.split())
     return squeezed if len(squeezed) <= 600 else squeezed[:600] + " …"
 
-
-SERVICER = "outrider.actors.serve_seam.grpc_proxy.add_services"
-
-PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "outrider.actors.serve_seam.http_proxy.middlewares"}
-"""For the HTTP proxies of a cluster that is started here. Elsewhere it belongs in the environment of the nodes."""
 
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
@@ -234,6 +230,7 @@ class Server:
             self._progress.say("see the actors with: RAY_AUTH_MODE=token ray list actors")
 
     def _start_serve(self) -> None:
+        leans_on.SERVER.check()
         serving = self._config.serving
         try:
             serve.start(

@@ -16,12 +16,12 @@ from ray import serve
 from ray.core.generated import gcs_pb2
 from ray.serve.config import HTTPOptions, gRPCOptions
 
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.deploy.ports import pick_free_port
-from outrider.deploy.server import PROXY_ENVIRONMENT, SERVICER
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
 from tests.tiny_models import build_tiny_llama

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from outrider.cluster.config import ServingConfig
 
 CONFIG_PATH_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 REQUEST_ID_KEY = "outrider_request_id"
-SERVE_LOGGER = "ray.serve"
 
 _JSON_LINES = Path(__file__).with_name("json_lines.json")
 _TEXT = "%(asctime)s %(name)s %(levelname)s %(message)s"
@@ -120,19 +118,3 @@ class JsonLines(logging.Formatter):
             line["exc_text"] = self.formatException(record.exc_info)
         line.update((key, value) for key, value in vars(record).items() if key not in _STANDARD)
         return json.dumps(line, default=str)
-
-
-@contextmanager
-def serve_log_kept() -> Iterator[None]:
-    """Around the first import of vLLM, which configures logging, and so has Python close every handler there is.
-
-    A closed handler of Serve's has lost its file: it would keep each line in memory, for good, and write none.
-    """
-    handlers = [handler for handler in logging.getLogger(SERVE_LOGGER).handlers if isinstance(handler, MemoryHandler)]
-    targets = [handler.target for handler in handlers]
-    try:
-        yield
-    finally:
-        for handler, target in zip(handlers, targets, strict=True):
-            handler.setTarget(target)
-            handler.flush()

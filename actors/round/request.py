@@ -23,7 +23,7 @@ EXTRA_ARGS_KEY = "outrider"
 - ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;
 - ``deadline``: its form on the way through vLLM's serving classes, within one process
-  (actors/serving/openai/engine.py).
+  (actors/serving/openai/checked_engine.py).
 """
 
 GREEDY_BELOW = 1e-5

@@ -1,1 +1,12 @@
-"""All that leans on Ray Serve's private names: proxies, router, broadcasts, logs."""
+"""All that leans on Ray Serve's private names: proxies, router, broadcasts, logs. Which ones: ``leans_on.py``.
+
+What Serve must be told of them is here, for whoever starts it.
+"""
+
+from __future__ import annotations
+
+SERVICER = "outrider.actors.serve_seam.grpc_proxy.add_services"
+"""For ``grpc_servicer_functions``."""
+
+PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "outrider.actors.serve_seam.http_proxy.middlewares"}
+"""For the HTTP proxies of a cluster that is started here. Elsewhere it belongs in the environment of the nodes."""

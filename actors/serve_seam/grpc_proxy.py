@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
+from outrider.actors.serve_seam import leans_on
 from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
 from outrider.actors.serving.grpc.failures import (
     STATUS_DETAILS_METADATA,
@@ -62,6 +63,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 def add_services(servicer: Any, server: Any) -> None:
     """GenerationService and grpc.health.v1.Health on one of Serve's gRPC servers."""
+    leans_on.GRPC_PROXY.check()
     mount = _Mount(server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, mount)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, mount)

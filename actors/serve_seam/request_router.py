@@ -11,6 +11,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
+from outrider.actors.serve_seam import leans_on
 from outrider.actors.serving.routing.policy import RoutedRequest, RoutingPolicy, RoutingSettings
 from outrider.actors.serving.routing.request_profile import profile
 
@@ -25,6 +26,7 @@ class TargetRouter(RequestRouter):
 
     def initialize_state(self, **settings: Any) -> None:
         """settings: RoutingSettings' fields, as request_router_kwargs has them."""
+        leans_on.CALLER.check()  # broadcasts go from the same processes
         self._policy = RoutingPolicy(RoutingSettings(**settings))
         self._warned = False
 

@@ -21,7 +21,7 @@ from ray import serve
 
 from outrider.actors.drafter.actor import DrafterStatus, launch_drafter
 from outrider.actors.observability.environment import process_environment
-from outrider.actors.observability.logs import request_line, serve_log_kept
+from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.observability.start_up import StartUp
 from outrider.actors.replica_calls import (
@@ -35,6 +35,7 @@ from outrider.actors.replica_calls import (
     Tokens,
 )
 from outrider.actors.serve_seam.broadcast import ReplicaReply, sign
+from outrider.actors.serve_seam.replica_log import serve_log_kept
 from outrider.actors.serving.routing.policy import RoutingStats
 from outrider.actors.serving.running import ReplicaLost
 from outrider.actors.vllm_seam.engine_requests import check_co_located

@@ -13,6 +13,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
 from outrider.actors.drafter.engine import Drawn, StepPlan
+from outrider.actors.vllm_seam import leans_on
 from outrider.cluster.config import ConfigError
 
 
@@ -23,6 +24,7 @@ class DraftEngine:
     def __init__(self, vllm_config: VllmConfig, in_process: bool) -> None:
         from vllm.platforms import current_platform
 
+        leans_on.DRAFT_ENGINE.check()
         if current_platform.is_cpu():
             current_platform.register_triton_kernel_overrides()
         if vllm_config.model_config.uses_mrope:

@@ -1,6 +1,6 @@
-"""Which of vLLM's platforms this process runs on. The only place that asks.
+"""From our configuration to vLLM's: the one place where engine settings are translated.
 
-From our configuration to vLLM's: the one place where engine settings are translated.
+Also the one that asks which of vLLM's platforms this process runs on, since most defaults depend on it.
 """
 
 from __future__ import annotations

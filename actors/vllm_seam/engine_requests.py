@@ -1,9 +1,8 @@
-"""What a request cannot have where vLLM drafts inside the target's engine, refused by name before the engine sees it.
+"""Between our request and response types and vLLM's: sampling parameters in, one RoundOutput a round out.
 
-The engine itself refuses min_p and logit_bias under speculation (vllm#42744); what is here it would ignore in silence,
-or, for seeds on CPU, die of.
-
-Between our request and response types and vLLM's: sampling parameters in, one RoundOutput a round out.
+Where vLLM drafts inside the target's engine, a request cannot have everything. The engine itself refuses min_p and
+logit_bias under speculation (vllm#42744); what it would ignore in silence or, as seeds on CPU, die of, is refused here
+by name (`check_co_located`), before the engine sees it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.ray_utils import get_bundles_for_indices
 
+from outrider.actors.vllm_seam import leans_on
 from outrider.cluster.link.rendezvous import open_store
 from outrider.cluster.placement import NAMESPACE, RankPlacement, bind_to
 
@@ -68,6 +69,7 @@ class RayRanksExecutor(RayExecutorV2):
     """Runs an engine's ranks as named Ray actors. Needs ``parallel_config.placement_group`` and a RankPlacement."""
 
     def _init_executor(self) -> None:
+        leans_on.EXECUTOR.check()
         self._placement = RankPlacement.of(self.vllm_config)
         # Drafting by vLLM itself samples in a call of its own, and mostly tells nobody of its drafts.
         speculative = self.vllm_config.speculative_config
@@ -144,7 +146,7 @@ class RayRanksExecutor(RayExecutorV2):
 def _sleep_early(queue: Any) -> None:
     """Let the reader of a vLLM message queue wait for its notification rather than spin."""
     if current_platform.is_cpu() and queue is not None:
-        condition = getattr(queue, "_spin_condition", None)
+        condition = queue._spin_condition  # None where nobody reads it on this node
         if condition is not None and condition.is_reader:
             condition.busy_loop_s = _CPU_SPIN_S
             shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = _CPU_RECHECK_MS

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from outrider.actors.drafter.engine import StepRow
+from outrider.actors.vllm_seam import leans_on
 
 
 class PagedForward:
@@ -26,6 +27,7 @@ class PagedForward:
 
     def __init__(self, runner: Any) -> None:
         """runner: vLLM's V1 model runner, loaded and with its KV cache."""
+        leans_on.DRAFT_RANK.check()
         self._model, self._config, self._device = runner.model, runner.vllm_config, runner.device
         self._kv_caches = runner.kv_caches
         self._num_blocks: int = runner.kv_cache_config.num_blocks

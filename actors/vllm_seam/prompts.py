@@ -1,8 +1,5 @@
-"""The chat template that the configuration names: the same for every API.
-
-From prompts to token ids and back: text and chat through the renderer that vLLM's own front ends use, off the event
-loop.
-"""
+"""From prompts to token ids and back: text and chat through the renderer that vLLM's own front ends use, off the event
+loop, with the chat template that the configuration names, the same for every API."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Fairness in vLLM's scheduler: who is next, and how much of a step long prompts may take. The rules are pure
-functions in routing.fair_order; this is where the scheduler asks them.
+"""The target's scheduler: vLLM's, told what it cannot know of fairness, deadlines and failures.
 
-The target's scheduler: vLLM's, with an end for requests that no token can be chosen for or whose time is up, and
-with every round's counts beside its tokens.
+`FairScheduling` gives requests their order and long prompts their share of a step, by the rules of
+``actors/round/fair_order.py``. `RoundScheduling` ends requests that no token can be chosen for or whose time is up, and
+sends every round's counts along with its tokens. Both stand in front of vLLM's own scheduler, of either kind.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from outrider.actors.round.deadlines import Deadlines
 from outrider.actors.round.fair_order import prefill_threshold, virtual_arrival_ms
 from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.vllm_seam import leans_on
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler
@@ -57,6 +58,7 @@ class RoundScheduling:
     requests: dict[str, Request]
 
     def __init__(self, *args: Any, clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
+        leans_on.SCHEDULER.check()
         super().__init__(*args, **kwargs)
         self._deadlines = Deadlines()
         self._clock = clock

@@ -1,8 +1,8 @@
-"""The target engine's load, as its scheduler last reported it.
+"""The target's engine inside a replica: vLLM's AsyncLLM, in our types. The only module that loads it.
 
-vLLM's output processor, which also logs the rounds of watched requests.
-
-The target's engine inside a replica: vLLM's AsyncLLM, in our types. The only actor module that loads it.
+`TargetEngine` turns a GenerationRequest into RoundOutputs, one a round. Two things go beside vLLM's own outputs:
+`EngineLoad` keeps what its scheduler last reported, as one of AsyncLLM's statistics loggers, and `RoundOutputProcessor`
+notes for watched requests which round each of their tokens came from.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from outrider.actors.replica_calls import (
     Tokens,
 )
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
+from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.engine_requests import is_of_request, refusal, round_outputs, sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 
@@ -119,6 +120,7 @@ class TargetEngine:
     """
 
     def __init__(self, vllm_config: VllmConfig, chat_template: str | None = None) -> None:
+        leans_on.REPLICA.check()
         self._load = EngineLoad()
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
         # vLLM's front door refuses min_p and logit_bias under speculation, since its own rejection sampler does not

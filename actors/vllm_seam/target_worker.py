@@ -9,6 +9,7 @@ from outrider.actors.observability.tracing import process_tracer
 from outrider.actors.round.length import FixedLengths, LengthController
 from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
+from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
@@ -32,6 +33,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
     """One rank of the target. Rank 0, the Verifier, also holds the Round and keeps its link."""
 
     def init_device(self) -> None:
+        leans_on.TARGET_RANK.check()
         super().init_device()
         settings = self.vllm_config.additional_config
         config = OutriderConfig.model_validate(settings["outrider"])

@@ -21,6 +21,7 @@ from outrider.deploy.doctor import (
     check_checkpoints,
     check_machine,
     check_packages,
+    check_seams,
     fail,
     judged,
     ok,
@@ -63,6 +64,7 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
         gpu = engine_on_gpu()
     except ConfigError:
         return findings  # said above: there is no vLLM
+    findings += check_seams()
     findings += check_checkpoints(config)
     findings += check_method(config, gpu)
     findings += check_machine(config, gpu)

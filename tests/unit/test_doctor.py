@@ -255,3 +255,24 @@ def test_the_whole_command_on_a_small_checkpoint(checkpoint, tmp_path, capsys, o
     subjects = [line[6:].split("  ")[0] for line in printed.splitlines()[:-1] if not line.startswith(" ")]
     for subject in ("configuration", "target.model", "models", "method", "ports", "cores", "memory", "ulimit", "disk"):
         assert subject in subjects
+    (internals,) = (line for line in printed.splitlines() if "  internals  " in line)
+    assert internals.startswith("OK")
+
+
+def test_a_vllm_without_the_names_that_are_extended_fails(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    findings = doctor.check_seams()
+    assert {finding.level for finding in findings} == {Level.FAIL}
+    assert "vllm.v1.worker.gpu_model_runner does not exist" in [finding.text for finding in findings]
+    assert not [finding.text for finding in findings if "ray." in finding.text and "vllm" not in finding.text]
+
+
+def test_a_vllm_that_cannot_be_imported_fails_with_what_it_says(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libtorch.so is not there')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (finding,) = doctor.check_seams()
+    assert finding.level is Level.FAIL
+    assert "libtorch.so is not there" in finding.text

@@ -33,7 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, RequestError
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.http.errors import HttpFailure, failure_of, refused, server_error, timed_out
-from outrider.actors.serving.openai.engine import CheckedEngine
+from outrider.actors.serving.openai.checked_engine import CheckedEngine
 from outrider.actors.serving.openai.schema import openapi, problem_of, shortened, validated
 from outrider.actors.serving.running import ReplicaLost
 from outrider.actors.vllm_seam.prompts import configured_chat_template

@@ -11,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.round.deadlines import Deadline
-from outrider.actors.serving.openai.engine import CheckedEngine
+from outrider.actors.serving.openai.checked_engine import CheckedEngine
 
 
 class Llm:

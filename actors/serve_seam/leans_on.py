@@ -1,0 +1,149 @@
+"""Every name of Ray Serve's that this package overrides or uses beyond its public API, by the process that does.
+
+Checked where that process starts (see cluster/borrowed.py), so that another Ray is refused by the name that it lacks.
+Written for Ray 2.60.
+"""
+
+from __future__ import annotations
+
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT
+from outrider.cluster.borrowed import Borrowed, Project, Table
+
+PROJECT = Project("Ray", ("ray",), "2.60")
+
+SERVE_LOGGER = "ray.serve"
+"""Under which Serve logs; see replica_log.py."""
+
+_ROUTER = "ray.serve._private.request_router.request_router:RequestRouter"
+_CALLER = "ray.serve._private.router:AsyncioRouter"
+_GRPC_SERVER = "ray.serve._private.grpc_util:gRPCGenericServer"
+
+CALLER = Table(
+    PROJECT,
+    "actors/serve_seam/request_router.py and broadcast.py",
+    (
+        Borrowed(
+            f"{_ROUTER}._choose_replica_for_request",
+            "overridden: where a caller that gives up waiting shows; there is no hook for it",
+            exactly=("pending_request", "is_retry"),
+            read_by=(f"{_CALLER}._route_and_send_request_once",),
+        ),
+        Borrowed(f"{_ROUTER}.initialize_state", "overridden: the policy's settings", exactly=("kwargs",)),
+        Borrowed(
+            f"{_ROUTER}.update_replicas",
+            "overridden: the policy hears of replicas",
+            exactly=("replicas",),
+            read_by=(f"{_ROUTER}._update_running_replicas",),
+        ),
+        Borrowed(f"{_ROUTER}.on_replica_actor_died", "overridden", exactly=("replica_id",)),
+        Borrowed(f"{_ROUTER}.on_replica_actor_unavailable", "overridden", exactly=("replica_id",)),
+        Borrowed(
+            f"{_ROUTER}.choose_replicas",
+            "overridden: the policy ranks",
+            exactly=("candidate_replicas", "pending_request"),
+            read_by=(f"{_ROUTER}._choose_replicas_with_backoff",),
+        ),
+        Borrowed(
+            f"{_ROUTER}.on_request_routed",
+            "overridden: a request is charged to whom it went to",
+            exactly=("pending_request", "replica_id", "result"),
+        ),
+        Borrowed(
+            f"{_ROUTER}.on_request_completed",
+            "overridden: and no longer",
+            exactly=("replica_id", "internal_request_id"),
+        ),
+        Borrowed(
+            "ray.serve._private.request_router.common:PendingRequest",
+            "what a request is profiled by; carries the replica it is charged to",
+            also=("args", "metadata", "routing_context", "__dict__"),
+        ),
+        Borrowed(
+            "ray.serve._private.request_router.common:RequestRoutingContext.should_backoff",
+            "set: wait before the next try",
+            read_by=(f"{_ROUTER}._choose_replicas_with_backoff",),
+        ),
+        Borrowed("ray.serve._private.common:RequestMetadata.internal_request_id", "by which a request is released"),
+        Borrowed("ray.serve._private.common:ReplicaID.unique_id", "by which replicas are told apart"),
+        Borrowed(
+            "ray.serve._private.request_router.replica_wrapper:RunningReplica",
+            "a replica and what it reports",
+            also=("replica_id", "routing_stats"),
+        ),
+        Borrowed("ray.serve.handle:DeploymentHandle.broadcast", "calls every replica", takes=("method_name",)),
+        Borrowed(
+            "ray.serve.handle:DeploymentBroadcastResponse._fetch_replica_results_async",
+            "one result a replica, where the public results are all or none",
+            exactly=(),
+        ),
+        Borrowed("ray.serve._private.replica_result:ReplicaResult", "one answer", also=("get_async", "cancel")),
+    ),
+)
+
+GRPC_PROXY = Table(
+    PROJECT,
+    "actors/serve_seam/grpc_proxy.py",
+    (
+        Borrowed(
+            f"{_GRPC_SERVER}.service_handler_factory",
+            "swapped while our services are added: calls go through ours first",
+            read_by=(f"{_GRPC_SERVER}._override_method_handler",),
+        ),
+        Borrowed(
+            "ray.serve._private.proxy:gRPCProxy.service_handler_factory",
+            "what makes Serve's own handlers",
+            exactly=("service_method", "streaming_type"),
+        ),
+        Borrowed(f"{_GRPC_SERVER}.add_generic_rpc_handlers", "adds them", exactly=("generic_rpc_handlers",)),
+        Borrowed(
+            f"{_GRPC_SERVER}.add_registered_method_handlers", "adds them", exactly=("service_name", "method_handlers")
+        ),
+        Borrowed(
+            "ray.serve._private.proxy_request_response:gRPCStreamingType",
+            "which of Serve's handlers",
+            also=("UNARY_UNARY", "UNARY_STREAM", "STREAM_STREAM"),
+        ),
+    ),
+)
+
+REPLICA = Table(
+    PROJECT,
+    "actors/serving/replica.py and actors/serve_seam/replica_log.py",
+    (
+        Borrowed("ray.serve._private.constants:SERVE_LOGGER_NAME", "whose handlers are kept", value=SERVE_LOGGER),
+        Borrowed(
+            "logging.handlers:MemoryHandler",
+            "what a replica's log goes through, and what vLLM's import closes",
+            read_by=("ray.serve._private.logging_utils:configure_component_logger",),
+        ),
+        Borrowed(
+            "ray.serve._private.replica:UserCallableWrapper.call_destructor",
+            "calls a replica's __del__ when it ends in order",
+        ),
+        Borrowed(
+            "ray.serve._private.constants:REQUEST_ROUTING_STATS_METHOD",
+            "what a replica is asked for routing",
+            value="record_routing_stats",
+        ),
+    ),
+)
+
+SERVER = Table(
+    PROJECT,
+    "deploy/server.py",
+    (
+        Borrowed(
+            f"ray.serve._private.constants:{next(iter(PROXY_ENVIRONMENT))}",
+            "where the HTTP proxies find our middlewares",
+            read_by=("ray.serve._private.http_util:configure_http_middlewares",),
+        ),
+        Borrowed(
+            "ray.serve.schema:DeploymentStatusOverview",
+            "what is still loading, and why it failed",
+            also=("status", "replica_states", "message"),
+        ),
+        Borrowed("ray.serve.schema:ApplicationStatusOverview", "likewise", also=("status", "message", "deployments")),
+    ),
+)
+
+TABLES = (CALLER, GRPC_PROXY, REPLICA, SERVER)

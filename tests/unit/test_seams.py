@@ -1,0 +1,112 @@
+"""Only the seams lean on vLLM's and Serve's internals, and what they lean on is in their tables."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from outrider.actors.serve_seam import leans_on as serve_names
+from outrider.actors.vllm_seam import leans_on as vllm_names
+
+ROOT = Path(__file__).parents[2]
+USES_VLLM = ("actors/vllm_seam/", "actors/serving/openai/", "deploy/bench/in_process.py")
+"""Its internals; its own serving classes and its engine by their public names."""
+
+USES_SERVE_PRIVATES = ("actors/serve_seam/",)
+NEITHER_S = ("_replace", "_exit", "_Options", "_ArgumentGroup", "_MutuallyExclusiveGroup")
+"""Public in spite of their names, of named tuples and os; torch's ProcessGroupGloo; argparse's types."""
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for folder in ("actors", "cluster", "deploy"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            yield str(file.relative_to(ROOT)), ast.parse(file.read_text())
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` of such an expression; empty for another."""
+    if isinstance(node, ast.Attribute):
+        return f"{inner}.{node.attr}" if (inner := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_vllm_is_imported_where_it_is_extended_and_by_its_own_serving_classes():
+    wrong = [
+        f"{path}: {name}"
+        for path, tree in modules()
+        for name in imported(tree)
+        if name.split(".")[0] == "vllm" and not path.startswith(USES_VLLM)
+    ]
+    assert wrong == []
+
+
+def test_ray_and_serve_privates_are_used_in_one_package():
+    wrong = []
+    for path, tree in modules():
+        used = [*imported(tree), *(dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))]
+        private = [name for name in used if name.startswith(("ray.", "serve.")) and "._" in name]
+        if private and not path.startswith(USES_SERVE_PRIVATES):
+            wrong.append(f"{path}: {private}")
+    assert wrong == []
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """Private names that the module gives to something: methods, attributes, globals."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def foreign_privates(path: str, tree: ast.Module, ours: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if node.attr.startswith("_") and not node.attr.endswith("__") and node.attr not in ours:
+                yield node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and dotted(node.func) in ("getattr", "setattr", "hasattr")
+            and isinstance(node.args[1], ast.Constant)
+            and (name := str(node.args[1].value)).startswith("_")
+            and not name.endswith("__")
+            and name not in ours
+        ):
+            yield name
+
+
+def test_private_attributes_of_others_are_touched_by_the_seams_alone_and_listed():
+    trees = dict(modules())
+    ours = {name for tree in trees.values() for name in own_names(tree)}
+    listed = {
+        name.replace(":", ".").rpartition(".")[2]
+        for table in (*vllm_names.TABLES, *serve_names.TABLES)
+        for borrowed in table.names
+        for name in borrowed.names()
+    }
+    for path, tree in trees.items():
+        found = set(foreign_privates(path, tree, ours)) - set(NEITHER_S)
+        if path.startswith(("actors/vllm_seam/", "actors/serve_seam/")):
+            assert found <= listed, f"{path}: list {found - listed} in leans_on.py"
+        else:
+            assert found == set(), f"{path}: {found} belong to a seam"
+
+
+def test_classes_are_rewritten_in_the_seams_alone():
+    wrong = [
+        path
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+        if not path.startswith(("actors/vllm_seam/", "actors/serve_seam/"))
+    ]
+    assert wrong == []
