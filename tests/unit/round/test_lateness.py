@@ -130,6 +130,17 @@ def test_a_drafter_that_never_says_ready_on_the_second_link_hangs_too():
     assert max(engine.link.polls) == 0.0
 
 
+def test_a_drafter_that_is_always_late_is_no_hang():
+    engine = linked(never_after_ready, round_deadline_ms=1, link_deadline_ms=50)
+    for _ in range(50):
+        engine.link.arrive(Proposals(engine.link.sent[0].request, len(engine["a"].token_ids), [1]))
+        engine.step({"a": [8]})
+        engine.sleep(0.005)
+    assert engine.round.statistics.late_rounds > 1
+    assert engine.now > 5 * 0.05
+    assert engine.link.broken is None
+
+
 def test_silence_with_nobody_waiting_is_no_hang():
     engine = linked(silent, link_deadline_ms=50.0, round_deadline_ms=10.0)
     engine.step({"a": [1]})
