@@ -1,5 +1,7 @@
-"""A rank of the draft model: vLLM's worker, plus a lean step over rows that the drafter plans (see paged_forward.py),
-and an output head that is cut to the tokens of a draft vocabulary."""
+"""A rank of the draft model: vLLM's worker, plus a step over rows that the drafter plans (``paged_forward.py``).
+
+`CutHead` is the model's output head cut to the tokens of a draft vocabulary, where there is one.
+"""
 
 from __future__ import annotations
 
