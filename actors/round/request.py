@@ -6,13 +6,11 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from outrider.actors.observability.round_tracer import RoundTrace
 from outrider.cluster.link.messages import MAX_BIASED_TOKENS, DraftSampling, Proposals
 from outrider.cluster.modes import Mode, mode_for
-
-if TYPE_CHECKING:
-    from outrider.actors.observability.round_tracer import RoundTrace
 
 EXTRA_ARGS_KEY = "outrider"
 """In SamplingParams.extra_args. A dict with any of
