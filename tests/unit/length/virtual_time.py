@@ -1,6 +1,6 @@
 """Rounds of a target and its drafter in virtual time: every step is an event, nothing sleeps, a seed decides the rest.
 
-What is modelled, after `DraftSequence`, `StepPlanner` and `Verifier`: a drafter steps over main lines and side branches
+What is modelled, after `ModelSequence`, `StepPlanner` and `Verifier`: a drafter steps over main lines and side branches
 while the target verifies; an answer leaves as soon as k_miss drafts are there and holds what there is, up to k; the
 round waits for the slowest answer, up to its deadline, and decodes plainly what has none. Requests end and others take
 their places. What is not: prefill, KV blocks, the network's own waits, and a drafter that knows where it is unsure.
@@ -83,7 +83,7 @@ class Text:
     shifting: bool = False
     guess: float | None = None
     beyond_stays: bool = True
-    """Drafts beyond those sent serve the next round too (`DraftSequence.free_of_rounds`)."""
+    """Drafts beyond those sent serve the next round too (`ModelSequence.free_of_rounds`)."""
 
     def rates(self, batch: int, length: int, first: int = 0) -> np.ndarray:
         """[B, N]"""
