@@ -31,8 +31,8 @@ LIGHT = (
 HEAVY = ("vllm", "torch", "transformers")
 
 LOOK_UP_DRAFTERS = """
-from actors.drafting.load import load_strategy, warm_up
-from cluster.config import NgramConfig, SpeculationConfig, SuffixConfig
+from outrider.actors.drafter.load import load_strategy, warm_up
+from outrider.cluster.config import NgramConfig, SpeculationConfig, SuffixConfig
 for config in (NgramConfig(method="ngram"), SuffixConfig(method="suffix")):
     warm_up(load_strategy(config, SpeculationConfig(), None, None)[0])
 """
