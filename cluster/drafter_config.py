@@ -1,13 +1,9 @@
-"""Every speculation method that vLLM has a name for: where Outrider runs it, or why not at all.
+"""The ``drafter`` section: one class a method in a drafter actor, and one for what runs inside the target's engine.
 
-The ``drafter`` section with ``placement: co_located``: vLLM's ``speculative_config``, key by key.
-
-Nothing here is loaded or guessed: what is written is handed to vLLM under the same name, what is not written is left to
-vLLM's own default. Only keys that would break what Outrider promises are refused, with the reason.
-
-The ``drafter`` section: one class a method in a drafter actor, and one for what runs inside the target's engine.
-
-``placement`` says where; ``method`` how. Keys are those of vLLM's ``speculative_config`` wherever it has one.
+``placement`` says where; ``method`` how. Keys are those of vLLM's ``speculative_config`` wherever it has one, and with
+``placement: co_located`` they are handed to vLLM as they are written: what is not written is left to vLLM's own
+default, and only keys that would break what Outrider promises are refused, with the reason. Every method that vLLM has
+a name for is known here, those that Outrider does not run with why not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Versions of installed packages, by their metadata: nothing is imported, which would take seconds.
-
-What the installed vLLM build can draft with, told without loading it.
-"""
+"""What is installed, told by metadata, since imports take seconds: versions, and what the vLLM build drafts with."""
 
 from __future__ import annotations
 
