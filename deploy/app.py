@@ -112,6 +112,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     Raises ConfigError when Ray is up and its cluster cannot hold the replicas.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
+    from outrider.actors.serve_seam.broadcast import broadcast
     from outrider.actors.serving.http.app import Front
     from outrider.actors.serving.replica import Target
 
@@ -168,6 +169,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         max_request_bytes=serving.max_request_bytes,
         max_retries=serving.num_replicas - 1,
         capacity=capacity,
+        broadcast=broadcast,
     )
 
 

@@ -137,11 +137,11 @@ def _create(args: EngineArgs, placement_group: Any, section: str) -> VllmConfig:
     try:
         vllm_config = args.create_engine_config()
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{section}: {_first_line(error)}") from error
+        raise ConfigError(f"{section}: {_first_lines(error)}") from error
     vllm_config.parallel_config.placement_group = placement_group
     return vllm_config
 
 
-def _first_line(error: Exception) -> str:
+def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:4])

@@ -1,8 +1,8 @@
-"""Fairness in vLLM's scheduler: who is next, and how much of a step long prompts may take. The rules are pure
-functions in routing.fair_order; this is where the scheduler asks them.
+"""The target's scheduler: vLLM's, with fairness between requests, an end for those that no token can be chosen for or
+whose time is up, and every round's counts beside its tokens.
 
-The target's scheduler: vLLM's, with an end for requests that no token can be chosen for or whose time is up, and
-with every round's counts beside its tokens.
+Who is next, how much of a step long prompts may take, and who is too late are pure functions in
+outrider.actors.round.scheduling; this is where the scheduler asks them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request, RequestStatus
 
-from outrider.actors.round.deadlines import Deadlines
-from outrider.actors.round.fair_order import prefill_threshold, virtual_arrival_ms
 from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.round.scheduling import Deadlines, prefill_threshold, virtual_arrival_ms
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.actors.replica_calls import GenerationRequest
-from outrider.actors.serve_seam.broadcast import sign
+from outrider.actors.replica_calls import GenerationRequest, sign
+from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.grpc import servicer
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.v1 import generation_pb2 as pb
@@ -44,7 +44,8 @@ class EmptyTarget:
 
 @pytest.fixture
 def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Ingress]:
-    made = [Ingress(Replicas(EmptyTarget(), EmptyTarget()), "m", 4) for _ in range(3)]  # type: ignore[arg-type]
+    targets: Any = Replicas(EmptyTarget(), EmptyTarget())
+    made = [Ingress(targets, "m", 4, broadcast=broadcast) for _ in range(3)]
     monkeypatch.setattr(servicer, "_this_deployment", lambda: Replicas(*made))
     return made
 

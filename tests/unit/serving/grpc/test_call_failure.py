@@ -7,7 +7,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from outrider.actors.replica_calls import RequestError, RequestIdInUse, SamplingFailed
-from outrider.actors.serving.grpc.failures import (
+from outrider.actors.serving.failures import (
     ERROR_DOMAIN,
     REQUEST_ID_METADATA,
     STATUS_DETAILS_METADATA,

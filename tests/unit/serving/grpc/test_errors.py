@@ -5,9 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from outrider.actors.replica_calls import RequestError
-from outrider.actors.serving.grpc.failures import REQUEST_ID_METADATA, failure_of
-from outrider.actors.serving.grpc.validation import check_request_id
+from outrider.actors.replica_calls import RequestError, check_request_id
+from outrider.actors.serving.failures import REQUEST_ID_METADATA, failure_of
 
 
 @pytest.mark.parametrize("request_id", ["\u2603", "a\n", "x" * 1_000_000])

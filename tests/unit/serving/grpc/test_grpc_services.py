@@ -16,8 +16,8 @@ from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from outrider.actors.serve_seam import grpc_proxy as grpc_services
 from outrider.actors.serve_seam.grpc_proxy import add_services
+from outrider.actors.serving.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA, CallFailure
 from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
-from outrider.actors.serving.grpc.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA, CallFailure
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 

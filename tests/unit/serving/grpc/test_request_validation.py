@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.actors.replica_calls import GenerationRequest, RequestError
-from outrider.actors.round.deadlines import Deadline
+from outrider.actors.replica_calls import Deadline, GenerationRequest, RequestError
 from outrider.actors.serving.grpc.validation import GenerationMessage, ServedModel, to_generation_request
 from outrider.v1 import generation_pb2 as pb
 

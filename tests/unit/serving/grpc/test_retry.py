@@ -7,8 +7,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
+from outrider.actors.replica_calls import ReplicaLost
 from outrider.actors.serving import running as retry
-from outrider.actors.serving.running import ReplicaLost, retried
+from outrider.actors.serving.running import retried
 
 
 class Call:

@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from outrider.actors.replica_calls import GenerationRequest, RoundOutput, Usage
-from outrider.actors.round.deadlines import Deadline
+from outrider.actors.replica_calls import Deadline, GenerationRequest, RoundOutput, Usage
 from outrider.actors.serving.running import RunningRequests
 
 REQUEST = GenerationRequest("r", prompt_text="a", sampling={"n": 2})

@@ -5,7 +5,7 @@ from starlette.requests import Request
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.serving.http.body import MAX_DEPTH, decode_json_object, read_json_object
-from outrider.actors.serving.http.errors import HttpError
+from outrider.actors.serving.openai.errors import HttpError
 
 
 @pytest.mark.parametrize(

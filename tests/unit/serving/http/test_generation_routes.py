@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from outrider.actors.replica_calls import RequestError
-from outrider.actors.serving.grpc.failures import CallFailure
-from outrider.actors.serving.http.errors import add_error_handlers
+from outrider.actors.serving.failures import CallFailure
+from outrider.actors.serving.http.app import add_error_handlers
 from outrider.actors.serving.http.routes import MAX_TOKEN_TEXTS, EventStream, add_generation_routes, event
 from outrider.v1 import generation_pb2 as pb
 

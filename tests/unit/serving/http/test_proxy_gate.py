@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from outrider.actors.serve_seam.http_proxy import GENERATIONS, ProxyGate, TellCapacity, middlewares
+from outrider.actors.serve_seam.http_proxy import GENERATIONS, ProxyGate, middlewares
 from outrider.actors.serving.gate import CAPACITY_METADATA
+from outrider.actors.serving.http.app import TellCapacity
 
 CAPACITY = 2
 

@@ -11,11 +11,9 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
-from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest
-from outrider.actors.serving.http.app import HttpContext
-from outrider.actors.serving.http.errors import add_error_handlers
-from outrider.actors.serving.http.routes import add_openai_routes, ask
-from outrider.actors.serving.running import ReplicaLost
+from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, ReplicaLost
+from outrider.actors.serving.http.app import add_error_handlers
+from outrider.actors.serving.http.routes import HttpContext, add_openai_routes, ask
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 EVENTS = OpenAIHead(200, "text/event-stream")
@@ -62,7 +60,7 @@ class Target:
 def client(target):
     app = FastAPI()
     add_error_handlers(app)
-    add_openai_routes(app, HttpContext(target, "tiny", 4, 1000, 1, None))
+    add_openai_routes(app, HttpContext(target, "tiny", 4, 1000, 1, None, None))
     return TestClient(app, raise_server_exceptions=False)
 
 

@@ -10,7 +10,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.round.deadlines import Deadline
+from outrider.actors.replica_calls import Deadline
 from outrider.actors.serving.openai.engine import CheckedEngine
 
 

@@ -13,10 +13,8 @@ from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest
-from outrider.actors.round.deadlines import Deadline
+from outrider.actors.replica_calls import Deadline, OpenAIHead, OpenAIRequest, ReplicaLost
 from outrider.actors.serving.openai.serving import OpenAIServing
-from outrider.actors.serving.running import ReplicaLost
 from outrider.cluster.config import ConfigError, parse_config
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama

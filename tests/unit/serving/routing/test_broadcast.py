@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from outrider.actors.serve_seam.broadcast import ReplicaReply, broadcast, sign
+from outrider.actors.replica_calls import ReplicaReply, sign
+from outrider.actors.serve_seam.broadcast import broadcast
 
 
 class Call:

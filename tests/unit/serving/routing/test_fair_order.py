@@ -4,7 +4,7 @@ import heapq
 
 import pytest
 
-from outrider.actors.round.fair_order import (
+from outrider.actors.round.scheduling import (
     DELAY_MS_PER_TOKEN,
     LONG_PREFILL_SHARE,
     prefill_threshold,

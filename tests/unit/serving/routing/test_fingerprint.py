@@ -3,8 +3,14 @@
 import pytest
 
 from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, OpenAIRequest
-from outrider.actors.serving.routing.prefix import MAX_BYTES, block_tokens, text_fingerprint, token_fingerprint
-from outrider.actors.serving.routing.request_profile import USUAL_ANSWER_TOKENS, profile
+from outrider.actors.serving.routing.request_profile import (
+    MAX_BYTES,
+    USUAL_ANSWER_TOKENS,
+    block_tokens,
+    profile,
+    text_fingerprint,
+    token_fingerprint,
+)
 
 
 def shared(one, other):

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from outrider.actors.serving.routing.policy import SUSPECT_S, RoutedRequest, RoutingPolicy, RoutingSettings
-from outrider.actors.serving.routing.prefix import token_fingerprint
+from outrider.actors.serving.routing.policy import SUSPECT_S, RoutingPolicy, RoutingSettings
+from outrider.actors.serving.routing.request_profile import RoutedRequest, token_fingerprint
 
 REPLICAS = ["a", "b", "c", "d"]
 

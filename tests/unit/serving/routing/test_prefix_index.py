@@ -1,6 +1,7 @@
 """What the index remembers of each replica, and in which order it forgets."""
 
-from outrider.actors.serving.routing.prefix import PrefixIndex, token_fingerprint
+from outrider.actors.serving.routing.policy import PrefixIndex
+from outrider.actors.serving.routing.request_profile import token_fingerprint
 
 SYSTEM = list(range(128))
 ONE, OTHER = SYSTEM + [1] * 64, SYSTEM + [2] * 64

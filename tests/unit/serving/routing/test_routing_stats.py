@@ -2,8 +2,8 @@
 
 import asyncio
 
-from outrider.actors.serving.routing import policy as routing_stats
-from outrider.actors.serving.routing.policy import RoutingStats
+from outrider.actors.serving import replica
+from outrider.actors.serving.replica import RoutingStats
 
 
 async def alive():
@@ -38,7 +38,7 @@ def test_a_report():
 
 
 def test_a_late_answer_leaves_what_was_known(monkeypatch):
-    monkeypatch.setattr(routing_stats, "_LINK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(replica, "_LINK_STATE_TIMEOUT_S", 0.01)
     reports = collect(True, False, "late", True, "late")
     assert [report["speculation_up"] for report in reports] == [True, False, False, True, True]
 

@@ -1,5 +1,5 @@
 """Writes the tables of fields in ``docs/openai.md`` from the rules the door refuses by:
-``python -m outrider.actors.serving.http.fields_reference``."""
+``python -m outrider.actors.serving.openai.fields_reference``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.actors.serving.http.fields import (
+from outrider.actors.serving.openai.fields import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -20,9 +20,9 @@ from outrider.actors.serving.http.fields import (
     Works,
 )
 
-PATH = Path(__file__).parent.parent.parent / "docs" / "openai.md"
+PATH = Path(__file__).parents[3] / "docs" / "openai.md"
 
-BEGIN, END = "<!-- fields: written from actors/serving/http/fields.py -->", "<!-- end of fields -->"
+BEGIN, END = "<!-- fields: written from actors/serving/openai/fields.py -->", "<!-- end of fields -->"
 
 _ENDPOINTS = {"chat": CHAT, "completions": COMPLETIONS, "tokenize": TOKENIZE, "detokenize": DETOKENIZE}
 

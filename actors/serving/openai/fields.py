@@ -1,6 +1,4 @@
-"""What may be said about a request field, and how a body is held against it.
-
-Every request field of OpenAI's and vLLM's, and whether it works here.
+"""Every request field of OpenAI's and vLLM's, whether it works here, and how a body is held against that.
 
 The door refuses by these tables, the tables of docs/openai.md are made from them, and a test holds them against vLLM's
 own request models and OpenAI's own parameter types, so that a field that either adds cannot be dropped silently.

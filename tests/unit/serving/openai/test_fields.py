@@ -18,7 +18,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 from vllm.renderers import chat_utils
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
-from outrider.actors.serving.http.fields import (
+from outrider.actors.serving.openai.fields import (
     BY_ENDPOINT,
     CHAT,
     COMPLETIONS,
@@ -28,7 +28,7 @@ from outrider.actors.serving.http.fields import (
     Refused,
     Works,
 )
-from outrider.actors.serving.http.fields_reference import PATH, render
+from outrider.actors.serving.openai.fields_reference import PATH, render
 
 CHAT_MODEL = chat_protocol.ChatCompletionRequest
 MODELS = {
@@ -139,5 +139,5 @@ def test_rules_have_reasons():
 
 def test_page_is_fresh():
     page = PATH.read_text()
-    assert page == render(page), "run: python -m outrider.actors.serving.http.fields_reference"
+    assert page == render(page), "run: python -m outrider.actors.serving.openai.fields_reference"
     assert all(f"| `{name}` |" in page for rules in BY_ENDPOINT.values() for name in rules)

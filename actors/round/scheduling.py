@@ -1,4 +1,4 @@
-"""The order in which a replica serves what it holds, and what a long prompt may take of a step.
+"""What the target's scheduler goes by: who is next, what a long prompt may take of a step, and who is too late. Pure.
 
 Requests are served by *virtual arrival*: when they came, plus a delay that grows with their size and ends at a limit.
 A small request overtakes large ones that came shortly before it; nobody is overtaken by one that came more than the
@@ -6,6 +6,9 @@ limit after it. So neither many small requests nor a few huge ones can keep the 
 """
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Container
 
 DELAY_MS_PER_TOKEN = 2.0
 """About what a token of a long prompt costs a small replica. Only differences between requests matter."""
@@ -18,6 +21,9 @@ LONG_PREFILL_SHARE = 0.75
 
 _PRIORITY_STEP_MS = 1 << 43
 """Between two of vLLM's priorities: 278 years. A request with a lower one is served first whatever its size."""
+
+_SLACK = 64
+"""Deadlines that are kept however few of them still count."""
 
 
 def virtual_arrival_ms(
@@ -39,3 +45,30 @@ def prefill_threshold(max_num_batched_tokens: int, num_prefills: int, at_least: 
     """
     share = int(max_num_batched_tokens * LONG_PREFILL_SHARE)
     return max(at_least, share // max(1, num_prefills))
+
+
+class Deadlines:
+    """Deadlines of the requests an engine holds, on its process's monotonic clock. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, request_id: str, deadline_s: float, held: Container[str]) -> None:
+        """held: the ids that still count. Deadlines of others are dropped once they are many."""
+        heapq.heappush(self._heap, (deadline_s, request_id))
+        # Requests mostly end long before their deadline, and nobody says so here.
+        if len(self._heap) > _SLACK and sum(name in held for _, name in self._heap) < len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if entry[1] in held]
+            heapq.heapify(self._heap)
+
+    def passed(self, now_s: float, held: Container[str]) -> list[str]:
+        """Ids among held whose deadline has passed; each is given once."""
+        late = []
+        while self._heap and self._heap[0][0] <= now_s:
+            request_id = heapq.heappop(self._heap)[1]
+            if request_id in held:
+                late.append(request_id)
+        return late
+
+    def __len__(self) -> int:
+        return len(self._heap)

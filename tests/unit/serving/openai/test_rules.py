@@ -1,7 +1,7 @@
 import pytest
 
 from outrider.actors.replica_calls import RequestError
-from outrider.actors.serving.http.fields import Label, Refused, Works, held_against
+from outrider.actors.serving.openai.fields import Label, Refused, Works, held_against
 
 RULES = {
     "text": Works(),

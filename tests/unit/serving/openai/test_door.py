@@ -1,8 +1,7 @@
 import pytest
 
-from outrider.actors.replica_calls import RequestError
-from outrider.actors.round.deadlines import Deadline
-from outrider.actors.serving.http.door import MAX_ANSWERS, to_openai_request
+from outrider.actors.replica_calls import Deadline, RequestError
+from outrider.actors.serving.openai.door import MAX_ANSWERS, to_openai_request
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

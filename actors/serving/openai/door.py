@@ -10,30 +10,29 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outrider.actors.replica_calls import Endpoint, OpenAIRequest, RequestError
-from outrider.actors.round.deadlines import Deadline
-from outrider.actors.serving.grpc.validation import check_request_id
-from outrider.actors.serving.http.fields import BY_ENDPOINT, held_against
+from outrider.actors.observability.tracing import TRACE_HEADERS
+from outrider.actors.replica_calls import (
+    RANGES,
+    Deadline,
+    Endpoint,
+    OpenAIRequest,
+    RequestError,
+    check_num_speculative_tokens,
+    check_range,
+    check_request_id,
+    check_seeds,
+    check_verification_under_grammar,
+)
+from outrider.actors.serving.openai.fields import BY_ENDPOINT, held_against
 from outrider.cluster.modes import BY_NAME
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 REQUEST_ID_HEADER = "x-request-id"
-TRACE_HEADERS = ("traceparent", "tracestate")
-
-MAX_N = 64
-"""As on gRPC."""
 
 MAX_ANSWERS = 256
 """Prompts times n of one request: each is a sequence in the engine."""
 
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
-
-_RANGES: dict[str, tuple[float, float, str]] = {
-    "n": (1, MAX_N, f"1 to {MAX_N}, or leave it out"),
-    "temperature": (0, 2, "a number from 0 (greedy) to 2"),
-    # Beyond these the scaled logits leave float32, and no token can be chosen.
-    "repetition_penalty": (0.01, 100, "a number from 0.01 to 100 (1 is off)"),
-}
 
 
 def to_openai_request(
@@ -76,15 +75,13 @@ def _request_id(body: dict[str, Any], headers: Mapping[str, str], otherwise: str
 
 
 def _check_ranges(body: Mapping[str, Any]) -> None:
-    for name, (least, most, allowed) in _RANGES.items():
+    for name in RANGES:
         value = body.get(name)
-        if isinstance(value, (int, float)) and not least <= value <= most:
-            raise RequestError(name, f"{value} is out of range", f"send {allowed}")
+        if isinstance(value, (int, float)):
+            check_range(name, name, value)
     n, seed = body.get("n", 1), body.get("seed")
-    if isinstance(n, int) and isinstance(seed, int) and seed < -1 <= seed + n - 1:
-        raise RequestError(
-            "seed", f"{seed} counted up for n = {n} meets -1, which is no seed", "send a seed of 0 or more"
-        )
+    if isinstance(n, int) and isinstance(seed, int):
+        check_seeds("seed", seed, n)
 
 
 def _check_answers(body: Mapping[str, Any]) -> None:
@@ -115,7 +112,13 @@ def _round_options(speculation: Mapping[str, Any], structured: bool, most: int) 
         raise RequestError("speculation.enabled", "is neither true nor false", "send one of them, or leave it out")
     wanted = speculation.get("num_speculative_tokens")
     if wanted is not None:
-        _check_num_speculative_tokens(wanted, enabled is not False, most)
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
+            raise RequestError(
+                "speculation.num_speculative_tokens",
+                "is no number of tokens",
+                f"send 1 to {most or 'K'}, or leave it out",
+            )
+        check_num_speculative_tokens(wanted, enabled=enabled is not False, most=most)
         options["num_speculative_tokens"] = wanted
     if enabled is False:
         options["num_speculative_tokens"] = 0
@@ -127,32 +130,10 @@ def _round_options(speculation: Mapping[str, Any], structured: bool, most: int) 
                 f"{json.dumps(verification)[:60]} is not known here",
                 f"send one of {', '.join(BY_NAME)}, or leave it out",
             )
-        if structured and verification != "coupled":
-            raise RequestError(
-                "speculation.verification",
-                f"{verification} is not exact under a grammar",
-                "send coupled, or leave it out",
-            )
+        if structured:
+            check_verification_under_grammar("speculation.verification", verification)
         options["verification"] = verification
     return options
-
-
-def _check_num_speculative_tokens(wanted: Any, enabled: bool, most: int) -> None:
-    field = "speculation.num_speculative_tokens"
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
-        raise RequestError(field, "is no number of tokens", f"send 1 to {most or 'K'}, or leave it out")
-    if wanted == 0:
-        raise RequestError(
-            field, "0 does not switch speculation off", "send speculation.enabled = false and leave this out"
-        )
-    if most == 0:
-        raise RequestError(field, "this deployment has no drafter", "leave it out")
-    if wanted > most:
-        raise RequestError(
-            field, f"{wanted} is above what this deployment drafts a round", f"send 1 to {most}, or leave it out"
-        )
-    if not enabled:
-        raise RequestError(field, "is given, but speculation.enabled is false", "leave one of the two out")
 
 
 def _deadline(headers: Mapping[str, str], clock: Callable[[], float]) -> Deadline | None:
