@@ -18,7 +18,8 @@ from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
-from outrider.cluster.installed import check_build_drafts, installed_version
+from outrider.cluster.drafter_config import check_build_drafts
+from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
     CorePlan,
     ReplicaPlacement,

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
-from outrider.cluster.installed import check_build_drafts
+from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.placement import RankPlacement
 
 
