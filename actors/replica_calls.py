@@ -1,127 +1,34 @@
-"""What a target serves: what stays the same for as long as it is served.
+"""What the front doors ask of a target replica, what comes back, how it fails, and the rules that a request is held
+against whichever API it comes by.
 
-What the ingress asks of a target's tokenizer, and what it gets back.
-
-What the ingress asks of a target replica, and what it gets back: one message a round.
-
-What the HTTP front asks of a target replica, and what it gets back: a head, then the body in parts.
-
-Free of vLLM: the ingress loads this.
+A generation over gRPC is a GenerationRequest, and comes back as RoundOutputs, one a round. One over OpenAI's API is an
+OpenAIRequest, and comes back as an OpenAIHead and then the body in parts. Free of vLLM: the ingress loads this.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from outrider.actors.round.deadlines import Deadline
+from outrider.cluster.modes import check_exact_under_grammar
 
-VERIFICATIONS = ("rejection", "block", "coupled")
+logger = logging.getLogger("ray.serve.outrider.routing")
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    max_model_len: int
-    vocab_size: int
-    dtype: str
-    architecture: str
-    tokenizer: str
-    """Its class."""
+class _MayHaveDeadline:
+    deadline: Deadline | None
 
-    has_chat_template: bool
-    eos_token_ids: tuple[int, ...]
-    verifications: tuple[str, ...] = ()
-    """Ways to verify drafts that a request may ask for, of VERIFICATIONS."""
-
-    default_verification: str | None = None
-    methods: tuple[str, ...] = ()
-    num_speculative_tokens: int = 0
+    def seconds_left(self) -> float | None:
+        """Until the deadline, negative once it has passed. None without one."""
+        return None if self.deadline is None else self.deadline.left_s()
 
 
 @dataclass(frozen=True)
-class TokenizeRequest:
-    """A prompt to tokenise. Exactly one of text and chat is set."""
-
-    text: str | None = None
-    chat: ChatPrompt | None = None
-    add_special_tokens: bool | None = None
-    """None: True for text, False for chat."""
-
-    return_token_strs: bool = False
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What a prompt is to the model."""
-
-    token_ids: tuple[int, ...]
-    max_model_len: int
-    token_strs: tuple[str, ...] = ()
-    """As the vocabulary spells them, when asked for."""
-
-
-class RequestError(Exception):
-    """A request that is refused at the door.
-
-    field: the request field at fault, in the public API's spelling, e.g. ``sampling.temperature``.
-    fix: what to send instead.
-    """
-
-    def __init__(self, field: str, problem: str, fix: str) -> None:
-        super().__init__(field, problem, fix)
-        self.field, self.problem, self.fix = field, problem, fix
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}; {self.fix}"
-
-
-class RequestIdInUse(Exception):
-    """A request with this id is running."""
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self.request_id = request_id
-
-    def __str__(self) -> str:
-        return f"request_id: {self.request_id!r} is the id of a running request; send another one, or none"
-
-
-LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words")
-"""Sampling parameters that may forbid every token: a JSON schema that refers to itself and nothing else, say."""
-
-
-class SamplingFailed(Exception):
-    """The engine gave a request up because it could not choose its next token, and the request has no LIMITS that it
-    may be due to. Other requests go on."""
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self.request_id = request_id
-
-    def __str__(self) -> str:
-        return f"request {self.request_id}: the model's logits for the next token were not finite"
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    role: str
-    content: str
-    name: str | None = None
-
-
-@dataclass(frozen=True)
-class ChatPrompt:
-    """A conversation, and how the model's chat template makes a prompt of it."""
-
-    messages: tuple[ChatMessage, ...]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the template: plain JSON values."""
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
+class GenerationRequest(_MayHaveDeadline):
     """A validated request. Exactly one of prompt_text, prompt_token_ids and prompt_chat is set."""
 
     request_id: str
@@ -157,22 +64,86 @@ class GenerationRequest:
         """n: each answer ends with a finish_reason of its own."""
         return int(self.sampling.get("n", 1))
 
-    def seconds_left(self) -> float | None:
-        """Until the deadline, negative once it has passed. None without one."""
-        return None if self.deadline is None else self.deadline.left_s()
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment of this process's monotonic clock after which an answer is worthless.
+
+    Wall-clock times are never compared: nodes disagree about them, and they are set back and forward. Each process
+    counts on its own monotonic clock. Pickled, this is the time that is left, which goes on being counted where it is
+    unpickled.
+    """
+
+    at_s: float
+    clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)
+
+    @classmethod
+    def after(cls, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
+        return cls(clock() + timeout_s, clock)
+
+    def left_s(self) -> float:
+        """Negative once it has passed."""
+        return self.at_s - self.clock()
+
+    def __reduce__(self) -> tuple[Callable[[float], Deadline], tuple[float]]:
+        return Deadline.after, (self.left_s(),)
 
 
 @dataclass(frozen=True)
-class ReplicaLoad:
-    """Requests in one target's engine, as its scheduler last said."""
+class ChatMessage:
+    role: str
+    content: str
+    name: str | None = None
 
-    running: int
-    waiting: int
-    kv_cache_usage: float
-    """0 to 1."""
 
-    max_num_seqs: int
-    """Requests it can run at once."""
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation, and how the model's chat template makes a prompt of it."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the template: plain JSON values."""
+
+
+@dataclass(frozen=True)
+class RoundOutput:
+    """What one round committed for one answer. The answer's last one has finish_reason set."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``abort``; None while running. Another name of vLLM's is passed on as it is."""
+
+    stop_reason: str | None = None
+    """The stop string, or the stop token id as text, when one ended the answer."""
+
+    usage: Usage | None = None
+    """Of this answer so far, the prompt's tokens counted in each. In a request's first outputs and an answer's last."""
+
+    speculative_decoding: SpeculativeDecodingMetrics | None = None
+    """This and the next in an answer's last output only."""
+
+    timing: RequestTiming | None = None
+
+    index: int = 0
+    """Which of the n answers."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry per token of token_ids, or none when they were not asked for."""
+
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One entry per token of the prompt, None for the first. In the first output of a request only."""
+
+    origins: tuple[str, ...] = ()
+    """One per token of token_ids, in the names of outrider.actors.round.origins; or none, which is all unknown."""
+
+    num_rounds: int = 0
+    """Rounds that these tokens are of: several when whoever reads is slower than the target. 0: not known."""
+
+    load: ReplicaLoad | None = None
+    """Of the target that answered. In an answer's last output only."""
 
 
 @dataclass(frozen=True)
@@ -236,42 +207,16 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class RoundOutput:
-    """What one round committed for one answer. The answer's last one has finish_reason set."""
+class ReplicaLoad:
+    """Requests in one target's engine, as its scheduler last said."""
 
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    """``stop``, ``length`` or ``abort``; None while running. Another name of vLLM's is passed on as it is."""
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """0 to 1."""
 
-    stop_reason: str | None = None
-    """The stop string, or the stop token id as text, when one ended the answer."""
-
-    usage: Usage | None = None
-    """Of this answer so far, the prompt's tokens counted in each. In a request's first outputs and an answer's last."""
-
-    speculative_decoding: SpeculativeDecodingMetrics | None = None
-    """This and the next in an answer's last output only."""
-
-    timing: RequestTiming | None = None
-
-    index: int = 0
-    """Which of the n answers."""
-
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry per token of token_ids, or none when they were not asked for."""
-
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """One entry per token of the prompt, None for the first. In the first output of a request only."""
-
-    origins: tuple[str, ...] = ()
-    """One per token of token_ids, in the names of outrider.actors.round.origins; or none, which is all unknown."""
-
-    num_rounds: int = 0
-    """Rounds that these tokens are of: several when whoever reads is slower than the target. 0: not known."""
-
-    load: ReplicaLoad | None = None
-    """Of the target that answered. In an answer's last output only."""
+    max_num_seqs: int
+    """Requests it can run at once."""
 
 
 Endpoint = Literal["chat", "completions", "tokenize", "detokenize", "models", "openapi"]
@@ -279,8 +224,8 @@ Endpoint = Literal["chat", "completions", "tokenize", "detokenize", "models", "o
 
 
 @dataclass(frozen=True)
-class OpenAIRequest:
-    """A request whose fields have been checked by name (actors/serving/http/door.py). Values are vLLM's to check."""
+class OpenAIRequest(_MayHaveDeadline):
+    """A request whose fields have been checked by name (actors/serving/openai/door.py). Values are vLLM's to check."""
 
     endpoint: Endpoint
     request_id: str
@@ -299,10 +244,6 @@ class OpenAIRequest:
     deadline: Deadline | None = None
     """After which the answer is worthless."""
 
-    def seconds_left(self) -> float | None:
-        """Until the deadline, negative once it has passed. None without one."""
-        return None if self.deadline is None else self.deadline.left_s()
-
 
 @dataclass(frozen=True)
 class OpenAIHead:
@@ -315,3 +256,204 @@ class OpenAIHead:
     @property
     def is_stream(self) -> bool:
         return self.media_type == "text/event-stream"
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """A prompt to tokenise. Exactly one of text and chat is set."""
+
+    text: str | None = None
+    chat: ChatPrompt | None = None
+    add_special_tokens: bool | None = None
+    """None: True for text, False for chat."""
+
+    return_token_strs: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a prompt is to the model."""
+
+    token_ids: tuple[int, ...]
+    max_model_len: int
+    token_strs: tuple[str, ...] = ()
+    """As the vocabulary spells them, when asked for."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    architecture: str
+    tokenizer: str
+    """Its class."""
+
+    has_chat_template: bool
+    eos_token_ids: tuple[int, ...]
+    verifications: tuple[str, ...] = ()
+    """Ways to verify drafts that a request may ask for, by the names of outrider.cluster.modes."""
+
+    default_verification: str | None = None
+    methods: tuple[str, ...] = ()
+    num_speculative_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ReplicaReply:
+    """One replica's answer to a call that all of a deployment get: value, or error when it failed or was late."""
+
+    replica_id: str | None
+    """Serve's unique id of the replica; None when it died or was late, and so never said who it is."""
+
+    value: Any = None
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+Broadcast = Callable[..., Awaitable[list[ReplicaReply]]]
+"""``outrider.actors.serve_seam.broadcast.broadcast(handle, method, *args, timeout_s=...)``. Whoever asks all replicas
+gets it passed in: it leans on Serve's private names, which this side of the seam knows nothing of."""
+
+
+async def sign(target: Any, replica_id: str, method: str, args: tuple[Any, ...]) -> ReplicaReply:
+    """The replica's side of a broadcast: call the coroutine method of target, and put the replica's id on what comes of
+    it."""
+    try:
+        return ReplicaReply(replica_id, value=await getattr(target, method)(*args))
+    except Exception as error:
+        logger.warning("%s failed on replica %s", method, replica_id, exc_info=error)
+        return ReplicaReply(replica_id, error=f"{type(error).__name__}: {error}")
+
+
+class RequestError(Exception):
+    """A request that is refused at the door.
+
+    field: the request field at fault, in the public API's spelling, e.g. ``sampling.temperature``.
+    fix: what to send instead.
+    """
+
+    def __init__(self, field: str, problem: str, fix: str) -> None:
+        super().__init__(field, problem, fix)
+        self.field, self.problem, self.fix = field, problem, fix
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}; {self.fix}"
+
+
+class RequestIdInUse(Exception):
+    """A request with this id is running."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request_id: {self.request_id!r} is the id of a running request; send another one, or none"
+
+
+class ReplicaLost(ConnectionError):
+    """A replica that can still answer cannot serve: its engine is dead. Serve will replace it."""
+
+    def __init__(self, replica_id: str, problem: str) -> None:
+        super().__init__(replica_id, problem)
+        self.replica_id, self.problem = replica_id, problem
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id}: {self.problem}"
+
+
+LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words")
+"""Sampling parameters that may forbid every token: a JSON schema that refers to itself and nothing else, say."""
+
+
+class SamplingFailed(Exception):
+    """The engine gave a request up because it could not choose its next token, and the request has no LIMITS that it
+    may be due to. Other requests go on."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request {self.request_id}: the model's logits for the next token were not finite"
+
+
+MAX_N = 64
+"""Answers of one prompt."""
+
+RANGES: dict[str, tuple[float, float, str]] = {
+    "n": (1, MAX_N, f"1 to {MAX_N}, or leave it out"),
+    "temperature": (0, 2, "a number from 0 (greedy) to 2"),
+    # Beyond these the scaled logits leave float32, and no token can be chosen.
+    "repetition_penalty": (0.01, 100, "a number from 0.01 to 100 (1 is off)"),
+}
+"""Sampling parameters whose least and most, and how a refusal puts them, are our own and not vLLM's."""
+
+_MOST_OF_A_PROBLEM = 300
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+def check_request_id(request_id: str) -> None:
+    """Ids travel in log lines and gRPC metadata, which carry visible ASCII only. Raises RequestError."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise RequestError(
+            "request_id",
+            f"{shown(request_id)} is not usable as an id",
+            "send 1 to 128 printable ASCII characters without spaces, or leave it out",
+        )
+
+
+def check_range(field: str, name: str, value: float) -> None:
+    """name: of RANGES. field: what the API calls it. Raises RequestError."""
+    least, most, allowed = RANGES[name]
+    if not least <= value <= most:  # NaN compares false with everything, so it is refused too
+        raise RequestError(field, f"{value} is out of range", f"send {allowed}")
+
+
+def check_seeds(field: str, seed: int, n: int) -> None:
+    """Each of n answers has a seed of its own, counted up. Raises RequestError."""
+    if seed < -1 <= seed + n - 1:
+        raise RequestError(
+            field, f"{seed} counted up for n = {n} meets -1, which is no seed", "send a seed of 0 or more"
+        )
+
+
+def check_num_speculative_tokens(wanted: int, *, enabled: bool, most: int) -> None:
+    """enabled: whether the request wants drafts at all. most: K, 0 without a drafter. Raises RequestError."""
+    field = "speculation.num_speculative_tokens"
+    if wanted == 0:
+        raise RequestError(
+            field, "0 does not switch speculation off", "send speculation.enabled = false and leave this out"
+        )
+    if most == 0:
+        raise RequestError(field, "this deployment has no drafter", "leave it out")
+    if wanted > most:
+        raise RequestError(
+            field, f"{wanted} is above what this deployment drafts a round", f"send 1 to {most}, or leave it out"
+        )
+    if not enabled:
+        raise RequestError(field, "is given, but speculation.enabled is false", "leave one of the two out")
+
+
+def check_verification_under_grammar(field: str, asked: str | None) -> None:
+    """asked: by a request with structured output. field: the one that an API blames. Raises RequestError."""
+    try:
+        check_exact_under_grammar(asked)
+    except ValueError as error:
+        fix = "ask for coupled verification, or leave speculation.verification out"
+        raise RequestError(field, str(error), fix) from None
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """A client's own text, short enough for a sentence."""
+    return repr(text if len(text) <= limit else text[:limit] + "…")
+
+
+def shortened(text: str) -> str:
+    """What somebody else's error says, on one line that a client may read."""
+    text = " ".join(text.split()).rstrip(".")
+    return text if len(text) <= _MOST_OF_A_PROBLEM else text[:_MOST_OF_A_PROBLEM] + "…"

@@ -1,11 +1,7 @@
-"""What is wrong with a configuration in words: every wrong field by its dotted path.
+"""One typed configuration for a deployment: ``target``, ``drafter``, ``speculation``, ``link``, ``serving`` and more.
 
-What OpenAI's HTTP endpoints need to know of the model.
-
-One typed configuration for a deployment: ``target``, ``drafter``, ``speculation``, ``link``, ``serving``.
-
-Keys are vLLM's wherever vLLM has one. Unknown keys are errors. Everything that can be known to be wrong
-without loading a model is rejected here, by field name, before anything starts.
+Keys are vLLM's wherever vLLM has one. Unknown keys are errors. Everything that can be known to be wrong without loading
+a model is rejected here before anything starts, in words, every wrong field by its dotted path.
 """
 
 from __future__ import annotations
@@ -30,41 +26,6 @@ from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
 
 _KEY = re.compile(r"([a-z_]+): ")
-
-
-def explained(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors():
-        parts = [str(part) for part in item["loc"] if part not in TAGS]
-        where = ".".join(parts) or "config"
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: {_unknown_key(parts)}")
-        elif item["type"] == "missing":
-            lines.append(f"{where}: required, but missing")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            if parts and _KEY.match(message):
-                where, message = f"{where}.{message.partition(': ')[0]}", message.partition(": ")[2]
-            found = item.get("input")
-            shown = "" if isinstance(found, Mapping | list | Section) or _is_nan(found) else f" (found {found!r})"
-            lines.append(f"{where}: {message}{shown}")
-    return "; ".join(lines)
-
-
-def _unknown_key(parts: list[str]) -> str:
-    """parts: of the dotted path. A key that vLLM users know gets a better answer than one that is misspelt."""
-    *section, key = parts
-    if section == ["drafter"] and key in CoLocatedConfig.model_fields:
-        return (
-            "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"
-        )
-    if section == ["speculation"] and (key in CoLocatedConfig.model_fields or key == "placement"):
-        return "unknown key here; it belongs into the drafter section"
-    return "unknown key; remove it or check its spelling"
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 class OpenAIConfig(Section):
@@ -321,3 +282,38 @@ def load_config(path: str | Path) -> OutriderConfig:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from None
     return parse_config(data, str(path))
+
+
+def explained(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        parts = [str(part) for part in item["loc"] if part not in TAGS]
+        where = ".".join(parts) or "config"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{where}: {_unknown_key(parts)}")
+        elif item["type"] == "missing":
+            lines.append(f"{where}: required, but missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            if parts and _KEY.match(message):
+                where, message = f"{where}.{message.partition(': ')[0]}", message.partition(": ")[2]
+            found = item.get("input")
+            shown = "" if isinstance(found, Mapping | list | Section) or _is_nan(found) else f" (found {found!r})"
+            lines.append(f"{where}: {message}{shown}")
+    return "; ".join(lines)
+
+
+def _unknown_key(parts: list[str]) -> str:
+    """parts: of the dotted path. A key that vLLM users know gets a better answer than one that is misspelt."""
+    *section, key = parts
+    if section == ["drafter"] and key in CoLocatedConfig.model_fields:
+        return (
+            "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"
+        )
+    if section == ["speculation"] and (key in CoLocatedConfig.model_fields or key == "placement"):
+        return "unknown key here; it belongs into the drafter section"
+    return "unknown key; remove it or check its spelling"
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)

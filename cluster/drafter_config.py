@@ -1,22 +1,19 @@
-"""Every speculation method that vLLM has a name for: where Outrider runs it, or why not at all.
+"""The ``drafter`` section: one class a method in a drafter actor, and one for what runs inside the target's engine.
 
-The ``drafter`` section with ``placement: co_located``: vLLM's ``speculative_config``, key by key.
-
-Nothing here is loaded or guessed: what is written is handed to vLLM under the same name, what is not written is left to
-vLLM's own default. Only keys that would break what Outrider promises are refused, with the reason.
-
-The ``drafter`` section: one class a method in a drafter actor, and one for what runs inside the target's engine.
-
-``placement`` says where; ``method`` how. Keys are those of vLLM's ``speculative_config`` wherever it has one.
+``placement`` says where; ``method`` how. Keys are those of vLLM's ``speculative_config`` wherever it has one, and with
+``placement: co_located`` they are handed to vLLM as they are written: what is not written is left to vLLM's own
+default, and only keys that would break what Outrider promises are refused, with the reason. Every method that vLLM has
+a name for is known here, those that Outrider does not run with why not.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from outrider.cluster.config_section import CoreSet, EngineConfig, Section
+from outrider.cluster.config_section import ConfigError, CoreSet, EngineConfig, Section
 
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
 """In a drafter actor: what needs tokens only."""
@@ -421,3 +418,24 @@ def refusal_of(section: dict[str, Any]) -> str | None:
             f"{', '.join(CO_LOCATED_METHODS)} (found {method!r})"
         )
     return None
+
+
+def check_build_drafts(drafter: CoLocatedConfig, gpu: bool) -> None:
+    """Raise ConfigError for co-located drafting that the installed vLLM does not have, or would ignore in silence.
+
+    gpu: whether it is vLLM's GPU build.
+    """
+    if drafter.method == "suffix" and find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "drafter.method: vLLM's own suffix drafting needs the package arctic-inference (a source build), which is "
+            "not installed; install it, or leave placement out: Outrider's suffix drafter needs no package"
+        )
+    if gpu:
+        return
+    if drafter.method in GPU_ONLY_METHODS:
+        raise ConfigError(f"drafter.method: {drafter.method} does not run on CPU: {GPU_ONLY_METHODS[drafter.method]}")
+    if drafter.rejection_sample_method == "block":
+        raise ConfigError(
+            "drafter.rejection_sample_method: block is a matter of vLLM's V2 model runner; on CPU it would be ignored; "
+            "leave it out, or use placement: remote with speculation.verification: block"
+        )

@@ -33,15 +33,23 @@ def mode_for(*, greedy: bool, seeded: bool, structured: bool, asked: str | None,
 
     asked: the request's own choice, None without one; deployment: the configured default.
     A seeded request without a choice is coupled, so that its tokens do not depend on the drafter. A structured one is
-    coupled whatever the deployment's default: the scheduler cuts drafts at the first token the grammar forbids, and a
-    cut that depends on the token biases rejection. Raises ValueError when a structured request asks for rejection.
+    coupled whatever the deployment's default. Raises ValueError when it asks for anything else.
     """
     if greedy:
         return Mode.GREEDY
     if structured:
-        if asked not in (None, "coupled"):
-            raise ValueError(f"{asked} verification is not exact under a grammar")
+        check_exact_under_grammar(asked)
         return Mode.COUPLED
     if asked is not None:
         return BY_NAME[asked]
     return Mode.COUPLED if seeded else BY_NAME[deployment]
+
+
+def check_exact_under_grammar(asked: str | None) -> None:
+    """The scheduler cuts drafts at the first token the grammar forbids, and a cut that depends on the token biases
+    rejection and block verification.
+
+    asked: a structured request's own choice. Raises ValueError for one that is not coupled.
+    """
+    if asked not in (None, "coupled"):
+        raise ValueError(f"{asked} verification is not exact under a grammar")

@@ -18,7 +18,8 @@ from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
-from outrider.cluster.installed import check_build_drafts, installed_version
+from outrider.cluster.drafter_config import check_build_drafts
+from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
     CorePlan,
     ReplicaPlacement,
@@ -112,6 +113,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     Raises ConfigError when Ray is up and its cluster cannot hold the replicas.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
+    from outrider.actors.serve_seam.broadcast import broadcast
     from outrider.actors.serving.http.app import Front
     from outrider.actors.serving.replica import Target
 
@@ -168,6 +170,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         max_request_bytes=serving.max_request_bytes,
         max_retries=serving.num_replicas - 1,
         capacity=capacity,
+        broadcast=broadcast,
     )
 
 

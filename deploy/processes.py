@@ -1,6 +1,5 @@
-"""SIGINT and SIGTERM as a request to stop.
-
-Leaving nothing behind: the processes this one started, however deep, and the shared memory they mapped.
+"""Leaving nothing behind: SIGINT and SIGTERM as a request to stop, the processes this one started, however deep, and
+the shared memory they mapped.
 """
 
 from __future__ import annotations
@@ -17,6 +16,10 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Stopped(BaseException):
@@ -54,11 +57,6 @@ class StopSignal:
         self._event.set()
         if first and self._interrupts:
             raise Stopped
-
-
-SHARED_MEMORY = Path("/dev/shm")
-
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:

@@ -7,33 +7,16 @@ is whose. Here late replicas cost their own answer only, and each replica signs 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from outrider.actors.replica_calls import ReplicaReply
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-logger = logging.getLogger("ray.serve.outrider.routing")
-
 SIGNED_REPLY_METHOD = "signed_reply"
-"""What a deployment must offer to be asked: ``signed_reply(method, args) -> ReplicaReply``; see ``sign``."""
-
-
-@dataclass(frozen=True)
-class ReplicaReply:
-    """One replica's answer: value, or error when it failed or did not answer in time."""
-
-    replica_id: str | None
-    """Serve's unique id of the replica; None when it died or was late, and so never said who it is."""
-
-    value: Any = None
-    error: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.error is None
+"""What a deployment must offer to be asked: ``signed_reply(method, args) -> ReplicaReply``; see replica_calls.sign."""
 
 
 async def broadcast(handle: DeploymentHandle, method: str, *args: Any, timeout_s: float) -> list[ReplicaReply]:
@@ -61,15 +44,6 @@ async def broadcast(handle: DeploymentHandle, method: str, *args: Any, timeout_s
                 call.cancel()
     replies = [_reply(answer, method, timeout_s) for answer in waiting]
     return sorted(replies, key=lambda reply: not reply.ok)
-
-
-async def sign(target: Any, replica_id: str, method: str, args: tuple[Any, ...]) -> ReplicaReply:
-    """The replica's side: call the coroutine method of target, and put the replica's id on what comes of it."""
-    try:
-        return ReplicaReply(replica_id, value=await getattr(target, method)(*args))
-    except Exception as error:
-        logger.warning("%s failed on replica %s", method, replica_id, exc_info=error)
-        return ReplicaReply(replica_id, error=f"{type(error).__name__}: {error}")
 
 
 def _reply(answer: asyncio.Future[ReplicaReply], method: str, timeout_s: float) -> ReplicaReply:

@@ -10,7 +10,7 @@ The generated functions would do, but for six things, all of them in the proxy, 
   MAX_REQUEST_BYTES would go all the way to be refused there.
 - A client that ends its side without having sent a request would be left waiting for ever: gRPC's asyncio server
   forgets it. So requests are read here, as if they were streams of one.
-- Failures lose their google.rpc details on the way (see outrider.actors.serving.grpc.failures).
+- Failures lose their google.rpc details on the way (see outrider.actors.serving.failures).
 - A full queue is told too late when many come at once (see outrider.actors.serving.gate).
 """
 
@@ -27,14 +27,14 @@ from grpc_health.v1 import health_pb2_grpc
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from outrider.actors.serve_seam import leans_on
-from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
-from outrider.actors.serving.grpc.failures import (
+from outrider.actors.serving.failures import (
     STATUS_DETAILS_METADATA,
     CallFailure,
     queue_full,
     sentence_of,
     trailing_of,
 )
+from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
 from outrider.v1 import generation_pb2_grpc
 
 MAX_UNREAD_BYTES = 8 << 20

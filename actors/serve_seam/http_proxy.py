@@ -7,14 +7,11 @@ serve` sets it for the cluster that it starts. Without it refusals are as many, 
 
 from __future__ import annotations
 
-from typing import Any
-
-from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
-from outrider.actors.serving.http.errors import queue_full
+from outrider.actors.serving.openai.errors import queue_full
 
 GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/outrider/v1/stream")
 """Ends of paths whose requests take a place."""
@@ -60,18 +57,3 @@ class ProxyGate:
         finally:
             if takes_a_place:
                 gate.leave()
-
-
-class TellCapacity:
-    """ASGI middleware of the ingress: a header with every response."""
-
-    def __init__(self, app: ASGIApp, capacity: int) -> None:
-        self._app, self._capacity = app, str(capacity)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def tell(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).append(CAPACITY_METADATA, self._capacity)
-            await send(message)
-
-        await self._app(scope, receive, tell if scope["type"] == "http" else send)

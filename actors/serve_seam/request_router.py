@@ -12,8 +12,8 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from outrider.actors.serve_seam import leans_on
-from outrider.actors.serving.routing.policy import RoutedRequest, RoutingPolicy, RoutingSettings
-from outrider.actors.serving.routing.request_profile import profile
+from outrider.actors.serving.routing.policy import RoutingPolicy, RoutingSettings
+from outrider.actors.serving.routing.request_profile import RoutedRequest, profile
 
 logger = logging.getLogger("ray.serve.outrider.routing")
 

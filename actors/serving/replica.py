@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,21 +25,21 @@ from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.observability.start_up import StartUp
 from outrider.actors.replica_calls import (
-    VERIFICATIONS,
     GenerationRequest,
     ModelInfo,
     OpenAIHead,
     OpenAIRequest,
+    ReplicaLost,
+    ReplicaReply,
     RoundOutput,
     TokenizeRequest,
     Tokens,
+    sign,
 )
-from outrider.actors.serve_seam.broadcast import ReplicaReply, sign
 from outrider.actors.serve_seam.replica_log import serve_log_kept
-from outrider.actors.serving.routing.policy import RoutingStats
-from outrider.actors.serving.running import ReplicaLost
-from outrider.actors.vllm_seam.engine_requests import check_co_located
+from outrider.actors.serving.co_located import check_co_located
 from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.modes import BY_NAME
 from outrider.cluster.placement import V1_RUNNER, CorePlan, RankPlacement, ReplicaPlacement, rank_environment
 from outrider.cluster.registry import LEASE_S, LOADING_LEASE_S, get_or_create_registry, registry_name
 
@@ -54,6 +54,9 @@ _DRAFTER_TIMEOUT_S = 0.5
 _REGISTRY_ATTEMPTS = 4
 _REGISTRY_PAUSE_S = 1.0
 _FIRST_LINK_TIMEOUT_S = 60.0
+
+_LINK_STATE_TIMEOUT_S = 1.0
+"""An engine in the middle of a long step answers late; what it said last is good enough."""
 
 
 class Target:
@@ -121,7 +124,7 @@ class Target:
                     yield part
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
-        """See routing.broadcast."""
+        """See serve_seam.broadcast."""
         return await sign(self, self._replica, method, args)
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -165,7 +168,7 @@ class Target:
         co_located = config.co_located is not None
         return replace(
             self._engine.model_info(),
-            verifications=("rejection",) if co_located else VERIFICATIONS,
+            verifications=("rejection",) if co_located else tuple(BY_NAME),
             default_verification="rejection" if co_located else config.speculation.verification,
             methods=() if config.drafter is None else (config.drafter.method,),
             num_speculative_tokens=config.num_speculative_tokens,
@@ -318,6 +321,42 @@ class Target:
                 logger.warning("registry not reachable: %s", error)
             del target  # a replica that is shut down must not be kept alive by its own lease
             await asyncio.sleep(LEASE_S / 6)
+
+
+class RoutingStats:
+    """What a target replica tells the routers about itself, every couple of seconds.
+
+    load: ``running`` and ``waiting`` requests. kv_cache_tokens: what the KV cache holds. link_is_up: asks the
+    engine's rank 0; None without a drafter. check_health: raises when the engine is dead.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Mapping[str, Any]],
+        kv_cache_tokens: int,
+        link_is_up: Callable[[], Awaitable[bool]] | None,
+        check_health: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._load, self._kv_cache_tokens = load, kv_cache_tokens
+        self._link_is_up, self._check_health = link_is_up, check_health
+        self._speculation_up = True
+
+    async def collect(self) -> dict[str, Any]:
+        """Plain values, few of them: Serve sends them to every router when they change."""
+        try:
+            await self._check_health()
+        except Exception:  # noqa: BLE001 - a dead engine, of whatever; Serve's health check reports it
+            return {"serving": False}
+        if self._link_is_up is not None:
+            with suppress(TimeoutError):
+                self._speculation_up = await asyncio.wait_for(self._link_is_up(), _LINK_STATE_TIMEOUT_S)
+        load = self._load()
+        return {
+            "serving": True,
+            "requests": load["running"] + load["waiting"],
+            "kv_cache_tokens": self._kv_cache_tokens,
+            "speculation_up": self._speculation_up,
+        }
 
 
 def _import_engine() -> None:

@@ -1,7 +1,7 @@
-"""A request that is lost with its replica before it has any output is given to another one: nobody has seen anything
-of it yet. One that has begun is not: the client gets UNAVAILABLE.
+"""The requests that an ingress holds: sent again when their replica is lost, and ended from outside.
 
-The requests that an ingress replica holds, and how one of them is ended from outside. No Ray, no vLLM.
+A request that is lost with its replica before it has any output is given to another one: nobody has seen anything of
+it yet. One that has begun is not: the client gets UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from ray.exceptions import NodeDiedError, RayActorError, RayTaskError, WorkerCrashedError
-from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.exceptions import BackPressureError
 
-from outrider.actors.replica_calls import GenerationRequest, RoundOutput, Usage
+from outrider.actors.replica_calls import GenerationRequest, ReplicaLost, RoundOutput, Usage
+from outrider.actors.serving.failures import REPLICA_LOST, cause_of
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -24,18 +24,6 @@ QUEUE_PATIENCE_S = 30.0
 """How long a request that was admitted once, and lost its place with its replica, waits for room in the queue."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
-
-
-class ReplicaLost(ConnectionError):
-    """A replica that can still answer cannot serve: its engine is dead. Serve will replace it."""
-
-    def __init__(self, replica_id: str, problem: str) -> None:
-        super().__init__(replica_id, problem)
-        self.replica_id, self.problem = replica_id, problem
-
-    def __str__(self) -> str:
-        return f"replica {self.replica_id}: {self.problem}"
 
 
 class Call(Protocol):
@@ -80,24 +68,17 @@ async def retried(
             call.cancel()
             if begun or not isinstance(error, Exception):
                 raise
-            lost = _cause(error)
+            lost = cause_of(error)
             if isinstance(lost, BackPressureError) and retries and time.monotonic() < give_up:
                 await asyncio.sleep(queue_pause_s)
                 queue_pause_s = min(2 * queue_pause_s, _LONGEST_PAUSE_S)
                 continue
-            if not isinstance(lost, (*_LOST, ReplicaLost)) or retries == max_retries:
+            if not isinstance(lost, REPLICA_LOST) or retries == max_retries:
                 raise
             retries, give_up = retries + 1, time.monotonic() + QUEUE_PATIENCE_S
             if isinstance(lost, ReplicaLost):
                 avoid = (*avoid, lost.replica_id)
             logger.warning("request %s had no output yet when its replica was lost; sent again: %s", request_id, lost)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What a replica raised, without what Ray wraps it in."""
-    while isinstance(error, RayTaskError) and error.cause is not None:
-        error = error.cause
-    return error
 
 
 class RunningRequest:

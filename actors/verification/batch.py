@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.actors.verification.constraints import Constraints
+from outrider.cluster.link.messages import Q_SUM_TOLERANCE
 from outrider.cluster.modes import Mode
-
-Q_SUM_TOLERANCE = 1e-3
 
 ALIGNMENT = 16
 """Bytes. Triton compiles a kernel anew for pointers that are not multiples of it."""

@@ -1,14 +1,9 @@
-"""Coupled noise and uniforms in Triton, by its own Philox: the same bits as `philox.py` and `gumbel.py`.
+"""Verification in Triton: two kernels, one pass over the logits. Nothing here waits for the GPU.
 
-One row of logits in Triton: the row from its tiles, weights of its tokens, and the draw of the last token.
-
-The pass over the logits in Triton, one program for each row and tile: what `row_scan.RowScan` holds, by tile.
-
-The decision in Triton, one program for each request: it joins the tiles of the rows it comes to, accepts, and draws
-the last token. The rules and their papers are in `torch_kernel.py`; this is the same in the same order.
-
-Verification in Triton: two kernels, one pass over the logits. `scan` leaves little of each tile of `TILE` tokens,
-`decide` makes a request's tokens of it. Nothing here waits for the GPU.
+`scan` runs one program for each row and tile of `TILE` tokens, and leaves little of each: what `torch_kernel.RowScan`
+holds, by tile. `decide` runs one program for each request: it joins the tiles of the rows it comes to, accepts, and
+draws the last token. The rules and their papers are in `torch_kernel.py`; this is the same in the same order, with the
+same noise (`noise.py`) to the bit, by a Philox of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +13,11 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from outrider.actors.verification.batch import Q_SUM_TOLERANCE, Status, VerificationBatch, VerificationResult
+from outrider.actors.verification.batch import Status, VerificationBatch, VerificationResult
 from outrider.actors.verification.constraints import thresholds
 from outrider.actors.verification.noise import Role
 from outrider.actors.verification.search import TILE
+from outrider.cluster.link.messages import Q_SUM_TOLERANCE
 from outrider.cluster.modes import Mode
 
 GREEDY, BLOCK, COUPLED = tl.constexpr(int(Mode.GREEDY)), tl.constexpr(int(Mode.BLOCK)), tl.constexpr(int(Mode.COUPLED))

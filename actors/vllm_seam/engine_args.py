@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
-from outrider.cluster.installed import check_build_drafts
+from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.placement import RankPlacement
 
 
@@ -137,11 +137,11 @@ def _create(args: EngineArgs, placement_group: Any, section: str) -> VllmConfig:
     try:
         vllm_config = args.create_engine_config()
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{section}: {_first_line(error)}") from error
+        raise ConfigError(f"{section}: {_first_lines(error)}") from error
     vllm_config.parallel_config.placement_group = placement_group
     return vllm_config
 
 
-def _first_line(error: Exception) -> str:
+def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:4])

@@ -1,15 +1,12 @@
-"""Between our request and response types and vLLM's: sampling parameters in, one RoundOutput a round out.
-
-Where vLLM drafts inside the target's engine, a request cannot have everything. The engine itself refuses min_p and
-logit_bias under speculation (vllm#42744); what it would ignore in silence or, as seeds on CPU, die of, is refused here
-by name (`check_co_located`), before the engine sees it.
-"""
+"""Between our request and response types and vLLM's: sampling parameters in, a traced generation, one RoundOutput a
+round out."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,6 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
+from outrider.actors.observability import tracing
 from outrider.actors.replica_calls import (
     LIMITS,
     GenerationRequest,
@@ -32,52 +30,14 @@ from outrider.actors.replica_calls import (
     TokenLogprob,
     TokenLogprobs,
     Usage,
+    shortened,
 )
 from outrider.actors.round.origins import RoundLog, TakenRounds
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 
-GREEDY_BELOW = 1e-5
-"""vLLM's own limit: at a lower temperature nothing is drawn."""
-
-
-def check_co_located(request: GenerationRequest, method: str, *, on_gpu: bool) -> None:
-    """method: of the co-located drafter. Raises RequestError naming the first field that cannot be honoured."""
-    if not request.speculation:
-        raise _refusal(method, "speculation.enabled", "cannot be switched off for a request", "leave speculation out")
-    asked = {"num_speculative_tokens": request.num_speculative_tokens, "verification": request.verification}
-    _check(method, asked, request.sampling.get("seed"), request.sampling.get("temperature", 1.0), on_gpu)
-
-
-def check_co_located_params(params: Any, method: str, *, on_gpu: bool) -> None:
-    """Of a request that comes with vLLM's SamplingParams, ours in extra_args. Raises RequestError likewise."""
-    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
-    _check(method, ours, params.seed, params.temperature, on_gpu)
-
-
-def _check(method: str, asked: Mapping[str, Any], seed: int | None, temperature: float, on_gpu: bool) -> None:
-    if asked.get("num_speculative_tokens") is not None:
-        raise _refusal(
-            method, "speculation.num_speculative_tokens", "drafts as many for every request", "leave speculation out"
-        )
-    if asked.get("verification") is not None:
-        raise _refusal(method, "speculation.verification", "has one way to verify, rejection", "leave it out")
-    if seed is not None and temperature >= GREEDY_BELOW and not on_gpu:
-        # gpu_model_runner winds a seeded request's generator back after a chunk of its prefill; torch's CPU generator
-        # cannot be wound back, and the exception ends the engine.
-        raise _refusal(method, "sampling.seed", "cannot keep seeds on CPU", "leave it out, or ask at temperature 0")
-
-
-def _refusal(method: str, field: str, problem: str, fix: str) -> RequestError:
-    return RequestError(
-        field, f"drafting is co-located here (method {method}), by vLLM's own runner, which {problem}", fix
-    )
-
-
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
 """What the grammar compiler puts before its messages: time, file and line of its source."""
-
-_MAX_PROBLEM = 300
 
 
 def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: int) -> SamplingParams:
@@ -125,9 +85,7 @@ def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None
     problem = str(error.args[0] if error.args else error)
     if error.__cause__ is not None and str(error.__cause__) not in problem:
         problem = f"{problem}: {error.__cause__}"
-    problem = " ".join(_SOURCE_LINE.sub("", problem).split()).rstrip(".")
-    if len(problem) > _MAX_PROBLEM:
-        problem = problem[:_MAX_PROBLEM] + "…"
+    problem = shortened(_SOURCE_LINE.sub("", problem))
     fix = "change the request"
     if parameter == "structured_outputs":
         fix = "send a constraint that the engine can compile"
@@ -155,6 +113,40 @@ def is_of_request(engine_id: str, request_id: str) -> bool:
         return True
     completion, _, prompt = engine_id.rpartition("-")
     return prompt.isdigit() and completion.startswith("cmpl-") and completion in (request_id, f"cmpl-{request_id}")
+
+
+def traced_generate(
+    llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str] | None = None, **options: Any
+) -> AsyncGenerator[Any, None]:
+    """``llm.generate``, traced where tracing is on. trace_headers: W3C, of whoever asks. options: more for vLLM."""
+    if tracing.process_tracer("target") is None:
+        outputs: AsyncGenerator[Any, None] = llm.generate(prompt, params, request_id, **options)
+        return outputs
+    return _traced(llm, prompt, params, request_id, trace_headers or {}, options)
+
+
+async def _traced(
+    llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str], options: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    with tracing.target_span(request_id, trace_headers) as span:
+        if span.is_recorded:
+            extra = dict(params.extra_args or {})
+            extra[EXTRA_ARGS_KEY] = {**extra.get(EXTRA_ARGS_KEY, {}), "trace_headers": span.headers}
+            params.extra_args = extra
+        # Also when it is not sampled: vLLM would begin a trace of its own otherwise.
+        stream = llm.generate(prompt, params, request_id, trace_headers=span.headers, **options)
+        num_tokens = 0
+        async with aclosing(stream):
+            async for output in stream:
+                num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                if output.finished:
+                    span.set(
+                        prompt_tokens=len(output.prompt_token_ids or ()),
+                        completion_tokens=num_tokens,
+                        cached_tokens=output.num_cached_tokens,
+                        finish_reason=output.outputs[0].finish_reason if output.outputs else None,
+                    )
+                yield output
 
 
 def round_outputs(

@@ -20,6 +20,7 @@ from outrider.actors.replica_calls import (
     RequestError,
     TokenizeRequest,
     Tokens,
+    shortened,
 )
 from outrider.cluster.config import ConfigError, OutriderConfig
 
@@ -31,9 +32,6 @@ def configured_chat_template(config: OutriderConfig) -> str | None:
     except (VLLMClientError, ValueError, OSError) as error:
         raise ConfigError(f"openai.chat_template: {error.args[0] if error.args else error}") from error
     return template
-
-
-_MAX_PROBLEM = 300
 
 
 class PromptTokenizer:
@@ -153,5 +151,4 @@ def _as_dict(message: ChatMessage) -> dict[str, str]:
 
 
 def _problem(error: Exception) -> str:
-    text = " ".join(str(error.args[0] if error.args else error).split()).rstrip(".") or type(error).__name__
-    return text if len(text) <= _MAX_PROBLEM else text[:_MAX_PROBLEM] + "…"
+    return shortened(str(error.args[0] if error.args else error)) or type(error).__name__

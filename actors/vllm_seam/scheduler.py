@@ -1,7 +1,7 @@
 """The target's scheduler: vLLM's, told what it cannot know of fairness, deadlines and failures.
 
 `FairScheduling` gives requests their order and long prompts their share of a step, by the rules of
-``actors/round/fair_order.py``. `RoundScheduling` ends requests that no token can be chosen for or whose time is up, and
+``actors/round/scheduling.py``. `RoundScheduling` ends requests that no token can be chosen for or whose time is up, and
 sends every round's counts along with its tokens. Both stand in front of vLLM's own scheduler, of either kind.
 """
 
@@ -16,9 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request, RequestStatus
 
-from outrider.actors.round.deadlines import Deadlines
-from outrider.actors.round.fair_order import prefill_threshold, virtual_arrival_ms
 from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.round.scheduling import Deadlines, prefill_threshold, virtual_arrival_ms
 from outrider.actors.vllm_seam import leans_on
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from outrider.actors.observability.tracing import traced_generate
 from outrider.actors.replica_calls import (
     GenerationRequest,
     ModelInfo,
@@ -36,7 +35,13 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
 from outrider.actors.vllm_seam import leans_on
-from outrider.actors.vllm_seam.engine_requests import is_of_request, refusal, round_outputs, sampling_params
+from outrider.actors.vllm_seam.engine_requests import (
+    is_of_request,
+    refusal,
+    round_outputs,
+    sampling_params,
+    traced_generate,
+)
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 
 

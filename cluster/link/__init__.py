@@ -1,16 +1,20 @@
 """The wire between one verifier (rank 0) and one drafter (rank 1)."""
 
 from outrider.cluster.link.frame import HEADER_WORDS, FrameError
-from outrider.cluster.link.link import HANG, Link, LinkCounters, PingStats, Received
-from outrider.cluster.link.rendezvous import LinkInvitation, host_link, join_link
-from outrider.cluster.link.transport import (
+from outrider.cluster.link.link import (
+    HANG,
+    Link,
     LinkBroken,
+    LinkCounters,
     LinkError,
+    PingStats,
+    Received,
     Transport,
     TransportClosed,
     TransportError,
     TransportTimeout,
 )
+from outrider.cluster.link.rendezvous import LinkInvitation, host_link, join_link
 
 __all__ = [
     "HANG",

@@ -1,6 +1,4 @@
-"""Filling a frame's payload with messages, and going on in the next frame when one is full.
-
-The wire form of verifier and drafter's messages: int32 words, never pickles.
+"""The wire form of verifier and drafter's messages: int32 words, never pickles.
 
 A payload is ``[message count, message, message, ...]``; a message starts with its type, its length in words and its
 request:
@@ -16,6 +14,7 @@ request:
 seed is an int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q probabilities
 are float32 bits. Of a prompt cut into pieces the one at offset 0 carries the biases, the others say only_biased 0, b 0.
 `unpack` checks what only the link knows, the vocabulary, K and the frame; the messages check the rest as they are made.
+A PayloadWriter fills a frame, and goes on in the next one when it is full.
 """
 
 from __future__ import annotations
@@ -42,55 +41,6 @@ from outrider.cluster.link.messages import (
     SparseQ,
 )
 from outrider.cluster.modes import Mode
-
-
-class PayloadWriter:
-    """Fills payloads of `capacity` words one after the other. Small things go through a list, q through arrays."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._done: list[np.ndarray] = []
-        self._start()
-
-    def _start(self) -> None:
-        self._arrays: list[np.ndarray] = []
-        self._words: list[int] = [0]
-        self._count = 0
-        self.room = self._capacity - 1
-
-    def add(self, what: str, words: list[int], arrays: Sequence[np.ndarray] = ()) -> None:
-        """One message: `words`, then the flat int32 `arrays`. On to the next frame when this one lacks the room."""
-        size = len(words) + sum(len(array) for array in arrays)
-        if size > self.room:
-            self.next_frame()
-            if size > self.room:
-                raise MessageError(what, f"{size} words do not fit a frame with room for {self.room}")
-        self._words += words
-        if arrays:
-            self._flush_words()
-            self._arrays += arrays
-        self._count += 1
-        self.room -= size
-
-    def next_frame(self) -> None:
-        if self._count:
-            self._flush_words()
-            payload = self._arrays[0] if len(self._arrays) == 1 else np.concatenate(self._arrays)
-            payload[0] = self._count
-            self._done.append(payload)
-            self._start()
-
-    def finish(self) -> list[np.ndarray]:
-        self.next_frame()
-        return self._done
-
-    def _flush_words(self) -> None:
-        try:
-            self._arrays.append(np.array(self._words, dtype=np.int32))
-        except (OverflowError, ValueError, TypeError) as error:
-            raise MessageError("payload", f"a value is no 32-bit integer: {error}") from None
-        self._words = []
-
 
 MIN_FRAME_WORDS = 4096
 _FRAME_ROUNDING_WORDS = 64
@@ -180,6 +130,54 @@ def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_wor
     if position != total:
         raise MessageError("payload.count", f"{total - position} words after the last of {count} messages")
     return messages
+
+
+class PayloadWriter:
+    """Fills payloads of `capacity` words one after the other. Small things go through a list, q through arrays."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._done: list[np.ndarray] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._words: list[int] = [0]
+        self._count = 0
+        self.room = self._capacity - 1
+
+    def add(self, what: str, words: list[int], arrays: Sequence[np.ndarray] = ()) -> None:
+        """One message: `words`, then the flat int32 `arrays`. On to the next frame when this one lacks the room."""
+        size = len(words) + sum(len(array) for array in arrays)
+        if size > self.room:
+            self.next_frame()
+            if size > self.room:
+                raise MessageError(what, f"{size} words do not fit a frame with room for {self.room}")
+        self._words += words
+        if arrays:
+            self._flush_words()
+            self._arrays += arrays
+        self._count += 1
+        self.room -= size
+
+    def next_frame(self) -> None:
+        if self._count:
+            self._flush_words()
+            payload = self._arrays[0] if len(self._arrays) == 1 else np.concatenate(self._arrays)
+            payload[0] = self._count
+            self._done.append(payload)
+            self._start()
+
+    def finish(self) -> list[np.ndarray]:
+        self.next_frame()
+        return self._done
+
+    def _flush_words(self) -> None:
+        try:
+            self._arrays.append(np.array(self._words, dtype=np.int32))
+        except (OverflowError, ValueError, TypeError) as error:
+            raise MessageError("payload", f"a value is no 32-bit integer: {error}") from None
+        self._words = []
 
 
 def _write_open(message: Open, writer: PayloadWriter) -> None:

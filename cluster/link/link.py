@@ -1,8 +1,4 @@
-"""What went over a link: one received frame, ping times, counters.
-
-Frames on their way out of a link.
-
-A link: two threads and two queues around one transport, so that nobody else ever waits on the wire.
+"""A link: two threads and two queues around one transport, so that nobody else ever waits on the wire.
 
 A frame that finds nothing before it is put on the wire by whoever posts it: a thread that has to be woken first would
 take longer than all the rest of a hit. What may take time, until the peer has read it, is the send thread's.
@@ -22,17 +18,61 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from outrider.cluster.link.frame import Frame, FrameError, FrameKind, decode, encode, next_sequence
-from outrider.cluster.link.transport import LinkBroken, LinkError, Transport, TransportError, TransportTimeout
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+MAX_CLOSE_REASON_BYTES = 512
+
 HANG = "drafter hangs"
 """How the reason of a link begins that was given up because its drafter lives but answers nothing."""
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+class LinkError(RuntimeError):
+    """A link could not be made or used. Costs speculation, never a request."""
+
+
+class LinkBroken(LinkError):
+    """The link has ended; only a new one, with a new epoch, can replace it."""
+
+
+class TransportError(LinkError):
+    """The wire failed. The transport is of no further use."""
+
+
+class TransportClosed(TransportError):
+    """The peer is gone, or this side aborted."""
+
+
+class TransportTimeout(TransportError):
+    """Nothing arrived, or nothing could be sent, in time."""
+
+
+class Transport(Protocol):
+    """A wire to one peer that moves whole buffers of one agreed capacity, in order.
+
+    One thread may send while another receives. Buffers are C-contiguous int32 and as long as the peer's.
+    After any TransportError, and after abort, every call raises a TransportError.
+    """
+
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
+        """Begin to send, or leave all of it to the function returned; never blocks. That function, which another thread
+        may call, blocks until `buffer` may be reused. Both raise TransportClosed, the function TransportTimeout too.
+        """
+
+    def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
+        """Block until `buffer` is full. Raises TransportClosed or TransportTimeout."""
+
+    def abort(self) -> None:
+        """Unblock both directions and free the wire. From any thread, any number of times; never raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +164,6 @@ def _raising(error: Exception) -> Callable[[], None]:
         raise error
 
     return finish
-
-
-logger = logging.getLogger(__name__)
-
-
-MAX_CLOSE_REASON_BYTES = 512
-_JOIN_TIMEOUT_S = 5.0
 
 
 class Link(Generic[T]):

@@ -18,6 +18,8 @@ from outrider.cluster.link.frame import MAX_INT31
 from outrider.cluster.modes import Mode
 
 Q_SUM_TOLERANCE = 1e-3
+"""By which the probabilities of a q may miss one: float32, summed."""
+
 MAX_TOP_N = 1024
 MAX_NAME_LENGTH = 160
 MAX_BIASED_TOKENS = 512

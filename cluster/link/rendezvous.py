@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outrider.cluster.link.transport import LinkError, Transport
+from outrider.cluster.link.link import LinkError, Transport
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore

@@ -1,12 +1,8 @@
-"""What a link needs from the wire, and the ways a link can fail.
+"""The wires that a link can have: Gloo and NCCL, each by process groups of its own. The only module of links that loads
+torch, which takes seconds; what a link needs from a wire is link.Transport.
 
-A link's wire over Gloo: host memory, TCP, a process group of its own.
-
-Never torch.distributed's default group: in the target's workers that one belongs to vLLM.
-
-A link's wire over NCCL: two process groups of its own, one a direction.
-
-Never run by the authors with two GPUs: treat as unproven. Three things are known beforehand:
+Never torch.distributed's default group: in the target's workers that one belongs to vLLM. Gloo moves host memory over
+TCP. NCCL was never run by the authors with two GPUs: treat it as unproven. Three things are known beforehand:
 
 - NCCL refuses, or hangs with, two ranks on one GPU: verifier and drafter need a GPU each.
 - Send and receive of one group share a stream, so a posted receive would hold every send behind it. Hence a
@@ -26,54 +22,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-
-class LinkError(RuntimeError):
-    """A link could not be made or used. Costs speculation, never a request."""
-
-
-class LinkBroken(LinkError):
-    """The link has ended; only a new one, with a new epoch, can replace it."""
-
-
-class TransportError(LinkError):
-    """The wire failed. The transport is of no further use."""
-
-
-class TransportClosed(TransportError):
-    """The peer is gone, or this side aborted."""
-
-
-class TransportTimeout(TransportError):
-    """Nothing arrived, or nothing could be sent, in time."""
-
-
-class Transport(Protocol):
-    """A wire to one peer that moves whole buffers of one agreed capacity, in order.
-
-    One thread may send while another receives. Buffers are C-contiguous int32 and as long as the peer's.
-    After any TransportError, and after abort, every call raises a TransportError.
-    """
-
-    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
-        """Begin to send, or leave all of it to the function returned; never blocks. That function, which another thread
-        may call, blocks until `buffer` may be reused. Both raise TransportClosed, the function TransportTimeout too.
-        """
-
-    def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
-        """Block until `buffer` is full. Raises TransportClosed or TransportTimeout."""
-
-    def abort(self) -> None:
-        """Unblock both directions and free the wire. From any thread, any number of times; never raises."""
-
+from outrider.cluster.link.link import TransportClosed, TransportError, TransportTimeout
 
 _ABORT_TAG = 2
 """Ranks 0 and 1 send with their rank as tag; nobody ever sends with this one."""
+
+_NEVER = datetime.timedelta(days=365)
+
+_FASTEST_POLL_S, _SLOWEST_POLL_S = 10e-6, 200e-6
+
+_WATCHDOG_OFF = {
+    # The stock watchdog ends the process when an operation is late. Ours is late whenever the peer has nothing to say.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 class GlooTransport:
@@ -101,7 +71,7 @@ class GlooTransport:
             options._threads = 1
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore("gloo", store), rank, 2, options)
         except RuntimeError as error:
-            raise TransportError(f"gloo could not connect from {local_host}: {_first_line(error)}") from error
+            raise TransportError(f"gloo could not connect from {local_host}: {_gist(error)}") from error
 
     def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
         """What a peer waits for is on the wire when this returns: Gloo writes it in the caller's thread."""
@@ -150,25 +120,13 @@ class GlooTransport:
         # The second is what the other thread gets to see when its neighbour's deadline closed the pair.
         if "Timed out waiting" in text or "Application timeout" in text:
             return TransportTimeout("the peer sent nothing, or did not read")
-        return TransportClosed(_first_line(error))
+        return TransportClosed(_gist(error))
 
 
-def _first_line(error: BaseException) -> str:
+def _gist(error: BaseException) -> str:
     """The gist of a C++ error: no source path, no stack, no advice."""
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return line.split("] ", 1)[-1].split(". This is typically", 1)[0]
-
-
-_NEVER = datetime.timedelta(days=365)
-_FASTEST_POLL_S, _SLOWEST_POLL_S = 10e-6, 200e-6
-
-_WATCHDOG_OFF = {
-    # The stock watchdog ends the process when an operation is late. Ours is late whenever the peer has nothing to say.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
 
 
 class _OneWay:

@@ -1,10 +1,9 @@
-"""Prompts of a benchmark: JSONL, gzipped or not, with a field ``prompt``.
+"""The load of a benchmark: its prompts, and a closed loop of requests over gRPC that asks them, as many under way as
+asked for, the next one sent when one ends.
 
-What is asked and what came back: one Ask and one Answer a prompt, a Chunk of answers a turn. Pure.
-
-Times are seconds, measured by whoever asked: the gRPC client on our side, the engine's own process on the other.
-
-A closed loop of requests over gRPC: as many under way as asked for, the next one sent when one ends.
+Prompts are JSONL, gzipped or not, with a field ``prompt``. There is one Ask and one Answer a prompt, and a Chunk of
+answers a turn. Times are seconds, measured by whoever asked: the gRPC client on our side, the engine's own process on
+the other.
 """
 
 from __future__ import annotations
@@ -25,6 +24,13 @@ from outrider.cluster.config import ConfigError
 from outrider.deploy.bench.machine import BenchError
 from outrider.deploy.client.sync_client import CompletionStream, OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
+
+SideName = Literal["ours", "other"]
+
+QUIET_CORES = 0.25
+"""CPU seconds a second of programs that are no part of the benchmark from which on a chunk counts as spoilt."""
+
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,6 @@ def _prompt(line: str, where: str) -> str:
         found = f"the fields are {', '.join(row)}" if isinstance(row, dict) and "prompt" not in row else "no text in it"
         raise ConfigError(f'{where}: no field prompt ({found}); each line needs one, such as {{"prompt": "…"}}')
     return prompt
-
-
-SideName = Literal["ours", "other"]
-
-QUIET_CORES = 0.25
-"""CPU seconds a second of programs that are no part of the benchmark from which on a chunk counts as spoilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,6 @@ class Chunk:
     @property
     def tok_per_s(self) -> float:
         return self.tokens / self.seconds
-
-
-POLL_S = 0.5
 
 
 def ask_all(

@@ -1,7 +1,4 @@
-"""What ends a benchmark.
-
-What a figure must be read with: the machine, the versions, and whether both sides fit its memory.
-"""
+"""What a figure must be read with: the machine, the versions, and whether both sides fit its memory."""
 
 from __future__ import annotations
 

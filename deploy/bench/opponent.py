@@ -1,6 +1,7 @@
-"""At which settings vLLM's own engine is fastest: each tried on a few prompts before the run, engine by engine.
+"""What our side is measured against: vLLM's engine in-process, or another server of ours, started and described.
 
-What our side is measured against, started and described: vLLM's engine in-process, or another server of ours.
+vLLM's engine runs at the settings at which it is fastest: each is tried on a few prompts before the run, engine by
+engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What the server counted between two looks at its status: rounds, drafts, hits of the lookahead, a round's time.
+"""From chunks to figures, and from figures to what a run says: one JSON document, and a table of it for people. Pure.
 
-From chunks to figures: speed, latencies, acceptance, the ratio of the two sides and its spread. Pure.
-
-What a run says: one JSON document, and a table of it for people. Pure.
+Figures are speed, latencies, acceptance, the ratio of the two sides and its spread, and what our server counted between
+two looks at its status: rounds, drafts, hits of the lookahead, a round's time.
 """
 
 from __future__ import annotations
@@ -20,6 +19,12 @@ from outrider.v1 import generation_pb2 as pb
 
 HITS = {"main_line": "main_line_hits", "side_branch": "side_branch_hits", "miss": "misses"}
 """Name in the report -> counter of RoundStatistics. A server that does not draft ahead has none."""
+
+
+FORMAT = 1
+"""Goes up when a key of the document changes its meaning."""
+
+Report = dict[str, Any]
 
 
 def rounds_of(before: pb.RoundStatistics, after: pb.RoundStatistics) -> dict[str, Any]:
@@ -169,12 +174,6 @@ def _percentiles(seconds: Iterable[float | None]) -> Figures:
         return {"p50": None, "p99": None}
     p50, p99 = np.percentile(values, [50, 99])
     return {"p50": float(p50), "p99": float(p99)}
-
-
-FORMAT = 1
-"""Goes up when a key of the document changes its meaning."""
-
-Report = dict[str, Any]
 
 
 def make_report(

@@ -1,8 +1,7 @@
-"""Our side of a benchmark: ``outrider serve`` as a process of its own, asked over gRPC like any other server.
+"""The two sides of a benchmark, each a process of its own: started, asked one turn at a time, and ended, with the CPU
+time of what stands behind it.
 
-The other side's process, as the benchmark holds it: vLLM's engine started, asked and ended.
-
-The two sides as the alternation sees them: one turn at a time, and the CPU time of what stands behind each.
+Ours is ``outrider serve``, asked over gRPC like any other server; the other one is vLLM's engine.
 """
 
 from __future__ import annotations
@@ -35,6 +34,26 @@ from outrider.deploy.processes import tree_of
 
 START_POLL_S = 1.0
 STOPS_WITHIN_S = 90.0
+
+
+POLL_S = 0.5
+
+ENDS_WITHIN_S = 30.0
+
+Cores = tuple[tuple[int, ...], ...]
+
+SETTLE_WINDOW_S = 0.25
+
+SETTLES_WITHIN_S = 10.0
+
+UNKNOWN_SETTLE_S = 1.5
+"""vLLM's worker queues poll for one second after their last message; for a server whose processes are not known."""
+
+RESTING_CORES = 0.5
+"""CPU seconds a second below which engines rest: one that polls takes a whole core, Ray's own processes a few per
+cent."""
+
+OnProgress = Callable[[int, int], None]
 
 
 class ServerProcess:
@@ -92,12 +111,6 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
         self._process = None
-
-
-POLL_S = 0.5
-ENDS_WITHIN_S = 30.0
-
-Cores = tuple[tuple[int, ...], ...]
 
 
 def engine_arguments(config: OutriderConfig, k: int | None, compile_models: bool = False) -> dict[str, Any]:
@@ -246,18 +259,6 @@ class InProcessEngine:
             return ""
         errors = [line for line in self._log.read_text(errors="replace").splitlines() if "Error" in line]
         return f" (its log says: {errors[-1].strip()})" if errors else ""
-
-
-SETTLE_WINDOW_S = 0.25
-SETTLES_WITHIN_S = 10.0
-UNKNOWN_SETTLE_S = 1.5
-"""vLLM's worker queues poll for one second after their last message; for a server whose processes are not known."""
-
-RESTING_CORES = 0.5
-"""CPU seconds a second below which engines rest: one that polls takes a whole core, Ray's own processes a few per
-cent."""
-
-OnProgress = Callable[[int, int], None]
 
 
 class Side(Protocol):

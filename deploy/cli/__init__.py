@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 from outrider.cluster.installed import installed_version
@@ -35,3 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             importlib.import_module(f"outrider.deploy.cli.{name}").add_arguments(command)
     args = parser.parse_args(arguments)
     return int(importlib.import_module(f"outrider.deploy.cli.{args.command}").run(args))
+
+
+def fail(message: str, *, status: int = 1, verbose: bool = False) -> int:
+    """The one line of a command that failed, after the traceback when verbose. Returns the exit status."""
+    if verbose:
+        traceback.print_exc()
+    print(f"outrider: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return status

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError
@@ -20,6 +18,7 @@ from outrider.deploy.bench.machine import BenchError
 from outrider.deploy.bench.plot import check_plot, draw
 from outrider.deploy.bench.report import table
 from outrider.deploy.bench.run import BenchRun, configuration, other_configuration
+from outrider.deploy.cli import fail
 from outrider.deploy.client.request import OutriderError
 from outrider.deploy.processes import SharedMemoryWatch, Stopped, StopSignal, adopt_orphans, end_descendants
 from outrider.deploy.progress import Progress
@@ -45,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
             progress.say("stopping")
             code = 130
         except (ConfigError, BenchError, OutriderError, OSError) as error:
-            code = _fail(str(error), args.verbose)
+            code = fail(str(error), verbose=args.verbose)
         except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
-            code = _fail(f"bench: {type(error).__name__}: {error}", args.verbose)
+            code = fail(f"bench: {type(error).__name__}: {error}", verbose=args.verbose)
         finally:
             stop.hold()
             memory.note()
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
                 for name in memory.remove_theirs():
                     progress.say(f"left /dev/shm/{name}: it may be another program's")
     if left:
-        return _fail(f"bench: could not end {', '.join(left)}", verbose=False)
+        return fail(f"bench: could not end {', '.join(left)}", verbose=False)
     return code
 
 
@@ -88,10 +87,3 @@ def write(args: argparse.Namespace, report: dict[str, object], progress: Progres
     if args.plot is not None:
         draw(report, args.plot)
         progress.say(f"wrote {args.plot}")
-
-
-def _fail(message: str, verbose: bool) -> int:
-    if verbose:
-        traceback.print_exc()
-    print(f"outrider: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    return 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from outrider.cluster.config import ConfigError, OutriderConfig
-from outrider.cluster.installed import check_build_drafts
+from outrider.cluster.drafter_config import check_build_drafts
 from outrider.deploy.app import describe, engine_on_gpu
 from outrider.deploy.doctor import (
     Finding,

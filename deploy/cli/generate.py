@@ -24,6 +24,7 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from outrider.deploy.cli import fail
 from outrider.deploy.client.request import GenerationOptions
 from outrider.deploy.client.sync_client import DEFAULT_ADDRESS, OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Send the request and print the answer. Returns the exit status."""
     options = options_of(args)
     if not args.json and ("logprobs" in options or "prompt_logprobs" in options):
-        return _fail("--logprobs and --prompt-logprobs are printed with --json only; add it", status=2)
+        return fail("--logprobs and --prompt-logprobs are printed with --json only; add it", status=2)
     try:
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         with OutriderClient(args.address) as client, _interrupt_closes(client):
@@ -87,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
             else:
                 print_stream(client, prompt, options)
     except OutriderError as error:
-        return _fail(str(error))
+        return fail(str(error))
     except UnicodeDecodeError as error:
-        return _fail(f"standard input is not text: {error}", status=2)
+        return fail(f"standard input is not text: {error}", status=2)
     except KeyboardInterrupt:
-        return _fail("interrupted", status=130)
+        return fail("interrupted", status=130)
     except BrokenPipeError:
         # Whoever read our output has had enough. Leave the interpreter nothing to flush into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -121,11 +122,6 @@ def _interrupt_closes(client: OutriderClient) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if interrupted.is_set():
         raise KeyboardInterrupt
-
-
-def _fail(message: str, status: int = 1) -> int:
-    print(f"outrider: {' '.join(message.split())}", file=sys.stderr)
-    return status
 
 
 def as_json(response: pb.GenerateResponse) -> dict[str, Any]:

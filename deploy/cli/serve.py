@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from typing import TextIO
 
 from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.deploy.cli import fail
 from outrider.deploy.liveness import ServerDied
 from outrider.deploy.ports import reachable, settle_ports
 from outrider.deploy.preset import Overrides, is_preset, models_to_fetch, preset_names, resolve_config
@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
     except Stopped:
         progress.say("stopping")
     except ConfigError as error:
-        code = _fail(str(error), args.verbose)
+        code = fail(str(error), verbose=args.verbose)
     except ServerDied as error:
-        code = _fail(f"serve: {error}", args.verbose)
+        code = fail(f"serve: {error}", verbose=args.verbose)
     except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
-        code = _fail(f"serve: {type(error).__name__}: {error}", args.verbose)
+        code = fail(f"serve: {type(error).__name__}: {error}", verbose=args.verbose)
     finally:
         stop.hold()
         left = server.stop() if server is not None else []
@@ -113,10 +113,3 @@ def _claim_stdout(verbose: bool) -> TextIO:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)
     return private
-
-
-def _fail(message: str, verbose: bool) -> int:
-    if verbose:
-        traceback.print_exc()
-    print(f"outrider: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    return 1

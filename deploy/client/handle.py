@@ -23,13 +23,13 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from outrider.actors.serving.grpc.servicer import RPCS, CallFailed
 from outrider.deploy.client import calls
 from outrider.deploy.client.async_client import AsyncCompletionStream, AsyncMethods, Response
 from outrider.deploy.client.attempts import Attempts, Balancer, RetryPolicy
 from outrider.deploy.client.calls import CONTROL_TIMEOUT_S, Call
 from outrider.deploy.client.error import OutriderError, error_of_status
 from outrider.v1 import generation_pb2 as pb
+from outrider.v1.handle_calls import RPCS, CallFailed
 
 __all__ = ["AsyncCompletionStream", "OutriderError", "OutriderHandle"]
 

@@ -1,11 +1,8 @@
-"""What a checkpoint's config.json says it is: a language model, one with layers that predict ahead, or drafting heads.
+"""Which speculation method fits a target, and why: the selection guide as code. Pure: reads no file, loads nothing.
 
-Pure. The names are those of the checkpoints that vLLM's loaders know.
-
-Which speculation method fits a target, and why: the selection guide as code. Pure: reads no file, loads nothing.
-
-What is said about load and speed-ups comes from the sources named beside it, not from a measurement of this machine;
-`outrider bench` measures.
+It begins with what a checkpoint's config.json says it is: a language model, one with layers that predict ahead, or
+drafting heads, by the names of the checkpoints that vLLM's loaders know. What is said about load and speed-ups comes
+from the sources named beside it, not from a measurement of this machine; `outrider bench` measures.
 """
 
 from __future__ import annotations

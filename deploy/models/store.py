@@ -1,13 +1,9 @@
-"""Where ``outrider fetch`` gets models without a model hub: Python packages that carry them as data. Data only.
+"""Models that ``outrider fetch`` knows, the parts of one download, and where what was fetched is kept on this machine.
 
-Names of models are the last part of their hub id, and so are their directories.
-
-The parts of one download, kept on disk as they arrive, so that an interrupted fetch goes on where it stopped.
-
-A part is a data file and, written after it, a small JSON file with its requirement, size and sha256. Only a part
-that has both is complete.
-
-Where fetched models are kept on this machine, and which of them are complete.
+Sources are Python packages that carry models as data, so that no model hub is needed. Models, and their directories,
+are named by the last part of their hub id. Parts are kept as they arrive, so that an interrupted fetch goes on where it
+stopped: a part is a data file and, written after it, a small JSON file with its requirement, size and sha256. Only a
+part that has both is complete.
 """
 
 from __future__ import annotations
@@ -98,6 +94,10 @@ FETCHED_WHEN_MISSING = frozenset({"smollm2"})
 
 
 BLOCK_BYTES = 4 << 20
+
+
+MANIFEST = "outrider.json"
+"""Written last into a finished checkpoint: its presence is what makes the checkpoint complete."""
 
 
 class FetchError(Exception):
@@ -202,10 +202,6 @@ class PartStore:
 
     def _record(self, index: int) -> Path:
         return self._directory / f"part-{index:03d}.json"
-
-
-MANIFEST = "outrider.json"
-"""Written last into a finished checkpoint: its presence is what makes the checkpoint complete."""
 
 
 def models_dir() -> Path:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 RANKS_MEET = """
 import json, psutil, sys, torch
 from types import SimpleNamespace
-from cluster.ray_executor import RankProc
+from outrider.actors.vllm_seam.executor import RankProc
 
 rank = SimpleNamespace(_parallel_config=SimpleNamespace(world_size=1))
 method = RankProc.create_dist_init_method(rank)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.actors.serving.grpc.failures import REQUEST_ID_METADATA, CallFailure
+from outrider.actors.serving.failures import REQUEST_ID_METADATA, CallFailure
 from outrider.actors.serving.grpc.responses import LOAD_METADATA
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc

@@ -55,7 +55,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['outrider', '--help']\n"
-        "from deploy import cli\n"
+        "from outrider.deploy import cli\n"
         "try: cli.main()\nexcept SystemExit: pass\n"
         "heavy = {'ray', 'torch', 'vllm', 'grpc', 'transformers', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -183,7 +183,7 @@ print(left_behind.pid)
 
 ADOPTER = f"""
 import subprocess, sys
-from deploy.processes import adopt_orphans, descendants, end_descendants
+from outrider.deploy.processes import adopt_orphans, descendants, end_descendants
 adopt_orphans()
 pid = int(subprocess.run([sys.executable, "-c", {DESERTER!r}], stdout=subprocess.PIPE, check=True).stdout)
 assert [process.pid for process in descendants()] == [pid], "an orphan escaped"

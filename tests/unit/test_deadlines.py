@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
-from outrider.actors.round.deadlines import Deadline, Deadlines
+from outrider.actors.replica_calls import Deadline, GenerationRequest, OpenAIRequest
+from outrider.actors.round.scheduling import Deadlines
 
 
 def test_each_passed_deadline_is_given_once_and_in_order() -> None:

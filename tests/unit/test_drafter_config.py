@@ -17,8 +17,8 @@ from outrider.cluster.drafter_config import (
     REFUSED_METHODS,
     REMOTE_METHODS,
     CoLocatedConfig,
+    check_build_drafts,
 )
-from outrider.cluster.installed import check_build_drafts
 from outrider.cluster.placement import placement_of, plan_cores
 
 SOURCE = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "config" / "speculative.py"
@@ -236,7 +236,7 @@ def test_block_verification_is_refused_where_vllm_would_ignore_it():
 
 @pytest.mark.parametrize("there", [True, False])
 def test_co_located_suffix_is_refused_without_its_package(monkeypatch, there):
-    monkeypatch.setattr("outrider.cluster.installed.find_spec", lambda name: object() if there else None)
+    monkeypatch.setattr("outrider.cluster.drafter_config.find_spec", lambda name: object() if there else None)
     drafter = parsed(co_located("suffix")).co_located
     if there:
         check_build_drafts(drafter, gpu=False)

@@ -258,7 +258,7 @@ def test_a_wrong_command_line_is_exit_2(arguments: list[str], capsys: pytest.Cap
 
 _AS_A_PROGRAM = """
 import argparse, sys
-from deploy.commands import generate
+from outrider.deploy.cli import generate
 parser = argparse.ArgumentParser()
 generate.add_arguments(parser)
 sys.exit(generate.run(parser.parse_args()))

@@ -11,10 +11,10 @@ import pytest
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
-from outrider.actors.serving.grpc.servicer import CallFailed
 from outrider.deploy.client.error import OutriderError
 from outrider.deploy.client.handle import OutriderHandle
 from outrider.v1 import generation_pb2 as pb
+from outrider.v1.handle_calls import CallFailed
 from tests.unit.scripted_service import LOST, REFUSED
 
 HANG = "hang"

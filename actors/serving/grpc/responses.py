@@ -1,7 +1,4 @@
-"""What serves: versions and start time, as the public API has them.
-
-From what a target's rounds gave to the public response messages.
-"""
+"""From what target replicas and their rounds gave to the public response messages."""
 
 from __future__ import annotations
 
@@ -18,24 +15,10 @@ from outrider.actors.replica_calls import (
     Usage,
 )
 from outrider.actors.round.origins import ACCEPTED, BONUS, PLAIN, RECOVERED, UNKNOWN
+from outrider.actors.serving.grpc.validation import VERIFICATIONS
 from outrider.cluster.installed import VLLM, installed_version
 from outrider.cluster.link.frame import PROTOCOL_VERSION
 from outrider.v1 import generation_pb2 as pb
-
-
-def server_info_message(started_unix_s: float) -> pb.GetServerInfoResponse:
-    response = pb.GetServerInfoResponse(
-        outrider_version=installed_version("outrider"),
-        vllm_version=installed_version(*VLLM),
-        ray_version=installed_version("ray"),
-        torch_version=installed_version("torch"),
-        python_version=platform.python_version(),
-        link_protocol_version=PROTOCOL_VERSION,
-        api=pb.DESCRIPTOR.package,
-    )
-    response.start_time.FromNanoseconds(int(started_unix_s * 1e9))
-    return response
-
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -52,11 +35,8 @@ _ORIGINS = {
     PLAIN: pb.TOKEN_ORIGIN_PLAIN,
     UNKNOWN: pb.TOKEN_ORIGIN_UNSPECIFIED,
 }
-_VERIFICATIONS = {
-    "rejection": pb.VERIFICATION_REJECTION,
-    "block": pb.VERIFICATION_BLOCK,
-    "coupled": pb.VERIFICATION_COUPLED,
-}
+
+_VERIFICATIONS = {name: number for number, name in VERIFICATIONS.items() if name is not None}
 
 LOAD_METADATA = ("endpoint-load-metrics-bin", "outrider-load-bin")
 """Trailing metadata with a serialised LoadReport. The first is ORCA's own name for it, which gRPC's C core takes out of
@@ -138,6 +118,20 @@ def model_info_message(model: str, info: ModelInfo) -> pb.GetModelInfoResponse:
         methods=info.methods,
         num_speculative_tokens=info.num_speculative_tokens,
     )
+
+
+def server_info_message(started_unix_s: float) -> pb.GetServerInfoResponse:
+    response = pb.GetServerInfoResponse(
+        outrider_version=installed_version("outrider"),
+        vllm_version=installed_version(*VLLM),
+        ray_version=installed_version("ray"),
+        torch_version=installed_version("torch"),
+        python_version=platform.python_version(),
+        link_protocol_version=PROTOCOL_VERSION,
+        api=pb.DESCRIPTOR.package,
+    )
+    response.start_time.FromNanoseconds(int(started_unix_s * 1e9))
+    return response
 
 
 def load_metadata(load: ReplicaLoad | None) -> list[tuple[str, str | bytes]]:

@@ -1,19 +1,10 @@
-"""What surrounds every RPC of the ingress.
-
-The RPCs of ``grpc.health.v1.Health``: how the target replicas are, which is what matters to clients.
-
-The RPCs of the API for other Serve applications, which call the ingress through its DeploymentHandle.
-
-They run through the very methods that gRPC calls, with a context that has no connection behind it, so checks, errors
-and details are the same. Messages travel serialised: both sides then agree on them by their numbers, as over gRPC.
-``outrider.deploy.client.handle.OutriderHandle`` is the other side.
-
-The front door: a Serve deployment that speaks ``outrider.v1.GenerationService`` and ``grpc.health.v1.Health`` to
+"""The front door: a Serve deployment that speaks ``outrider.v1.GenerationService`` and ``grpc.health.v1.Health`` to
 clients, and to target replicas through their handle.
 
 It checks, translates and forwards, one message a round, and holds no policy about tokens. Every error leaves with a
 status code, one sentence and details for programs; what the sentence leaves out is in the log, under the request id.
-``outrider.actors.serve_seam.grpc_proxy`` mounts it on Serve's proxies.
+``outrider.actors.serve_seam.grpc_proxy`` mounts it on Serve's proxies. Other Serve applications call it through its
+DeploymentHandle (HandleCalls).
 """
 
 from __future__ import annotations
@@ -37,15 +28,18 @@ from ray.serve.handle import DeploymentHandle
 
 from outrider.actors.observability.metrics import CANCELLED, METRICS
 from outrider.actors.observability.tracing import RequestSpan, rpc_span
-from outrider.actors.replica_calls import GenerationRequest, ReplicaLoad, RequestIdInUse, RoundOutput
-from outrider.actors.serve_seam.broadcast import ReplicaReply, broadcast, sign
-from outrider.actors.serving.gate import CAPACITY_METADATA
-from outrider.actors.serving.grpc.failures import (
-    IN_PROCESS_PEERS,
-    REQUEST_ID_METADATA,
-    UnknownService,
-    errors_become_status,
+from outrider.actors.replica_calls import (
+    Broadcast,
+    GenerationRequest,
+    ReplicaLoad,
+    ReplicaReply,
+    RequestIdInUse,
+    RoundOutput,
+    check_request_id,
+    sign,
 )
+from outrider.actors.serving.failures import IN_PROCESS_PEERS, REQUEST_ID_METADATA, UnknownService, errors_become_status
+from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.responses import (
     Answers,
     load_metadata,
@@ -57,13 +51,23 @@ from outrider.actors.serving.grpc.validation import (
     GenerationMessage,
     ServedModel,
     check_model,
-    check_request_id,
     to_generation_request,
     to_token_ids,
     to_tokenize_request,
 )
 from outrider.actors.serving.running import RunningRequests, retried
 from outrider.v1 import generation_pb2 as pb
+from outrider.v1.handle_calls import RPCS, CallFailed
+
+HEALTH_PERIOD_S = 1.0
+
+HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name)
+"""Whose health can be asked for."""
+
+CONTROL_TIMEOUT_S = 5.0
+"""A replica that is starting or stuck must not make a status call hang."""
+
+ABORT_TIMEOUT_S = 2.0
 
 
 @contextmanager
@@ -93,16 +97,12 @@ def _name(rpc: str, request_id: str | None) -> str:
     return rpc if request_id is None else f"request {request_id}"
 
 
-HEALTH_PERIOD_S = 1.0
-
-HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name)
-"""Whose health can be asked for."""
-
-
 class HealthCalls:
-    """A base of the ingress deployment."""
+    """A base of the ingress deployment: ``grpc.health.v1.Health``. How the target replicas are is what matters to
+    clients."""
 
     _target: DeploymentHandle
+    _broadcast: Broadcast
     _capacity_metadata: list[tuple[str, str]]
 
     async def Check(
@@ -139,40 +139,21 @@ class HealthCalls:
         """Serving, as long as one target replica runs that does not say it is broken. One that says nothing may be
         busy: Serve's own checks of it, which wait longer, decide whether it runs."""
         try:
-            replies = await broadcast(self._target, "check_health", timeout_s=HEALTH_PERIOD_S)
+            replies = await self._broadcast(self._target, "check_health", timeout_s=HEALTH_PERIOD_S)
         except (DeploymentUnavailableError, ConnectionError):
             return health_pb2.HealthCheckResponse.NOT_SERVING
         well = any(reply.ok or reply.replica_id is None for reply in replies)
         return health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-RPCS = {
-    rpc.name: rpc
-    for service in (
-        pb.DESCRIPTOR.services_by_name["GenerationService"],
-        health_pb2.DESCRIPTOR.services_by_name["Health"],
-    )
-    for rpc in service.methods
-}
-"""Everything that can be called, by name."""
-
-
-class CallFailed(Exception):
-    """A call through a handle that failed: what gRPC would have sent at its end.
-
-    code: number of the gRPC status. trailing: metadata.
-    """
-
-    def __init__(self, code: int, details: str, trailing: tuple[tuple[str, str | bytes], ...]) -> None:
-        super().__init__(code, details, trailing)
-        self.code, self.details, self.trailing = code, details, trailing
-
-    def __str__(self) -> str:
-        return f"status {self.code}: {self.details}"
-
-
 class HandleCalls:
-    """A base of the ingress deployment, which has the methods named like the RPCs."""
+    """A base of the ingress deployment, which has the methods named like the RPCs: the API for other Serve
+    applications, which call the ingress through its DeploymentHandle.
+
+    They run through the very methods that gRPC calls, with a context that has no connection behind it, so checks,
+    errors and details are the same. Messages travel serialised: both sides then agree on them by their numbers, as
+    over gRPC. ``outrider.deploy.client.handle.OutriderHandle`` is the other side.
+    """
 
     async def handle_unary(self, rpc: str, request: bytes) -> bytes:
         """The serialised response. Raises CallFailed."""
@@ -194,56 +175,6 @@ class HandleCalls:
             raise _failed(error, context) from None
 
 
-def _parsed(rpc: str, request: bytes) -> Any:
-    return GetMessageClass(RPCS[rpc].input_type).FromString(request)
-
-
-def _failed(error: Exception, context: RayServegRPCContext) -> Exception:
-    """error itself when the method has not said what the caller is to know."""
-    code = context.code()
-    if code is None:
-        return error
-    return CallFailed(code.value[0], context.details() or "", tuple(context.trailing_metadata()))
-
-
-def _context() -> RayServegRPCContext:
-    return RayServegRPCContext(_NoConnection())
-
-
-class _NoConnection:
-    """What a context copies from a gRPC connection, when there is none."""
-
-    def auth_context(self) -> dict[str, Any]:
-        return {}
-
-    def code(self) -> grpc.StatusCode | None:
-        return None
-
-    def details(self) -> str | None:
-        return None
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return []
-
-    def peer(self) -> str:
-        return "handle"
-
-    def peer_identities(self) -> None:
-        return None
-
-    def peer_identity_key(self) -> None:
-        return None
-
-    def trailing_metadata(self) -> list[tuple[str, str]]:
-        return []
-
-
-CONTROL_TIMEOUT_S = 5.0
-"""A replica that is starting or stuck must not make a status call hang."""
-
-ABORT_TIMEOUT_S = 2.0
-
-
 class Ingress(HandleCalls, HealthCalls):
     """Serve calls the method named like the RPC. The target handle must offer
 
@@ -263,11 +194,13 @@ class Ingress(HandleCalls, HealthCalls):
         vocab_size: int | None = None,
         max_retries: int = 1,
         capacity: int | None = None,
+        *,
+        broadcast: Broadcast,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
-        targets and queue hold together, which proxies are told; None: unknown."""
-        self._target = target
+        targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas."""
+        self._target, self._broadcast = target, broadcast
         self._generate = target.generate.options(stream=True)
         self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size)
         self._max_retries = max_retries
@@ -321,7 +254,7 @@ class Ingress(HandleCalls, HealthCalls):
     async def _abort_at_targets(self, request_id: str) -> tuple[bool, bool]:
         """Whether one had the request, and whether all of them answered."""
         try:
-            replies = await broadcast(self._target, "abort", request_id, timeout_s=ABORT_TIMEOUT_S)
+            replies = await self._broadcast(self._target, "abort", request_id, timeout_s=ABORT_TIMEOUT_S)
         except (DeploymentUnavailableError, ConnectionError):
             return False, False
         return any(reply.value for reply in replies), all(reply.ok for reply in replies)
@@ -330,7 +263,7 @@ class Ingress(HandleCalls, HealthCalls):
         """Likewise; this one first."""
         if await self.abort_here(request_id):
             return True, True
-        replies = await broadcast(_this_deployment(), "abort_here", request_id, timeout_s=ABORT_TIMEOUT_S)
+        replies = await self._broadcast(_this_deployment(), "abort_here", request_id, timeout_s=ABORT_TIMEOUT_S)
         return any(reply.value for reply in replies), all(reply.ok for reply in replies)
 
     async def abort_here(self, request_id: str) -> bool:
@@ -338,7 +271,7 @@ class Ingress(HandleCalls, HealthCalls):
         return self._running.abort(request_id)
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
-        """See routing.broadcast."""
+        """See serve_seam.broadcast."""
         return await sign(self, serve.get_replica_context().replica_id.unique_id, method, args)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
@@ -437,3 +370,47 @@ def _request_id(request: GenerationMessage) -> str:
 def _this_deployment() -> DeploymentHandle:
     context = serve.get_replica_context()
     return serve.get_deployment_handle(context.deployment, context.app_name)
+
+
+def _parsed(rpc: str, request: bytes) -> Any:
+    return GetMessageClass(RPCS[rpc].input_type).FromString(request)
+
+
+def _failed(error: Exception, context: RayServegRPCContext) -> Exception:
+    """error itself when the method has not said what the caller is to know."""
+    code = context.code()
+    if code is None:
+        return error
+    return CallFailed(code.value[0], context.details() or "", tuple(context.trailing_metadata()))
+
+
+def _context() -> RayServegRPCContext:
+    return RayServegRPCContext(_NoConnection())
+
+
+class _NoConnection:
+    """What a context copies from a gRPC connection, when there is none."""
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    def code(self) -> grpc.StatusCode | None:
+        return None
+
+    def details(self) -> str | None:
+        return None
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+    def peer(self) -> str:
+        return "handle"
+
+    def peer_identities(self) -> None:
+        return None
+
+    def peer_identity_key(self) -> None:
+        return None
+
+    def trailing_metadata(self) -> list[tuple[str, str]]:
+        return []

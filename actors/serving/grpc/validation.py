@@ -1,21 +1,14 @@
-"""From the public sampling parameters to keyword arguments of vLLM's SamplingParams, without a model at hand.
+"""From public request messages to what a target replica takes, without a model at hand.
 
-Ranges are vLLM's own, checked here so that the answer names the public field. Whether a constraint compiles is the
-target's to say.
-
-From public chat and tokenising messages to what a target replica takes, without a model at hand.
-
-From a public request message to the GenerationRequest a target replica takes, without a model at hand.
-
-What needs the tokenizer (length over ``max_model_len``) is checked by the target. Only what the client set is passed
-on, so defaults stay the engine's.
+Only what the client set is passed on, so that defaults stay the engine's. Ranges are vLLM's own, checked here so that
+the answer names the public field. What needs the tokenizer (length over ``max_model_len``) or a grammar's compiler is
+the target's to say. Rules that hold on every API are in outrider.actors.replica_calls.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,20 +16,32 @@ from typing import Any
 
 from google.protobuf import struct_pb2
 
-from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, RequestError, TokenizeRequest
-from outrider.actors.round.deadlines import Deadline
+from outrider.actors.replica_calls import (
+    RANGES,
+    ChatMessage,
+    ChatPrompt,
+    Deadline,
+    GenerationRequest,
+    RequestError,
+    TokenizeRequest,
+    check_num_speculative_tokens,
+    check_range,
+    check_request_id,
+    check_seeds,
+    check_verification_under_grammar,
+    shown,
+)
 from outrider.v1 import generation_pb2 as pb
 
-MAX_N = 64
+GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
+_NamesModel = GenerationMessage | pb.TokenizeRequest | pb.DetokenizeRequest
+
 MAX_LOGPROBS = 20
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (lambda value: 1 <= value <= MAX_N, f"1 to {MAX_N}, or leave it out"),
-    "temperature": (lambda value: 0 <= value <= 2, "a number from 0 (greedy) to 2"),
     "top_p": (lambda value: 0 < value <= 1, "a number above 0, at most 1 (all tokens)"),
     "top_k": (lambda value: value >= -1, "0 (all tokens) or a positive number"),
     "min_p": (lambda value: 0 <= value <= 1, "a number from 0 (off) to 1"),
-    "repetition_penalty": (lambda value: 0.01 <= value <= 100, "a number from 0.01 to 100 (1 is off)"),
     "presence_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2 (0 is off)"),
     "frequency_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2 (0 is off)"),
     "max_tokens": (lambda value: value >= 1, "1 or more, or leave it out"),
@@ -54,6 +59,138 @@ _UNRANGED = (
 _TEXTS = ("stop", "bad_words")
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids")
 
+VERIFICATIONS: dict[pb.Verification, str | None] = {
+    pb.VERIFICATION_UNSPECIFIED: None,
+    pb.VERIFICATION_REJECTION: "rejection",
+    pb.VERIFICATION_BLOCK: "block",
+    pb.VERIFICATION_COUPLED: "coupled",
+}
+
+MAX_TEMPLATE_DEPTH = 32
+
+_OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
+_RESERVED = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+"""Arguments of a tokenizer's apply_chat_template that are no variables of the template."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    name: str
+    num_speculative_tokens: int
+    """K; 0: served without a drafter."""
+
+    vocab_size: int | None = None
+    """None: not known here, the target checks token ids."""
+
+
+def to_generation_request(
+    message: GenerationMessage,
+    served: ServedModel,
+    *,
+    request_id: str,
+    clock: Callable[[], float] = time.monotonic,
+) -> GenerationRequest:
+    """Check message and translate it.
+
+    request_id: the client's, or one made for a client that sent none.
+    Raises RequestError naming the first public field that is wrong.
+    """
+    check_request_id(request_id)
+    check_model(message, served)
+    text, token_ids, chat = _prompt(message, served)
+    enabled, num_speculative_tokens = _speculation(message.speculation, served)
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_text=text,
+        prompt_token_ids=token_ids,
+        prompt_chat=chat,
+        apply_chat_template=message.apply_chat_template,
+        sampling=to_sampling(message.sampling, served.vocab_size),
+        speculation=enabled,
+        num_speculative_tokens=num_speculative_tokens,
+        verification=_verification(message),
+        deadline=_deadline(message, clock),
+    )
+
+
+def check_model(message: _NamesModel, served: ServedModel) -> None:
+    """A client may say which model it expects. Raises RequestError."""
+    if message.HasField("model") and message.model != served.name:
+        raise RequestError(
+            "model", f"{shown(message.model)} is not served here", f"send {served.name!r} or leave it out"
+        )
+
+
+def _prompt(
+    message: GenerationMessage, served: ServedModel
+) -> tuple[str | None, tuple[int, ...] | None, ChatPrompt | None]:
+    """The one of the three that was sent."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise RequestError("prompt", "is missing", "send text, token_ids or chat")
+    if kind != "text" and message.apply_chat_template:
+        raise RequestError(
+            "apply_chat_template", f"cannot be applied to {kind}", "send the prompt as text or leave it out"
+        )
+    if kind == "chat":
+        return None, None, to_chat_prompt(message.chat)
+    if kind == "text":
+        if not message.text:
+            raise RequestError("text", "the prompt is empty", "send at least one character")
+        return message.text, None, None
+    token_ids = tuple(message.token_ids.ids)
+    if not token_ids:
+        raise RequestError("token_ids", "the prompt is empty", "send at least one token id")
+    check_vocabulary("token_ids", token_ids, served.vocab_size)
+    return None, token_ids, None
+
+
+def _speculation(speculation: pb.SpeculationParameters, served: ServedModel) -> tuple[bool, int | None]:
+    enabled = speculation.enabled if speculation.HasField("enabled") else True
+    if not speculation.HasField("num_speculative_tokens"):
+        return enabled, None
+    wanted = speculation.num_speculative_tokens
+    check_num_speculative_tokens(wanted, enabled=enabled, most=served.num_speculative_tokens)
+    return enabled, wanted
+
+
+def _verification(message: GenerationMessage) -> str | None:
+    asked = message.speculation.verification
+    if asked not in VERIFICATIONS:
+        raise RequestError(
+            "speculation.verification",
+            f"{asked} is not known here",
+            "send VERIFICATION_REJECTION, VERIFICATION_BLOCK or VERIFICATION_COUPLED, or leave it out",
+        )
+    chosen = VERIFICATIONS[asked]
+    if message.sampling.HasField("structured_outputs"):
+        check_verification_under_grammar("sampling.structured_outputs", chosen)
+    return chosen
+
+
+def _deadline(message: GenerationMessage, clock: Callable[[], float]) -> Deadline | None:
+    if not message.HasField("timeout_ms"):
+        return None
+    if message.timeout_ms == 0:
+        raise RequestError("timeout_ms", "0 leaves no time to answer", "send 1 or more, or leave it out")
+    return Deadline.after(message.timeout_ms / 1000, clock)
+
 
 def to_sampling(sampling: pb.SamplingParameters, vocab_size: int | None) -> dict[str, Any]:
     """Keyword arguments for the fields the client set; vocab_size None: token ids are not checked.
@@ -61,6 +198,10 @@ def to_sampling(sampling: pb.SamplingParameters, vocab_size: int | None) -> dict
     Raises RequestError naming the first field that is wrong.
     """
     chosen: dict[str, Any] = {}
+    for name in RANGES:
+        if sampling.HasField(name):
+            chosen[name] = value = getattr(sampling, name)
+            check_range(f"sampling.{name}", name, value)
     for name, (allowed, description) in _RANGES.items():
         if sampling.HasField(name):
             chosen[name] = value = getattr(sampling, name)
@@ -82,15 +223,6 @@ def to_sampling(sampling: pb.SamplingParameters, vocab_size: int | None) -> dict
         chosen["structured_outputs"] = _structured_outputs(sampling.structured_outputs)
     _check_combinations(chosen)
     return chosen
-
-
-def check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int | None) -> None:
-    """Ids are unsigned in the schema, so only the upper end can be wrong. Raises RequestError."""
-    if vocab_size is None:
-        return
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            raise RequestError(field, f"{token_id} is not in the vocabulary", f"send ids from 0 to {vocab_size - 1}")
 
 
 def _logit_bias(sampling: pb.SamplingParameters, vocab_size: int | None) -> dict[int, float]:
@@ -147,31 +279,7 @@ def _check_combinations(chosen: dict[str, Any]) -> None:
         raise RequestError(
             "sampling.n", f"{n} answers at temperature 0 would be the same", "send 1 or a temperature above 0"
         )
-    if seed < -1 <= seed + n - 1:
-        raise RequestError(
-            "sampling.seed", f"{seed} counted up for n = {n} meets -1, which is no seed", "send a seed of 0 or more"
-        )
-
-
-MAX_TEMPLATE_DEPTH = 32
-
-_OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
-_RESERVED = frozenset(
-    {
-        "chat_template",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "truncation",
-    }
-)
-"""Arguments of a tokenizer's apply_chat_template that are no variables of the template."""
+    check_seeds("sampling.seed", seed, n)
 
 
 def to_chat_prompt(chat: pb.Chat) -> ChatPrompt:
@@ -202,25 +310,6 @@ def to_chat_prompt(chat: pb.Chat) -> ChatPrompt:
     )
 
 
-def to_tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
-    """Raises RequestError."""
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise RequestError("prompt", "is missing", "send text or chat")
-    return TokenizeRequest(
-        text=message.text if kind == "text" else None,
-        chat=to_chat_prompt(message.chat) if kind == "chat" else None,
-        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else None,
-        return_token_strs=message.return_token_strs,
-    )
-
-
-def to_token_ids(message: pb.DetokenizeRequest, vocab_size: int | None) -> tuple[int, ...]:
-    """Raises RequestError."""
-    check_vocabulary("token_ids", message.token_ids, vocab_size)
-    return tuple(message.token_ids)
-
-
 def _template_kwargs(struct: struct_pb2.Struct) -> dict[str, Any]:
     field = "chat.chat_template_kwargs"
     for name in struct.fields:
@@ -245,152 +334,29 @@ def _plain(value: struct_pb2.Value, field: str, depth: int) -> Any:
     return None if kind in (None, "null_value") else getattr(value, kind)
 
 
-GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
-_NamesModel = GenerationMessage | pb.TokenizeRequest | pb.DetokenizeRequest
-
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
-
-_VERIFICATIONS = {
-    pb.VERIFICATION_UNSPECIFIED: None,
-    pb.VERIFICATION_REJECTION: "rejection",
-    pb.VERIFICATION_BLOCK: "block",
-    pb.VERIFICATION_COUPLED: "coupled",
-}
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What requests are checked against."""
-
-    name: str
-    num_speculative_tokens: int
-    """K; 0: served without a drafter."""
-
-    vocab_size: int | None = None
-    """None: not known here, the target checks token ids."""
-
-
-def to_generation_request(
-    message: GenerationMessage,
-    served: ServedModel,
-    *,
-    request_id: str,
-    clock: Callable[[], float] = time.monotonic,
-) -> GenerationRequest:
-    """Check message and translate it.
-
-    request_id: the client's, or one made for a client that sent none.
-    Raises RequestError naming the first public field that is wrong.
-    """
-    check_request_id(request_id)
-    check_model(message, served)
-    text, token_ids, chat = _prompt(message, served)
-    enabled, num_speculative_tokens = _speculation(message.speculation, served)
-    return GenerationRequest(
-        request_id=request_id,
-        prompt_text=text,
-        prompt_token_ids=token_ids,
-        prompt_chat=chat,
-        apply_chat_template=message.apply_chat_template,
-        sampling=to_sampling(message.sampling, served.vocab_size),
-        speculation=enabled,
-        num_speculative_tokens=num_speculative_tokens,
-        verification=_verification(message),
-        deadline=_deadline(message, clock),
+def to_tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
+    """Raises RequestError."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise RequestError("prompt", "is missing", "send text or chat")
+    return TokenizeRequest(
+        text=message.text if kind == "text" else None,
+        chat=to_chat_prompt(message.chat) if kind == "chat" else None,
+        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else None,
+        return_token_strs=message.return_token_strs,
     )
 
 
-def check_request_id(request_id: str) -> None:
-    """Ids travel in log lines and gRPC metadata, which carry visible ASCII only. Raises RequestError."""
-    if not _REQUEST_ID.fullmatch(request_id):
-        raise RequestError(
-            "request_id",
-            f"{_shown(request_id)} is not usable as an id",
-            "send 1 to 128 printable ASCII characters without spaces, or leave it out",
-        )
+def to_token_ids(message: pb.DetokenizeRequest, vocab_size: int | None) -> tuple[int, ...]:
+    """Raises RequestError."""
+    check_vocabulary("token_ids", message.token_ids, vocab_size)
+    return tuple(message.token_ids)
 
 
-def check_model(message: _NamesModel, served: ServedModel) -> None:
-    """A client may say which model it expects. Raises RequestError."""
-    if message.HasField("model") and message.model != served.name:
-        raise RequestError(
-            "model", f"{_shown(message.model)} is not served here", f"send {served.name!r} or leave it out"
-        )
-
-
-def _prompt(
-    message: GenerationMessage, served: ServedModel
-) -> tuple[str | None, tuple[int, ...] | None, ChatPrompt | None]:
-    """The one of the three that was sent."""
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise RequestError("prompt", "is missing", "send text, token_ids or chat")
-    if kind != "text" and message.apply_chat_template:
-        raise RequestError(
-            "apply_chat_template", f"cannot be applied to {kind}", "send the prompt as text or leave it out"
-        )
-    if kind == "chat":
-        return None, None, to_chat_prompt(message.chat)
-    if kind == "text":
-        if not message.text:
-            raise RequestError("text", "the prompt is empty", "send at least one character")
-        return message.text, None, None
-    token_ids = tuple(message.token_ids.ids)
-    if not token_ids:
-        raise RequestError("token_ids", "the prompt is empty", "send at least one token id")
-    check_vocabulary("token_ids", token_ids, served.vocab_size)
-    return None, token_ids, None
-
-
-def _speculation(speculation: pb.SpeculationParameters, served: ServedModel) -> tuple[bool, int | None]:
-    enabled = speculation.enabled if speculation.HasField("enabled") else True
-    if not speculation.HasField("num_speculative_tokens"):
-        return enabled, None
-    field, wanted = "speculation.num_speculative_tokens", speculation.num_speculative_tokens
-    if wanted == 0:
-        raise RequestError(
-            field, "0 does not switch speculation off", "send speculation.enabled = false and leave this out"
-        )
-    if served.num_speculative_tokens == 0:
-        raise RequestError(field, "this deployment has no drafter", "leave it out")
-    if wanted > served.num_speculative_tokens:
-        raise RequestError(
-            field,
-            f"{wanted} is above what this deployment drafts a round",
-            f"send 1 to {served.num_speculative_tokens}, or leave it out",
-        )
-    if not enabled:
-        raise RequestError(field, "is given, but speculation.enabled is false", "leave one of the two out")
-    return enabled, wanted
-
-
-def _verification(message: GenerationMessage) -> str | None:
-    """The scheduler cuts drafts at the first token a grammar forbids, and a cut that depends on the token biases
-    rejection and block verification."""
-    asked = message.speculation.verification
-    if asked not in _VERIFICATIONS:
-        raise RequestError(
-            "speculation.verification",
-            f"{asked} is not known here",
-            "send VERIFICATION_REJECTION, VERIFICATION_BLOCK or VERIFICATION_COUPLED, or leave it out",
-        )
-    chosen = _VERIFICATIONS[asked]
-    if chosen in ("rejection", "block") and message.sampling.HasField("structured_outputs"):
-        raise RequestError(
-            "sampling.structured_outputs",
-            f"is not exact with {chosen} verification",
-            "use coupled or leave speculation.verification out",
-        )
-    return chosen
-
-
-def _deadline(message: GenerationMessage, clock: Callable[[], float]) -> Deadline | None:
-    if not message.HasField("timeout_ms"):
-        return None
-    if message.timeout_ms == 0:
-        raise RequestError("timeout_ms", "0 leaves no time to answer", "send 1 or more, or leave it out")
-    return Deadline.after(message.timeout_ms / 1000, clock)
-
-
-def _shown(text: str, limit: int = 60) -> str:
-    return repr(text if len(text) <= limit else text[:limit] + "…")
+def check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int | None) -> None:
+    """Ids are unsigned in the schema, so only the upper end can be wrong. Raises RequestError."""
+    if vocab_size is None:
+        return
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise RequestError(field, f"{token_id} is not in the vocabulary", f"send ids from 0 to {vocab_size - 1}")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from starlette.requests import Request
 
 from outrider.actors.replica_calls import RequestError
-from outrider.actors.serving.http.errors import HttpError, HttpFailure
+from outrider.actors.serving.openai.errors import HttpError, HttpFailure
 
 MAX_DEPTH = 128
 """Of nested objects and arrays. JSON schemas are the deepest thing that clients send; the engine takes 64."""

@@ -1,24 +1,17 @@
-"""Server-sent events, as OpenAI's streams have them: ``data: <json>`` each, ``data: [DONE]`` after the last.
-
-A target replica's answer as an HTTP response: head first, then the body's parts as they come.
-
-However it ends early, client gone, deadline or error, the call to the target is cancelled: that is what makes its
-engine abort the request.
-
-An RPC of the ingress called over HTTP: its checks and its errors, told the way HTTP tells them.
-
-The gRPC API's streaming and status calls over HTTP, in protobuf's JSON mapping.
+"""The routes that generate, and those beside them: OpenAI's endpoints, and the gRPC API's streaming and status calls in
+protobuf's JSON mapping.
 
 | route | body | answer |
 |---|---|---|
+| ``POST /v1/chat/completions``, ``/v1/completions`` ... | OpenAI's and vLLM's | OpenAI's and vLLM's |
 | ``POST /outrider/v1/stream`` | GenerateStreamRequest | one event per GenerateStreamResponse, then ``[DONE]`` |
 | ``GET /outrider/v1/status`` | | GetServerStatusResponse |
 | ``GET /outrider/v1/model`` | | GetModelInfoResponse |
 | ``POST /outrider/v1/token_texts`` | ``{"token_ids": [...]}`` | ``{"texts": [...]}``, each token's own text |
 
-Field names are those of the .proto files; camelCase ones are read too. Checks, limits and errors are the RPCs' own.
-
-OpenAI's endpoints, and what vLLM's users expect beside them.
+Field names of the latter are those of the .proto files; camelCase ones are read too. Checks, limits and errors are the
+RPCs' own, told the way HTTP tells them. However an answer ends early, client gone, deadline or error, the call to the
+target is cancelled: that is what makes its engine abort the request.
 """
 
 from __future__ import annotations
@@ -28,8 +21,8 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from fastapi import FastAPI, Request
@@ -41,44 +34,129 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from outrider.actors.observability.logs import note_request
-from outrider.actors.replica_calls import Endpoint, OpenAIHead, OpenAIRequest, RequestError
-from outrider.actors.serve_seam.broadcast import broadcast
-from outrider.actors.serving.grpc.failures import STATUS_DETAILS_METADATA
+from outrider.actors.replica_calls import Broadcast, Endpoint, OpenAIHead, OpenAIRequest, RequestError
+from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
 from outrider.actors.serving.http.body import read_json_object
-from outrider.actors.serving.http.door import REQUEST_ID_HEADER, to_openai_request
-from outrider.actors.serving.http.errors import RETRY_AFTER_S, HttpError, HttpFailure, failure_of
+from outrider.actors.serving.openai.door import REQUEST_ID_HEADER, to_openai_request
+from outrider.actors.serving.openai.errors import DONE, HttpError, HttpFailure, failure_of
 from outrider.actors.serving.running import retried
 from outrider.cluster.installed import VLLM, installed_version
 from outrider.v1 import generation_pb2 as pb
 
-if TYPE_CHECKING:
-    from outrider.actors.serving.http.app import HttpContext
+HEALTH_TIMEOUT_S = 5.0
+"""A replica that is starting or stuck must not make a health check hang."""
 
+_PATHS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
 
-DONE = "data: [DONE]\n\n"
+MAX_TOKEN_TEXTS = 512
 
-
-def event(json_text: str) -> str:
-    """json_text: without line breaks, which would end the event."""
-    return f"data: {json_text}\n\n"
-
-
-class EventStream(StreamingResponse):
-    """Closes its generator however the response ends. Serve cancels the task of a client that has left, often while
-    the generator waits for nothing; unclosed it would hold its request in the engine until it is collected."""
-
-    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str] | None = None) -> None:
-        # No transformation, no buffering: proxies on the way would hold back rounds.
-        kept = {"cache-control": "no-store, no-transform", "x-accel-buffering": "no", **(headers or {})}
-        super().__init__(events, headers=kept, media_type="text/event-stream")
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
-
-
+_UNCACHED = {"cache-control": "no-store"}
+_Request = TypeVar("_Request", bound=Message)
+_Answer = TypeVar("_Answer")
 Parts = AsyncGenerator[OpenAIHead | str, None]
+
+TokenTexts = Callable[[list[int]], Awaitable[list[str]]]
+"""Token ids to each one's own text. Raises RequestError for an id that is not in the vocabulary."""
+
+
+class GenerationRpcs(Protocol):
+    """The servicer whose RPCs these routes call: outrider.actors.serving.grpc.servicer.Ingress."""
+
+    def GenerateStream(
+        self, request: pb.GenerateStreamRequest, grpc_context: Any, /
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]: ...
+
+    def GetServerStatus(
+        self, request: pb.GetServerStatusRequest, grpc_context: Any, /
+    ) -> Awaitable[pb.GetServerStatusResponse]: ...
+
+    def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, grpc_context: Any, /
+    ) -> Awaitable[pb.GetModelInfoResponse]: ...
+
+
+@dataclass(frozen=True)
+class HttpContext:
+    """What routes may use."""
+
+    target: DeploymentHandle
+    """The Target deployment; its methods are ``generate``, ``openai``, ``status`` …"""
+
+    served_model_name: str
+    num_speculative_tokens: int
+    """K, 0 without a drafter."""
+
+    max_request_bytes: int
+    """Longest body that is read."""
+
+    max_retries: int
+    """How often a request is sent again whose replica is lost before it has begun to answer."""
+
+    rpcs: GenerationRpcs
+    """The gRPC servicer."""
+
+    broadcast: Broadcast
+
+    capacity: int | None = None
+    """Requests that targets and queue hold together, which proxies are told; None: unknown."""
+
+
+def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
+    for path, endpoint in _PATHS.items():
+        app.add_api_route(path, _answer(context, endpoint), methods=["POST"])
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await ask(context.target, OpenAIRequest("models", _id(request)), context.max_retries)
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str, request: Request) -> Response:
+        if model != context.served_model_name:
+            message = f"the model {model[:60]!r} is not served here; {context.served_model_name!r} is"
+            return HttpFailure(404, message, "model").response()
+        return await ask(context.target, OpenAIRequest("models", _id(request), {"id": model}), context.max_retries)
+
+    @app.get("/openapi.json")
+    async def openapi(request: Request) -> Response:
+        return await ask(context.target, OpenAIRequest("openapi", _id(request)), context.max_retries)
+
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    async def health() -> Response:
+        # Not an ordinary call: a queue that is full would refuse it, and a busy server is no sick one.
+        replies = await context.broadcast(context.target, "check_health", timeout_s=HEALTH_TIMEOUT_S)
+        if not any(reply.ok for reply in replies):
+            return HttpFailure(503, f"no target replica answered within {HEALTH_TIMEOUT_S:g} s").response()
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": installed_version(*VLLM), "outrider": installed_version("outrider")})
+
+
+def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        body = await read_json_object(request, context.max_request_bytes)
+        checked = to_openai_request(
+            endpoint,
+            body,
+            request.headers,
+            num_speculative_tokens=context.num_speculative_tokens,
+            request_id=uuid.uuid4().hex,
+        )
+        return await ask(context.target, checked, context.max_retries)
+
+    return answer
+
+
+def _id(request: Request) -> str:
+    return request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
 
 
 async def ask(target: DeploymentHandle, request: OpenAIRequest, max_retries: int) -> Response:
@@ -93,7 +171,7 @@ async def ask(target: DeploymentHandle, request: OpenAIRequest, max_retries: int
         head = await anext(parts)
         assert isinstance(head, OpenAIHead)
         if head.is_stream:
-            return EventStream(_events(parts, request.request_id))
+            return EventStream(_openai_events(parts, request.request_id))
         body = [part async for part in parts if isinstance(part, str)]
         return Response("".join(body), head.status, media_type=head.media_type)
     except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a status and a sentence
@@ -116,7 +194,7 @@ async def _parts(target: DeploymentHandle, request: OpenAIRequest, max_retries: 
             yield part
 
 
-async def _events(parts: Parts, request_id: str) -> AsyncGenerator[str, None]:
+async def _openai_events(parts: Parts, request_id: str) -> AsyncGenerator[str, None]:
     """The status is out: what goes wrong now is an event."""
     async with aclosing(parts):
         try:
@@ -125,102 +203,6 @@ async def _events(parts: Parts, request_id: str) -> AsyncGenerator[str, None]:
                 yield part
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a sentence
             yield failure_of(error, request_id).event()
-
-
-HTTP_STATUS = {
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.FAILED_PRECONDITION: 400,
-    grpc.StatusCode.OUT_OF_RANGE: 400,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.ALREADY_EXISTS: 409,
-    grpc.StatusCode.ABORTED: 409,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    grpc.StatusCode.CANCELLED: 499,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 408,
-}
-"""As google.rpc.Code maps them, but for a passed deadline, which is 408 on every route. Every other code is 500."""
-
-_RETRY = frozenset({429, 503})
-
-
-class RpcCall:
-    """What an RPC method of the ingress takes as its gRPC context. Keeps what a response needs of it."""
-
-    def __init__(self) -> None:
-        self._code: grpc.StatusCode | None = None
-        self._details = ""
-        self._trailing_metadata: list[tuple[str, str | bytes]] = []
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        self._code = code
-
-    def code(self) -> grpc.StatusCode | None:
-        return self._code
-
-    def set_details(self, details: str) -> None:
-        self._details = details
-
-    def details(self) -> str:
-        return self._details
-
-    def set_trailing_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        self._trailing_metadata = list(metadata)
-
-    def trailing_metadata(self) -> list[tuple[str, str | bytes]]:
-        return self._trailing_metadata
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return []
-
-    def peer(self) -> str:
-        return "http"
-
-    def failure(self) -> HttpFailure | None:
-        """The error the RPC ended with; None: it set none."""
-        if self._code is None or self._code is grpc.StatusCode.OK:
-            return None
-        status = HTTP_STATUS.get(self._code, 500)
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if status in _RETRY else {}
-        return HttpFailure(status, self._details, self._field(), headers)
-
-    def _field(self) -> str | None:
-        """The request field at fault, from the google.rpc details beside the status."""
-        packed = dict(self._trailing_metadata).get(STATUS_DETAILS_METADATA, b"")
-        assert isinstance(packed, bytes)
-        refusal = error_details_pb2.BadRequest()
-        for detail in status_pb2.Status.FromString(packed).details:
-            if detail.Unpack(refusal) and refusal.field_violations:
-                return refusal.field_violations[0].field
-        return None
-
-
-MAX_TOKEN_TEXTS = 512
-
-_UNCACHED = {"cache-control": "no-store"}
-_Request = TypeVar("_Request", bound=Message)
-_Answer = TypeVar("_Answer")
-
-
-class GenerationRpcs(Protocol):
-    """The servicer whose RPCs these routes call: outrider.actors.serving.grpc.servicer.Ingress."""
-
-    def GenerateStream(
-        self, request: pb.GenerateStreamRequest, grpc_context: Any, /
-    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]: ...
-
-    def GetServerStatus(
-        self, request: pb.GetServerStatusRequest, grpc_context: Any, /
-    ) -> Awaitable[pb.GetServerStatusResponse]: ...
-
-    def GetModelInfo(
-        self, request: pb.GetModelInfoRequest, grpc_context: Any, /
-    ) -> Awaitable[pb.GetModelInfoResponse]: ...
-
-
-TokenTexts = Callable[[list[int]], Awaitable[list[str]]]
-"""Token ids to each one's own text. Raises RequestError for an id that is not in the vocabulary."""
 
 
 def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: TokenTexts, max_request_bytes: int) -> None:
@@ -233,7 +215,7 @@ def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: Token
         answers = rpcs.GenerateStream(message, call)
         # Before the status line leaves, so that what is refused at the door gets a status of its own.
         first = await _or_failure(call, anext(answers))
-        return EventStream(_generation_routes_events(call, first, answers))
+        return EventStream(_rpc_events(call, first, answers))
 
     @app.get("/outrider/v1/status", include_in_schema=False)
     async def status() -> Response:
@@ -276,7 +258,7 @@ def to_token_ids(body: dict[str, Any]) -> list[int]:
     return ids
 
 
-async def _generation_routes_events(
+async def _rpc_events(
     call: RpcCall, first: pb.GenerateStreamResponse, answers: AsyncGenerator[pb.GenerateStreamResponse, None]
 ) -> AsyncGenerator[str, None]:
     async with aclosing(answers):
@@ -313,65 +295,70 @@ def _json(message: Message) -> Response:
     return Response(text, media_type="application/json", headers=_UNCACHED)
 
 
-HEALTH_TIMEOUT_S = 5.0
-"""A replica that is starting or stuck must not make a health check hang."""
+class RpcCall:
+    """What an RPC method of the ingress takes as its gRPC context. Keeps what a response needs of it."""
 
-_PATHS: dict[str, Endpoint] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-}
+    def __init__(self) -> None:
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._trailing_metadata: list[tuple[str, str | bytes]] = []
 
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self._code = code
 
-def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
-    for path, endpoint in _PATHS.items():
-        app.add_api_route(path, _answer(context, endpoint), methods=["POST"])
+    def code(self) -> grpc.StatusCode | None:
+        return self._code
 
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        return await ask(context.target, OpenAIRequest("models", _id(request)), context.max_retries)
+    def set_details(self, details: str) -> None:
+        self._details = details
 
-    @app.get("/v1/models/{model:path}")
-    async def model(model: str, request: Request) -> Response:
-        if model != context.served_model_name:
-            message = f"the model {model[:60]!r} is not served here; {context.served_model_name!r} is"
-            return HttpFailure(404, message, "model").response()
-        return await ask(context.target, OpenAIRequest("models", _id(request), {"id": model}), context.max_retries)
+    def details(self) -> str:
+        return self._details
 
-    @app.get("/openapi.json")
-    async def openapi(request: Request) -> Response:
-        return await ask(context.target, OpenAIRequest("openapi", _id(request)), context.max_retries)
+    def set_trailing_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        self._trailing_metadata = list(metadata)
 
-    @app.get("/health")
-    @app.get("/ping")
-    @app.post("/ping")
-    async def health() -> Response:
-        # Not an ordinary call: a queue that is full would refuse it, and a busy server is no sick one.
-        replies = await broadcast(context.target, "check_health", timeout_s=HEALTH_TIMEOUT_S)
-        if not any(reply.ok for reply in replies):
-            return HttpFailure(503, f"no target replica answered within {HEALTH_TIMEOUT_S:g} s").response()
-        return Response(status_code=200)
+    def trailing_metadata(self) -> list[tuple[str, str | bytes]]:
+        return self._trailing_metadata
 
-    @app.get("/version")
-    async def version() -> Response:
-        return JSONResponse({"version": installed_version(*VLLM), "outrider": installed_version("outrider")})
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
 
+    def peer(self) -> str:
+        return "http"
 
-def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        body = await read_json_object(request, context.max_request_bytes)
-        checked = to_openai_request(
-            endpoint,
-            body,
-            request.headers,
-            num_speculative_tokens=context.num_speculative_tokens,
-            request_id=uuid.uuid4().hex,
-        )
-        return await ask(context.target, checked, context.max_retries)
+    def failure(self) -> HttpFailure | None:
+        """The error the RPC ended with; None: it set none."""
+        if self._code is None or self._code is grpc.StatusCode.OK:
+            return None
+        return HttpFailure.of_code(self._code, self._details, self._field())
 
-    return answer
+    def _field(self) -> str | None:
+        """The request field at fault, from the google.rpc details beside the status."""
+        packed = dict(self._trailing_metadata).get(STATUS_DETAILS_METADATA, b"")
+        assert isinstance(packed, bytes)
+        refusal = error_details_pb2.BadRequest()
+        for detail in status_pb2.Status.FromString(packed).details:
+            if detail.Unpack(refusal) and refusal.field_violations:
+                return refusal.field_violations[0].field
+        return None
 
 
-def _id(request: Request) -> str:
-    return request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+def event(json_text: str) -> str:
+    """json_text: without line breaks, which would end the event."""
+    return f"data: {json_text}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Closes its generator however the response ends. Serve cancels the task of a client that has left, often while
+    the generator waits for nothing; unclosed it would hold its request in the engine until it is collected."""
+
+    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str] | None = None) -> None:
+        # No transformation, no buffering: proxies on the way would hold back rounds.
+        kept = {"cache-control": "no-store, no-transform", "x-accel-buffering": "no", **(headers or {})}
+        super().__init__(events, headers=kept, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)

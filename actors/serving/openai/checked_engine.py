@@ -15,12 +15,11 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.observability.tracing import traced_generate
-from outrider.actors.replica_calls import LIMITS, RequestError
-from outrider.actors.round.deadlines import Deadline
+from outrider.actors.replica_calls import LIMITS, Deadline, RequestError
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
+from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.vllm_seam.engine_args import on_gpu
-from outrider.actors.vllm_seam.engine_requests import check_co_located_params
+from outrider.actors.vllm_seam.engine_requests import traced_generate
 
 
 class CheckedEngine:

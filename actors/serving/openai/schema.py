@@ -1,7 +1,5 @@
-"""A body against vLLM's request models, and what they find wrong told in one sentence about one field.
-
-``/openapi.json``: vLLM's own request models, as far as their fields are taken here.
-"""
+"""vLLM's request models: bodies held against them, with what they find wrong in one sentence about one field, and
+``/openapi.json``, which describes them as far as their fields are taken here."""
 
 from __future__ import annotations
 
@@ -23,13 +21,12 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
-from outrider.actors.replica_calls import RequestError
-from outrider.actors.serving.http.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Refused, Rules
+from outrider.actors.replica_calls import RequestError, shortened
+from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Refused, Rules
 from outrider.cluster.modes import BY_NAME
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_MAX_PROBLEM = 300
 _MAX_ALTERNATIVES = 3
 
 _READ_WRONG = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
@@ -54,11 +51,6 @@ def problem_of(error: Exception) -> str:
     if isinstance(error, VLLMValidationError) and error.args:
         return shortened(str(error.args[0]))
     return shortened(str(error))
-
-
-def shortened(text: str) -> str:
-    text = " ".join(text.split()).rstrip(".")
-    return text if len(text) <= _MAX_PROBLEM else text[:_MAX_PROBLEM] + "…"
 
 
 def _parameter(error: Exception) -> str | None:

@@ -30,12 +30,11 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, RequestError
+from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, ReplicaLost, RequestError, shortened
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.serving.http.errors import HttpFailure, failure_of, refused, server_error, timed_out
 from outrider.actors.serving.openai.checked_engine import CheckedEngine
-from outrider.actors.serving.openai.schema import openapi, problem_of, shortened, validated
-from outrider.actors.serving.running import ReplicaLost
+from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
+from outrider.actors.serving.openai.schema import openapi, problem_of, validated
 from outrider.actors.vllm_seam.prompts import configured_chat_template
 from outrider.cluster.config import ConfigError, OutriderConfig
 
@@ -207,7 +206,7 @@ def _failure_in(event: str, request_id: str) -> HttpFailure:
     """vLLM has logged what a server error's message would tell."""
     error = json.loads(event.removeprefix("data:"))["error"]
     if error["code"] == HTTPStatus.INTERNAL_SERVER_ERROR:
-        return server_error(request_id)
+        return failed_inside(request_id)
     return HttpFailure(error["code"], shortened(error["message"]), error["param"])
 
 

@@ -1,123 +1,26 @@
-"""How much work each replica has before it, in tokens, as far as one router can know.
-
-What a target replica tells the routers about itself, every couple of seconds.
-
-Which replica a request goes to: the one with the least to do, where cached prompt tokens count as work saved.
-"""
+"""Which replica a request goes to: the one with the least to do, where cached prompt tokens count as work saved."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from outrider.actors.serving.routing.prefix import PrefixIndex
+from outrider.actors.serving.routing.request_profile import RoutedRequest, block_tokens
 
-
-class ReplicaLoad:
-    """What this router gave out and has not got back, to the request; and from the replicas' own reports, what other
-    callers gave them.
-
-    A request is charged with all its tokens, prompt and expected answer, until it ends.
-    """
-
-    def __init__(self) -> None:
-        self._charges: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
-        """By replica and key: tokens. One request's calls can share a key."""
-
-        self._tokens: defaultdict[str, int] = defaultdict(int)
-        self._requests: defaultdict[str, int] = defaultdict(int)
-        self._foreign_requests: dict[str, int] = {}
-
-    def charge(self, replica: str, key: str, tokens: int) -> None:
-        self._charges[replica].setdefault(key, []).append(tokens)
-        self._tokens[replica] += tokens
-        self._requests[replica] += 1
-
-    def release(self, replica: str, key: str) -> bool:
-        """Undo one charge of that key. False when there is none, as for calls that are not charged."""
-        charges = self._charges.get(replica, {}).get(key)
-        if not charges:
-            return False
-        self._tokens[replica] -= charges.pop()
-        self._requests[replica] -= 1
-        if not charges:
-            del self._charges[replica][key]
-        return True
-
-    def report(self, replica: str, requests: int) -> None:
-        """The replica counts so many requests, of all callers."""
-        self._foreign_requests[replica] = max(0, requests - self._requests[replica])
-
-    def forget(self, replica: str) -> None:
-        for table in (self._charges, self._tokens, self._requests, self._foreign_requests):
-            table.pop(replica, None)
-
-    def requests(self, replica: str) -> int:
-        """That this router gave to the replica."""
-        return self._requests.get(replica, 0)
-
-    def tokens(self, replica: str) -> float:
-        """Outstanding; those of other callers' requests are taken to be like our own."""
-        foreign = self._foreign_requests.get(replica, 0)
-        return self._tokens.get(replica, 0) + foreign * self._mean_tokens() if foreign else self._tokens.get(replica, 0)
-
-    def _mean_tokens(self) -> float:
-        requests = sum(self._requests.values())
-        return sum(self._tokens.values()) / requests if requests else _USUAL_TOKENS
-
+SUSPECT_S = 10.0
+"""How long a replica that could not be reached is left out, while there are others."""
 
 _USUAL_TOKENS = 512.0
 """Of a request, while there is none of our own to go by."""
 
-
-_LINK_TIMEOUT_S = 1.0
-"""An engine in the middle of a long step answers late; what it said last is good enough."""
-
-
-class RoutingStats:
-    """load: ``running`` and ``waiting`` requests. kv_cache_tokens: what the KV cache holds. link_is_up: asks the
-    engine's rank 0; None without a drafter. check_health: raises when the engine is dead.
-    """
-
-    def __init__(
-        self,
-        load: Callable[[], Mapping[str, Any]],
-        kv_cache_tokens: int,
-        link_is_up: Callable[[], Awaitable[bool]] | None,
-        check_health: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._load, self._kv_cache_tokens = load, kv_cache_tokens
-        self._link_is_up, self._check_health = link_is_up, check_health
-        self._speculation_up = True
-
-    async def collect(self) -> dict[str, Any]:
-        """Plain values, few of them: Serve sends them to every router when they change."""
-        try:
-            await self._check_health()
-        except Exception:  # noqa: BLE001 - a dead engine, of whatever; Serve's health check reports it
-            return {"serving": False}
-        if self._link_is_up is not None:
-            with suppress(TimeoutError):
-                self._speculation_up = await asyncio.wait_for(self._link_is_up(), _LINK_TIMEOUT_S)
-        load = self._load()
-        return {
-            "serving": True,
-            "requests": load["running"] + load["waiting"],
-            "kv_cache_tokens": self._kv_cache_tokens,
-            "speculation_up": self._speculation_up,
-        }
-
-
-SUSPECT_S = 10.0
-"""How long a replica that could not be reached is left out, while there are others."""
+DEFAULT_CAPACITY_TOKENS = 1 << 20
+"""Of a replica that has not said how much its KV cache holds."""
 
 
 @dataclass(frozen=True)
@@ -128,26 +31,6 @@ class RoutingSettings:
     prefix_affinity: float = 8.0
     max_imbalance_tokens: int = 16384
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class RoutedRequest:
-    """What the policy knows of a request."""
-
-    fingerprint: tuple[int, ...] = ()
-    prompt_tokens: int = 0
-    """Estimated, but for prompts of token ids."""
-
-    answer_tokens: int = 0
-    """Expected, of all answers together."""
-
-    wants_drafts: bool = False
-    avoid: frozenset[str] = frozenset()
-    """Replicas that have just failed it."""
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.answer_tokens
 
 
 class RoutingPolicy:
@@ -167,7 +50,7 @@ class RoutingPolicy:
     def __init__(self, settings: RoutingSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._clock = settings, clock
         self._index = PrefixIndex()
-        self._load = ReplicaLoad()
+        self._load = OutstandingWork()
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._without_drafter: set[str] = set()
         self._not_serving: set[str] = set()
@@ -177,7 +60,7 @@ class RoutingPolicy:
         self._random = random.Random(settings.seed)
 
     @property
-    def load(self) -> ReplicaLoad:
+    def load(self) -> OutstandingWork:
         return self._load
 
     def update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
@@ -250,6 +133,119 @@ class RoutingPolicy:
             return self._random.sample(sorted(replicas), len(replicas))
         beginning = request.fingerprint[0].to_bytes(8, "little")
         return sorted(replicas, key=lambda name: blake2b(beginning + name.encode(), digest_size=8).digest())
+
+
+class OutstandingWork:
+    """How much each replica has before it, in tokens, as far as one router can know: what this router gave out and has
+    not got back, to the request; and from the replicas' own reports, what other callers gave them.
+
+    A request is charged with all its tokens, prompt and expected answer, until it ends.
+    """
+
+    def __init__(self) -> None:
+        self._charges: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
+        """By replica and key: tokens. One request's calls can share a key."""
+
+        self._tokens: defaultdict[str, int] = defaultdict(int)
+        self._requests: defaultdict[str, int] = defaultdict(int)
+        self._foreign_requests: dict[str, int] = {}
+
+    def charge(self, replica: str, key: str, tokens: int) -> None:
+        self._charges[replica].setdefault(key, []).append(tokens)
+        self._tokens[replica] += tokens
+        self._requests[replica] += 1
+
+    def release(self, replica: str, key: str) -> bool:
+        """Undo one charge of that key. False when there is none, as for calls that are not charged."""
+        charges = self._charges.get(replica, {}).get(key)
+        if not charges:
+            return False
+        self._tokens[replica] -= charges.pop()
+        self._requests[replica] -= 1
+        if not charges:
+            del self._charges[replica][key]
+        return True
+
+    def report(self, replica: str, requests: int) -> None:
+        """The replica counts so many requests, of all callers."""
+        self._foreign_requests[replica] = max(0, requests - self._requests[replica])
+
+    def forget(self, replica: str) -> None:
+        for table in (self._charges, self._tokens, self._requests, self._foreign_requests):
+            table.pop(replica, None)
+
+    def requests(self, replica: str) -> int:
+        """That this router gave to the replica."""
+        return self._requests.get(replica, 0)
+
+    def tokens(self, replica: str) -> float:
+        """Outstanding; those of other callers' requests are taken to be like our own."""
+        foreign = self._foreign_requests.get(replica, 0)
+        return self._tokens.get(replica, 0) + foreign * self._mean_tokens() if foreign else self._tokens.get(replica, 0)
+
+    def _mean_tokens(self) -> float:
+        requests = sum(self._requests.values())
+        return sum(self._tokens.values()) / requests if requests else _USUAL_TOKENS
+
+
+class PrefixIndex:
+    """Which replica has seen which prompt beginnings lately: what is probably in its prefix cache.
+
+    Per replica a set of block hashes in order of use, bounded by the tokens that its KV cache holds.
+
+    It is a guess: nobody tells the router what an engine evicts. A wrong one costs a prefill, never an answer.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, OrderedDict[int, int]] = {}
+        """By replica: tokens of each block, by its hash, longest unused first."""
+
+        self._tokens: dict[str, int] = {}
+        self._capacities: dict[str, int] = {}
+
+    def insert(self, replica: str, fingerprint: Sequence[int]) -> None:
+        """The replica is given a prompt that begins so."""
+        blocks = self._blocks.setdefault(replica, OrderedDict())
+        # Last block first, so that a chain is forgotten from its end: without its beginning it matches nothing.
+        for number in range(len(fingerprint) - 1, -1, -1):
+            block = fingerprint[number]
+            if block in blocks:
+                blocks.move_to_end(block)
+            else:
+                blocks[block] = block_tokens(number)
+                self._tokens[replica] = self._tokens.get(replica, 0) + block_tokens(number)
+        self._evict(replica)
+
+    def match(self, fingerprint: Sequence[int]) -> dict[str, int]:
+        """Tokens at the prompt's beginning that each replica has probably cached; replicas with none are left out."""
+        found = {}
+        for replica, blocks in self._blocks.items():
+            tokens = 0
+            for number, block in enumerate(fingerprint):
+                if block not in blocks:
+                    break
+                tokens += block_tokens(number)
+            if tokens:
+                found[replica] = tokens
+        return found
+
+    def set_capacity(self, replica: str, tokens: int) -> None:
+        """tokens: what the replica's KV cache holds."""
+        self._capacities[replica] = tokens
+        self._evict(replica)
+
+    def forget(self, replica: str) -> None:
+        """The replica is gone, and its cache with it."""
+        for table in (self._blocks, self._tokens, self._capacities):
+            table.pop(replica, None)
+
+    def num_tokens(self, replica: str) -> int:
+        return self._tokens.get(replica, 0)
+
+    def _evict(self, replica: str) -> None:
+        blocks, capacity = self._blocks.get(replica), self._capacities.get(replica, DEFAULT_CAPACITY_TOKENS)
+        while blocks and self._tokens[replica] > capacity:
+            self._tokens[replica] -= blocks.popitem(last=False)[1]
 
 
 def _put(names: set[str], name: str, belongs: bool) -> None:

@@ -1,25 +1,53 @@
-"""From the arguments of a call to a target replica to what the policy knows of it: a cheap look, no tokenizer.
+"""From the arguments of a call to a target replica to what the routing policy knows of it: a cheap look, no tokenizer.
 
-HTTP and gRPC requests with the same prompt look the same, so they find each other's prefixes.
+What a prompt begins with is a chain of block hashes: two prompts share as many hashes as blocks they start with. It is
+computed where requests are routed, of what the client sent, without tokenizer and chat template. HTTP and gRPC requests
+with the same prompt look the same, so they find each other's prefixes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
-from outrider.actors.serving.routing.policy import RoutedRequest
-from outrider.actors.serving.routing.prefix import (
-    BYTES_PER_TOKEN,
-    chat_fingerprint,
-    text_fingerprint,
-    token_fingerprint,
-)
 
 USUAL_ANSWER_TOKENS = 256
 """Expected of an answer whose length is not limited, and the most that is expected of one that is."""
+
+BYTES_PER_TOKEN = 4
+"""Of text, roughly; of a token id, exactly."""
+
+BLOCK_SIZES = ((64, 128), (64, 1024), (64, 8192))
+"""(blocks, bytes each), in order: fine at first, where prompts differ, coarse later. What lies beyond is not looked
+at."""
+
+_BLOCK_BYTES = tuple(size for count, size in BLOCK_SIZES for _ in range(count))
+MAX_BYTES = sum(_BLOCK_BYTES)
+
+
+@dataclass(frozen=True)
+class RoutedRequest:
+    """What the policy knows of a request."""
+
+    fingerprint: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    """Estimated, but for prompts of token ids."""
+
+    answer_tokens: int = 0
+    """Expected, of all answers together."""
+
+    wants_drafts: bool = False
+    avoid: frozenset[str] = frozenset()
+    """Replicas that have just failed it."""
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.answer_tokens
 
 
 def profile(args: Sequence[Any]) -> RoutedRequest | None:
@@ -126,3 +154,43 @@ def _at_least_one(value: Any) -> int:
 
 def _answer_tokens(limit: Any) -> int:
     return min(limit, USUAL_ANSWER_TOKENS) if isinstance(limit, int) and limit > 0 else USUAL_ANSWER_TOKENS
+
+
+def block_tokens(block: int) -> int:
+    """Tokens in a block, by its place in the chain."""
+    return _BLOCK_BYTES[block] // BYTES_PER_TOKEN
+
+
+def text_fingerprint(text: str) -> tuple[int, ...]:
+    """Of a prompt that is raw text."""
+    return _chain(b"text", text[:MAX_BYTES].encode(errors="surrogatepass"))
+
+
+def token_fingerprint(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Of a prompt that is token ids. Raises OverflowError for one that is no 32-bit number."""
+    return _chain(b"ids", array("I", token_ids[: MAX_BYTES // BYTES_PER_TOKEN]).tobytes())
+
+
+def chat_fingerprint(messages: Iterable[tuple[str, str]], preamble: str = "") -> tuple[int, ...]:
+    """Of a conversation: (role, content) by message. preamble: what else goes into the template's beginning, such as
+    the tools."""
+    parts, length = [preamble], len(preamble)
+    for role, content in messages:
+        parts += [role, content]
+        length += len(role) + len(content)
+        if length > MAX_BYTES:
+            break
+    return _chain(b"chat", "\0".join(parts)[:MAX_BYTES].encode(errors="surrogatepass"))
+
+
+def _chain(kind: bytes, data: bytes) -> tuple[int, ...]:
+    """One hash per whole block, each over all that comes before it. A last block that is not full is left out: how it
+    would go on decides whether it is shared."""
+    chain, parent, start = [], kind, 0
+    for size in _BLOCK_BYTES:
+        if start + size > len(data):
+            break
+        parent = blake2b(parent + data[start : start + size], digest_size=8).digest()
+        chain.append(int.from_bytes(parent, "little"))
+        start += size
+    return tuple(chain)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from outrider.actors.serving.grpc.failures import STATUS_DETAILS_METADATA
+from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
 from outrider.deploy.client.sync_client import OutriderError
 from tests.integration.ingress.stand_in_target import HANG_GUARD_S
 

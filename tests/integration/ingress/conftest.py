@@ -10,6 +10,7 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 
+from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.deploy.ports import pick_free_port
@@ -33,7 +34,9 @@ def address(meeting_point: Path) -> Iterator[str]:
             ),
         )
         front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
-        serve.run(front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE), name="outrider")
+        serve.run(
+            front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE, broadcast=broadcast), name="outrider"
+        )
         yield f"127.0.0.1:{port}"
     finally:
         serve.shutdown()

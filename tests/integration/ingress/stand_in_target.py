@@ -16,6 +16,7 @@ from ray import serve
 from outrider.actors.replica_calls import (
     GenerationRequest,
     ModelInfo,
+    ReplicaReply,
     RequestError,
     RequestTiming,
     RoundOutput,
@@ -27,7 +28,6 @@ from outrider.actors.replica_calls import (
     Tokens,
     Usage,
 )
-from outrider.actors.serve_seam.broadcast import ReplicaReply
 
 HANG_GUARD_S = 20.0
 K, VOCAB_SIZE = 4, 100

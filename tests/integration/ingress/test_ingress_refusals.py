@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.actors.serving.grpc.failures import REQUEST_ID_METADATA
+from outrider.actors.serving.failures import REQUEST_ID_METADATA
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc

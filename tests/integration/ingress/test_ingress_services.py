@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.grpc import servicer
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.cluster.link.frame import PROTOCOL_VERSION
@@ -190,7 +191,8 @@ def test_a_target_that_does_not_answer_makes_no_status_call_hang(monkeypatch: py
 
     monkeypatch.setattr(servicer, "CONTROL_TIMEOUT_S", 0.05)
     silent, context = Silent(), Context()
+    ingress = Ingress(silent, "pair", K, broadcast=broadcast)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        asyncio.run(Ingress(silent, "pair", K).GetServerStatus(pb.GetServerStatusRequest(), context))  # type: ignore[arg-type]
+        asyncio.run(ingress.GetServerStatus(pb.GetServerStatusRequest(), context))  # type: ignore[arg-type]
     assert context.code() is grpc.StatusCode.UNAVAILABLE
     assert silent.cancelled

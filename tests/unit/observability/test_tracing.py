@@ -13,6 +13,7 @@ from outrider.actors.observability import tracing
 from outrider.actors.observability.round_tracer import RoundTracer
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.http.app import TraceRequests
+from outrider.actors.vllm_seam.engine_requests import traced_generate
 from outrider.cluster.config import ConfigError, ServingConfig
 from outrider.cluster.link.messages import Origin
 from tests.otlp_collector import collecting
@@ -57,7 +58,7 @@ class FakeLLM:
 async def test_a_request_s_spans_are_one_trace_that_the_caller_began(spans):
     llm, params = FakeLLM(), SimpleNamespace(extra_args={EXTRA_ARGS_KEY: {"verification": "coupled"}})
     with tracing.rpc_span("Generate", context(CALLER.items()), "r1") as span:
-        outputs = tracing.traced_generate(llm, "p", params, "r1", span.headers)
+        outputs = traced_generate(llm, "p", params, "r1", span.headers)
         assert [len(output.outputs[0].token_ids) async for output in outputs] == [1, 2]
     ours = params.extra_args[EXTRA_ARGS_KEY]
     assert ours["verification"] == "coupled"
@@ -79,7 +80,7 @@ async def test_a_request_s_spans_are_one_trace_that_the_caller_began(spans):
 
 async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_rounds(spans):
     llm, params = FakeLLM(), SimpleNamespace(extra_args=None)
-    async for _ in tracing.traced_generate(llm, "p", params, "r1", UNSAMPLED):
+    async for _ in traced_generate(llm, "p", params, "r1", UNSAMPLED):
         pass
     assert params.extra_args is None
     assert llm.options["trace_headers"]["traceparent"].startswith(f"00-{TRACE_ID}-")
@@ -189,7 +190,7 @@ async def test_off_means_untouched(monkeypatch):
     monkeypatch.delenv(tracing.ENDPOINT, raising=False)
     tracing.process_tracer.cache_clear()
     llm, params = FakeLLM(), SimpleNamespace(extra_args=None)
-    async for _ in tracing.traced_generate(llm, "p", params, "r1", {}):
+    async for _ in traced_generate(llm, "p", params, "r1", {}):
         pass
     assert llm.options == {}
     assert params.extra_args is None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.actors.replica_calls import GenerationRequest, RequestError
-from outrider.actors.vllm_seam.engine_requests import check_co_located, check_co_located_params
+from outrider.actors.serving.co_located import check_co_located, check_co_located_params
 
 
 def request(**changes):

@@ -14,6 +14,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
 from outrider.actors.replica_calls import (
+    Deadline,
     GenerationRequest,
     RequestError,
     RequestTiming,
@@ -22,7 +23,6 @@ from outrider.actors.replica_calls import (
     TokenLogprob,
     TokenLogprobs,
 )
-from outrider.actors.round.deadlines import Deadline
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam.engine_requests import is_of_request, refusal, sampling_params

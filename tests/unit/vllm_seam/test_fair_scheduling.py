@@ -1,8 +1,8 @@
-"""The scheduler asks the rules of routing.fair_order with its own numbers."""
+"""The scheduler asks the rules of outrider.actors.round.scheduling with its own numbers."""
 
 from types import SimpleNamespace
 
-from outrider.actors.round.fair_order import prefill_threshold, virtual_arrival_ms
+from outrider.actors.round.scheduling import prefill_threshold, virtual_arrival_ms
 from outrider.actors.vllm_seam.scheduler import FairScheduling
 
 

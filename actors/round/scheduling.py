@@ -1,0 +1,74 @@
+"""What the target's scheduler goes by: who is next, what a long prompt may take of a step, and who is too late. Pure.
+
+Requests are served by *virtual arrival*: when they came, plus a delay that grows with their size and ends at a limit.
+A small request overtakes large ones that came shortly before it; nobody is overtaken by one that came more than the
+limit after it. So neither many small requests nor a few huge ones can keep the others waiting for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container
+
+DELAY_MS_PER_TOKEN = 2.0
+"""About what a token of a long prompt costs a small replica. Only differences between requests matter."""
+
+MAX_COUNTED_ANSWER_TOKENS = 512
+"""Clients leave max_tokens at its largest; an answer seldom gets there."""
+
+LONG_PREFILL_SHARE = 0.75
+"""Of a step's tokens, for all prompts together that need several steps, while there is anything else to do."""
+
+_PRIORITY_STEP_MS = 1 << 43
+"""Between two of vLLM's priorities: 278 years. A request with a lower one is served first whatever its size."""
+
+_SLACK = 64
+"""Deadlines that are kept however few of them still count."""
+
+
+def virtual_arrival_ms(
+    arrival_unix_s: float, prompt_tokens: int, max_tokens: int, max_overtaking_s: float, priority: int = 0
+) -> int:
+    """The lower, the sooner. Units: milliseconds, but for the part that comes from priority (vLLM's: lower first).
+
+    max_overtaking_s: the limit above. 0: in order of arrival.
+    """
+    size = prompt_tokens + min(max_tokens, MAX_COUNTED_ANSWER_TOKENS)
+    delay_ms = min(size * DELAY_MS_PER_TOKEN, max_overtaking_s * 1e3)
+    return round(arrival_unix_s * 1e3 + delay_ms) + priority * _PRIORITY_STEP_MS
+
+
+def prefill_threshold(max_num_batched_tokens: int, num_prefills: int, at_least: int) -> int:
+    """Most tokens of one request in a step, when so many prompts are part of the way through.
+
+    at_least: what every request may have, whatever the prompts leave: a round's own tokens, 1 + K.
+    """
+    share = int(max_num_batched_tokens * LONG_PREFILL_SHARE)
+    return max(at_least, share // max(1, num_prefills))
+
+
+class Deadlines:
+    """Deadlines of the requests an engine holds, on its process's monotonic clock. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, request_id: str, deadline_s: float, held: Container[str]) -> None:
+        """held: the ids that still count. Deadlines of others are dropped once they are many."""
+        heapq.heappush(self._heap, (deadline_s, request_id))
+        # Requests mostly end long before their deadline, and nobody says so here.
+        if len(self._heap) > _SLACK and sum(name in held for _, name in self._heap) < len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if entry[1] in held]
+            heapq.heapify(self._heap)
+
+    def passed(self, now_s: float, held: Container[str]) -> list[str]:
+        """Ids among held whose deadline has passed; each is given once."""
+        late = []
+        while self._heap and self._heap[0][0] <= now_s:
+            request_id = heapq.heappop(self._heap)[1]
+            if request_id in held:
+                late.append(request_id)
+        return late
+
+    def __len__(self) -> int:
+        return len(self._heap)

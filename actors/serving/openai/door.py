@@ -1,0 +1,148 @@
+"""From a decoded body and its headers to the request a target replica takes, without a model at hand.
+
+What is known about a request without the model is checked here; the rest is vLLM's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from outrider.actors.observability.tracing import TRACE_HEADERS
+from outrider.actors.replica_calls import (
+    RANGES,
+    Deadline,
+    Endpoint,
+    OpenAIRequest,
+    RequestError,
+    check_num_speculative_tokens,
+    check_range,
+    check_request_id,
+    check_seeds,
+    check_verification_under_grammar,
+)
+from outrider.actors.serving.openai.fields import BY_ENDPOINT, held_against
+from outrider.cluster.modes import BY_NAME
+
+TIMEOUT_HEADER = "x-request-timeout-ms"
+REQUEST_ID_HEADER = "x-request-id"
+
+MAX_ANSWERS = 256
+"""Prompts times n of one request: each is a sequence in the engine."""
+
+MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
+
+
+def to_openai_request(
+    endpoint: Endpoint,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    *,
+    num_speculative_tokens: int,
+    request_id: str,
+    clock: Callable[[], float] = time.monotonic,
+) -> OpenAIRequest:
+    """num_speculative_tokens: K, 0 without a drafter. request_id: for a request that brings none.
+
+    Raises RequestError naming the first field, or header, that is wrong.
+    """
+    kept = held_against(BY_ENDPOINT[endpoint], body)
+    kept = {name: value for name, value in kept.items() if value is not None}
+    request_id = _request_id(kept, headers, request_id)
+    speculation = kept.pop("speculation", {})
+    _check_ranges(kept)
+    _check_answers(kept)
+    return OpenAIRequest(
+        endpoint=endpoint,
+        request_id=request_id,
+        body=kept,
+        round_options=_round_options(speculation, _is_structured(kept), num_speculative_tokens),
+        trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
+        deadline=_deadline(headers, clock),
+    )
+
+
+def _request_id(body: dict[str, Any], headers: Mapping[str, str], otherwise: str) -> str:
+    found = body.pop("request_id", None)
+    if found is None:
+        found = headers.get(REQUEST_ID_HEADER, otherwise)
+    if not isinstance(found, str):
+        raise RequestError("request_id", "is no text", "send 1 to 128 printable ASCII characters, or leave it out")
+    check_request_id(found)
+    return found
+
+
+def _check_ranges(body: Mapping[str, Any]) -> None:
+    for name in RANGES:
+        value = body.get(name)
+        if isinstance(value, (int, float)):
+            check_range(name, name, value)
+    n, seed = body.get("n", 1), body.get("seed")
+    if isinstance(n, int) and isinstance(seed, int):
+        check_seeds("seed", seed, n)
+
+
+def _check_answers(body: Mapping[str, Any]) -> None:
+    prompt, n = body.get("prompt"), body.get("n", 1)
+    if prompt is not None and body.get("echo") and body.get("stream") and n != 1:
+        # vLLM joins the outputs of a request's answers, and then misses the prompt of all but the first.
+        raise RequestError("echo", "cannot be had with stream for several answers", "leave out echo or stream, or n")
+    if isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt):
+        answers = len(prompt) * (n if isinstance(n, int) else 1)
+        if answers > MAX_ANSWERS:
+            raise RequestError(
+                "prompt", f"{len(prompt)} prompts make {answers} answers", f"send prompts for {MAX_ANSWERS} at most"
+            )
+
+
+def _is_structured(body: Mapping[str, Any]) -> bool:
+    response_format = body.get("response_format")
+    return "structured_outputs" in body or (
+        isinstance(response_format, dict) and response_format.get("type") not in (None, "text")
+    )
+
+
+def _round_options(speculation: Mapping[str, Any], structured: bool, most: int) -> dict[str, Any]:
+    """What the request asks of drafting and verification, as outrider.actors.round.request has it."""
+    options: dict[str, Any] = {}
+    enabled = speculation.get("enabled")
+    if enabled is not None and not isinstance(enabled, bool):
+        raise RequestError("speculation.enabled", "is neither true nor false", "send one of them, or leave it out")
+    wanted = speculation.get("num_speculative_tokens")
+    if wanted is not None:
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
+            raise RequestError(
+                "speculation.num_speculative_tokens",
+                "is no number of tokens",
+                f"send 1 to {most or 'K'}, or leave it out",
+            )
+        check_num_speculative_tokens(wanted, enabled=enabled is not False, most=most)
+        options["num_speculative_tokens"] = wanted
+    if enabled is False:
+        options["num_speculative_tokens"] = 0
+    verification = speculation.get("verification")
+    if verification is not None:
+        if not isinstance(verification, str) or verification not in BY_NAME:
+            raise RequestError(
+                "speculation.verification",
+                f"{json.dumps(verification)[:60]} is not known here",
+                f"send one of {', '.join(BY_NAME)}, or leave it out",
+            )
+        if structured:
+            check_verification_under_grammar("speculation.verification", verification)
+        options["verification"] = verification
+    return options
+
+
+def _deadline(headers: Mapping[str, str], clock: Callable[[], float]) -> Deadline | None:
+    text = headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    timeout_ms = int(text) if text.isascii() and text.isdigit() and len(text) <= 12 else 0
+    if not 0 < timeout_ms <= MAX_TIMEOUT_MS:
+        raise RequestError(
+            TIMEOUT_HEADER, f"{text[:40]!r} is no time to answer in", f"send 1 to {MAX_TIMEOUT_MS} milliseconds"
+        )
+    return Deadline.after(timeout_ms / 1000, clock)

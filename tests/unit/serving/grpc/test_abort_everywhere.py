@@ -1,0 +1,73 @@
+"""An abort ends a request wherever it is held: at a target, at the ingress that was asked, or at another one."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.actors.replica_calls import GenerationRequest, sign
+from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serving.grpc import servicer
+from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.v1 import generation_pb2 as pb
+
+
+class Replicas:
+    """As much of a DeploymentHandle as a broadcast touches, with the replicas in this process."""
+
+    def __init__(self, *replicas: Any) -> None:
+        self._replicas = replicas
+        self.generate = SimpleNamespace(options=lambda **_: None)
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def broadcast(self, signed_reply: str, method: str, args: tuple[Any, ...]) -> Any:
+        assert signed_reply == "signed_reply"
+        self.calls.append((method, args))
+        calls = [
+            SimpleNamespace(get_async=lambda one=one, number=number: sign(one, f"replica-{number}", method, args))
+            for number, one in enumerate(self._replicas)
+        ]
+
+        async def known() -> list[Any]:
+            return calls
+
+        return SimpleNamespace(_fetch_replica_results_async=known)
+
+
+class EmptyTarget:
+    async def abort(self, request_id: str) -> bool:
+        return False
+
+
+@pytest.fixture
+def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Ingress]:
+    targets: Any = Replicas(EmptyTarget(), EmptyTarget())
+    made = [Ingress(targets, "m", 4, broadcast=broadcast) for _ in range(3)]
+    monkeypatch.setattr(servicer, "_this_deployment", lambda: Replicas(*made))
+    return made
+
+
+async def abort(ingress: Ingress, request_id: str) -> bool:
+    context = SimpleNamespace(
+        invocation_metadata=lambda: (), set_trailing_metadata=lambda _: None, set_code=None, set_details=None
+    )
+    response = await ingress.AbortRequest(pb.AbortRequestRequest(request_id=request_id), context)  # type: ignore[arg-type]
+    return response.aborted
+
+
+@pytest.mark.parametrize("holder", [0, 1, 2])
+def test_every_ingress_can_end_what_any_of_them_holds(ingresses: list[Ingress], holder: int) -> None:
+    request = GenerationRequest(request_id="r", prompt_text="p")
+
+    async def one_asked(asked: int) -> None:
+        with ingresses[holder]._running.hold(request) as running:
+            assert not await abort(ingresses[asked], "another")
+            assert not running.aborted
+            assert await abort(ingresses[asked], "r")
+            assert running.aborted
+
+    for asked in range(3):
+        asyncio.run(one_asked(asked))

@@ -1,0 +1,105 @@
+"""The HTTP proxy's gate, with an ASGI app in the place of Serve's proxy, and what the ingress tells it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from outrider.actors.serve_seam.http_proxy import GENERATIONS, ProxyGate, middlewares
+from outrider.actors.serving.gate import CAPACITY_METADATA
+from outrider.actors.serving.http.app import TellCapacity
+
+CAPACITY = 2
+
+
+class Server:
+    """A generation waits until it is let go; the rest answers at once."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.started = 0
+
+    async def generate(self, request: Request) -> Response:
+        self.started += 1
+        await self.go.wait()
+        return JSONResponse({"text": "done"})
+
+    async def other(self, request: Request) -> Response:
+        return Response(status_code=200)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        generations = [
+            Route(before + end, self.generate, methods=["POST"]) for before in ("", "/b") for end in GENERATIONS
+        ]
+        others = [Route(path, self.other, methods=["GET", "POST"]) for path in ("/health", "/b/health", "/tokenize")]
+        app = ProxyGate(TellCapacity(Starlette(routes=[*generations, *others]), CAPACITY))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+            yield client
+
+    async def until_started(self, count: int) -> None:
+        while self.started < count:  # noqa: ASYNC110 - counted by the requests themselves
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def server() -> Server:
+    return Server()
+
+
+@pytest.mark.parametrize("path", GENERATIONS)
+async def test_beyond_what_there_is_room_for_generations_are_refused_and_only_those(server: Server, path: str) -> None:
+    async with server.client() as client:
+        assert (await client.get("/health")).headers[CAPACITY_METADATA] == str(CAPACITY)
+        held = [asyncio.create_task(client.post(path, json={})) for _ in range(CAPACITY)]
+        await server.until_started(CAPACITY)
+        for generation in GENERATIONS:
+            refused = await client.post(generation, json={})
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == 429
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/tokenize")).status_code == 200
+        server.go.set()
+        assert [(await answer).status_code for answer in held] == [200] * CAPACITY
+        assert (await client.post(path, json={})).status_code == 200
+    assert server.started == CAPACITY + 1
+
+
+async def test_another_application_has_room_of_its_own(server: Server) -> None:
+    async with server.client() as client:
+        await client.get("/health")
+        await client.get("/b/health")
+        held = [asyncio.create_task(client.post(GENERATIONS[0], json={})) for _ in range(CAPACITY)]
+        await server.until_started(CAPACITY)
+        there = asyncio.create_task(client.post("/b" + GENERATIONS[0], json={}))
+        await server.until_started(CAPACITY + 1)
+        server.go.set()
+        assert {(await answer).status_code for answer in (*held, there)} == {200}
+
+
+async def test_a_client_that_leaves_gives_its_place_back(server: Server) -> None:
+    async with server.client() as client:
+        await client.get("/health")
+        held = [asyncio.create_task(client.post(GENERATIONS[0], json={})) for _ in range(CAPACITY)]
+        await server.until_started(CAPACITY)
+        for request in held:
+            request.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        server.go.set()
+        assert (await client.post(GENERATIONS[0], json={})).status_code == 200
+
+
+def test_serve_gets_a_list_of_middlewares() -> None:
+    from ray.serve._private.http_util import validate_http_proxy_callback_return
+
+    (middleware,) = validate_http_proxy_callback_return(middlewares())
+    assert middleware.cls is ProxyGate

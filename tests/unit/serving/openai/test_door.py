@@ -1,0 +1,151 @@
+import pytest
+
+from outrider.actors.replica_calls import Deadline, RequestError
+from outrider.actors.serving.openai.door import MAX_ANSWERS, to_openai_request
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def door(body, endpoint="chat", headers=(), k=4):
+    return to_openai_request(
+        endpoint, body, dict(headers), num_speculative_tokens=k, request_id="made", clock=lambda: 1000.0
+    )
+
+
+def refused(body, **options):
+    with pytest.raises(RequestError) as caught:
+        door(body, **options)
+    return caught.value
+
+
+def test_plain_request():
+    request = door({**CHAT, "temperature": 0, "user": "me", "use_beam_search": False, "top_p": None})
+    assert request.endpoint == "chat"
+    assert request.body == {**CHAT, "temperature": 0}
+    assert request.request_id == "made"
+    assert request.round_options == {}
+    assert request.seconds_left() is None
+
+
+def test_request_id_is_the_bodys_then_the_headers():
+    headers = {"x-request-id": "header"}
+    assert door(CHAT, headers=headers).request_id == "header"
+    request = door({**CHAT, "request_id": "body"}, headers=headers)
+    assert request.request_id == "body"
+    assert "request_id" not in request.body
+
+
+@pytest.mark.parametrize("value", ["", "a b", "é", "x" * 129, 5, ["a"]])
+def test_bad_request_id(value):
+    assert refused({**CHAT, "request_id": value}).field == "request_id"
+
+
+def test_trace_headers_are_passed_on():
+    headers = {"traceparent": "00-1-2-01", "authorization": "Bearer secret"}
+    assert door(CHAT, headers=headers).trace_headers == {"traceparent": "00-1-2-01"}
+
+
+def test_deadline():
+    assert door(CHAT, headers={"x-request-timeout-ms": "1500"}).deadline == Deadline(1001.5)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "", "soon", "9" * 12, "9" * 400, "²"])
+def test_bad_deadline(value):
+    assert refused(CHAT, headers={"x-request-timeout-ms": value}).field == "x-request-timeout-ms"
+
+
+@pytest.mark.parametrize(
+    ("speculation", "options"),
+    [
+        ({}, {}),
+        (None, {}),
+        ({"enabled": None}, {}),
+        ({"enabled": True}, {}),
+        ({"enabled": False}, {"num_speculative_tokens": 0}),
+        ({"num_speculative_tokens": 4}, {"num_speculative_tokens": 4}),
+        ({"verification": "block"}, {"verification": "block"}),
+        (
+            {"enabled": False, "verification": "coupled"},
+            {"num_speculative_tokens": 0, "verification": "coupled"},
+        ),
+    ],
+)
+def test_speculation(speculation, options):
+    request = door({**CHAT, "speculation": speculation})
+    assert request.round_options == options
+    assert "speculation" not in request.body
+
+
+@pytest.mark.parametrize(
+    ("speculation", "k", "field"),
+    [
+        (7, 4, "speculation"),
+        ({"enable": True}, 4, "speculation.enable"),
+        ({"enabled": "yes"}, 4, "speculation.enabled"),
+        ({"enabled": 0}, 4, "speculation.enabled"),
+        ({"num_speculative_tokens": 0}, 4, "speculation.num_speculative_tokens"),
+        ({"num_speculative_tokens": 5}, 4, "speculation.num_speculative_tokens"),
+        ({"num_speculative_tokens": True}, 4, "speculation.num_speculative_tokens"),
+        ({"num_speculative_tokens": 1.0}, 4, "speculation.num_speculative_tokens"),
+        ({"num_speculative_tokens": -1}, 4, "speculation.num_speculative_tokens"),
+        ({"num_speculative_tokens": 1}, 0, "speculation.num_speculative_tokens"),
+        ({"num_speculative_tokens": 1, "enabled": False}, 4, "speculation.num_speculative_tokens"),
+        ({"verification": "greedy"}, 4, "speculation.verification"),
+        ({"verification": ["block"]}, 4, "speculation.verification"),
+    ],
+)
+def test_bad_speculation(speculation, k, field):
+    assert refused({**CHAT, "speculation": speculation}, k=k).field == field
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}],
+)
+def test_a_grammar_allows_coupled_only(constraint):
+    body = {**CHAT, **constraint}
+    assert refused({**body, "speculation": {"verification": "block"}}).field == "speculation.verification"
+    assert door({**body, "speculation": {"verification": "coupled"}}).round_options == {"verification": "coupled"}
+
+
+def test_format_text_is_no_grammar():
+    door({**CHAT, "response_format": {"type": "text"}, "speculation": {"verification": "block"}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"n": 65}, "n"),
+        ({"n": 0}, "n"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"repetition_penalty": 1e30}, "repetition_penalty"),
+        ({"n": 3, "seed": -2}, "seed"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"vllm_xargs": {"outrider": "x"}}, "vllm_xargs"),
+        ({"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.0"),
+    ],
+)
+def test_refused(changes, field):
+    assert refused({**CHAT, **changes}).field.startswith(field)
+
+
+def test_echo_of_several_answers_is_not_streamed():
+    body = {"prompt": "a", "echo": True, "stream": True, "n": 2}
+    assert refused(body, endpoint="completions").field == "echo"
+    for name in body.keys() - {"prompt"}:
+        door({key: value for key, value in body.items() if key != name}, endpoint="completions")
+    door({**CHAT, "echo": True, "stream": True, "n": 2})
+
+
+def test_types_are_left_to_vllm():
+    assert door({**CHAT, "temperature": "hot", "n": "many"}).body["temperature"] == "hot"
+
+
+def test_answers_of_one_request_are_limited():
+    body = {"prompt": ["a"] * MAX_ANSWERS}
+    assert door(body, endpoint="completions").body == body
+    assert refused({**body, "n": 2}, endpoint="completions").field == "prompt"
+    door({"prompt": [1] * 2 * MAX_ANSWERS}, endpoint="completions")  # one prompt of so many ids

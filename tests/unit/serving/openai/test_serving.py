@@ -1,0 +1,294 @@
+"""vLLM's own serving classes over a scripted engine: real request models, renderer, tokenizer and parsers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from outrider.actors.replica_calls import Deadline, OpenAIHead, OpenAIRequest, ReplicaLost
+from outrider.actors.serving.openai.serving import OpenAIServing
+from outrider.cluster.config import ConfigError, parse_config
+from tests.serving import CHAT_TEMPLATE
+from tests.tiny_models import build_tiny_llama
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+class Llm:
+    """Answers every request with script: texts of its rounds; exceptions are raised, None never comes."""
+
+    errored = False
+
+    def __init__(self, vllm_config):
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = SimpleNamespace()
+        self.script: list = []
+        self.params: list = []
+        self.open = 0
+
+    def check_admission(self, n):
+        if self.errored:
+            raise EngineDeadError
+
+    async def generate(self, prompt, params, request_id, **options):
+        self.params.append(params)
+        self.open += 1
+        whole = params.output_kind is RequestOutputKind.FINAL_ONLY
+        try:
+            text = ""
+            for number, step in enumerate(self.script, 1):
+                await asyncio.sleep(0)
+                if isinstance(step, Exception):
+                    raise step
+                if step is None:
+                    await asyncio.sleep(60)
+                text = text + step if whole else step
+                last = number == len(self.script)
+                if last or not whole:
+                    yield output(prompt, request_id, text, "stop" if last else None)
+        finally:
+            self.open -= 1
+
+
+def output(prompt, request_id, text, finish_reason):
+    ids = list(text.encode())
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt.get("prompt"),
+        prompt_token_ids=prompt["prompt_token_ids"],
+        prompt_logprobs=None,
+        outputs=[CompletionOutput(0, text, ids, None, None, finish_reason=finish_reason)],
+        finished=finish_reason is not None,
+    )
+
+
+def configuration(model, **openai):
+    return parse_config(
+        {
+            "target": {"model": str(model)},
+            "drafter": {"method": "ngram"},
+            "openai": {"chat_template": CHAT_TEMPLATE, **openai},
+            "serving": {"served_model_name": "tiny"},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def shared_llm(model):
+    arguments = EngineArgs(model=str(model), dtype="float32", max_model_len=256, enforce_eager=True)
+    return Llm(arguments.create_engine_config())
+
+
+@pytest.fixture
+def llm(shared_llm):
+    shared_llm.script, shared_llm.params = ["Hel", "lo"], []
+    yield shared_llm
+    shared_llm.errored = False
+
+
+@pytest.fixture(scope="module")
+def shared_serving(shared_llm, model):
+    return OpenAIServing(shared_llm, configuration(model, tool_call_parser="hermes"), "replica-1")
+
+
+@pytest.fixture
+def serving(llm, shared_serving):
+    return shared_serving
+
+
+async def answer(serving, endpoint, body, **options):
+    """Head and body parts."""
+    head, *parts = [part async for part in serving.answer(OpenAIRequest(endpoint, "r", body, **options))]
+    assert isinstance(head, OpenAIHead)
+    return head, parts
+
+
+async def whole(serving, endpoint, body, **options):
+    head, [text] = await answer(serving, endpoint, body, **options)
+    assert head.media_type == "application/json"
+    return head.status, json.loads(text)
+
+
+def events(parts):
+    *found, done, rest = "".join(parts).split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in found]
+
+
+async def test_chat(serving, llm):
+    status, body = await whole(serving, "chat", CHAT)
+    assert (status, body["id"], body["model"]) == (200, "chatcmpl-r", "tiny")
+    assert body["choices"][0]["message"]["content"] == "Hello"
+    assert body["usage"]["prompt_tokens"] == len("user: hi\nassistant: ")
+    assert llm.params[0].extra_args is None
+
+
+async def test_completions(serving):
+    status, body = await whole(serving, "completions", {"prompt": "hi"})
+    assert (status, body["choices"][0]["text"]) == (200, "Hello")
+
+
+async def test_a_stream_has_an_event_a_round(serving):
+    head, parts = await answer(serving, "completions", {"prompt": "hi", "stream": True})
+    assert (head.status, head.is_stream) == (200, True)
+    assert [event["choices"][0]["text"] for event in events(parts)] == ["Hel", "lo"]
+
+
+async def test_options_of_the_round_reach_the_engine(serving, llm):
+    deadline = Deadline(1060.0, clock=lambda: 1000.0)
+    await whole(serving, "chat", CHAT, round_options={"verification": "block"}, deadline=deadline)
+    assert llm.params[0].extra_args == {"outrider": {"verification": "block", "timeout_s": 60.0}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("endpoint", "changes", "status", "param"),
+    [
+        ("chat", {"temperature": "hot"}, 400, "temperature"),
+        ("chat", {"model": "other"}, 404, "model"),
+        ("chat", {"messages": [{"role": "user", "content": "x" * 300}]}, 400, None),
+        ("chat", {"logit_bias": {"a": 1}}, 400, "logit_bias"),
+        ("chat", {"top_p": 0.0}, 400, "top_p"),
+        ("completions", {"prompt": ""}, 400, "prompt"),
+        ("completions", {"suffix": "x"}, 400, "suffix"),
+    ],
+)
+async def test_refused(serving, llm, endpoint, changes, status, param, stream):
+    body = {**(CHAT if endpoint == "chat" else {"prompt": "hi"}), "stream": stream, **changes}
+    found, error = await whole(serving, endpoint, body)
+    assert (found, error["error"]["code"]) == (status, status)
+    if param is not None:
+        assert error["error"]["param"] == param
+    assert llm.open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_has_a_status(serving, llm, stream):
+    error = EngineGenerateError()
+    error.__cause__ = ValueError("no such grammar")
+    llm.script = [error]
+    status, body = await whole(serving, "chat", {**CHAT, "stream": stream})
+    assert (status, body["error"]["message"]) == (400, "no such grammar")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_fault_of_ours_is_500_and_tells_nothing(serving, llm, stream):
+    llm.script = [EngineGenerateError("secret")]
+    status, body = await whole(serving, "chat", {**CHAT, "stream": stream})
+    assert status == body["error"]["code"] == 500
+    assert "secret" not in body["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_dead_engine_is_for_another_replica(serving, llm, stream):
+    llm.script = [EngineDeadError()]
+    with pytest.raises(ReplicaLost, match="replica-1"):
+        await answer(serving, "chat", {**CHAT, "stream": stream})
+    llm.errored = True
+    llm.dead_error = EngineDeadError()
+    with pytest.raises(ReplicaLost):
+        await answer(serving, "chat", {**CHAT, "stream": stream})
+
+
+async def test_an_engine_that_dies_in_a_stream_is_an_event(serving, llm):
+    llm.script = ["Hel", EngineDeadError()]
+    head, parts = await answer(serving, "completions", {"prompt": "hi", "stream": True})
+    assert head.status == 200
+    assert [event["error"]["code"] for event in events(parts) if "error" in event] == [503]
+
+
+async def test_the_deadline_ends_a_whole_answer(serving, llm):
+    llm.script = [None]
+    status, body = await whole(serving, "chat", CHAT, deadline=Deadline.after(0.05))
+    assert status == body["error"]["code"] == 408
+    assert llm.open == 0
+
+
+@pytest.mark.parametrize("script", [[None], ["Hel", None]])
+async def test_the_deadline_ends_a_stream(serving, llm, script):
+    llm.script = script
+    body = {"prompt": "hi", "stream": True}
+    head, parts = await answer(serving, "completions", body, deadline=Deadline.after(0.2))
+    assert '"code": 408' in parts[-1]
+    assert head.status == (408 if script == [None] else 200)
+    await asyncio.sleep(0.01)
+    assert llm.open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cancelling_ends_the_engines_request(serving, llm, stream):
+    llm.script = [None]
+    task = asyncio.create_task(whole(serving, "chat", {**CHAT, "stream": stream}))
+    while not llm.open:  # noqa: ASYNC110 - the engine is not ours to set an event in
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert llm.open == 0
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_closing_between_two_events_ends_the_engines_request(serving, llm, endpoint):
+    llm.script = ["a", "b", "c"]
+    body = {**(CHAT if endpoint == "chat" else {"prompt": "hi"}), "stream": True}
+    parts = serving.answer(OpenAIRequest(endpoint, "r", body))
+    for _ in range(2):
+        await anext(parts)
+    assert llm.open == 1
+    await parts.aclose()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert llm.open == 0
+
+
+async def test_tools_need_a_parser(llm, model):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    without = OpenAIServing(llm, configuration(model), "replica-1")
+    status, body = await whole(without, "chat", {**CHAT, "tools": [tool]})
+    assert (status, body["error"]["param"]) == (400, "tools")
+    assert "openai.tool_call_parser" in body["error"]["message"]
+    assert (await whole(without, "chat", {**CHAT, "tools": [tool], "tool_choice": "none"}))[0] == 200
+
+
+async def test_tool_calls_are_parsed(serving, llm):
+    llm.script = ['<tool_call>{"name": "f", "arguments": {"a": 1}}', "</tool_call>"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    _, body = await whole(serving, "chat", {**CHAT, "tools": [tool]})
+    [call] = body["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 1})
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_tokenize_models_and_schema(serving):
+    assert (await whole(serving, "tokenize", {"prompt": "hi"}))[1]["tokens"] == [104, 105]
+    assert (await whole(serving, "tokenize", CHAT))[1]["count"] == len("user: hi\nassistant: ")
+    assert (await whole(serving, "detokenize", {"tokens": [104, 105]}))[1] == {"prompt": "hi"}
+    assert (await whole(serving, "detokenize", {"tokens": [5000]}))[0] == 400
+    assert [card["id"] for card in (await whole(serving, "models", {}))[1]["data"]] == ["tiny"]
+    assert (await whole(serving, "models", {"id": "tiny"}))[1]["id"] == "tiny"
+    assert "/v1/completions" in (await whole(serving, "openapi", {}))[1]["paths"]
+
+
+@pytest.mark.parametrize("openai", [{"tool_call_parser": "nothing"}, {"reasoning_parser": "nothing"}])
+def test_a_parser_that_does_not_exist_stops_the_start(llm, model, openai):
+    with pytest.raises(ConfigError, match=r"openai\."):
+        OpenAIServing(llm, configuration(model, **openai), "replica-1")
+
+
+def test_a_template_that_does_not_exist_stops_the_start(llm, model):
+    with pytest.raises(ConfigError, match=r"openai\.chat_template"):
+        OpenAIServing(llm, configuration(model, chat_template="/nowhere/template.jinja"), "replica-1")

@@ -1,0 +1,213 @@
+"""Which replica gets which request: simulated traffic, no cluster."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from outrider.actors.serving.routing.policy import SUSPECT_S, RoutingPolicy, RoutingSettings
+from outrider.actors.serving.routing.request_profile import RoutedRequest, token_fingerprint
+
+REPLICAS = ["a", "b", "c", "d"]
+
+
+def make(num_replicas=2, clock=lambda: 0.0, **settings):
+    policy = RoutingPolicy(RoutingSettings(**{"max_ongoing_requests": 64, **settings}), clock)
+    policy.update({replica: {} for replica in REPLICAS[:num_replicas]})
+    return policy
+
+
+def prompt(topic, tokens=512, answer_tokens=64, **fields):
+    """topic: what the first half of the prompt is about; the rest is the request's own."""
+    own = next(prompt.numbers)
+    ids = [topic] * (tokens // 2) + [10_000 + own] * (tokens - tokens // 2)
+    return RoutedRequest(token_fingerprint(ids), tokens, answer_tokens, **fields)
+
+
+prompt.numbers = itertools.count()
+
+
+def send(policy, request, key=None, replicas=None):
+    replica = policy.rank(request, replicas or sorted(policy._reports))[0]
+    policy.assign(request, replica, key or str(next(prompt.numbers)))
+    return replica
+
+
+def test_requests_with_a_common_beginning_stay_together():
+    policy = make(4)
+    homes = {}
+    for _ in range(50):
+        for topic in range(12):
+            replica = send(policy, prompt(topic), key="k")
+            assert homes.setdefault(topic, replica) == replica
+            policy.release(replica, "k")
+    assert len(set(homes.values())) == 4, "and not all in one place"
+
+
+def test_routers_that_know_nothing_of_each_other_agree():
+    for topic in range(20):
+        request = prompt(topic)
+        assert send(make(4), request) == send(make(4, seed=7), request)
+
+
+def test_a_popular_prefix_yields_to_load():
+    """Everything at once, nothing ends: the home fills until what it has cached no longer outweighs its load."""
+    policy = make(4, max_imbalance_tokens=20_000)
+    choices = [send(policy, prompt(1)) for _ in range(200)]
+    # What 256 cached tokens outweigh: 2048 tokens, that is between 3 and 4 requests of 576.
+    assert len(set(choices[:4])) == 1
+    assert set(choices) == set(REPLICAS)
+    tokens = [policy.load.tokens(replica) for replica in REPLICAS]
+    assert max(tokens) - min(tokens) <= 20_000 + 576
+
+
+def test_beyond_the_bound_a_replica_gets_nothing():
+    policy = make(2, prefix_affinity=1e9, max_imbalance_tokens=5000)
+    home = send(policy, prompt(1))
+    while send(policy, prompt(1)) == home:
+        assert policy.load.tokens(home) <= 5000 + 2 * 576
+    assert policy.load.tokens(home) > 5000
+
+
+def test_a_prefix_is_found_wherever_it_is():
+    for home in REPLICAS:
+        policy = make(4)
+        policy.assign(prompt(1), home, "k")
+        policy.release(home, "k")
+        assert policy.rank(prompt(1), REPLICAS)[0] == home
+
+
+def test_without_affinity_load_alone_decides():
+    policy = make(2, prefix_affinity=0.0)
+    counts = Counter(send(policy, prompt(1)) for _ in range(40))
+    assert counts == {"a": 20, "b": 20}
+
+
+def test_short_prompts_go_where_there_is_less_to_do():
+    policy = make(2)
+    policy.assign(RoutedRequest((), 5000, 100), "a", "huge")
+    assert {send(policy, RoutedRequest((), 10, 50)) for _ in range(20)} == {"b"}
+
+
+def test_two_choices_are_nearly_level():
+    policy = make(4, max_ongoing_requests=1000)
+    counts = Counter(send(policy, RoutedRequest((), 10, 50)) for _ in range(400))
+    assert max(counts.values()) - min(counts.values()) <= 12
+
+
+def test_the_same_traffic_and_seed_give_the_same_choices():
+    def choices(seed):
+        policy, dice = make(4, seed=seed), random.Random(3)
+        return [send(policy, RoutedRequest((), dice.randrange(1, 500), 10)) for _ in range(100)]
+
+    assert choices(1) == choices(1) != choices(2)
+
+
+def test_a_replica_without_its_drafter_costs_those_who_want_drafts():
+    policy = make(2)
+    policy.update({"a": {"speculation_up": False}, "b": {"speculation_up": True}})
+    wants = RoutedRequest((), 10, 100, wants_drafts=True)
+    assert all(policy.rank(wants, ["a", "b"])[0] == "b" for _ in range(20))
+    # It is not excluded: with enough to do at the other one it is the better choice.
+    policy.assign(RoutedRequest((), 5000, 0), "b", "busy")
+    assert policy.rank(wants, ["a", "b"]) == ["a", "b"]
+    policy.update({"a": {"speculation_up": True}, "b": {}})
+    assert not policy._without_drafter
+
+
+def test_who_does_not_want_drafts_does_not_care():
+    policy = make(2)
+    policy.update({"a": {"speculation_up": False}, "b": {}})
+    policy.assign(RoutedRequest((), 50, 0), "b", "some")
+    assert policy.rank(RoutedRequest((), 10, 100), ["a", "b"])[0] == "a"
+
+
+def test_full_replicas_are_left_out():
+    policy = make(2, max_ongoing_requests=3)
+    assert Counter(send(policy, prompt(1)) for _ in range(6)) == {"a": 3, "b": 3}
+    assert policy.rank(prompt(1), ["a", "b"]) == []
+    assert sorted(policy.rank(RoutedRequest(), ["a", "b"], even_full=True)) == ["a", "b"]
+
+
+def test_room_comes_back_when_a_request_ends():
+    policy = make(2, max_ongoing_requests=1)
+    first = send(policy, prompt(1), key="one")
+    send(policy, prompt(2), key="two")
+    assert policy.release(first, "one")
+    assert policy.rank(prompt(3), ["a", "b"]) == [first]
+    assert not policy.release(first, "one"), "once"
+
+
+def test_failed_and_unreachable_replicas_are_avoided_while_there_are_others():
+    now = [0.0]
+    policy = make(2, clock=lambda: now[0])
+    request = prompt(1)
+    home = send(policy, request)
+    other = "b" if home == "a" else "a"
+    assert policy.rank(prompt(1, avoid=frozenset({home})), ["a", "b"]) == [other]
+    policy.suspect(home)
+    assert policy.rank(prompt(1), ["a", "b"]) == [other]
+    assert policy.rank(prompt(1), [home]) == [home]
+    now[0] = SUSPECT_S
+    assert policy.rank(prompt(1), ["a", "b"])[0] == home
+    policy.update({home: {"serving": False}, other: {}})
+    assert policy.rank(prompt(1), ["a", "b"]) == [other]
+
+
+def test_a_replica_that_is_gone_leaves_nothing_behind():
+    policy = make(2)
+    home = send(policy, prompt(1), key="k")
+    other = "b" if home == "a" else "a"
+    policy.update({other: {}})
+    policy.update({other: {}, home: {}})
+    assert policy.load.tokens(home) == 0
+    assert not policy.release(home, "k")
+    assert policy._index.match(prompt(1).fingerprint) == {}
+
+
+def test_other_callers_requests_count():
+    policy = make(2)
+    policy.assign(RoutedRequest((), 300, 100), "a", "mine")
+    policy.update({"a": {"requests": 1}, "b": {"requests": 3}})
+    assert policy.load.tokens("a") == 400
+    assert policy.load.tokens("b") == 3 * 400, "taken to be like our own"
+    assert policy.rank(RoutedRequest((), 10, 10), ["a", "b"])[0] == "a"
+    policy.release("a", "mine")
+    assert policy.load.tokens("b") == 3 * 512
+
+
+def test_an_old_report_is_not_taken_for_a_new_one():
+    """Serve passes all reports on when one of them changes."""
+    policy = make(2)
+    policy.assign(RoutedRequest((), 300, 100), "a", "mine")
+    policy.update({"a": {"requests": 1}, "b": {"requests": 0}})
+    policy.release("a", "mine")
+    policy.update({"a": {"requests": 1}, "b": {"requests": 2}})
+    assert policy.load.tokens("a") == 0
+
+
+def test_affinity_saves_most_prefills_in_mixed_traffic():
+    """Sixteen conversations over four replicas, requests of random length: at least nine of ten find their prefix."""
+    policy, dice = make(4), random.Random(5)
+    seen, running, found = {}, [], 0
+    for number in range(2000):
+        topic = dice.randrange(16)
+        request = prompt(topic, tokens=1024)
+        replica = send(policy, request, key=str(number))
+        found += topic in seen.setdefault(replica, set())
+        seen[replica].add(topic)
+        running.append((number + dice.randrange(1, 40), replica, str(number)))
+        for entry in [entry for entry in running if entry[0] <= number]:
+            running.remove(entry)
+            assert policy.release(*entry[1:])
+    assert found > 0.9 * 2000
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_every_replica_is_ranked_once(num_replicas):
+    policy = make(num_replicas)
+    for _ in range(20):
+        ranked = policy.rank(prompt(1), REPLICAS[:num_replicas])
+        assert sorted(ranked) == REPLICAS[:num_replicas]
+        policy.assign(prompt(1), ranked[0], "k")
