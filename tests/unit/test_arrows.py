@@ -57,7 +57,7 @@ EXCEPTIONS = {
     (
         "actors/serving/replica.py",
         "actors.serve_seam",
-    ): "keeps Serve's log of the replica, a patch, which lies with the others",
+    ): "a patch on the log it runs under; it lies with the others",
     ("actors/drafter/load.py", "actors.vllm_seam"): "puts a drafter together, lazily: only draft models need vLLM",
 }
 """By room or file, and room that it imports: why it may."""
