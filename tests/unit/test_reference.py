@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.actors.verification.gumbel import gumbel
+from outrider.actors.verification.noise import gumbel
 from tests.reference import GREEDY, Coupled, Reference
 
 V = 6
