@@ -18,7 +18,7 @@ from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
 from outrider.actors.drafter.strategy import Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.actors.observability.histogram import Histogram
-from outrider.cluster.link.messages import Commit, Origin, ProposalStatus
+from outrider.cluster.link.messages import Commit, DraftOrigin, ProposalStatus
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class DraftModelStrategy:
 
     def commit(self, sequence: ModelSequence, commit: Commit) -> list[Answer]:
         overtaken, base = sequence.due, sequence.committed_len
-        answers = [sequence.drafts([], origin=Origin.NONE)] if overtaken and sequence.can_draft else []
+        answers = [sequence.drafts([], origin=DraftOrigin.NONE)] if overtaken and sequence.can_draft else []
         if sequence.sent is not None:
             drawn = [sequence.main.at(base + index) for index in range(sequence.sent + 1)]
             self._outcomes.observe(drawn, commit.token_ids)

@@ -19,7 +19,7 @@ import numpy as np
 from outrider.actors.drafter.engine import Draw, Drawn
 from outrider.actors.drafter.ngram import TextIndex
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
-from outrider.cluster.link.messages import Commit, DraftSampling, Origin, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, ProposalStatus, SparseQ
 
 CATCH_UP_TOKENS = 32
 """Committed tokens a draft step may feed per sequence; further behind, it is prefill."""
@@ -123,7 +123,7 @@ class ModelSequence(Sequence):
         self.sent: int | None = 0
         """Drafts proposed for the text as it is; None: due."""
 
-        self.origin = Origin.NONE
+        self.origin = DraftOrigin.NONE
         self.spawned_to = 0
         """Side branches have been chosen for outcomes at positions below this."""
 
@@ -270,12 +270,12 @@ class ModelSequence(Sequence):
         end = base + len(token_ids)
         side = self.sides.pop((end - 1, token_ids[-1]), None) if matched == len(token_ids) - 1 else None
         super().commit(commit)
-        self.origin = Origin.MISS
+        self.origin = DraftOrigin.MISS
         if side is not None:
             self._adopt(side)
         elif matched == len(token_ids) and (self.free_of_rounds or sent == matched - 1):
             # Drawn for the round that starts here, or for any.
-            self.origin = Origin.MAIN_LINE if self.num_drafted > 0 else Origin.MISS
+            self.origin = DraftOrigin.MAIN_LINE if self.num_drafted > 0 else DraftOrigin.MISS
         else:
             self.main = Line(end, num_computed=min(main.num_computed, base + matched, end - 1))
         self._drop_sides()
@@ -286,7 +286,7 @@ class ModelSequence(Sequence):
     def _adopt(self, side: SideBranch) -> None:
         assert self.adopted is None, "side branches are chosen after the last adoption's blocks are back"
         self.main, self.adopted = side.line, side
-        self.origin = Origin.SIDE_BRANCH if self.num_drafted > 0 else Origin.MISS
+        self.origin = DraftOrigin.SIDE_BRANCH if self.num_drafted > 0 else DraftOrigin.MISS
 
     def _drop_sides(self) -> None:
         self.dropped.extend(self.sides.values())

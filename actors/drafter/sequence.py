@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from outrider.actors.observability import logs
-from outrider.cluster.link.messages import Commit, DraftSampling, Open, Origin, Proposals, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, Open, Proposals, ProposalStatus, SparseQ
 
 SequenceKey = tuple[int, int]
 """(link, request handle): unique over every target linked to one drafter."""
@@ -72,7 +72,7 @@ class Sequence:
         self.text.extend(commit.token_ids)
         self.num_wanted, self.num_on_miss = commit.num_wanted, commit.num_on_miss
 
-    def drafts(self, token_ids: list[int], q: SparseQ | None = None, origin: Origin = Origin.MISS) -> Answer:
+    def drafts(self, token_ids: list[int], q: SparseQ | None = None, origin: DraftOrigin = DraftOrigin.MISS) -> Answer:
         """The answer to the last commit: up to K token ids that continue the text.
 
         q: what they were drawn from; None: each was the only choice (a one-hot q), or verification needs no q.

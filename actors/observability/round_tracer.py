@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.observability.tracing import context_of
-from outrider.cluster.link.messages import Origin
+from outrider.cluster.link.messages import DraftOrigin
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -23,7 +23,7 @@ class RoundTrace:
 
     context: Context
     rounds: int = 0
-    origin: Origin = Origin.NONE
+    origin: DraftOrigin = DraftOrigin.NONE
     """Of the proposal that the next round verifies."""
 
 
@@ -54,7 +54,7 @@ class RoundTracer:
             "outrider.accepted": num_committed - 1,
             "outrider.committed": num_committed,
             "outrider.wait_ms": self._waited_s * 1e3,
-            "outrider.origin": (traced.origin if num_drafted else Origin.NONE).name.lower(),
+            "outrider.origin": (traced.origin if num_drafted else DraftOrigin.NONE).name.lower(),
             "outrider.hit": bool(num_drafted and traced.origin.is_hit),
             "outrider.epoch": epoch,
         }
@@ -62,4 +62,4 @@ class RoundTracer:
         span = self._tracer.start_span(SPAN_NAME, context=traced.context, start_time=started_ns, attributes=attributes)
         span.end(self._clock_ns())
         traced.rounds += 1
-        traced.origin = Origin.NONE
+        traced.origin = DraftOrigin.NONE

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outrider.cluster.link.messages import Origin
+from outrider.cluster.link.messages import DraftOrigin
 
 
 class Lengths(NamedTuple):
@@ -65,7 +65,7 @@ class FixedLengths:
     def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None: ...
 
     def observe_answer(
-        self, estimate: Estimate, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
+        self, estimate: Estimate, origin: DraftOrigin, num_tokens: int, draft_step_s: float, wait_s: float
     ) -> None: ...
 
     def choose(self, estimates: Sequence[Estimate]) -> list[Lengths]:
@@ -110,12 +110,12 @@ class LengthController:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._deployment, self._came = np.zeros((2, max_tokens)), np.zeros((2, max_tokens))
-        self._origins = {Origin.MAIN_LINE: 5.0, Origin.SIDE_BRANCH: 1.8, Origin.MISS: 1.2}
+        self._origins = {DraftOrigin.MAIN_LINE: 5.0, DraftOrigin.SIDE_BRANCH: 1.8, DraftOrigin.MISS: 1.2}
         self._steps = np.zeros(5)  # faded sums over steps of 1, tokens, tokens^2, seconds, tokens * seconds
         self._draft_step_s = self._last_step_s = self._off_s = self._probe_cost_s = 0.0
         self._late_s = {False: 0.0, True: 0.0}  # measured wait less the expected one, by whether a miss was waited for
         self._waits = {False: 0, True: 0}
-        self._answered: list[tuple[Origin, float]] = []
+        self._answered: list[tuple[DraftOrigin, float]] = []
         self._members: list[Estimate] = []  # of the round that runs
         self._rounds_left = self._probe_left = self._switches = self._probes = 0
         self._probe_after, self._speculating = _PROBE_AFTER, True
@@ -146,7 +146,7 @@ class LengthController:
         self._last_step_s = step_s
 
     def observe_answer(
-        self, estimate: Estimate, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
+        self, estimate: Estimate, origin: DraftOrigin, num_tokens: int, draft_step_s: float, wait_s: float
     ) -> None:
         """The answer to the last choice, or its absence (NONE). num_tokens: drafts that came. draft_step_s: one batched
         draft step as the drafter reports it, 0 if it does not. wait_s: how long the round waited for it, or for all of
@@ -161,7 +161,7 @@ class LengthController:
         if estimate.before.k:  # else nobody had a reason to draft ahead
             for other in self._origins:
                 self._origins[other] *= _DEPLOYMENT_KEEP
-            self._origins[origin if origin.is_hit else Origin.MISS] += 1.0
+            self._origins[origin if origin.is_hit else DraftOrigin.MISS] += 1.0
         self._answered.append((origin, wait_s))
 
     def choose(self, estimates: Sequence[Estimate]) -> list[Lengths]:
@@ -308,7 +308,7 @@ class LengthController:
         return best, best_rate
 
     def _miss_share(self) -> float:
-        return self._origins[Origin.MISS] / sum(self._origins.values())
+        return self._origins[DraftOrigin.MISS] / sum(self._origins.values())
 
     def _probe(self, drafting: list[Estimate]) -> None:
         """While everything is off: now and then a few rounds of a few tokens, within a share of the time."""

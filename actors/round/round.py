@@ -32,7 +32,7 @@ from outrider.actors.round.request import Deployment, Request, carried
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.link.link import Link
-from outrider.cluster.link.messages import CloseReason, Message, Origin, Proposals, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import CloseReason, DraftOrigin, Message, Proposals, ProposalStatus, SparseQ
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class Round:
             if not self._lagging:  # else nobody waited, which says nothing of how long it would have taken
                 waited_s = self._clock() - started
                 for request in late:
-                    self._guarded(self._lengths.observe_answer, request.estimate, Origin.NONE, 0, 0.0, waited_s)
+                    self._guarded(self._lengths.observe_answer, request.estimate, DraftOrigin.NONE, 0, 0.0, waited_s)
             self._lagging = True
         self._drafter.check_silence()
         self._drafter.flush()

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from outrider.actors.observability.histogram import Histogram, HistogramSnapshot
-from outrider.cluster.link.messages import Origin
+from outrider.cluster.link.messages import DraftOrigin
 
 _WINDOW = 512
 
@@ -77,10 +77,10 @@ class RoundStatistics:
             self.proposals += num_proposals
             self.proposal_bytes += nbytes
 
-    def count_answer(self, origin: Origin, step_us: int) -> None:
-        self.main_line_hits += origin is Origin.MAIN_LINE
-        self.side_branch_hits += origin is Origin.SIDE_BRANCH
-        self.misses += origin is Origin.MISS
+    def count_answer(self, origin: DraftOrigin, step_us: int) -> None:
+        self.main_line_hits += origin is DraftOrigin.MAIN_LINE
+        self.side_branch_hits += origin is DraftOrigin.SIDE_BRANCH
+        self.misses += origin is DraftOrigin.MISS
         if step_us:
             self.draft_step_ms = step_us / 1e3
 

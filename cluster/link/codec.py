@@ -30,12 +30,12 @@ from outrider.cluster.link.messages import (
     Close,
     CloseReason,
     Commit,
+    DraftOrigin,
     DraftSampling,
     Message,
     MessageError,
     Name,
     Open,
-    Origin,
     Proposals,
     ProposalStatus,
     SparseQ,
@@ -54,7 +54,7 @@ _SAMPLING = struct.Struct("<qddd")
 _SAMPLING_WORDS = struct.Struct("<8i")
 _MODES = {int(mode): mode for mode in Mode}
 _REASONS = {int(reason): reason for reason in CloseReason}
-_ORIGINS = {int(origin): origin for origin in Origin}
+_ORIGINS = {int(origin): origin for origin in DraftOrigin}
 _STATUSES = {int(status): status for status in ProposalStatus}
 
 

@@ -28,7 +28,7 @@ MAX_BIASED_TOKENS = 512
 MAX_BIAS = float(np.finfo(np.float32).max)
 
 
-class Origin(enum.IntEnum):
+class DraftOrigin(enum.IntEnum):
     """Where the drafts of an answer come from."""
 
     NONE = 0
@@ -45,7 +45,7 @@ class Origin(enum.IntEnum):
 
     @property
     def is_hit(self) -> bool:
-        return self in (Origin.MAIN_LINE, Origin.SIDE_BRANCH)
+        return self in (DraftOrigin.MAIN_LINE, DraftOrigin.SIDE_BRANCH)
 
 
 class MessageError(ValueError):
@@ -271,7 +271,7 @@ class Proposals:
     token_ids: Sequence[int]
     status: ProposalStatus = ProposalStatus.OK
     q: SparseQ | None = None
-    origin: Origin = Origin.NONE
+    origin: DraftOrigin = DraftOrigin.NONE
     step_us: int = 0
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.cluster.link.messages import DraftSampling, Open, Origin, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import DraftOrigin, DraftSampling, Open, ProposalStatus, SparseQ
 
 
 class Told(NamedTuple):
@@ -15,7 +15,7 @@ class Told(NamedTuple):
     token_ids: list[int]
     status: ProposalStatus
     q: SparseQ | None = None
-    origin: Origin = Origin.NONE
+    origin: DraftOrigin = DraftOrigin.NONE
 
 
 def told(answers):

@@ -4,7 +4,7 @@ import queue
 import threading
 
 from outrider.actors.drafter.sequence import Sequence
-from outrider.cluster.link.messages import Origin, ProposalStatus
+from outrider.cluster.link.messages import DraftOrigin, ProposalStatus
 
 SOON_S = 10.0
 FORESEEN = 77
@@ -37,7 +37,7 @@ class FakeStrategy:
         if commit.num_wanted == 0:
             return []
         if commit.token_ids[-1] == FORESEEN:
-            return [self._draft(sequence, Origin.MAIN_LINE)]
+            return [self._draft(sequence, DraftOrigin.MAIN_LINE)]
         self.due.append(sequence)
         return []
 
@@ -58,7 +58,7 @@ class FakeStrategy:
     def complete(self, work):
         batch = [sequence for sequence in dict.fromkeys(self.batches[-1]) if sequence in self.due]
         self.due = [sequence for sequence in self.due if sequence not in batch]
-        return [self._draft(sequence, Origin.MISS) for sequence in batch]
+        return [self._draft(sequence, DraftOrigin.MISS) for sequence in batch]
 
     def _draft(self, sequence, origin):
         return sequence.drafts([sequence.committed_len, 0], self.q, origin)

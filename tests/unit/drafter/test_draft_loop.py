@@ -17,10 +17,10 @@ from outrider.cluster.link.messages import (
     Close,
     CloseReason,
     Commit,
+    DraftOrigin,
     DraftSampling,
     Name,
     Open,
-    Origin,
     Proposals,
     ProposalStatus,
     SparseQ,
@@ -82,7 +82,7 @@ def commit(request, base, token=1, k=4):
     return Commit(request, base, [token], k, k)
 
 
-def proposal(request, length, origin=Origin.MISS, q=None):
+def proposal(request, length, origin=DraftOrigin.MISS, q=None):
     return Proposals(request, length, [length, 0], q=q, origin=origin, step_us=1234)
 
 
@@ -113,7 +113,7 @@ def test_what_was_drafted_ahead_leaves_while_a_step_runs(loop, link, strategy):
     assert strategy.working.wait(SOON_S)
     loop.deliver(1, [commit(8, 5, FORESEEN)])
     answers, work_us = sink.answers.get(timeout=SOON_S)
-    assert answers == [proposal(8, 6, Origin.MAIN_LINE)]
+    assert answers == [proposal(8, 6, DraftOrigin.MAIN_LINE)]
     assert work_us == 0
     strategy.gate.set()
     assert sink.next() == [proposal(7, 4)]
@@ -141,7 +141,7 @@ def test_the_answers_of_one_delivery_are_one_frame(loop, link):
     loop.deliver(1, [opening(7, 3), opening(8, 5)])
     assert sink.next() == [ready(7, 3), ready(8, 5)]
     loop.deliver(1, [commit(7, 3, FORESEEN), commit(8, 5, FORESEEN)])
-    assert sink.next() == [proposal(7, 4, Origin.MAIN_LINE), proposal(8, 6, Origin.MAIN_LINE)]
+    assert sink.next() == [proposal(7, 4, DraftOrigin.MAIN_LINE), proposal(8, 6, DraftOrigin.MAIN_LINE)]
 
 
 def test_a_commit_without_drafts_wanted_is_not_answered(loop, link):
@@ -149,7 +149,7 @@ def test_a_commit_without_drafts_wanted_is_not_answered(loop, link):
     loop.deliver(1, [opening(7, 3)])
     sink.next()
     loop.deliver(1, [commit(7, 3, FORESEEN, k=0), commit(7, 4, FORESEEN)])
-    assert sink.next() == [proposal(7, 5, Origin.MAIN_LINE)]
+    assert sink.next() == [proposal(7, 5, DraftOrigin.MAIN_LINE)]
     assert sink.answers.empty()
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.cluster.link.messages import Origin, ProposalStatus
+from outrider.cluster.link.messages import DraftOrigin, ProposalStatus
 from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, SAMPLED, Bench, ids
 from tests.unit.drafting_engine import continuation, drawn_token
 
@@ -20,7 +20,7 @@ def test_a_miss_is_drafted_at_once(sampling, prompt_len):
     (answer,) = bench.settle()
     assert ids(answer) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
     assert answer.base_committed_len == prompt_len + 1
-    assert answer.origin is Origin.MISS
+    assert answer.origin is DraftOrigin.MISS
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -34,7 +34,7 @@ def test_a_main_line_hit_is_answered_without_a_step(sampling):
         text = bench.texts[KEY] + ids(answer)
         bonus = drawn_token(text)
         answer = bench.answer(KEY, [*ids(answer), bonus])
-        assert answer.origin is Origin.MAIN_LINE
+        assert answer.origin is DraftOrigin.MAIN_LINE
         assert ids(answer) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
         bench.settle()
 
@@ -54,7 +54,7 @@ def test_a_side_branch_hit_is_answered_without_a_step_and_goes_on_as_the_main_li
         text = bench.texts[KEY] + ids(answer)[:accepted]
         answer = bench.answer(KEY, [*ids(answer)[:accepted], drawn_token(text, start, rank)])
         assert answer is not None, "not foreseen"
-        assert answer.origin is Origin.SIDE_BRANCH
+        assert answer.origin is DraftOrigin.SIDE_BRANCH
         assert ids(answer) == bench.drafts(KEY, samples_q=samples_q)
         bench.settle()
 
@@ -80,7 +80,7 @@ def test_without_lookahead_nothing_runs_between_commits():
     assert ids(answer) == bench.drafts(KEY)
     assert len(bench.engine.plans) == 4, "four drafts, the prompt in the first"
     assert bench.commit(KEY, [*ids(answer), drawn_token(bench.texts[KEY] + ids(answer))]) == []
-    assert bench.settle()[0].origin is Origin.MISS
+    assert bench.settle()[0].origin is DraftOrigin.MISS
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -115,7 +115,7 @@ def test_a_miss_that_is_not_worth_waiting_for_is_answered_empty():
     bench.open(KEY, range(10))
     bench.settle()
     answer = bench.answer(KEY, [999], on_miss=0)
-    assert (ids(answer), answer.origin) == ([], Origin.MISS)
+    assert (ids(answer), answer.origin) == ([], DraftOrigin.MISS)
     bench.settle()
     # What is drafted ahead then starts with a guess of the very next token.
     answer = bench.answer(KEY, [drawn_token(bench.texts[KEY])])

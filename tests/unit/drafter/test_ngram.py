@@ -5,7 +5,7 @@ import random
 import pytest
 
 from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
-from outrider.cluster.link.messages import Commit, DraftSampling, Origin, ProposalStatus
+from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive, Told
 
@@ -67,7 +67,7 @@ def test_a_strategy_answers_each_commit_at_once_at_its_own_length_and_k():
     assert strategy.open(KEY, [1, 2, 3, 1], 4, SAMPLING) == Told(KEY, 4, [], ProposalStatus.READY)
     strategy.open(OTHER, [5, 6, 5], 4, SAMPLING)
     drafted = strategy.commit(KEY, commit(KEY, 4, [2], 4))
-    assert drafted == [Told(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=Origin.MISS)]
+    assert drafted == [Told(KEY, 5, [3, 1, 2, 3], ProposalStatus.OK, origin=DraftOrigin.MISS)]
     assert strategy.commit(OTHER, commit(OTHER, 3, [6], 1))[0].token_ids == [5]
     assert strategy.commit(KEY, commit(KEY, 5, [3, 9], 4))[0].token_ids == []
     assert strategy.commit(OTHER, commit(OTHER, 4, [5], 0)) == []

@@ -15,9 +15,9 @@ from outrider.cluster.link.messages import (
     Close,
     CloseReason,
     Commit,
+    DraftOrigin,
     DraftSampling,
     Open,
-    Origin,
     Proposals,
     ProposalStatus,
 )
@@ -116,7 +116,7 @@ def test_an_ngram_prompt_and_what_was_committed_meanwhile_are_one_text():
     assert strategy.commit(KEY, Commit(1, 5004, [700, 701], 3, 3))[0].status is ProposalStatus.NOT_READY
     assert strategy.work_off() == [
         Told(KEY, 5006, [], ProposalStatus.READY),
-        Told(KEY, 5006, [702, 5, 700], ProposalStatus.OK, origin=Origin.MISS),
+        Told(KEY, 5006, [702, 5, 700], ProposalStatus.OK, origin=DraftOrigin.MISS),
     ]
     assert strategy.commit(KEY, Commit(1, 5006, [702], 1, 1))[0].token_ids == [5]
     assert strategy.usage()["num_prefilling"] == 0

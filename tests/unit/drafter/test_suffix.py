@@ -13,7 +13,7 @@ from outrider.actors.drafter.suffix_pool import PartLog, PoolMember
 from outrider.actors.round.conversation import Conversation
 from outrider.actors.round.request import Request, RequestSampling
 from outrider.cluster.link.codec import unpack
-from outrider.cluster.link.messages import Commit, DraftSampling, Origin, Proposals, ProposalStatus
+from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, Proposals, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.drive import Drive, Told
 
@@ -46,7 +46,7 @@ def test_a_commit_is_answered_at_once_from_the_requests_own_text():
     drafter = strategy()
     assert drafter.open(KEY, [1, 2, 3, 4, 1, 2], 4, GREEDY) == Told(KEY, 6, [], ProposalStatus.READY)
     drafted = drafter.commit(KEY, commit(KEY, 6, [3]))
-    assert drafted == [Told(KEY, 7, [4, 1, 2], ProposalStatus.OK, origin=Origin.MISS)]
+    assert drafted == [Told(KEY, 7, [4, 1, 2], ProposalStatus.OK, origin=DraftOrigin.MISS)]
     assert drafter.commit(KEY, commit(KEY, 7, [4], 0)) == []
     assert drafter.commit(KEY, commit(KEY, 8, [9]))[0].token_ids == []
 
@@ -127,7 +127,7 @@ def test_a_long_prompt_is_read_between_rounds():
     assert drafter.usage()["num_prefilling"] == 1
     assert drafter.work_off() == [
         Told(KEY, len(prompt) + 1, [], ProposalStatus.READY),
-        Told(KEY, len(prompt) + 1, [8, 9, 10], ProposalStatus.OK, origin=Origin.MISS),
+        Told(KEY, len(prompt) + 1, [8, 9, 10], ProposalStatus.OK, origin=DraftOrigin.MISS),
     ]
     assert drafter.commit(KEY, commit(KEY, len(prompt) + 1, [8]))[0].token_ids == [9, 10, 11, 12]
 

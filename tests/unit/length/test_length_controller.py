@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from outrider.actors.round.length import Estimate, FixedLengths, LengthController, Lengths
-from outrider.cluster.link.messages import Origin
+from outrider.cluster.link.messages import DraftOrigin
 from tests.unit.length.virtual_time import PAIRS, TEXTS, Text, VirtualRounds
 
 CPU, GPU, SMALL = PAIRS["qwen-cpu"], PAIRS["70b-8b"], PAIRS["32b-0.6b"]
@@ -55,7 +55,7 @@ def test_a_drafter_that_never_answers_is_found_out():
     waited_s = plain_s = 0.0
     for step in range(1200):
         wait_s = 1.0 if controller.choose([request])[0].k else 0.0
-        controller.observe_answer(request, Origin.NONE, 0, 0.0, wait_s)
+        controller.observe_answer(request, DraftOrigin.NONE, 0, 0.0, wait_s)
         controller.observe_step(1, 1, 0.025)
         if step >= 200:
             waited_s += wait_s
@@ -120,7 +120,7 @@ def test_a_request_never_gets_more_than_it_may_have():
         assert long.k <= 8
         for request, lengths in zip(requests, chosen, strict=True):
             assert lengths.k_miss <= lengths.k
-            controller.observe_answer(request, Origin.MAIN_LINE, lengths.k, 0.0001, 0.0)
+            controller.observe_answer(request, DraftOrigin.MAIN_LINE, lengths.k, 0.0001, 0.0)
             controller.observe_round(request, lengths.k, lengths.k)
         controller.observe_step(5, 5 + sum(lengths.k for lengths in chosen), 0.025)
     assert long.k == 8
@@ -145,7 +145,7 @@ def test_a_request_that_sat_a_round_out_was_not_drafted_ahead_for():
         before = controller.snapshot()["origins"]["miss"]
         for members in rounds:
             controller.choose(members)
-        controller.observe_answer(request, Origin.MISS, 0, 0.001, 0.0)
+        controller.observe_answer(request, DraftOrigin.MISS, 0, 0.001, 0.0)
         return controller.snapshot()["origins"]["miss"] - before
 
     assert miss_share_after([request, other]) == 0, "its first round"
@@ -173,10 +173,10 @@ def test_a_new_request_starts_with_what_others_have_taught():
         lambda c, a: c.observe_round(a, -1, -1),
         lambda c, a: c.observe_round(a, 99, 99),
         lambda c, a: c.observe_round(Estimate(), 2, 1),
-        lambda c, a: c.observe_answer(a, Origin.MAIN_LINE, 99, math.nan, 0.1),
-        lambda c, a: c.observe_answer(a, Origin.MISS, -1, -1.0, 0.1),
-        lambda c, a: c.observe_answer(a, Origin.NONE, 0, 0.0, math.nan),
-        lambda c, a: c.observe_answer(Estimate(), Origin.MISS, 0, 0.0, 0.1),
+        lambda c, a: c.observe_answer(a, DraftOrigin.MAIN_LINE, 99, math.nan, 0.1),
+        lambda c, a: c.observe_answer(a, DraftOrigin.MISS, -1, -1.0, 0.1),
+        lambda c, a: c.observe_answer(a, DraftOrigin.NONE, 0, 0.0, math.nan),
+        lambda c, a: c.observe_answer(Estimate(), DraftOrigin.MISS, 0, 0.0, 0.1),
         lambda c, a: c.choose([a, a]),
         lambda c, a: c.choose([]),
     ],
@@ -187,7 +187,7 @@ def test_odd_news_is_cut_or_ignored(rounds, tell):
     a = controller.track(4)
     for _ in range(rounds):
         controller.choose([a])
-        controller.observe_answer(a, Origin.MAIN_LINE, 2, 0.005, 0.001)
+        controller.observe_answer(a, DraftOrigin.MAIN_LINE, 2, 0.005, 0.001)
         controller.observe_round(a, 2, 1)
         controller.observe_step(1, 3, 0.025)
     for _ in range(3):

@@ -18,10 +18,10 @@ import numba
 import numpy as np
 
 from outrider.actors.round.length import Estimate, Lengths
-from outrider.cluster.link.messages import Origin
+from outrider.cluster.link.messages import DraftOrigin
 
 MAX_ROWS, MAX_SIDES, LEAST_VALUE = 64, 8, 0.004
-_MISS, _MAIN, _SIDE = int(Origin.MISS), int(Origin.MAIN_LINE), int(Origin.SIDE_BRANCH)
+_MISS, _MAIN, _SIDE = int(DraftOrigin.MISS), int(DraftOrigin.MAIN_LINE), int(DraftOrigin.SIDE_BRANCH)
 
 
 class Controller(Protocol):
@@ -29,7 +29,7 @@ class Controller(Protocol):
     def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None: ...
     def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None: ...
     def observe_answer(
-        self, estimate: Estimate, origin: Origin, num_tokens: int, draft_step_s: float, wait_s: float
+        self, estimate: Estimate, origin: DraftOrigin, num_tokens: int, draft_step_s: float, wait_s: float
     ) -> None: ...
     def choose(self, estimates: Sequence[Estimate]) -> Sequence[Lengths]: ...
 
@@ -186,7 +186,7 @@ class VirtualRounds:
         origins, counts, waits = self._commit()
         for slot, estimate in enumerate(self.estimates):
             if self._wanted[slot]:
-                origin = Origin(int(origins[slot]))
+                origin = DraftOrigin(int(origins[slot]))
                 self.controller.observe_answer(
                     estimate, origin, int(counts[slot]), self._draft_step_s, float(waits[slot])
                 )
@@ -253,7 +253,7 @@ class VirtualRounds:
         self._advance(start, deadline, True, counts, waits)
         if self._due.any():
             waits[self._due], self.now = self.pair.deadline_s, deadline
-            return np.where(self._due, int(Origin.NONE), origins), counts, waits
+            return np.where(self._due, int(DraftOrigin.NONE), origins), counts, waits
         waits += self.pair.answer_s
         self.now = start + float(waits.max())
         return origins, counts, waits

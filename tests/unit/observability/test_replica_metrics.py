@@ -10,7 +10,7 @@ from outrider.actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
 from outrider.actors.observability.histogram import Histogram
 from outrider.actors.observability.metrics import ReplicaMetrics
 from outrider.actors.round.length import LengthController
-from outrider.cluster.link.messages import Origin
+from outrider.cluster.link.messages import DraftOrigin
 from tests.unit.observability.test_exposition import parse, samples
 from tests.unit.round.scripted_link import Engine
 
@@ -43,7 +43,7 @@ def rank_0():
     engine.round.reset_statistics()
     for _ in range(2):
         engine.step({"a": [5], "b": [6]}, {"a": [1, 2]})
-    engine.round.statistics.count_answer(Origin.MAIN_LINE, 900)
+    engine.round.statistics.count_answer(DraftOrigin.MAIN_LINE, 900)
     engine.round.proposal_was_bad("a")
     return {"rounds": engine.round.metrics(), "link": LINK_STATUS}
 

@@ -15,7 +15,7 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.http.app import TraceRequests
 from outrider.actors.vllm_seam.engine_requests import traced_generate
 from outrider.cluster.config import ConfigError, ServingConfig
-from outrider.cluster.link.messages import Origin
+from outrider.cluster.link.messages import DraftOrigin
 from tests.otlp_collector import collecting
 from tests.unit.round.scripted_link import Engine, arrival, asked, drafting, params
 
@@ -139,7 +139,7 @@ def test_a_round_s_span_says_what_the_round_did(spans):
     now = iter((2_000_000_000, 2_060_000_000))
     rounds = RoundTracer(spans.tracer, lambda: next(now))
     traced = rounds.track(CALLER)
-    traced.origin = Origin.SIDE_BRANCH
+    traced.origin = DraftOrigin.SIDE_BRANCH
     rounds.waited(0.010)
     rounds.step_starts()
     rounds.committed(traced, 4, 3, epoch=2)
@@ -159,7 +159,7 @@ def test_a_round_s_span_says_what_the_round_did(spans):
 
 def test_a_traced_request_s_rounds_are_reported_until_it_is_over_preempted_or_not(spans):
     def answer(message):
-        return [replace(each, origin=Origin.SIDE_BRANCH) for each in drafting([1, 2, 3])(message)]
+        return [replace(each, origin=DraftOrigin.SIDE_BRANCH) for each in drafting([1, 2, 3])(message)]
 
     engine = Engine(answer, tracer=RoundTracer(spans.tracer))
     traced = params(temperature=0.0, extra_args=asked(trace_headers=CALLER))

@@ -10,7 +10,16 @@ import pytest
 from outrider.actors import round as room
 from outrider.actors.round.length import FixedLengths, LengthController
 from outrider.actors.round.statistics import RoundStatistics
-from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, Origin, Proposals, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import (
+    Close,
+    CloseReason,
+    Commit,
+    DraftOrigin,
+    Open,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
 from tests.unit.round.scripted_link import (
     PROMPT,
     Engine,
@@ -280,7 +289,7 @@ def test_refused_answers_reach_the_controller_as_none():
     engine = Engine(out_of_kv, lengths=Watching())
     engine.begin("a")
     engine.step({"a": [7]})
-    assert engine.lengths.seen == [(engine["a"].estimate, Origin.NONE, 0, 0.0)]
+    assert engine.lengths.seen == [(engine["a"].estimate, DraftOrigin.NONE, 0, 0.0)]
 
 
 def test_answers_reach_the_controller_with_the_request_s_own_estimate():
@@ -288,13 +297,13 @@ def test_answers_reach_the_controller_with_the_request_s_own_estimate():
 
     def answer(message):
         if isinstance(message, Commit):
-            return [Proposals(message.request, message.committed_len, [1], origin=Origin.MISS, step_us=2500)]
+            return [Proposals(message.request, message.committed_len, [1], origin=DraftOrigin.MISS, step_us=2500)]
         return never_after_ready(message)
 
     engine.link = engine.offer(answer)
     engine.begin("a", "b")
     engine.step({"b": [7]})
-    assert engine.lengths.seen == [(engine["b"].estimate, Origin.MISS, 1, 0.0025)]
+    assert engine.lengths.seen == [(engine["b"].estimate, DraftOrigin.MISS, 1, 0.0025)]
     assert engine["a"].estimate is not engine["b"].estimate
 
 

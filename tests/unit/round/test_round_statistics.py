@@ -3,7 +3,7 @@
 import pytest
 
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
-from outrider.cluster.link.messages import Origin
+from outrider.cluster.link.messages import DraftOrigin
 
 
 def test_nothing_yet():
@@ -35,9 +35,14 @@ def test_plain_rounds_count_as_rounds_and_as_nothing_else():
 
 def test_answers_count_by_where_their_drafts_come_from():
     statistics = RoundStatistics()
-    for origin, step_us in ((Origin.MAIN_LINE, 0), (Origin.MISS, 2500), (Origin.MAIN_LINE, 0), (Origin.SIDE_BRANCH, 0)):
+    for origin, step_us in (
+        (DraftOrigin.MAIN_LINE, 0),
+        (DraftOrigin.MISS, 2500),
+        (DraftOrigin.MAIN_LINE, 0),
+        (DraftOrigin.SIDE_BRANCH, 0),
+    ):
         statistics.count_answer(origin, step_us)
-    statistics.count_answer(Origin.NONE, 0)
+    statistics.count_answer(DraftOrigin.NONE, 0)
     snapshot = statistics.snapshot()
     assert (snapshot["main_line_hits"], snapshot["side_branch_hits"], snapshot["misses"]) == (2, 1, 1)
     assert snapshot["draft_step_ms"] == 2.5
