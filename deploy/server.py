@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import math
@@ -16,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import ray
@@ -27,6 +25,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER, leans_on
 from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
@@ -93,7 +92,7 @@ class Server:
             self._progress.say(f"WARNING: {warning}")
         adopt_orphans()
         # Importing the replica's class loads vLLM, which takes seconds that starting Ray leaves idle.
-        threading.Thread(target=_import_quietly, args=("outrider.actors.serving.replica",), daemon=True).start()
+        import_early("outrider.actors.serving.replica")
         with self._progress.stage("Ray started"):
             self._start_ray(plan)
         self._progress.say(f"deploying {describe(self._config)}")
@@ -283,11 +282,6 @@ def _states(app: ApplicationStatusOverview | None) -> str:
         )
         parts.append(f"{name} {states or 'waiting for its bundles'}")
     return ", ".join(parts)
-
-
-def _import_quietly(module: str) -> None:
-    with suppress(Exception):  # whoever imports it next gets the error
-        importlib.import_module(module)
 
 
 def _call(call: Callable[[], object], limit_s: float, while_true: Callable[[], bool] = lambda: True) -> bool:

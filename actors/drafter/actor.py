@@ -7,7 +7,6 @@ own concurrency group, so they are answered while the loop computes.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 import threading
@@ -26,6 +25,7 @@ from outrider.actors.drafter.suffix import AnswerPart, SuffixStrategy
 from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
 from outrider.actors.observability.logs import configure as configure_logging
 from outrider.cluster.config import RemoteConfig, SpeculationConfig, SuffixConfig
+from outrider.cluster.installed import import_early
 from outrider.cluster.link import Link, LinkBroken, LinkInvitation, join_link
 from outrider.cluster.link.codec import pack, unpack
 from outrider.cluster.link.messages import Message, Proposals
@@ -68,7 +68,7 @@ class Drafter:
             bind_to(cores)
         configure_logging()
         # A link needs it, and its import takes seconds in which everybody would wait for the drafter; now nobody does.
-        threading.Thread(target=_import_early, args=("torch.distributed",), daemon=True).start()
+        import_early("torch.distributed")
         try:
             self._strategy, self._vocab_size = load_strategy(config, speculation, ranks, placement_group)
             warm_up(self._strategy)
@@ -194,11 +194,6 @@ class DrafterStatus:
         self._asking = None
         if not asking.cancelled():
             asking.exception()  # whoever asked may have given up: then nobody else takes it
-
-
-def _import_early(module: str) -> None:
-    with suppress(Exception):  # whoever imports it next gets the error
-        importlib.import_module(module)
 
 
 def launch_drafter(

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoundRunner:
-    """Mixed in front of the platform's model runner by `install`."""
+    """Mixed in front of the platform's model runner, see TargetWorker.init_device."""
 
     round: Round | None
     """None on every rank but 0."""
