@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -20,15 +19,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outrider.actors.drafter.hang_watch import end_when_hung
 from outrider.actors.drafter.load import load_strategy, warm_up
-from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.loop import DraftLoop, LinkSink
 from outrider.actors.drafter.suffix import AnswerPart, SuffixStrategy
 from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
 from outrider.actors.observability.logs import configure as configure_logging
 from outrider.cluster.config import RemoteConfig, SpeculationConfig, SuffixConfig
 from outrider.cluster.installed import import_early
-from outrider.cluster.link import Link, LinkBroken, LinkInvitation, join_link
-from outrider.cluster.link.codec import pack, unpack
-from outrider.cluster.link.messages import Message, Proposals
+from outrider.cluster.link import Link, LinkInvitation, join_link
+from outrider.cluster.link.codec import unpack
+from outrider.cluster.link.messages import Message
 from outrider.cluster.placement import NAMESPACE, RankPlacement, ReplicaPlacement, bind_to, rank_environment
 
 logger = logging.getLogger(__name__)
@@ -39,17 +38,6 @@ _ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # steps are hand-built for the V1 runner; with Triton vLLM would take V2
 }
-
-
-class _LinkSink:
-    """Sends a link's proposals. A broken link swallows them: its sequences are on their way out."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def send(self, proposals: Sequence[Proposals], work_us: int) -> None:
-        with suppress(LinkBroken):
-            self._link.post(pack(list(proposals), self._link.capacity_words), work_us=work_us)
 
 
 class Drafter:
@@ -122,7 +110,7 @@ class Drafter:
         with self._lock:
             self._links[link_id] = link
             self._longest_deadline_s = max(self._longest_deadline_s, invitation.link_deadline_ms / 1e3)
-        self._loop.attach(link_id, _LinkSink(link))
+        self._loop.attach(link_id, LinkSink(link))
         link.start()
         logger.info("linked to %s, epoch %d", invitation.verifier_id, invitation.epoch)
 

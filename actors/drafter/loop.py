@@ -20,11 +20,14 @@ import logging
 import threading
 import time
 from collections import abc
+from contextlib import suppress
 from typing import Any, Protocol
 
 from outrider.actors.drafter.hang_watch import STEP
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
 from outrider.actors.drafter.strategy import DraftStrategy
+from outrider.cluster.link import Link, LinkBroken
+from outrider.cluster.link.codec import pack
 from outrider.cluster.link.messages import Close, Commit, Message, Name, Open, Proposals, ProposalStatus
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,17 @@ class ProposalSink(Protocol):
     """Where one link's proposals go."""
 
     def send(self, proposals: abc.Sequence[Proposals], work_us: int) -> None: ...
+
+
+class LinkSink:
+    """Over the link itself. A broken one swallows them: its sequences are on their way out."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def send(self, proposals: abc.Sequence[Proposals], work_us: int) -> None:
+        with suppress(LinkBroken):
+            self._link.post(pack(list(proposals), self._link.capacity_words), work_us=work_us)
 
 
 class DraftLoop:

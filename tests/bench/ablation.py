@@ -205,8 +205,8 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with_it, without = PARTS[args.part] if args.part else ({}, {})
-    a = Server("a", None, _merged(with_it, args.a))
-    b = Server("b", args.old_tree, _merged(without, args.b))
+    a = Server("a", None, merged(with_it, args.a))
+    b = Server("b", args.old_tree, merged(without, args.b))
     if a.sections == b.sections and a.tree == b.tree:
         print("A and B are the same: what comes out is the instrument's own spread", flush=True)
 
@@ -230,7 +230,7 @@ def main() -> None:
                 args.out.write_text(json.dumps(document, indent=1))
 
 
-def _merged(sections: Sections, further: Sections) -> Sections:
+def merged(sections: Sections, further: Sections) -> Sections:
     return {name: {**sections.get(name, {}), **further.get(name, {})} for name in {*sections, *further}}
 
 

@@ -1,0 +1,152 @@
+"""What a part of Outrider is worth on real models, or another tree's code: two servers that answer the same prompts in
+turns, A B A B ...
+
+    python -m tests.bench.real_pair --target T --drafter D --dataset HumanEval.jsonl.gz --part lengths --concurrency 1,8
+    python -m tests.bench.real_pair ... --old-tree ../before --pairs 10
+
+A and B are as in tests.bench.ablation. Of each pair both answer the same prompts, which no turn before had; a ratio is
+A's speed over B's, with its 95% interval over the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outrider.deploy.client.sync_client import OutriderClient
+from outrider.v1 import generation_pb2 as pb
+from tests.bench.ablation import PARTS, merged
+from tests.bench.emulated_speed import environment, numbers, working_directory
+from tests.bench.emulation import served
+from tests.bench.emulation.paired import Interval, ratio_of_pairs
+from tests.bench.prompt_files import prompts
+
+COUNTS = (
+    "rounds", "drafted_rounds", "drafted", "accepted", "late_rounds", "main_line_hits", "side_branch_hits", "misses"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One side's answers to one pair's prompts."""
+
+    tokens: int
+    seconds: float
+    counts: dict[str, int]
+    """Of the verifier, over the turn."""
+
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class Compared:
+    concurrency: int
+    ratio: Interval
+    a: list[Turn]
+    b: list[Turn]
+
+
+def answer(client: OutriderClient, texts: Sequence[str], concurrency: int, max_tokens: int, temperature: float) -> Turn:
+    def ask(text: str) -> pb.GenerateResponse:
+        return client.generate(text, temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True)
+
+    before = client.status().rounds
+    with ThreadPoolExecutor(concurrency) as pool:
+        started = time.perf_counter()
+        answers = list(pool.map(ask, texts))
+        seconds = time.perf_counter() - started
+    after = client.status().rounds
+    counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTS}
+    tokens = sum(answer.usage.completion_tokens for answer in answers)
+    return Turn(tokens, seconds, counts, [answer.text for answer in answers])
+
+
+def line(c: Compared) -> str:
+    sides = (c.a, c.b)
+    speed = (sum(t.tokens for t in of) / sum(t.seconds for t in of) for of in sides)
+    total = [{name: sum(t.counts[name] for t in of) for name in COUNTS} for of in sides]
+    length = (1 + of["accepted"] / max(of["rounds"], 1) for of in total)
+    hits = (
+        " / ".join(f"{100 * of[name] / max(of['drafted_rounds'], 1):.0f}" for name in COUNTS[-3:]) for of in total
+    )  # fmt: skip
+    same = sum(x == y for a, b in zip(c.a, c.b, strict=True) for x, y in zip(a.texts, b.texts, strict=True))
+    asked = sum(len(t.texts) for t in c.a)
+    cells = (
+        c.concurrency, len(c.a), c.ratio, ", ".join(f"{value:.2f}" for value in speed),
+        ", ".join(f"{value:.2f}" for value in length), *hits, f"{same} of {asked}",
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+COLUMNS = ("concurrency", "pairs", "A/B [95%]", "tok/s A, B", "tokens a round", "main/side/miss % A", "B", "same text")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--dataset", type=Path, required=True, help="JSONL with a field prompt, .gz or not")
+    parser.add_argument("--part", choices=PARTS, help="what A has and B has not")
+    parser.add_argument("--a", type=json.loads, default={}, help="further configuration of A, sections as JSON")
+    parser.add_argument("--b", type=json.loads, default={}, help="of B")
+    parser.add_argument("--old-tree", type=Path, help="B is this checkout's code, run by its own .venv")
+    parser.add_argument("--concurrency", type=numbers, default=[1])
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=2, help="a turn, times the concurrency")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--k", type=int, default=4, help="num_speculative_tokens, where --a and --b say nothing else")
+    parser.add_argument("--out", type=Path, help="every turn as JSON")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with_it, without = PARTS[args.part] if args.part else ({}, {})
+    engine = {"dtype": args.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 29}
+    common = {
+        "target": {"model": args.target, **engine},
+        "drafter": {"method": "draft_model", "model": args.drafter, **engine},
+        "speculation": {"num_speculative_tokens": args.k},
+        "serving": {"grpc_port": 0, "http_port": 0},
+        "link": {"round_deadline_ms": 2000, "link_deadline_ms": 10000},
+    }
+    configurations = {
+        "a": (None, merged(common, merged(with_it, args.a))),
+        "b": (args.old_tree, merged(common, merged(without, args.b))),
+    }
+    print(f"A {configurations['a'][1]}\nB {configurations['b'][1]} {args.old_tree or ''}\n{environment()}", flush=True)
+    done: list[Compared] = []
+    with working_directory(None) as directory, contextlib.ExitStack() as stack:
+        clients = {}
+        for name, (tree, config) in configurations.items():
+            clients[name] = stack.enter_context(served.serving(config, directory, name, tree))
+            served.wait_until_drafting(clients[name], max(args.concurrency))
+        print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
+        turns = sum(concurrency * args.prompts * (args.pairs + 1) for concurrency in args.concurrency)
+        texts = iter(prompts(args.dataset, turns))
+        for concurrency in args.concurrency:
+            found: dict[str, list[Turn]] = {"a": [], "b": []}
+            for pair in range(args.pairs + 1):
+                asked = [text for text, _ in zip(texts, range(concurrency * args.prompts), strict=False)]
+                if len(asked) < concurrency * args.prompts:
+                    raise SystemExit(f"--dataset: {turns} prompts are needed for so many pairs")
+                for name, client in clients.items():
+                    turn = answer(client, asked, concurrency, args.max_tokens, args.temperature)
+                    if pair:  # the first is to warm up, and to learn from
+                        found[name].append(turn)
+            speeds = [[turn.tokens / turn.seconds for turn in of] for of in found.values()]
+            done.append(Compared(concurrency, ratio_of_pairs(*speeds), found["a"], found["b"]))
+            print(line(done[-1]), flush=True)
+            if args.out:
+                cells = [asdict(compared) for compared in done]
+                args.out.write_text(json.dumps({"settings": vars(args), "cells": cells}, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
