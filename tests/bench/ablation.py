@@ -1,14 +1,14 @@
-"""What a part of Outrider is worth, or another tree's code: two servers that carry the same load in turns.
+"""What parts of Outrider are worth, or other trees' code: servers that carry the same load in turns.
 
-    python -m tests.bench.ablation --part lengths --texts stated,shift,mixed --batches 1,8,32 --out lengths.json
-    python -m tests.bench.ablation --part side-branches-8-0 --profiles 70b-8b,32b-0.6b
-    python -m tests.bench.ablation --a '{"speculation": {"verification": "block"}}' --temperatures 1
+    python -m tests.bench.ablation --without lengths,side-branches --texts stated,shift,mixed --batches 1,8,32
+    python -m tests.bench.ablation --without side-branches --profiles 70b-8b,32b-0.6b --out result.json
+    python -m tests.bench.ablation --b '{"speculation": {"verification": "block"}}' --temperatures 1
     python -m tests.bench.ablation --old-tree ../before --pairs 12
 
-A is this tree with the first of a part's settings (or --a), B with the second (or --b), or the code of --old-tree, by
-the command in its own .venv. Models, load and clock are this tree's on both. Both servers of a cell stay up, and only
-the load goes from one to the other, A B A B ...; a ratio is A's speed over B's, with its 95% interval over the pairs.
-Models take their time on emulated devices, see docs/emulation.md.
+A is this tree as it is by default (or with --a). Against it stand: a server without each of the parts named, one with
+--b, and one of --old-tree, by the command in its own .venv; models, load and clock are this tree's on all. The servers
+of a cell stay up, and only the load goes from one to the next, A B C A B C ...; a ratio is A's speed over the other's,
+with its 95% interval over the turns. Models take their time on emulated devices, see docs/emulation.md.
 """
 
 from __future__ import annotations
@@ -37,18 +37,13 @@ from tests.bench.emulation.trace import read_trace
 
 Sections = dict[str, dict[str, Any]]
 
-PARTS: dict[str, tuple[Sections, Sections]] = {
-    "lengths": ({"speculation": {"adaptive": True}}, {"speculation": {"adaptive": False}}),
-    "draft-ahead": ({"speculation": {"draft_ahead": True}}, {"speculation": {"draft_ahead": False}}),
-    **{
-        f"side-branches-{more}-{fewer}": (
-            {"speculation": {"max_side_branches": more}},
-            {"speculation": {"max_side_branches": fewer}},
-        )
-        for more, fewer in ((8, 2), (8, 0), (2, 0))
-    },
+PARTS: dict[str, Sections] = {
+    "lengths": {"speculation": {"adaptive": False}},
+    "draft-ahead": {"speculation": {"draft_ahead": False}},
+    "side-branches": {"speculation": {"max_side_branches": 0}},
+    "more-than-2-side-branches": {"speculation": {"max_side_branches": 2}},
 }
-"""What can be switched, by name: with it, and without."""
+"""What can be taken away, by name: how to configure its absence."""
 
 DRAFTERS = {"usual": 1.0, "slow": 4.0}
 """Times as long a draft step as the profile's."""
@@ -67,9 +62,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Compared:
-    """One cell's pairs. a, b: a RoundTimes for each pair, without the host's dilation."""
+    """A and one other in one cell. a, b: a RoundTimes for each turn, without the host's dilation."""
 
     cell: Cell
+    b_is: str
     ceiling: Ceiling
     """At the K of A."""
 
@@ -79,7 +75,7 @@ class Compared:
 
 
 class Server:
-    """One of the two, with models and traces of its own."""
+    """One of those compared, with models and traces of its own."""
 
     def __init__(self, name: str, tree: Path | None, sections: Sections) -> None:
         self.name, self.tree, self.sections = name, tree, sections
@@ -108,43 +104,42 @@ class Server:
         return int(self.sections.get("speculation", {}).get("num_speculative_tokens", default))
 
 
-def compare(args: argparse.Namespace, a: Server, b: Server, directory: Path) -> Iterator[Compared]:
+def compare(args: argparse.Namespace, a: Server, others: list[Server], directory: Path) -> Iterator[Compared]:
     most = max(args.batches)
     for number, (profile, drafter, text) in enumerate(itertools.product(args.profiles, args.drafters, args.texts)):
         cells = [Cell(profile, drafter, text, batch, t) for batch in args.batches for t in args.temperatures]
         with contextlib.ExitStack() as stack:
-            for server in (a, b):
+            for server in (a, *others):
                 place = directory / f"{number}-{server.name}"
                 place.mkdir()
                 stack.enter_context(server.up(place, cells[0], args.k, most, args.dilation))
             for cell in cells:
-                yield _in_turns(args, a, b, cell)
+                yield from _in_turns(args, a, others, cell)
 
 
-def _in_turns(args: argparse.Namespace, a: Server, b: Server, cell: Cell) -> Compared:
-    found: dict[str, list[RoundTimes]] = {a.name: [], b.name: []}
-    for server in (a, b):  # what a server learns of a text, it has learnt before the first pair
+def _in_turns(args: argparse.Namespace, a: Server, others: list[Server], cell: Cell) -> list[Compared]:
+    servers = (a, *others)
+    for server in servers:  # what a server learns of a text, it has learnt before the first turn
         server.carry(cell, 1, args.tokens, args.dilation)
+    found: dict[str, list[RoundTimes]] = {server.name: [] for server in servers}
     for _ in range(args.pairs):
-        for server in (a, b):
+        for server in servers:
             found[server.name].append(server.carry(cell, args.rounds, args.tokens, args.dilation))
     profile = PROFILES[cell.profile].times(1.0, DRAFTERS[cell.drafter])
-    side, text = sides_of(profile)["outrider"], TEXTS[cell.text]
-    speeds = [[times.tokens / times.seconds for times in of] for of in found.values()]
-    return Compared(
-        cell=cell,
-        ceiling=ceiling(side, profile.target, text, cell.batch, a.k(args.k)),
-        ratio=ratio_of_pairs(*speeds),
-        a=found[a.name],
-        b=found[b.name],
-    )
+    best = ceiling(sides_of(profile)["outrider"], profile.target, TEXTS[cell.text], cell.batch, a.k(args.k))
+    speeds = {name: [times.tokens / times.seconds for times in of] for name, of in found.items()}
+    return [
+        Compared(cell, b.name, best, ratio_of_pairs(speeds[a.name], speeds[b.name]), found[a.name], found[b.name])
+        for b in others
+    ]
 
 
 def table(compared: list[Compared]) -> str:
-    """Markdown, one line a cell. Of both: over all pairs together."""
+    """Markdown, one line a cell and contender. Of both: over all turns together."""
     columns = (
-        "profile", "drafter", "text", "batch", "T", "pairs", "A/B [95%]", "tok/s A, B", "ceiling A: covered, expected",
-        "tokens a round A, B", "main/side/miss/none % A", "B", "overhead ms on hits A, B", "on misses",
+        "B", "profile", "drafter", "text", "batch", "T", "pairs", "A/B [95%]", "tok/s A, B",
+        "ceiling A: covered, expected", "tokens a round A, B",
+        "main/side/miss/none % A", "B", "overhead ms on hits A, B", "on misses",
     )  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for c in compared:
@@ -152,8 +147,9 @@ def table(compared: list[Compared]) -> str:
         speed = (sum(t.tokens for t in of) / sum(t.seconds for t in of) for of in both)
         a_round = (sum(t.tokens for t in of) / sum(t.rounds for t in of) / c.cell.batch for of in both)
         cells = (
-            c.cell.profile, c.cell.drafter, c.cell.text, c.cell.batch, f"{c.cell.temperature:g}", len(c.a), c.ratio,
-            ", ".join(f"{value:.1f}" for value in speed), f"{c.ceiling.covered:.1f}, {c.ceiling.expected:.1f}",
+            c.b_is, c.cell.profile, c.cell.drafter, c.cell.text, c.cell.batch, f"{c.cell.temperature:g}",
+            len(c.a), c.ratio, ", ".join(f"{value:.1f}" for value in speed),
+            f"{c.ceiling.covered:.1f}, {c.ceiling.expected:.1f}",
             ", ".join(f"{value:.2f}" for value in a_round), *(_shares(of) for of in both),
             *(", ".join(_overhead(of, name) for of in both) for name in ("hit", "miss")),
         )  # fmt: skip
@@ -184,10 +180,7 @@ def names(known: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, help="what A has and B has not")
-    parser.add_argument("--a", type=json.loads, default={}, help="further configuration of A, sections as JSON")
-    parser.add_argument("--b", type=json.loads, default={}, help="of B")
-    parser.add_argument("--old-tree", type=Path, help="B is this checkout's code, run by its own .venv")
+    add_contenders(parser)
     parser.add_argument("--profiles", type=names(PROFILES), default=["70b-8b"], help=", ".join(PROFILES))
     parser.add_argument(
         "--drafters", type=names(DRAFTERS), default=["usual"], help="slow: its steps take 4 times as long"
@@ -204,30 +197,40 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="every pair of every cell as JSON")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with_it, without = PARTS[args.part] if args.part else ({}, {})
-    a = Server("a", None, merged(with_it, args.a))
-    b = Server("b", args.old_tree, merged(without, args.b))
-    if a.sections == b.sections and a.tree == b.tree:
-        print("A and B are the same: what comes out is the instrument's own spread", flush=True)
-
-    print(
-        f"A {a.sections}\nB {b.sections} {args.old_tree or ''}\ndilation {args.dilation:g}, {environment()}", flush=True
-    )
+    a, *others = contenders(parser, args)
+    said = [f"{server.name}: {server.sections or 'as by default'} {server.tree or ''}" for server in (a, *others)]
+    print("\n".join([*said, f"dilation {args.dilation:g}, {environment()}"]), flush=True)
     done: list[Compared] = []
     with working_directory(args.keep) as directory:
-        for compared in compare(args, a, b, directory):
+        for compared in compare(args, a, others, directory):
             done.append(compared)
             print(table(done) if len(done) == 1 else table([compared]).splitlines()[-1], flush=True)
             if args.out:
-                settings = {name: value if name != "old_tree" else str(value) for name, value in vars(args).items()}
-                document = {
-                    "settings": {name: value for name, value in settings.items() if name not in ("keep", "out")},
-                    "a": a.sections,
-                    "b": b.sections,
-                    "environment": environment(),
-                    "cells": [asdict(c) for c in done],
-                }
-                args.out.write_text(json.dumps(document, indent=1))
+                settings = {name: value for name, value in vars(args).items() if name not in ("keep", "out")}
+                document = {"settings": settings, "environment": environment(), "cells": [asdict(c) for c in done]}
+                args.out.write_text(json.dumps(document, indent=1, default=str))
+
+
+def add_contenders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--without", type=names(PARTS), default=[], help=f"one B for each part it lacks: {', '.join(PARTS)}"
+    )
+    parser.add_argument("--a", type=json.loads, default={}, help="further configuration of A, sections as JSON")
+    parser.add_argument("--b", type=json.loads, default={}, help="another B, with this configuration")
+    parser.add_argument("--old-tree", type=Path, help="another B: this checkout's code, run by its own .venv")
+
+
+def contenders(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Server]:
+    """A first. Ends the program when there is nobody to compare it with."""
+    servers = [Server("a", None, args.a)]
+    servers += [Server(f"without-{part}", None, merged(args.a, PARTS[part])) for part in args.without]
+    if args.b:
+        servers.append(Server("b", None, args.b))
+    if args.old_tree is not None:
+        servers.append(Server("old-tree", args.old_tree, args.a))
+    if len(servers) == 1:
+        parser.error("--without, --b or --old-tree: with whom is A to be compared?")
+    return servers
 
 
 def merged(sections: Sections, further: Sections) -> Sections:

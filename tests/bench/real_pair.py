@@ -1,11 +1,11 @@
-"""What a part of Outrider is worth on real models, or another tree's code: two servers that answer the same prompts in
-turns, A B A B ...
+"""What parts of Outrider are worth on real models, or another tree's code: servers that answer the same prompts in
+turns.
 
-    python -m tests.bench.real_pair --target T --drafter D --dataset HumanEval.jsonl.gz --part lengths --concurrency 1,8
-    python -m tests.bench.real_pair ... --old-tree ../before --pairs 10
+    python -m tests.bench.real_pair --target T --drafter D --dataset HumanEval.jsonl.gz --without lengths
+    python -m tests.bench.real_pair ... --old-tree ../before --pairs 10 --concurrency 1,8
 
-A and B are as in tests.bench.ablation. Of each pair both answer the same prompts, which no turn before had; a ratio is
-A's speed over B's, with its 95% interval over the pairs.
+A and the others are as in tests.bench.ablation. In each turn all answer the same prompts, which no turn before had; a
+ratio is A's speed over the other's, with its 95% interval over the turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
-from tests.bench.ablation import PARTS, merged
+from tests.bench.ablation import add_contenders, contenders, merged
 from tests.bench.emulated_speed import environment, numbers, working_directory
 from tests.bench.emulation import served
 from tests.bench.emulation.paired import Interval, ratio_of_pairs
@@ -47,6 +47,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Compared:
+    b_is: str
     concurrency: int
     ratio: Interval
     a: list[Turn]
@@ -79,13 +80,23 @@ def line(c: Compared) -> str:
     same = sum(x == y for a, b in zip(c.a, c.b, strict=True) for x, y in zip(a.texts, b.texts, strict=True))
     asked = sum(len(t.texts) for t in c.a)
     cells = (
-        c.concurrency, len(c.a), c.ratio, ", ".join(f"{value:.2f}" for value in speed),
+        c.b_is, c.concurrency, len(c.a), c.ratio, ", ".join(f"{value:.2f}" for value in speed),
         ", ".join(f"{value:.2f}" for value in length), *hits, f"{same} of {asked}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-COLUMNS = ("concurrency", "pairs", "A/B [95%]", "tok/s A, B", "tokens a round", "main/side/miss % A", "B", "same text")
+COLUMNS = (
+    "B",
+    "concurrency",
+    "pairs",
+    "A/B [95%]",
+    "tok/s A, B",
+    "tokens a round",
+    "main/side/miss % A",
+    "B",
+    "same text",
+)
 
 
 def main() -> None:
@@ -93,10 +104,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--dataset", type=Path, required=True, help="JSONL with a field prompt, .gz or not")
-    parser.add_argument("--part", choices=PARTS, help="what A has and B has not")
-    parser.add_argument("--a", type=json.loads, default={}, help="further configuration of A, sections as JSON")
-    parser.add_argument("--b", type=json.loads, default={}, help="of B")
-    parser.add_argument("--old-tree", type=Path, help="B is this checkout's code, run by its own .venv")
+    add_contenders(parser)
     parser.add_argument("--concurrency", type=numbers, default=[1])
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=2, help="a turn, times the concurrency")
@@ -107,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="every turn as JSON")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with_it, without = PARTS[args.part] if args.part else ({}, {})
+    servers = contenders(parser, args)
     engine = {"dtype": args.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 29}
     common = {
         "target": {"model": args.target, **engine},
@@ -116,22 +124,20 @@ def main() -> None:
         "serving": {"grpc_port": 0, "http_port": 0},
         "link": {"round_deadline_ms": 2000, "link_deadline_ms": 10000},
     }
-    configurations = {
-        "a": (None, merged(common, merged(with_it, args.a))),
-        "b": (args.old_tree, merged(common, merged(without, args.b))),
-    }
-    print(f"A {configurations['a'][1]}\nB {configurations['b'][1]} {args.old_tree or ''}\n{environment()}", flush=True)
+    said = [f"{server.name}: {server.sections or 'as by default'} {server.tree or ''}" for server in servers]
+    print("\n".join([*said, f"{common}", f"{environment()}"]), flush=True)
     done: list[Compared] = []
     with working_directory(None) as directory, contextlib.ExitStack() as stack:
-        clients = {}
-        for name, (tree, config) in configurations.items():
-            clients[name] = stack.enter_context(served.serving(config, directory, name, tree))
-            served.wait_until_drafting(clients[name], max(args.concurrency))
+        clients: dict[str, OutriderClient] = {}
+        for server in servers:
+            config = merged(common, server.sections)
+            clients[server.name] = stack.enter_context(served.serving(config, directory, server.name, server.tree))
+            served.wait_until_drafting(clients[server.name], max(args.concurrency))
         print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
         turns = sum(concurrency * args.prompts * (args.pairs + 1) for concurrency in args.concurrency)
         texts = iter(prompts(args.dataset, turns))
         for concurrency in args.concurrency:
-            found: dict[str, list[Turn]] = {"a": [], "b": []}
+            found: dict[str, list[Turn]] = {name: [] for name in clients}
             for pair in range(args.pairs + 1):
                 asked = [text for text, _ in zip(texts, range(concurrency * args.prompts), strict=False)]
                 if len(asked) < concurrency * args.prompts:
@@ -140,9 +146,11 @@ def main() -> None:
                     turn = answer(client, asked, concurrency, args.max_tokens, args.temperature)
                     if pair:  # the first is to warm up, and to learn from
                         found[name].append(turn)
-            speeds = [[turn.tokens / turn.seconds for turn in of] for of in found.values()]
-            done.append(Compared(concurrency, ratio_of_pairs(*speeds), found["a"], found["b"]))
-            print(line(done[-1]), flush=True)
+            speeds = {name: [turn.tokens / turn.seconds for turn in of] for name, of in found.items()}
+            for name in [name for name in clients if name != "a"]:
+                ratio = ratio_of_pairs(speeds["a"], speeds[name])
+                done.append(Compared(name, concurrency, ratio, found["a"], found[name]))
+                print(line(done[-1]), flush=True)
             if args.out:
                 cells = [asdict(compared) for compared in done]
                 args.out.write_text(json.dumps({"settings": vars(args), "cells": cells}, indent=1, default=str))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from tests.bench.ablation import PARTS, Cell, Compared, table
+from outrider.cluster.config import SpeculationConfig
+from tests.bench.ablation import PARTS, Cell, Compared, add_contenders, contenders, table
 from tests.bench.emulation.measurement import Ceiling
 from tests.bench.emulation.paired import ratio_of_pairs
 from tests.bench.emulation.rounds import COLUMNS, RoundTimes, Spread
@@ -23,11 +26,24 @@ def test_what_both_have_in_common_falls_out() -> None:
         ratio_of_pairs([1.0], [1.0])
 
 
-def test_every_part_differs_in_one_setting() -> None:
-    for a, b in PARTS.values():
-        (x,), (y,) = a["speculation"].items(), b["speculation"].items()
-        assert x[0] == y[0]
-        assert x[1] != y[1]
+def test_every_part_is_one_setting_that_the_default_is_not() -> None:
+    default = SpeculationConfig()
+    for absence in PARTS.values():
+        ((name, value),) = absence["speculation"].items()
+        assert getattr(default, name) != value
+
+
+def test_somebody_must_be_there_to_compare_with(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_contenders(parser)
+    names = [server.name for server in contenders(parser, parser.parse_args(["--without", "lengths,draft-ahead"]))]
+    assert names == ["a", "without-lengths", "without-draft-ahead"]
+    with pytest.raises(SystemExit):
+        contenders(parser, parser.parse_args([]))
+    assert "with whom" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--without", "everything"])
+    assert "'everything' is none of lengths" in capsys.readouterr().err
 
 
 def test_a_line_has_a_cell_for_every_column() -> None:
@@ -41,7 +57,7 @@ def test_a_line_has_a_cell_for_every_column() -> None:
         overhead_by_origin={"hit": spread},
     )
     compared = Compared(
-        Cell("70b-8b", "usual", "stated", 1, 0.0), Ceiling(118.0, 112.0), ratio_of_pairs([2, 2], [1, 1]),
+        Cell("70b-8b", "usual", "stated", 1, 0.0), "b", Ceiling(118.0, 112.0), ratio_of_pairs([2, 2], [1, 1]),
         [times, times], [times, times],
     )  # fmt: skip
     head, rule, line = table([compared]).splitlines()
