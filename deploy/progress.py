@@ -75,13 +75,15 @@ class Progress:
             TransferSpeedColumn,
         )
         from rich.progress import Progress as Bars
+        from rich.table import Column
 
+        # One line on a narrow terminal too: the description is cut, and no figure is wrapped.
         columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=3)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            DownloadColumn(table_column=Column(no_wrap=True)),
+            TransferSpeedColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
         )
         with Bars(*columns, console=Console(file=stream), expand=True, transient=True, redirect_stdout=False) as bars:
             task = bars.add_task("", total=total, completed=done)

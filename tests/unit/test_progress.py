@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import re
 
 from outrider.deploy.progress import Progress
 
@@ -43,3 +44,15 @@ def test_on_a_terminal_a_bar_shows_amount_and_step_and_is_gone_afterwards(monkey
     assert "ready" in after
     assert "part 2" not in after
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+def test_on_a_narrow_terminal_it_is_still_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    with Progress(screen).counting(1117 * MB) as counted:
+        counted("Qwen2.5-Coder-1.5B-Instruct: part 17 of 22", 900 * MB)
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))
+    assert [line for line in lines if "Qwen" in line and "0.9/1.1 GB" in line], lines
+    assert not [line for line in lines if line.strip() == "GB"]
