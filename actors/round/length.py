@@ -82,7 +82,8 @@ _REQUEST_KEEP, _DEPLOYMENT_KEEP, _OFF_KEEP = 1 - 1 / 64, 1 - 1 / 500, 1 - 1 / 12
 _STEP_KEEP, _WAIT_ROUNDS = 1 - 1 / 100, 32
 _PRIOR_ACCEPTANCE, _PRIOR_TRIES, _LEVEL_TRIES, _POSITION_TRIES = 0.7, 8.0, 8.0, 16.0
 _PRIOR_ELASTICITY = 0.1  # before it is known: a step of twice the tokens takes so much longer
-_PROBE, _PROBED, _PROBE_ROUNDS, _PROBE_AFTER, _PROBE_AFTER_MAX, _PROBE_SHARE = 2, 4, 4, 16, 512, 0.01
+_PROBE, _PROBED, _PROBE_ROUNDS, _PROBE_AFTER, _PROBE_AFTER_MAX = 2, 4, 4, 16, 512
+_PROBE_SHARE, _FIRST_PROBE_SHARE = 0.01, 0.04  # of the time: in the long run; at first, where they promise much
 
 
 def _add(counts: np.ndarray, tried: int, won: int, keep: float) -> None:
@@ -120,6 +121,7 @@ class LengthController:
         self._rounds_left = self._probe_left = self._switches = self._probes = 0
         self._probe_after, self._speculating = _PROBE_AFTER, True
         self._rate = self._plain_rate = 0.0
+        self._promise = 0.0  # what drafting would gain if drafts came at once
         self._histogram: Counter[int] = Counter()
 
     def track(self, max_tokens: int) -> Estimate:
@@ -155,7 +157,8 @@ class LengthController:
         if not wanted.k or not 0 <= wait_s < math.inf:
             return
         if 0 < draft_step_s < math.inf:
-            self._draft_step_s += (draft_step_s - self._draft_step_s) * (0.1 if self._draft_step_s else 1.0)
+            weight = 0.5 if self._probe_left else 0.1  # on probe what was before must not outweigh it
+            self._draft_step_s += (draft_step_s - self._draft_step_s) * (weight if self._draft_step_s else 1.0)
         if origin.is_hit:
             _add(self._came, wanted.k, min(max(num_tokens, 0), wanted.k), _DEPLOYMENT_KEEP)
         if estimate.before.k:  # else nobody had a reason to draft ahead
@@ -247,6 +250,8 @@ class LengthController:
                 self._rounds_left = 0
             if self._probe_left:
                 self._probe_cost_s += waited_s
+                if waited_s > self._last_step_s:  # it has said enough
+                    self._probe_left = 0
         self._answered = []
         if self._speculating:  # so that they are tried again now and then
             for estimate in self._members:
@@ -267,11 +272,16 @@ class LengthController:
         fixed_s, per_token_s = self._line()
         num = len(self._members)
         self._plain_rate = num / (fixed_s + per_token_s * num)
-        lengths, self._rate = self._best(self._survival(drafting))
+        survival = self._survival(drafting)
+        lengths, self._rate = self._best(survival)
+        step_s = fixed_s + per_token_s * (num + survival.size)
+        self._promise = (num + float(survival.sum())) / step_s / self._plain_rate - 1.0
         least = self._plain_rate * (_STAY_GAIN if self._speculating else _START_GAIN)
         speculating = bool(lengths.any() and self._rate > least)
         if speculating != self._speculating:
             self._speculating, self._off_s, self._probe_left = speculating, 0.0, 0
+            rounds = 1 if self._draft_step_s > self._last_step_s else _PROBE_ROUNDS
+            self._probe_cost_s = rounds * self._draft_step_s
             self._switches += 1
         elif speculating:
             self._probe_after = _PROBE_AFTER
@@ -314,16 +324,14 @@ class LengthController:
         """While everything is off: now and then a few rounds of a few tokens, within a share of the time."""
         self._off_s += self._last_step_s
         if not self._probe_left:
-            cost_s = max(self._probe_cost_s, _PROBE_ROUNDS * self._draft_step_s)
-            after_s = max(self._probe_after * self._last_step_s, cost_s / _PROBE_SHARE)
-            if self._off_s < after_s or not drafting:
+            share = min(_PROBE_SHARE * _PROBE_AFTER_MAX / self._probe_after, _FIRST_PROBE_SHARE * self._promise)
+            share = min(max(share, _PROBE_SHARE), _FIRST_PROBE_SHARE)
+            if not drafting or self._off_s < max(self._probe_after * self._last_step_s, self._probe_cost_s / share):
                 return
             self._probe_left, self._probe_cost_s, self._off_s = _PROBE_ROUNDS, 0.0, 0.0
             self._probe_after = min(2 * self._probe_after, _PROBE_AFTER_MAX)
             self._probes += min(_PROBED, len(drafting))
-            # Old evidence must not outweigh the probe.
-            for counts, most in [(self._deployment, 12.0), *((estimate.accepted, 2.0) for estimate in drafting)]:
-                counts *= min(1.0, most / max(float(counts[0, 0]), 1e-9))
+            self._doubt(drafting)
         self._probe_left -= 1
         if not self._probe_left:
             self._rounds_left = 0  # judge it at once
@@ -331,3 +339,12 @@ class LengthController:
         on_miss = int(self._miss_share() > 0.8)
         for estimate in drafting[:_PROBED]:
             estimate.chosen = estimate.cut(_PROBE, on_miss)
+
+    def _doubt(self, drafting: list[Estimate]) -> None:
+        """Old evidence must not outweigh a probe: what was measured while everything stalled ends with the stall."""
+        counts_of = [(self._deployment, 12.0), (self._came, 4.0), *((one.accepted, 2.0) for one in drafting)]
+        for counts, most in counts_of:
+            counts *= min(1.0, most / max(float(counts[0, 0]), 1e-9))
+        fade = min(1.0, 4.0 / sum(self._origins.values()))
+        self._origins = {origin: count * fade for origin, count in self._origins.items()}
+        self._waits = {missed: min(count, 1) for missed, count in self._waits.items()}

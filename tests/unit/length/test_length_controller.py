@@ -72,6 +72,20 @@ def test_drafting_starts_again_when_the_drafter_improves():
     assert simulation.run(200).rate > 2.0 * GPU.plain_rate(2)
 
 
+@pytest.mark.parametrize(("pair", "target", "drafter"), [(GPU, 3.0, 20.0), (GPU, 1.0, 60.0), (SMALL, 1.0, 60.0)])
+def test_a_stall_of_the_whole_machine_is_forgotten_soon_after_it(pair, target, drafter):
+    pair = dataclasses.replace(pair, deadline_s=0.3)
+    simulation = rounds_of(pair, TEXTS["stated"], 8, LengthController(4), rounds=4000, max_tokens=4)
+    usual = simulation.run(1500).rate
+    stalled = pair.slower_drafter(drafter)
+    simulation.pair = dataclasses.replace(stalled, target_s=tuple(seconds * target for seconds in pair.target_s))
+    simulation.run(400)
+    assert not simulation.controller.snapshot()["speculating"]
+    simulation.pair = pair
+    simulation.run(400)
+    assert simulation.run(200).rate > 0.93 * usual
+
+
 def test_the_longer_nothing_comes_of_it_the_rarer_the_probes():
     simulation = hopeless_for_good()
     early = simulation.controller.snapshot()["probes"]
