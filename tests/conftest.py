@@ -35,19 +35,31 @@ DEPLOYMENTS = (
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
+ONE_CLUSTER_OF_THEIR_OWN = ("ingress",)
+"""Folders whose tests share one cluster that is not the deployments'."""
+
 
 MOST_TIES = 8
 """Differences from the references that may be put down to rounding, over a whole session."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one deployment run together, after those with no part in the cluster (some start one of their own)."""
+    """Tests of one deployment run together, in one worker of pytest-xdist's, after those with no part in the cluster:
+    some of these start one of their own, which this process could not beside the other."""
 
-    def turn(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, str]:
+        """When its turn is, and with whom it runs."""
         names = getattr(item, "fixturenames", ())
-        return next((number for number, name in enumerate(DEPLOYMENTS, 1) if name in names), 0)
+        for number, name in enumerate(DEPLOYMENTS, 2):
+            if name in names:
+                return number, name
+        folder = item.path.parent.name
+        return int("deployments" in names), folder if folder in ONE_CLUSTER_OF_THEIR_OWN else item.path.stem
 
-    items.sort(key=turn)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(place(item)[1]))
+    items.sort(key=lambda item: place(item)[0])
 
 
 @pytest.fixture(scope="session")

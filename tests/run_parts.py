@@ -1,9 +1,11 @@
 """``python tests/run_parts.py [--only PART] [pytest's arguments]``: the suite in its two parts, one after the other.
 
-Unit tests share nothing and run on two cores at once. Integration and fault tests have the machine to themselves, one
-at a time, since each of their servers takes both cores and some gigabytes. The second part runs whatever the first
-came to; the last lines say how each went, and the exit status is 0 only when both passed. A part may be empty, where
-the arguments select tests of the other alone. Standard library only.
+Unit tests share nothing and run on two cores at once. Integration and fault tests start servers of some gigabytes, and
+run two at once: a server that starts, and most tests against one, keep hardly more than one core busy. Each of the two
+processes has a cluster of its own, in which deployments follow one another; tests of one deployment stay together
+(tests/conftest.py). The second part runs whatever the first came to; the last lines say how each went, and the exit
+status is 0 only when both passed. A part may be empty, where the arguments select tests of the other alone. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 
 PARTS = {
     "unit": ["tests/unit", "-n", "2", "--dist", "worksteal"],
-    "served": ["tests/integration", "tests/faults"],
+    "served": ["tests/integration", "tests/faults", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"],
 }
 NO_TESTS = 5
 """pytest's exit status when nothing was selected."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER
 from outrider.cluster.config import OutriderConfig, parse_config
-from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.placement import NAMESPACE, available_cores
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.deploy.ports import pick_free_port
+from outrider.deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
 from tests.tiny_models import build_tiny_llama
@@ -53,25 +55,36 @@ def build_models(directory: Path) -> Models:
 
 
 def engine(model: Path, **changes: Any) -> dict[str, Any]:
-    common = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
+    common: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
     return {"model": str(model), **common, **changes}
+
+
+def _core(number: int) -> list[list[int]] | None:
+    """Cores of a model of one rank. A second worker of pytest-xdist's takes them the other way round: two targets on
+    one core would leave the other to drafters, which wait for them."""
+    cores = available_cores()
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return [[cores[(number + worker) % len(cores)]]] if len(cores) > 1 else None
 
 
 def configurations(models: Models) -> dict[str, dict[str, Any]]:
     """Every deployment the tests use, by the name of its fixture."""
+    # One core each: of tiny models, threads that share a core with others take several times as long as one alone.
+    target = engine(models.target, cores=_core(0))
     draft_model = {"method": "draft_model", **engine(models.drafter)}
+    pinned_draft_model = {**draft_model, "cores": _core(1)}
     # Tests that look at drafts need them in every round, whether they pay or not.
     always = {"num_speculative_tokens": K, "adaptive": False}
     return {
         "pair": {
-            "target": engine(models.target),
-            "drafter": draft_model,
+            "target": target,
+            "drafter": pinned_draft_model,
             "speculation": always,
             "openai": {"chat_template": CHAT_TEMPLATE, "tool_call_parser": "hermes"},
         },
         "ngram_pair": {
-            "target": engine(models.target),
-            "drafter": {"method": "ngram"},
+            "target": target,
+            "drafter": {"method": "ngram", "cores": _core(1)},
             "speculation": always,
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},
             # Nothing is traced but what a caller asks for.
@@ -83,13 +96,14 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
         },
         # Both sides run out of KV long before the requests end: 16 blocks of 128 tokens each, as sized on CPU.
         "small_kv": {
-            "target": engine(models.target, kv_cache_memory_bytes=2 << 20, max_num_batched_tokens=96),
-            "drafter": {**draft_model, "kv_cache_memory_bytes": 3 << 19},
+            "target": {**target, "kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 96},
+            "drafter": {**pinned_draft_model, "kv_cache_memory_bytes": 3 << 19},
             "speculation": {"num_speculative_tokens": K},
         },
-        "no_drafter": {"target": engine(models.target)},
+        # Few seats, so that a test can fill them.
+        "no_drafter": {"target": {**target, "max_num_seqs": 4}},
         "co_located": {
-            "target": engine(models.target, max_num_batched_tokens=128),
+            "target": {**target, "max_num_batched_tokens": 128},
             "drafter": {
                 "placement": "co_located",
                 "method": "draft_model",
@@ -99,8 +113,8 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
         },
         # Small limits, so that a test can fill them.
         "two_replicas": {
-            "target": engine(models.target, max_num_seqs=4),
-            "drafter": {"method": "suffix"},
+            "target": {**target, "max_num_seqs": 4},
+            "drafter": {"method": "suffix", "cores": _core(1)},
             "serving": {"num_replicas": 2, "max_ongoing_requests": 8, "max_queued_requests": 32},
         },
         # Ranks that share cores take seconds for their first steps.
@@ -167,6 +181,13 @@ class Deployment:
     def replicas(self) -> dict[str, int]:
         """Processes of the living target replicas, by Serve's id of each."""
         return {name.split("#")[2]: pid for name, pid in _living_actors() if "#Target#" in name}
+
+    def all_replicas_are_known(self) -> bool:
+        """To the front door, which asks each of them for its metrics."""
+        with urllib.request.urlopen(f"{self.http_url}/metrics", timeout=HANG_GUARD_S) as response:
+            up = parse(response.read().decode(), time.monotonic()).of("outrider:replica_up")
+        known = {labels["replica"] for labels, value in up if value == 1}
+        return known == set(self.replicas()) and len(known) == self.config.serving.num_replicas
 
     def drafter(self) -> Any:
         """Ray's handle of the drafter actor."""
@@ -247,6 +268,9 @@ class Deployments:
             name, config, plan, address, client, *self._references, f"http://127.0.0.1:{self._http_port}"
         )
         wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
+        if config.serving.num_replicas > 1:
+            # The application counts as running before its front door has heard of every replica.
+            wait_until(self._current.all_replicas_are_known, HANG_GUARD_S, "every replica's metrics", every_s=0.5)
         return self._current
 
     def cluster(self) -> None:

@@ -8,7 +8,7 @@ from tests.serving import HANG_GUARD_S, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-SEATS = 16
+SEATS = 4
 """max_num_seqs."""
 
 HUGE = [number % 250 for number in range(900)]

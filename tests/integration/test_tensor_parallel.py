@@ -1,4 +1,5 @@
-"""Target and drafter each with their own tensor-parallel degree: the tokens are those of one plain vLLM engine."""
+"""Target and drafter each with their own tensor-parallel degree: the tokens are those of transformers, and of one plain
+vLLM engine."""
 
 import json
 import os
@@ -33,9 +34,10 @@ def plain(models):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def check(deployment, plain):
+def check(deployment, answers=None):
+    """answers: what is expected, by prompt; the reference's own by default."""
     accepted = 0
-    for prompt, expected in zip(PROMPTS, plain, strict=True):
+    for prompt, expected in zip(PROMPTS, answers or [None] * len(PROMPTS), strict=True):
         answer = deployment.client.generate(prompt, temperature=0.0, max_tokens=NUM_TOKENS)
         label = f"{deployment.name}, prompt of {len(prompt)}"
         deployment.reference.check(prompt, answer.token_ids, expected, label)
@@ -43,8 +45,8 @@ def check(deployment, plain):
     assert accepted > 0, "nothing was speculated"
 
 
-def test_a_target_of_two_ranks(target_tp2, plain):
-    check(target_tp2, plain)
+def test_a_target_of_two_ranks(target_tp2):
+    check(target_tp2)
     actors = target_tp2.actors()
     names = ["Verifier", "TargetRank-1", "Drafter", "Target", "Ingress"]
     assert set(names) <= actors.keys()
@@ -52,14 +54,24 @@ def test_a_target_of_two_ranks(target_tp2, plain):
     assert [actors[name].bundles for name in names[:3]] == [{1}, {2}, {3}]
 
 
-def test_a_drafter_of_two_ranks(drafter_tp2, plain):
-    check(drafter_tp2, plain)
+def test_a_drafter_of_two_ranks(drafter_tp2):
+    check(drafter_tp2)
     actors = drafter_tp2.actors()
     names = ["Verifier", "DrafterRank-0", "DrafterRank-1", "Drafter", "Target", "Ingress"]
     assert set(names) <= actors.keys()
     assert "TargetRank-1" not in actors
     assert len({actors[name].pid for name in names}) == len(names)
     assert [actors[name].bundles for name in names[:3]] == [{1}, {2}, {3}]
+
+
+@pytest.mark.exhaustive  # the two tests above compare with transformers, which is further away
+def test_a_target_of_two_ranks_against_plain_vllm(target_tp2, plain):
+    check(target_tp2, plain)
+
+
+@pytest.mark.exhaustive
+def test_a_drafter_of_two_ranks_against_plain_vllm(drafter_tp2, plain):
+    check(drafter_tp2, plain)
 
 
 def check_drawn(deployment):

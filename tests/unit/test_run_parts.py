@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from tests import run_parts
 
 PASSES, FAILS = "def test_it(): pass\n", "def test_it(): assert False\n"
 
+NO_OTHER_PLUGINS = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
+"""Loading all that are installed takes each of a run's six processes seconds."""
+
 
 @pytest.mark.parametrize("unit", [PASSES, FAILS])
 def test_the_status_and_the_last_lines(tmp_path: Path, unit: str) -> None:
@@ -20,7 +24,7 @@ def test_the_status_and_the_last_lines(tmp_path: Path, unit: str) -> None:
         (tmp_path / "tests" / directory / f"test_{directory}.py").write_text(source)
     done = subprocess.run(
         [sys.executable, run_parts.__file__, "-p", "no:cacheprovider"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        cwd=tmp_path, env=NO_OTHER_PLUGINS, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == int(unit is FAILS), done.stdout + done.stderr
     first, second = done.stdout.splitlines()[-2:]
@@ -42,6 +46,7 @@ def test_an_empty_part_is_no_failure_but_a_killed_one_is(
 def test_no_test_at_all_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "tests" / "unit").mkdir(parents=True)
     done = subprocess.run(
-        [sys.executable, run_parts.__file__, "--only", "unit"], cwd=tmp_path, capture_output=True, check=False
-    )
+        [sys.executable, run_parts.__file__, "--only", "unit"],
+        cwd=tmp_path, env=NO_OTHER_PLUGINS, capture_output=True, check=False,
+    )  # fmt: skip
     assert done.returncode != 0
