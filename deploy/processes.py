@@ -165,10 +165,19 @@ class SharedMemoryWatch:
     def _used(self) -> set[str]:
         """Names that a living process has mapped or open, or that a library in it may come back to."""
         living = set(psutil.pids())
+        living -= {pid for pid in living & self._pids if _is_zombie(pid)}
         return mapped_shared_memory(living) | {name for name in shared_memory_entries() if _owner_in(name) in living}
 
     def _is_named_after_one(self, name: str) -> bool:
         return _owner_in(name) in self._pids
+
+
+def _is_zombie(pid: int) -> bool:
+    """Ended, though not collected yet: some of a killed process's threads may take a moment longer than its first."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _owner_in(name: str) -> int | None:
