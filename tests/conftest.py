@@ -31,35 +31,42 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 DEPLOYMENTS = (
-    "pair", "ngram_pair", "small_kv", "no_drafter", "co_located", "two_replicas", "target_tp2", "drafter_tp2"
+    "pair", "ngram_pair", "small_kv", "co_located", "two_replicas", "both_tp2",
+    "no_drafter", "target_tp2", "drafter_tp2",
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
-ONE_CLUSTER_OF_THEIR_OWN = ("ingress",)
-"""Folders whose tests share one cluster that is not the deployments'."""
-
+FIRST_HALF = {
+    "pair", "test_draft_engine", "test_link_gloo", "test_link_rendezvous", "test_listening", "test_target_sampler",
+}  # fmt: skip
+"""What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long."""
 
 MOST_TIES = 8
 """Differences from the references that may be put down to rounding, over a whole session."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one deployment run together, in one worker of pytest-xdist's, after those with no part in the cluster:
-    some of these start one of their own, which this process could not beside the other."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--half", type=int, choices=(1, 2), help="only this half; tests of one deployment stay together")
 
-    def place(item: pytest.Item) -> tuple[int, str]:
-        """When its turn is, and with whom it runs."""
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of one deployment run together, after those with no part in the cluster: some of these start one of their
+    own, which one process could not beside the other."""
+
+    def room(item: pytest.Item) -> str:
         names = getattr(item, "fixturenames", ())
-        for number, name in enumerate(DEPLOYMENTS, 2):
-            if name in names:
-                return number, name
-        folder = item.path.parent.name
-        return int("deployments" in names), folder if folder in ONE_CLUSTER_OF_THEIR_OWN else item.path.stem
+        own = item.path.parent.name if item.path.parent.name in ("ingress", "page") else item.path.stem
+        return next((name for name in DEPLOYMENTS if name in names), own)
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(place(item)[1]))
-    items.sort(key=lambda item: place(item)[0])
+    def turn(item: pytest.Item) -> int:
+        last = ("deployments" in getattr(item, "fixturenames", ())) - 1
+        return DEPLOYMENTS.index(found) + 1 if (found := room(item)) in DEPLOYMENTS else last
+
+    if (half := config.getoption("half")) is not None:
+        left_out = [item for item in items if (room(item) in FIRST_HALF) != (half == 1)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if (room(item) in FIRST_HALF) == (half == 1)]
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session")
@@ -71,10 +78,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
-def deployments(models: Models) -> Iterator[Deployments]:
+def deployments(models: Models, request: pytest.FixtureRequest) -> Iterator[Deployments]:
     from tests.serving import Deployments
 
-    deployments = Deployments(models)
+    deployments = Deployments(models, request.config.getoption("half") or 1)
     yield deployments
     deployments.shutdown()
     ties = deployments.ties()
@@ -115,6 +122,12 @@ def co_located(deployments: Deployments) -> Deployment:
 def two_replicas(deployments: Deployments) -> Deployment:
     """Two replicas with suffix drafters and room for few requests."""
     return deployments.use("two_replicas")
+
+
+@pytest.fixture
+def both_tp2(deployments: Deployments) -> Deployment:
+    """A target of two ranks, a drafter of two."""
+    return deployments.use("both_tp2")
 
 
 @pytest.fixture

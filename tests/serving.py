@@ -59,20 +59,26 @@ def engine(model: Path, **changes: Any) -> dict[str, Any]:
     return {"model": str(model), **common, **changes}
 
 
-def _core(number: int) -> list[list[int]] | None:
-    """Cores of a model of one rank. A second worker of pytest-xdist's takes them the other way round: two targets on
-    one core would leave the other to drafters, which wait for them."""
-    cores = available_cores()
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    return [[cores[(number + worker) % len(cores)]]] if len(cores) > 1 else None
+def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
+    """Every deployment the tests use, by the name of its fixture. half: of the tests, when both run at once."""
 
+    def core(number: int) -> list[list[int]] | None:
+        """The second half takes them the other way round: two targets on one core would leave the other to drafters,
+        which wait for them."""
+        cores = available_cores()
+        return [[cores[(number + half - 1) % len(cores)]]] if len(cores) > 1 else None
 
-def configurations(models: Models) -> dict[str, dict[str, Any]]:
-    """Every deployment the tests use, by the name of its fixture."""
     # One core each: of tiny models, threads that share a core with others take several times as long as one alone.
-    target = engine(models.target, cores=_core(0))
+    target = engine(models.target, cores=core(0))
     draft_model = {"method": "draft_model", **engine(models.drafter)}
-    pinned_draft_model = {**draft_model, "cores": _core(1)}
+    pinned_draft_model = {**draft_model, "cores": core(1)}
+    target_of_two = engine(models.target, tensor_parallel_size=2)
+    drafter_of_two = {**draft_model, "tensor_parallel_size": 2}
+    # Ranks that share cores take seconds for their first steps.
+    patient = {
+        "speculation": {"adaptive": False},
+        "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
+    }
     # Tests that look at drafts need them in every round, whether they pay or not.
     always = {"num_speculative_tokens": K, "adaptive": False}
     return {
@@ -82,9 +88,10 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
             "speculation": always,
             "openai": {"chat_template": CHAT_TEMPLATE, "tool_call_parser": "hermes"},
         },
+        # Few seats, so that a test can fill them.
         "ngram_pair": {
-            "target": target,
-            "drafter": {"method": "ngram", "cores": _core(1)},
+            "target": {**target, "max_num_seqs": 4},
+            "drafter": {"method": "ngram", "cores": core(1)},
             "speculation": always,
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},
             # Nothing is traced but what a caller asks for.
@@ -100,8 +107,7 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
             "drafter": {**pinned_draft_model, "kv_cache_memory_bytes": 3 << 19},
             "speculation": {"num_speculative_tokens": K},
         },
-        # Few seats, so that a test can fill them.
-        "no_drafter": {"target": {**target, "max_num_seqs": 4}},
+        "no_drafter": {"target": target},
         "co_located": {
             "target": {**target, "max_num_batched_tokens": 128},
             "drafter": {
@@ -114,22 +120,12 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
         # Small limits, so that a test can fill them.
         "two_replicas": {
             "target": {**target, "max_num_seqs": 4},
-            "drafter": {"method": "suffix", "cores": _core(1)},
+            "drafter": {"method": "suffix", "cores": core(1)},
             "serving": {"num_replicas": 2, "max_ongoing_requests": 8, "max_queued_requests": 32},
         },
-        # Ranks that share cores take seconds for their first steps.
-        "target_tp2": {
-            "target": engine(models.target, tensor_parallel_size=2),
-            "drafter": draft_model,
-            "speculation": {"adaptive": False},
-            "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
-        },
-        "drafter_tp2": {
-            "target": engine(models.target),
-            "drafter": {**draft_model, "tensor_parallel_size": 2},
-            "speculation": {"adaptive": False},
-            "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
-        },
+        "both_tp2": {"target": target_of_two, "drafter": drafter_of_two, **patient},
+        "target_tp2": {"target": target_of_two, "drafter": draft_model, **patient},
+        "drafter_tp2": {"target": engine(models.target), "drafter": drafter_of_two, **patient},
     }
 
 
@@ -189,6 +185,10 @@ class Deployment:
         known = {labels["replica"] for labels, value in up if value == 1}
         return known == set(self.replicas()) and len(known) == self.config.serving.num_replicas
 
+    def verifiers(self) -> dict[str, int]:
+        """Processes of the living replicas' ranks 0, by Serve's id of each replica."""
+        return {name.split(":")[1]: pid for name, pid in _living_actors() if name.startswith("Verifier:")}
+
     def drafter(self) -> Any:
         """Ray's handle of the drafter actor."""
         return ray.get_actor(self.actors()["Drafter"].name, namespace=NAMESPACE)
@@ -247,8 +247,8 @@ def ended_early(deployment: Deployment, tokens: int) -> Iterator[None]:
 class Deployments:
     """Starts the cluster with the first deployment asked for and swaps the application when another is asked for."""
 
-    def __init__(self, models: Models) -> None:
-        self._configurations = configurations(models)
+    def __init__(self, models: Models, half: int = 1) -> None:
+        self._configurations = configurations(models, half)
         self._references = Reference(models.target), Reference(models.drafter)
         self._current: Deployment | None = None
         self._grpc_port: int | None = None

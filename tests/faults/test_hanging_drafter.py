@@ -64,6 +64,7 @@ def test_its_loop_raises(ngram_pair):
         traffic.wait_for_messages(20)
 
 
+@pytest.mark.exhaustive  # test_lost_replica.py kills a rank, too, of one of two replicas
 def test_a_rank_of_the_target_dies(ngram_pair):
     """The replica is replaced; what ran gets UNAVAILABLE, and a retry is served."""
     stream = ngram_pair.client.stream(PROMPT, temperature=0.0, max_tokens=900)

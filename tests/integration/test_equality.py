@@ -46,6 +46,8 @@ def test_with_an_ngram_drafter(ngram_pair, name):
         check(ngram_pair, prompt, CHOICES[name], f"{name}, ngram")
 
 
+# A deployment of its own. K = 0 above takes the same way to the same tokens; one without a drafter actor is co_located.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHOICES)
 def test_without_a_drafter(no_drafter, name):
     for prompt in PROMPTS:
@@ -53,18 +55,20 @@ def test_without_a_drafter(no_drafter, name):
     assert no_drafter.status().num_speculative_tokens == 0
 
 
-# Ranks that share cores take their time. Greedy is compared in test_tensor_parallel.py, too.
-WITH_RANKS = [
-    name if "top_p" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in CHOICES
-]  # fmt: skip
+# Greedy is compared in test_tensor_parallel.py, too.
+@pytest.mark.parametrize("name", ["T=0.7, top_p=0.95"])
+def test_with_ranks_on_both_sides(both_tp2, name):
+    assert check(both_tp2, PROMPTS[0], CHOICES[name], f"{name}, two ranks each") > 0
 
 
-@pytest.mark.parametrize("name", WITH_RANKS)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CHOICES)
 def test_with_ranks(target_tp2, name):
     check(target_tp2, PROMPTS[0], CHOICES[name], f"{name}, two ranks")
 
 
-@pytest.mark.parametrize("name", WITH_RANKS)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CHOICES)
 def test_with_a_drafter_of_ranks(drafter_tp2, name):
     assert check(drafter_tp2, PROMPTS[0], CHOICES[name], f"{name}, drafter of two ranks") > 0
 

@@ -15,8 +15,6 @@ from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
 from outrider.cluster.modes import Mode
 
-vllm = pytest.importorskip("vllm")
-
 V, K = 40, 3
 DRAFTS = [7, 8, 9]
 OUTPUT = [4, 5, 5]

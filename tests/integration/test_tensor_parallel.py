@@ -45,6 +45,18 @@ def check(deployment, answers=None):
     assert accepted > 0, "nothing was speculated"
 
 
+def test_two_ranks_each(both_tp2):
+    check(both_tp2)
+    actors = both_tp2.actors()
+    names = ["Verifier", "TargetRank-1", "DrafterRank-0", "DrafterRank-1", "Drafter", "Target", "Ingress"]
+    assert set(names) <= actors.keys()
+    assert len({actors[name].pid for name in names}) == len(names)
+    assert [actors[name].bundles for name in names[:4]] == [{1}, {2}, {3}, {4}]
+
+
+# Each alone takes a deployment of its own. What ranks of a side do does not depend on the other's, and where they sit
+# is in tests/unit/test_placement.py and test_cores.py.
+@pytest.mark.exhaustive
 def test_a_target_of_two_ranks(target_tp2):
     check(target_tp2)
     actors = target_tp2.actors()
@@ -54,6 +66,7 @@ def test_a_target_of_two_ranks(target_tp2):
     assert [actors[name].bundles for name in names[:3]] == [{1}, {2}, {3}]
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_of_two_ranks(drafter_tp2):
     check(drafter_tp2)
     actors = drafter_tp2.actors()
@@ -64,7 +77,7 @@ def test_a_drafter_of_two_ranks(drafter_tp2):
     assert [actors[name].bundles for name in names[:3]] == [{1}, {2}, {3}]
 
 
-@pytest.mark.exhaustive  # the two tests above compare with transformers, which is further away
+@pytest.mark.exhaustive
 def test_a_target_of_two_ranks_against_plain_vllm(target_tp2, plain):
     check(target_tp2, plain)
 
@@ -86,9 +99,15 @@ def check_drawn(deployment):
     assert deployment.reference.outside_top(prompt, answer.token_ids, 1), "nothing was drawn"
 
 
+def test_ranks_of_both_sides_agree_on_every_drawn_token(both_tp2):
+    check_drawn(both_tp2)
+
+
+@pytest.mark.exhaustive
 def test_two_ranks_of_the_target_agree_on_every_drawn_token(target_tp2):
     check_drawn(target_tp2)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_of_the_drafter_agree_on_every_drawn_token(drafter_tp2):
     check_drawn(drafter_tp2)
