@@ -257,12 +257,12 @@ class Deployments:
     def use(self, name: str) -> Deployment:
         if self._current is not None and self._current.name == name:
             return self._current
-        self.cluster()
+        port = self.cluster()
         self._take_down()
         config = parse_config(self._configurations[name])
         plan = plan_replica(config)
         serve.run(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
-        address = f"127.0.0.1:{self._grpc_port}"
+        address = f"127.0.0.1:{port}"
         client = OutriderClient(address)
         self._current = Deployment(
             name, config, plan, address, client, *self._references, f"http://127.0.0.1:{self._http_port}"
@@ -273,10 +273,11 @@ class Deployments:
             wait_until(self._current.all_replicas_are_known, HANG_GUARD_S, "every replica's metrics", every_s=0.5)
         return self._current
 
-    def cluster(self) -> None:
-        """Ray and Serve are up, whatever is deployed."""
+    def cluster(self) -> int:
+        """Ray and Serve are up, whatever is deployed. Returns the port of gRPC."""
         if self._grpc_port is None:
             self._grpc_port = self._start_cluster()
+        return self._grpc_port
 
     def ties(self) -> list[str]:
         return [tie for reference in self._references for tie in reference.ties]
