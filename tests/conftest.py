@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ray's workers give way to everything else: servers would wait for the other half of the tests, and for its browser.
+os.environ.setdefault("RAY_worker_niceness", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: threads of torch's own would only be in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -32,15 +32,22 @@ def check(deployment: Deployment, prompt, choice, label, **changes):
     return answer.metrics.speculative_decoding.num_accepted_draft_tokens
 
 
+# The batch below has every K from 1 to 8.
 @pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("k", [0, 1, 4, 8])
+@pytest.mark.parametrize("k", [0, *(pytest.param(k, marks=pytest.mark.exhaustive) for k in (1, 4)), 8])
 def test_with_a_draft_model(pair, name, k):
     speculation = {"num_speculative_tokens": k} if k else {"speculation": False}
     accepted = [check(pair, prompt, CHOICES[name], f"{name}, K={k}", **speculation) for prompt in PROMPTS]
     assert all(count > 0 for count in accepted) if k else not any(accepted)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+ONE_OF_CHOICES = [
+    name if "top_p" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in CHOICES
+]  # fmt: skip
+"""For drafters whose choices and drafts do not meet: the first test above has all of them."""
+
+
+@pytest.mark.parametrize("name", ONE_OF_CHOICES)
 def test_with_an_ngram_drafter(ngram_pair, name):
     for prompt in PROMPTS:
         check(ngram_pair, prompt, CHOICES[name], f"{name}, ngram")
@@ -55,8 +62,7 @@ def test_without_a_drafter(no_drafter, name):
     assert no_drafter.status().num_speculative_tokens == 0
 
 
-# Greedy is compared in test_tensor_parallel.py, too.
-@pytest.mark.parametrize("name", ["T=0.7, top_p=0.95"])
+@pytest.mark.parametrize("name", ONE_OF_CHOICES)
 def test_with_ranks_on_both_sides(both_tp2, name):
     assert check(both_tp2, PROMPTS[0], CHOICES[name], f"{name}, two ranks each") > 0
 

@@ -94,7 +94,9 @@ def served(deployments):
     return ask
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block"])
+# Block verification's own distribution is in tests/unit/verification/test_distribution.py. What it shares with
+# rejection, and what this is about, is the way that q, drafts and their verdict take through a server.
+@pytest.mark.parametrize("verification", ["rejection", pytest.param("block", marks=pytest.mark.exhaustive)])
 def test_answers_are_distributed_as_the_target_s_own(pair, served, verification):
     answers, p, q, drafted, accepted, rounds = served(verification)
     assert p.gather(-1, answers.unsqueeze(-1)).min() > 0, "a token outside top_k"

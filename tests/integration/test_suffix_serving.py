@@ -6,7 +6,7 @@ import ray
 from outrider.actors.drafter.suffix import AnswerPart
 from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
 from outrider.cluster.placement import NAMESPACE
-from tests.integration.test_equality import CHOICES, PROMPTS, options
+from tests.integration.test_equality import CHOICES, ONE_OF_CHOICES, PROMPTS, options
 from tests.serving import HANG_GUARD_S, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -16,12 +16,6 @@ def drafters(deployment):
     """Status of each replica's drafter, by replica."""
     actors = {replica: ray.get_actor(f"Drafter:{replica}", namespace=NAMESPACE) for replica in deployment.replicas()}
     return {name: ray.get(actor.status.remote(), timeout=HANG_GUARD_S) for name, actor in actors.items()}
-
-
-ONE_OF_CHOICES = [
-    name if "top_p" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in CHOICES
-]  # fmt: skip
-"""That drafts do not change what is chosen, whichever way, is in test_equality.py."""
 
 
 @pytest.mark.parametrize("name", ONE_OF_CHOICES)
