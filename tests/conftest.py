@@ -38,6 +38,9 @@ DEPLOYMENTS = (
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
+FOLDERS = ("ingress", "page")
+"""Of tests that run together, like those of a file."""
+
 FIRST_HALF = {
     "pair", "test_draft_engine", "test_link_gloo", "test_link_rendezvous", "test_listening", "test_target_sampler",
 }  # fmt: skip
@@ -57,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def room(item: pytest.Item) -> str:
         names = getattr(item, "fixturenames", ())
-        own = item.path.parent.name if item.path.parent.name in ("ingress", "page") else item.path.stem
+        own = item.path.parent.name if item.path.parent.name in FOLDERS else item.path.stem
         return next((name for name in DEPLOYMENTS if name in names), own)
 
     def turn(item: pytest.Item) -> int:

@@ -185,10 +185,6 @@ class Deployment:
         known = {labels["replica"] for labels, value in up if value == 1}
         return known == set(self.replicas()) and len(known) == self.config.serving.num_replicas
 
-    def verifiers(self) -> dict[str, int]:
-        """Processes of the living replicas' ranks 0, by Serve's id of each replica."""
-        return {name.split(":")[1]: pid for name, pid in _living_actors() if name.startswith("Verifier:")}
-
     def drafter(self) -> Any:
         """Ray's handle of the drafter actor."""
         return ray.get_actor(self.actors()["Drafter"].name, namespace=NAMESPACE)

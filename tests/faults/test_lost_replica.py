@@ -1,4 +1,4 @@
-"""One of two target replicas is killed under load: its engine's rank, or all of it."""
+"""One of two target replicas is killed under load."""
 
 import os
 import signal
@@ -43,12 +43,7 @@ def prompt_of(number):
     return [(number * 11 + position * 5) % 250 for position in range(40)]
 
 
-@pytest.mark.parametrize(
-    "killed_part",
-    # A replica that ends as a whole, with a scripted engine: tests/integration/ingress.
-    ["rank", pytest.param("replica", marks=pytest.mark.exhaustive)],
-)
-def test_what_had_not_begun_is_served_and_the_rest_is_told(two_replicas, killed_part):
+def test_what_had_not_begun_is_served_and_the_rest_is_told(two_replicas):
     streams = [Stream(prompt_of(number)) for number in range(STREAMS)]
     threads = [threading.Thread(target=stream.run, args=(two_replicas.client,), daemon=True) for stream in streams]
     for thread in threads:
@@ -56,8 +51,7 @@ def test_what_had_not_begun_is_served_and_the_rest_is_told(two_replicas, killed_
     # Both replicas work on some of them, and some have nothing yet.
     wait_until(lambda: sum(bool(stream.tokens) for stream in streams) >= 6, HANG_GUARD_S, "streams under way")
     waiting = sum(not stream.tokens for stream in streams)
-    parts = two_replicas.verifiers() if killed_part == "rank" else two_replicas.replicas()
-    victim, pid = sorted(parts.items())[0]
+    victim, pid = sorted(two_replicas.replicas().items())[0]
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     for thread in threads:

@@ -10,12 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests import run_parts
+from tests import conftest, run_parts
 
 PASSES, FAILS = "def test_it(): pass\n", "def test_it(): assert False\n"
 
 NO_OTHER_PLUGINS = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
 """Loading all that are installed takes each of a run's six processes seconds."""
+
+
+def test_the_first_half_is_of_things_that_exist() -> None:
+    """What it does not know runs in the second."""
+    tests = Path(run_parts.__file__).parent
+    files = {path.stem for folder in ("integration", "faults") for path in (tests / folder).glob("test_*.py")}
+    assert conftest.FIRST_HALF - files - {*conftest.DEPLOYMENTS, *conftest.FOLDERS} == set()
+    assert all((tests / "integration" / folder).is_dir() for folder in conftest.FOLDERS)
 
 
 @pytest.mark.parametrize("unit", [PASSES, FAILS])
