@@ -58,19 +58,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests of one deployment run together, after those with no part in the cluster: some of these start one of their
     own, which one process could not beside the other."""
 
+    def fixtures(item: pytest.Item) -> tuple[str, ...]:
+        return getattr(item, "fixturenames", ())
+
     def room(item: pytest.Item) -> str:
-        names = getattr(item, "fixturenames", ())
-        own = item.path.parent.name if item.path.parent.name in FOLDERS else item.path.stem
-        return next((name for name in DEPLOYMENTS if name in names), own)
+        """A deployment, a folder or a file."""
+        folder = item.path.parent.name
+        of_none = folder if folder in FOLDERS else item.path.stem
+        return next((name for name in DEPLOYMENTS if name in fixtures(item)), of_none)
 
     def turn(item: pytest.Item) -> int:
-        last = ("deployments" in getattr(item, "fixturenames", ())) - 1
-        return DEPLOYMENTS.index(found) + 1 if (found := room(item)) in DEPLOYMENTS else last
+        if (name := room(item)) in DEPLOYMENTS:
+            return 2 + DEPLOYMENTS.index(name)
+        return int("deployments" in fixtures(item))
 
     if (half := config.getoption("half")) is not None:
-        left_out = [item for item in items if (room(item) in FIRST_HALF) != (half == 1)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if (room(item) in FIRST_HALF) == (half == 1)]
+        chosen = [item for item in items if (room(item) in FIRST_HALF) == (half == 1)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     items.sort(key=turn)
 
 
