@@ -2,7 +2,7 @@
 programs. HTTP derives its own from that (outrider.actors.serving.openai.errors). What clients are not told is logged.
 
 Serve forgets the trailing metadata of a gRPC call that fails and keeps its details text alone. So the text takes the
-rest along, behind a separator, up to Serve's proxy, where ``outrider.actors.serve_seam.grpc_proxy`` takes it apart.
+rest along, behind a separator, up to Serve's proxy, where ``outrider.actors.serving.grpc.door`` takes it apart.
 """
 
 from __future__ import annotations

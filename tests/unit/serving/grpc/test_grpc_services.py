@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.serve._private.grpc_util import gRPCGenericServer
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from outrider.actors.serve_seam import grpc_proxy as grpc_services
 from outrider.actors.serve_seam.grpc_proxy import add_services
 from outrider.actors.serving.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA, CallFailure
 from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
+from outrider.actors.serving.grpc import door
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 
@@ -176,7 +176,7 @@ async def test_a_client_that_sends_nothing_is_not_left_waiting(way: str) -> None
 
 
 async def test_a_request_that_is_far_too_large_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_services, "MAX_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(door, "MAX_REQUEST_BYTES", 1000)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
@@ -222,7 +222,7 @@ async def test_a_call_that_went_well_keeps_its_metadata() -> None:
 
 
 async def test_a_slow_reader_is_given_up_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_services, "MOST_UNREAD_BYTES", 4 << 20)
+    monkeypatch.setattr(door, "MOST_UNREAD_BYTES", 4 << 20)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
@@ -238,7 +238,7 @@ async def test_a_slow_reader_is_given_up_before_it_fills_the_memory(monkeypatch:
 
 
 async def test_a_reader_that_keeps_up_may_read_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_services, "MAX_UNREAD_BYTES", 4 << 20)
+    monkeypatch.setattr(door, "MAX_UNREAD_BYTES", 4 << 20)
     async with serving(proxy := Proxy()) as channel:
         call = rpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest(request_id="paced"))
         for _ in range(500):
@@ -251,7 +251,7 @@ async def test_a_reader_that_keeps_up_may_read_more_than_that(monkeypatch: pytes
 @pytest.mark.parametrize("most", [None, 1000])
 async def test_one_message_may_be_as_large_as_it_is(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if most is not None:
-        monkeypatch.setattr(grpc_services, "MOST_UNREAD_BYTES", most)
+        monkeypatch.setattr(door, "MOST_UNREAD_BYTES", most)
     async with serving(Proxy()) as channel:
         stub = rpc.GenerationServiceStub(channel)
         sizes = [len(m.text_delta) async for m in stub.GenerateStream(pb.GenerateStreamRequest(request_id="huge"))]
@@ -260,7 +260,7 @@ async def test_one_message_may_be_as_large_as_it_is(most: int | None, monkeypatc
 
 async def test_a_reader_that_stops_is_given_up_though_nothing_more_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transport takes the first few messages; what waits behind them does not become fewer."""
-    monkeypatch.setattr(grpc_services, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(door, "PATIENCE_S", 0.2)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
@@ -274,13 +274,13 @@ async def test_a_reader_that_stops_is_given_up_though_nothing_more_is_written(mo
 async def test_a_reader_that_stops_is_given_up_when_the_answer_is_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
     gave_up = asyncio.Event()
 
-    class Watched(grpc_services._Unread):
+    class Watched(door.Unread):
         def _give_up(self) -> None:
             super()._give_up()
             gave_up.set()
 
-    monkeypatch.setattr(grpc_services, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(grpc_services, "_Unread", Watched)
+    monkeypatch.setattr(door, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(door, "Unread", Watched)
     async with serving(Proxy()) as channel:
         call = rpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest(request_id="huge twice"))
         await asyncio.wait_for(gave_up.wait(), 30)
@@ -296,7 +296,7 @@ async def test_a_backlog_that_shrinks_is_waited_for_and_one_that_does_not_is_not
         nonlocal slow
         slow += 1
 
-    unread = grpc_services._Unread(on_slow)
+    unread = door.Unread(on_slow)
     for _ in range(3):
         unread.put(b"x" * (5 << 20))
     assert unread._judging is not None
@@ -324,7 +324,7 @@ async def test_a_client_that_leaves_is_noticed_while_nothing_is_written() -> Non
 async def test_beyond_the_capacity_that_an_answer_told_generations_are_refused_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grpc_services, "_GATES", Gates("grpc"))
+    monkeypatch.setattr(door, "_GATES", Gates("grpc"))
     proxy = Proxy()
     proxy.read = asyncio.Semaphore(0)
     proxy.told = [(CAPACITY_METADATA, "2")]
@@ -352,7 +352,7 @@ async def test_beyond_the_capacity_that_an_answer_told_generations_are_refused_h
 
 @pytest.mark.parametrize("way", ["Generate", "GenerateStream"])
 async def test_a_client_that_has_not_sent_its_request_takes_no_place(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(grpc_services, "_GATES", Gates("grpc"))
+    monkeypatch.setattr(door, "_GATES", Gates("grpc"))
     proxy = Proxy()
     proxy.told = [(CAPACITY_METADATA, "2")]
     sending = asyncio.Event()
