@@ -24,6 +24,7 @@ from outrider.cluster.drafter_config import LookupConfig as LookupConfig
 from outrider.cluster.drafter_config import NgramConfig as NgramConfig
 from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
+from outrider.cluster.limits import LimitsConfig as LimitsConfig
 
 _KEY = re.compile(r"([a-z_]+): ")
 
@@ -152,9 +153,6 @@ class ServingConfig(Section):
     """How much later a small request may come and still be served before a larger one that waits. 0: in order of
     arrival."""
 
-    max_request_bytes: int = Field(8 << 20, ge=1024)
-    """Longest body of an HTTP request, in bytes."""
-
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
     """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
     (OTLP over gRPC). None: nothing is traced."""
@@ -176,6 +174,7 @@ class OutriderConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     link: LinkConfig = LinkConfig()
     serving: ServingConfig = ServingConfig()
+    limits: LimitsConfig = LimitsConfig()
     openai: OpenAIConfig = OpenAIConfig()
 
     @model_validator(mode="before")

@@ -66,7 +66,7 @@ RAY_DAEMONS = ("gcs_server", "raylet")
 RAY_SHUTDOWN_S = 20.0
 RAY_GONE_SHUTDOWN_S = 3.0
 
-_FIELD = re.compile(r"(?:target|drafter|speculation|link|serving)[.\w]*: ")
+_FIELD = re.compile(r"(?:target|drafter|speculation|link|serving|limits)[.\w]*: ")
 
 
 class Server:
@@ -159,7 +159,8 @@ class Server:
         return left
 
     def _start_ray(self, plan: ReplicaPlan) -> None:
-        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **PROXY_ENVIRONMENT})
+        proxies = {**PROXY_ENVIRONMENT, **self._config.limits.to_environment()}
+        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **proxies})
         if not self._verbose:
             warnings.filterwarnings("ignore")
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -195,7 +196,11 @@ class Server:
         try:
             serve.start(
                 proxy_location="EveryNode" if self._address else "HeadOnly",
-                http_options=HTTPOptions(host=serving.host, port=serving.http_port),
+                http_options=HTTPOptions(
+                    host=serving.host,
+                    port=serving.http_port,
+                    keep_alive_timeout_s=int(self._config.limits.connection_idle_timeout_s),
+                ),
                 grpc_options=gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=[SERVICER]),
                 logging_config=serve_logging(serving),
             )

@@ -6,20 +6,52 @@ see a stand-in for the server, which puts the door in front of the handlers that
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
+from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from outrider.actors.serve_seam import leans_on
 from outrider.actors.serving.grpc.door import ProxiedCall, proxied_call, tolerant
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2_grpc
+
+KEEPALIVE_MS = 60_000
+"""A connection on which nothing comes for so long is asked whether its other end is there."""
+
+_RECEIVE = "grpc.max_receive_message_length"
+_limited = False
+
+logger = logging.getLogger("ray.serve.outrider.proxy")
+
+
+def limit_server(limits: LimitsConfig) -> None:
+    """Before Serve makes its gRPC server. gRPC's own refusal has no details, so it begins at twice the size."""
+    global _limited
+    ours = {
+        _RECEIVE: 2 * limits.max_request_bytes,
+        "grpc.max_concurrent_streams": limits.max_streams_per_connection,
+        "grpc.max_connection_idle_ms": int(limits.connection_idle_timeout_s * 1000),
+        "grpc.server_handshake_timeout_ms": int(limits.receive_timeout_s * 1000),
+        "grpc.keepalive_time_ms": KEEPALIVE_MS,
+        "grpc.keepalive_timeout_ms": int(limits.unread_timeout_s * 1000),
+    }
+    kept = [option for option in DEFAULT_GRPC_SERVER_OPTIONS if option[0] not in ours]
+    DEFAULT_GRPC_SERVER_OPTIONS[:] = [*kept, *ours.items()]
+    _limited = True
 
 
 def add_services(servicer: Any, server: Any) -> None:
     """GenerationService and grpc.health.v1.Health on one of Serve's gRPC servers."""
     leans_on.GRPC_PROXY.check()
+    if not _limited:
+        logger.warning(
+            "gRPC messages of up to 2 GiB are taken in before they are refused, and connections have no limits: "
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH is not set on this node; see docs/configuration.md, limits"
+        )
     mount = _Mount(server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, mount)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, mount)
@@ -35,16 +67,21 @@ class _Mount:
         """Done below: the same handlers come a second time, by name."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        streams = {f"/{service}/{name}": bool(handler.response_streaming) for name, handler in handlers.items()}
         read_here = {
-            name: handler._replace(request_streaming=True, request_deserializer=tolerant(handler.request_deserializer))
+            name: handler._replace(
+                request_streaming=True,
+                response_streaming=True,
+                request_deserializer=tolerant(handler.request_deserializer),
+            )
             for name, handler in handlers.items()
         }
         make_handler = self._server.service_handler_factory
 
         def make_call(service_method: str, streaming_type: gRPCStreamingType) -> ProxiedCall:
-            streams = streaming_type in (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM)
-            kind = gRPCStreamingType.UNARY_STREAM if streams else gRPCStreamingType.UNARY_UNARY
-            return proxied_call(service_method, make_handler(service_method, kind), streams=streams)
+            several = streams[service_method]
+            kind = gRPCStreamingType.UNARY_STREAM if several else gRPCStreamingType.UNARY_UNARY
+            return proxied_call(service_method, make_handler(service_method, kind), streams=several)
 
         self._server.service_handler_factory = make_call
         try:

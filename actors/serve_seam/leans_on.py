@@ -101,8 +101,33 @@ GRPC_PROXY = Table(
         Borrowed(
             "ray.serve._private.proxy_request_response:gRPCStreamingType",
             "which of Serve's handlers",
-            also=("UNARY_UNARY", "UNARY_STREAM", "STREAM_STREAM"),
+            also=("UNARY_UNARY", "UNARY_STREAM"),
         ),
+        Borrowed(
+            "ray.serve._private.constants:DEFAULT_GRPC_SERVER_OPTIONS",
+            "changed: what the server takes in",
+            read_by=(f"{_GRPC_SERVER}.__init__",),
+        ),
+    ),
+)
+
+_PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
+
+HTTP_PROXY = Table(
+    Project("uvicorn", ("uvicorn",), "0."),
+    "actors/serve_seam/http_proxy.py",
+    (
+        Borrowed("uvicorn.protocols.http.auto:AutoHTTPProtocol", "replaced: connections have time limits"),
+        Borrowed(f"{_PROTOCOL}.connection_made", "overridden", exactly=("transport",)),
+        Borrowed(f"{_PROTOCOL}.connection_lost", "overridden", exactly=("exc",)),
+        Borrowed(f"{_PROTOCOL}.data_received", "overridden", exactly=("data",)),
+        Borrowed(f"{_PROTOCOL}.on_message_begin", "overridden: a header begins", exactly=()),
+        Borrowed(f"{_PROTOCOL}.on_headers_complete", "overridden: it has come", exactly=()),
+        Borrowed(f"{_PROTOCOL}.pause_writing", "overridden: the client does not read", exactly=()),
+        Borrowed(f"{_PROTOCOL}.resume_writing", "overridden: it does again", exactly=()),
+        Borrowed(f"{_PROTOCOL}.timeout_keep_alive_task", "tells whether it waits for another request"),
+        Borrowed(f"{_PROTOCOL}.cycle", "the request that is being answered, if there is one"),
+        Borrowed("uvicorn.protocols.http.httptools_impl:RequestResponseCycle.response_complete", "whether it is"),
     ),
 )
 
@@ -146,4 +171,4 @@ SERVER = Table(
     ),
 )
 
-TABLES = (CALLER, GRPC_PROXY, REPLICA, SERVER)
+TABLES = (CALLER, GRPC_PROXY, HTTP_PROXY, REPLICA, SERVER)

@@ -1,17 +1,21 @@
 """What happens to a gRPC call in Serve's proxy, before and behind the ingress.
 
-Serve's own handlers would do, but for six things:
+Serve's own handlers would do, but for these things:
 
 - Serve passes a client's cancellation on only while the proxy waits for a message; one that arrives while the proxy
   writes a message is lost, and the engine goes on generating for nobody. So streams are read by a task of their own,
   which only ever waits for messages.
-- That task would pile up what a slow client does not read. It gives such a client up (see Unread).
-- A request that does not decode would end as UNKNOWN, with protobuf's own words. One that is larger than
-  MAX_REQUEST_BYTES would go all the way to be refused there.
+- That task would pile up what a slow client does not read, and a client that reads nothing would hold its place for
+  ever. Both are given up (see Unread). gRPC has no time limit for the response of a call that is not a stream; so every
+  call is answered as a stream is, which is the same on the wire.
+- A request that does not decode would end as UNKNOWN, with protobuf's own words; one that takes too much memory would
+  be decoded to find that out.
 - A client that ends its side without having sent a request would be left waiting for ever: gRPC's asyncio server
-  forgets it. So requests are read here, as if they were streams of one.
+  forgets it. One that sends nothing and stays would hold its call for ever. So requests are read here, as if they were
+  streams of one, and within a time.
 - Failures lose their google.rpc details on the way (see outrider.actors.serving.failures).
-- A full queue is told too late when many come at once (see outrider.actors.serving.gate).
+- A full queue is told too late when many come at once, and calls beside generations have no limit of their own (see
+  outrider.actors.serving.gate).
 
 ``outrider.actors.serve_seam.grpc_proxy`` mounts this on Serve's proxies; nothing here knows of Serve.
 """
@@ -20,7 +24,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -33,23 +38,34 @@ from outrider.actors.serving.failures import (
     sentence_of,
     trailing_of,
 )
-from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
+from outrider.actors.serving.gate import CAPACITY_METADATA, Doors, Gate, Gates, Guest, Lane, LaneFull, doors
+from outrider.actors.serving.grpc.wire import SMALL_BYTES, num_values
 
-MAX_UNREAD_BYTES = 8 << 20
-"""Of one call: thousands of rounds. More may wait for a moment, as long as it becomes less. The engine is never held up
-by whoever reads its answers."""
+SHARE_OF_MOST = 4
+"""So many times max_unread_bytes are never kept of one answer, the largest message not counted."""
 
-MOST_UNREAD_BYTES = 4 * MAX_UNREAD_BYTES
-"""No message is kept beyond these, the largest one not counted."""
+MUCH_UNREAD_BYTES = 1 << 20
+"""An answer that has more than this before its reader counts among those of all readers together."""
 
-PATIENCE_S = 10.0
-"""In which a reader with more than MAX_UNREAD_BYTES before it must have caught up by something."""
+SLOWEST_BYTES = 1 << 20
+"""A larger message has unread_timeout_s once more for each so many bytes."""
 
-MAX_REQUEST_BYTES = 32 << 20
-"""Millions of token ids. Serve's own limit is 2 GiB."""
+STANDSTILL_S = 1.0
+"""A message that has not left for so long waits for its reader rather than for the network."""
 
-GATED = tuple(f"/outrider.v1.GenerationService/{name}" for name in ("Generate", "GenerateStream"))
-"""Calls that take a place. The others are short, and to be answered when the queue is full too."""
+_SERVICE = "/outrider.v1.GenerationService/"
+_GENERATIONS = (f"{_SERVICE}Generate", f"{_SERVICE}GenerateStream")
+"""Calls that take a place. The others have turns of their own, and are to be answered when the queue is full too."""
+
+_LANES: dict[str, Callable[[Doors], Lane]] = {
+    "/grpc.health.v1.Health/Watch": lambda doors: doors.watch,
+    "/grpc.health.v1.Health/Check": lambda doors: doors.health,
+    "/grpc.health.v1.Health/List": lambda doors: doors.health,
+    f"{_SERVICE}Tokenize": lambda doors: doors.tokenize,
+    f"{_SERVICE}Detokenize": lambda doors: doors.tokenize,
+    f"{_SERVICE}AbortRequest": lambda doors: doors.abort,
+}
+"""Of the others; whatever is not named is a call for status."""
 
 _APPLICATION_METADATA = "application"
 """By which a client tells Serve which application it means, where there are several."""
@@ -61,27 +77,54 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 Handler = Callable[..., Any]
 """Serve's, of one method: takes the request and the context. Returns a coroutine of bytes, or a generator of them."""
 
-ProxiedCall = Callable[[AsyncIterator[Any], Any], Coroutine[Any, Any, Any]]
-"""What the server calls: with the client's messages and the context."""
+ProxiedCall = Callable[[AsyncIterator[Any], Any], Coroutine[Any, Any, None]]
+"""What the server calls: with the client's messages and the context. Responses are written to the context."""
 
 
 def proxied_call(method: str, handler: Handler, *, streams: bool) -> ProxiedCall:
-    """handler as the server should have it. method: ``/package.Service/Name``. streams: several responses."""
-    return _gated(_stream(handler) if streams else _unary(handler), takes_a_place=method in GATED)
+    """handler as the server should have it. method: ``/package.Service/Name``. streams: it gives several responses."""
+
+    async def call(requests: AsyncIterator[Any], context: Any) -> None:
+        metadata = dict(context.invocation_metadata() or ())  # all that is known of the call before its message is read
+        here = doors()
+        request = await _received(requests, here)
+        if isinstance(request, CallFailure):
+            _fail(context, request)
+            return
+        gate = _GATES.of(str(metadata.get(_APPLICATION_METADATA, "")))
+        place = await _place(method, gate, context, here)
+        if isinstance(place, CallFailure):
+            _GATES.count_refusal()
+            _fail(context, place)
+            return
+        try:
+            await _Answer(handler, streams, context, here, place).give(request)
+            for key, value in context.trailing_metadata() or ():
+                if key == CAPACITY_METADATA:
+                    gate.learn(value)
+        finally:
+            place.leave()
+
+    return call
 
 
 def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Like deserialize, but what cannot be used becomes the failure that its call is to end with."""
-    message_name: str = deserialize.__self__.DESCRIPTOR.full_name  # type: ignore[attr-defined]  # a class's FromString
+    message = deserialize.__self__.DESCRIPTOR  # type: ignore[attr-defined]  # a class's FromString
 
     def decode(data: bytes) -> Any:
-        if len(data) > MAX_REQUEST_BYTES:
-            sentence = f"request: {len(data)} bytes are too many; send at most {MAX_REQUEST_BYTES}"
+        limits = doors().limits
+        if len(data) > limits.max_request_bytes:
+            sentence = f"request: {len(data)} bytes are too many; send at most {limits.max_request_bytes}"
+            return _refusal(f"{sentence} (limits.max_request_bytes)", "REQUEST_TOO_LARGE")
+        most = limits.max_request_values
+        if len(data) > SMALL_BYTES and num_values(data, message, most) > most:
+            sentence = f"request: holds too many values; send at most {most} (limits.max_request_values)"
             return _refusal(sentence, "REQUEST_TOO_LARGE")
         try:
             return deserialize(data)
         except DecodeError:
-            sentence = f"request: what was sent is no {message_name}; send one that the published .proto describes"
+            sentence = f"request: what was sent is no {message.full_name}; send one that the published .proto describes"
             return _refusal(sentence, "UNDECODABLE_REQUEST")
 
     return decode
@@ -92,126 +135,188 @@ def _refusal(sentence: str, reason: str) -> CallFailure:
     return CallFailure(grpc.StatusCode.INVALID_ARGUMENT, sentence, reason, {field: problem})
 
 
-async def _only(requests: AsyncIterator[Any]) -> Any:
-    """The request that a client sent; a CallFailure for one that cannot be used, or is not there."""
-    async for request in requests:
+async def _received(requests: AsyncIterator[Any], here: Doors) -> Any:
+    """The request that a client sent; a CallFailure for one that cannot be used, or does not come."""
+    reading = asyncio.ensure_future(anext(aiter(requests), None))
+    guest = here.awaited.enter(reading.cancel)
+    timeout_s = here.limits.receive_timeout_s
+    try:
+        done, _ = await asyncio.wait([reading], timeout=timeout_s)
+        if not done:
+            sentence = f"request: none came within {timeout_s:g} s; send it right after the call is opened"
+            return CallFailure(grpc.StatusCode.DEADLINE_EXCEEDED, sentence, "REQUEST_TIMEOUT")
+        if reading.cancelled():
+            sentence = "too many calls wait for their request to come; send it right after the call is opened"
+            return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "REQUEST_TIMEOUT")
+        if (request := reading.result()) is None:
+            return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
         return request
-    return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
+    finally:
+        here.awaited.leave(guest)
+        reading.cancel()
 
 
-def _gated(call: Callable[..., Coroutine[Any, Any, Any]], *, takes_a_place: bool) -> ProxiedCall:
-    """Reads the request, and refuses a call that there is no room for. What is let through teaches how much room there
-    is. A client that has not sent its request yet takes no place."""
+class _Place:
+    """What a call holds while it is answered: room for a generation, or the turn of any other call."""
 
-    async def gated(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-        request = await _only(requests)
-        if isinstance(request, CallFailure):
-            _fail(context, request)
-            return b""
-        asked = dict(context.invocation_metadata() or ())
-        gate = _GATES.of(str(asked.get(_APPLICATION_METADATA, "")))
-        if takes_a_place and not gate.enter():
-            _GATES.count_refusal()
-            _fail(context, queue_full())
-            return b""
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave: Callable[[], None] | None = leave
+
+    def leave(self) -> None:
+        """May be called again."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
+async def _place(method: str, gate: Gate, context: Any, here: Doors) -> _Place | CallFailure:
+    if method in _GENERATIONS:
+        return _Place(gate.leave) if gate.enter() else queue_full()
+    lane = _LANES.get(method, lambda doors: doors.status)(here)
+    try:
+        await lane.take(_address(context))
+    except LaneFull as full:
+        return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, str(full), "TOO_MANY_CALLS")
+    return _Place(lane.leave)
+
+
+def _address(context: Any) -> str:
+    """Of the caller, without its port."""
+    return str(context.peer()).rpartition(":")[0]
+
+
+class _Answer:
+    """What Serve's handler answers, on its way to the client."""
+
+    def __init__(self, handler: Handler, streams: bool, context: Any, here: Doors, place: _Place) -> None:
+        self._handler, self._streams, self._context, self._place = handler, streams, context, place
+        self._here = here
+        self._unread = Unread(self._give_up, here)
+        self._reading: asyncio.Task[None] | None = None
+
+    async def give(self, request: Any) -> None:
+        self._reading = asyncio.create_task(self._read(request))
         try:
-            return await call(request, context)
+            while (message := await self._unread.get()) is not None:
+                with self._unread.leaving(message):
+                    # Of a reader that has been given up gRPC keeps one message, until that is read or the reader has
+                    # left. There is no way to take it back, nor to say anything before; nothing else is held for it.
+                    await self._context.write(message)
+            await asyncio.wait([self._reading])
+            if not self._unread.given_up:
+                self._reading.result()
+            _finish(self._context)
         finally:
-            if takes_a_place:
-                gate.leave()
-            for key, value in context.trailing_metadata() or ():
-                if key == CAPACITY_METADATA:
-                    gate.learn(value)
-
-    return gated
-
-
-def _unary(handler: Callable[..., Coroutine[Any, Any, bytes]]) -> Callable[..., Coroutine[Any, Any, bytes]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> bytes:
-        response = await handler(request, context)
-        _finish(context)
-        return response
-
-    return call
-
-
-def _stream(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
-        def give_up() -> None:
-            _fail(context, _slow_reader())
-            # Serve tells the replica when its handler is cancelled while it waits for the next message.
-            reading.cancel()
-
-        unread = Unread(give_up)
-
-        async def read() -> None:
-            try:
-                async for message in handler(request, context):
-                    unread.put(message)
-            finally:
-                unread.close()
-
-        reading = asyncio.create_task(read())
-        try:
-            while (message := await unread.get()) is not None:
-                await context.write(message)
-            await asyncio.wait([reading])
-            if not unread.given_up:
-                reading.result()
-            _finish(context)
-        finally:
-            unread.stop_watching()
+            self._unread.stop_watching()
             # The handler still uses the context on its way out, which crashes the process once the call is over.
-            reading.cancel()
-            await asyncio.wait([reading])
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
 
-    return call
+    async def _read(self, request: Any) -> None:
+        try:
+            if self._streams:
+                async for message in self._handler(request, self._context):
+                    self._unread.put(message)
+            else:
+                message = await self._handler(request, self._context)
+                if not _code(self._context):
+                    self._unread.put(message)
+        finally:
+            self._unread.close()
+            self._place.leave()  # what is left to do is its reader's
+
+    def _give_up(self) -> None:
+        _fail(self._context, _slow_reader(self._here))
+        # Serve tells the replica when its handler is cancelled while it waits for the next message.
+        assert self._reading is not None
+        self._reading.cancel()
 
 
 class Unread:
     """Messages of one call that its client has not read.
 
-    The client is slow when, over MAX_UNREAD_BYTES, they do not become fewer within PATIENCE_S, or when they
-    are over MOST_UNREAD_BYTES without the largest of them. One message's size is never held against the client.
+    The client is slow when one message has not left within unread_timeout_s; when, over max_unread_bytes, they do not
+    become fewer within that; when they are over SHARE_OF_MOST times as many without the largest of them; and when all
+    clients together leave too much unread and it has been slow for longest. One message's size is never held against
+    the client.
     """
 
-    def __init__(self, on_slow: Callable[[], None]) -> None:
+    def __init__(self, on_slow: Callable[[], None], here: Doors) -> None:
         """on_slow: called once; nothing is kept from then on."""
         self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._on_slow = on_slow
+        self._on_slow, self._room, self._limits = on_slow, here.unread, here.limits
         self._sizes: deque[int] = deque()
         self._bytes = 0
         self._most_bytes = 0
         """At a time, since the backlog was last judged."""
 
         self._judging: asyncio.TimerHandle | None = None
+        self._standing: asyncio.TimerHandle | None = None
+        self._guest: Guest | None = None
         self._closed = False
         self.given_up = False
 
     def put(self, message: bytes) -> None:
         if self.given_up:
             return
-        if self._bytes > MOST_UNREAD_BYTES and self._bytes - max(self._sizes) > MOST_UNREAD_BYTES:
+        most = SHARE_OF_MOST * self._limits.max_unread_bytes
+        if self._bytes > most and self._bytes - max(self._sizes) > most:
             self._give_up()
             return
         self._bytes += len(message)
         self._sizes.append(len(message))
         self._most_bytes = max(self._most_bytes, self._bytes)
         self._messages.put_nowait(message)
-        if self._bytes > MAX_UNREAD_BYTES and self._judging is None:
+        if self._bytes > self._limits.max_unread_bytes and self._judging is None:
             self._watch()
+        self._note(self._bytes)
+
+    @contextmanager
+    def leaving(self, message: bytes) -> Iterator[None]:
+        """Around the writing of a message."""
+        loop = asyncio.get_running_loop()
+        self._standing = loop.call_later(STANDSTILL_S, self._stands_still, len(message))
+        try:
+            yield
+        finally:
+            self._standing.cancel()
+            self._note(self._bytes)
+
+    def _stands_still(self, num_bytes: int) -> None:
+        timeout_s = self._limits.unread_timeout_s * (1 + num_bytes / SLOWEST_BYTES)
+        left_s = max(0.0, timeout_s - STANDSTILL_S)
+        self._standing = asyncio.get_running_loop().call_later(left_s, self._give_up)
+        self._note(self._bytes + num_bytes, at_least=0)
+
+    def _note(self, num_bytes: int, at_least: int = MUCH_UNREAD_BYTES) -> None:
+        """In the room of all that is unread, while it is worth it."""
+        if self.given_up or (num_bytes <= at_least and self._guest is None):
+            return
+        if num_bytes <= at_least:
+            self._leave_room()
+            return
+        if self._guest is None:
+            self._guest = self._room.enter(self._give_up)
+        self._room.holds(self._guest, num_bytes)
+
+    def _leave_room(self) -> None:
+        if self._guest is not None:
+            self._room.leave(self._guest)
+            self._guest = None
 
     def stop_watching(self) -> None:
-        if self._judging is not None:
-            self._judging.cancel()
+        for timer in (self._judging, self._standing):
+            if timer is not None:
+                timer.cancel()
+        self._leave_room()
 
     def _watch(self) -> None:
         self._most_bytes = self._bytes
-        self._judging = asyncio.get_running_loop().call_later(PATIENCE_S, self._judge)
+        self._judging = asyncio.get_running_loop().call_later(self._limits.unread_timeout_s, self._judge)
 
     def _judge(self) -> None:
         self._judging = None
-        if self._bytes <= MAX_UNREAD_BYTES:
+        if self._bytes <= self._limits.max_unread_bytes:
             return
         if self._bytes < self._most_bytes:
             self._watch()
@@ -219,7 +324,10 @@ class Unread:
             self._give_up()
 
     def _give_up(self) -> None:
+        if self.given_up:
+            return
         self.given_up = True
+        self._leave_room()
         while not self._messages.empty():
             self._messages.get_nowait()
         self._sizes.clear()
@@ -241,10 +349,12 @@ class Unread:
         return message
 
 
-def _slow_reader() -> CallFailure:
+def _slow_reader(here: Doors) -> CallFailure:
+    limits = here.limits
     sentence = (
-        f"over {MAX_UNREAD_BYTES >> 20} MiB of the answer wait to be read and do not become fewer; "
-        "read faster, or ask for less with each token"
+        f"the answer is not read: more than {limits.max_unread_bytes} bytes wait (limits.max_unread_bytes), or nothing "
+        f"was read for {limits.unread_timeout_s:g} s (limits.unread_timeout_s); read faster, or ask for less with each "
+        "token"
     )
     return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "SLOW_READER")
 
@@ -257,9 +367,8 @@ def _fail(context: grpc.aio.ServicerContext, failure: CallFailure) -> None:
 
 def _finish(context: grpc.aio.ServicerContext) -> None:
     """Give a call that Serve or the ingress let fail the details it should have."""
-    code = context.code()
-    code = _CODES.get(code) if isinstance(code, int) else code
-    if code is None or code is grpc.StatusCode.OK:
+    code = _code(context)
+    if code is None:
         return
     details = context.details() or ""
     details = details.decode() if isinstance(details, bytes) else details
@@ -274,3 +383,10 @@ def _finish(context: grpc.aio.ServicerContext) -> None:
     kept = [(key, value) for key, value in given if key not in named]
     context.set_details(sentence_of(details))
     context.set_trailing_metadata((*kept, *trailing))
+
+
+def _code(context: Any) -> grpc.StatusCode | None:
+    """None when it has not failed."""
+    code = context.code()
+    code = _CODES.get(code) if isinstance(code, int) else code
+    return None if code is grpc.StatusCode.OK else code

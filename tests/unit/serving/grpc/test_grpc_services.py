@@ -16,8 +16,9 @@ from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from outrider.actors.serve_seam.grpc_proxy import add_services
 from outrider.actors.serving.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA, CallFailure
-from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
+from outrider.actors.serving.gate import CAPACITY_METADATA, Doors, Gates
 from outrider.actors.serving.grpc import door
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 
@@ -104,6 +105,12 @@ async def serving(proxy: Proxy) -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(None)
 
 
+def limit(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> Doors:
+    doors = Doors(LimitsConfig(**limits))
+    monkeypatch.setattr(door, "doors", lambda: doors)
+    return doors
+
+
 def object_with_every_method() -> Any:
     class Servicer(rpc.GenerationServiceServicer, health_pb2_grpc.HealthServicer): ...
 
@@ -176,12 +183,12 @@ async def test_a_client_that_sends_nothing_is_not_left_waiting(way: str) -> None
 
 
 async def test_a_request_that_is_far_too_large_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MAX_REQUEST_BYTES", 1000)
+    limit(monkeypatch, max_request_bytes=1024)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError, match="1004 bytes are too many; send at most 1000") as caught:
-            await stub.Generate(pb.GenerateRequest(text="x" * 1001))
+        with pytest.raises(grpc.aio.AioRpcError, match="1028 bytes are too many; send at most 1024") as caught:
+            await stub.Generate(pb.GenerateRequest(text="x" * 1025))
         await stub.Generate(pb.GenerateRequest(text="x" * 900))
     assert reason(trailing(caught.value.trailing_metadata())) == "REQUEST_TOO_LARGE"
     assert len(proxy.asked) == 1
@@ -222,7 +229,7 @@ async def test_a_call_that_went_well_keeps_its_metadata() -> None:
 
 
 async def test_a_slow_reader_is_given_up_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MOST_UNREAD_BYTES", 4 << 20)
+    limit(monkeypatch, max_unread_bytes=1 << 20)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
@@ -238,7 +245,7 @@ async def test_a_slow_reader_is_given_up_before_it_fills_the_memory(monkeypatch:
 
 
 async def test_a_reader_that_keeps_up_may_read_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MAX_UNREAD_BYTES", 4 << 20)
+    limit(monkeypatch, max_unread_bytes=4 << 20)
     async with serving(proxy := Proxy()) as channel:
         call = rpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest(request_id="paced"))
         for _ in range(500):
@@ -248,10 +255,10 @@ async def test_a_reader_that_keeps_up_may_read_more_than_that(monkeypatch: pytes
         await asyncio.wait_for(proxy.cancelled.wait(), 30)
 
 
-@pytest.mark.parametrize("most", [None, 1000])
+@pytest.mark.parametrize("most", [None, 1 << 16])
 async def test_one_message_may_be_as_large_as_it_is(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if most is not None:
-        monkeypatch.setattr(door, "MOST_UNREAD_BYTES", most)
+        limit(monkeypatch, max_unread_bytes=most)
     async with serving(Proxy()) as channel:
         stub = rpc.GenerationServiceStub(channel)
         sizes = [len(m.text_delta) async for m in stub.GenerateStream(pb.GenerateStreamRequest(request_id="huge"))]
@@ -260,7 +267,7 @@ async def test_one_message_may_be_as_large_as_it_is(most: int | None, monkeypatc
 
 async def test_a_reader_that_stops_is_given_up_though_nothing_more_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transport takes the first few messages; what waits behind them does not become fewer."""
-    monkeypatch.setattr(door, "PATIENCE_S", 0.2)
+    limit(monkeypatch, unread_timeout_s=0.2)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
@@ -279,7 +286,7 @@ async def test_a_reader_that_stops_is_given_up_when_the_answer_is_over_too(monke
             super()._give_up()
             gave_up.set()
 
-    monkeypatch.setattr(door, "PATIENCE_S", 0.2)
+    limit(monkeypatch, unread_timeout_s=0.2)
     monkeypatch.setattr(door, "Unread", Watched)
     async with serving(Proxy()) as channel:
         call = rpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest(request_id="huge twice"))
@@ -296,7 +303,7 @@ async def test_a_backlog_that_shrinks_is_waited_for_and_one_that_does_not_is_not
         nonlocal slow
         slow += 1
 
-    unread = door.Unread(on_slow)
+    unread = door.Unread(on_slow, Doors(LimitsConfig()))
     for _ in range(3):
         unread.put(b"x" * (5 << 20))
     assert unread._judging is not None

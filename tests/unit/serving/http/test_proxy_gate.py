@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from outrider.actors.serve_seam.http_proxy import GENERATIONS, ProxyGate, middlewares
+from outrider.actors.serve_seam.http_proxy import middlewares
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.http.app import TellCapacity
+from outrider.actors.serving.http.door import GENERATIONS, HttpDoor
 
 CAPACITY = 2
 
@@ -41,7 +42,7 @@ class Server:
             Route(before + end, self.generate, methods=["POST"]) for before in ("", "/b") for end in GENERATIONS
         ]
         others = [Route(path, self.other, methods=["GET", "POST"]) for path in ("/health", "/b/health", "/tokenize")]
-        app = ProxyGate(TellCapacity(Starlette(routes=[*generations, *others]), CAPACITY))
+        app = HttpDoor(TellCapacity(Starlette(routes=[*generations, *others]), CAPACITY))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
             yield client
 
@@ -102,4 +103,4 @@ def test_serve_gets_a_list_of_middlewares() -> None:
     from ray.serve._private.http_util import validate_http_proxy_callback_return
 
     (middleware,) = validate_http_proxy_callback_return(middlewares())
-    assert middleware.cls is ProxyGate
+    assert middleware.cls is HttpDoor
