@@ -66,7 +66,7 @@ class LimitsConfig(Section):
     max_request_bytes: int = Field(8 << 20, ge=1024, le=1 << 30)
     """Longest HTTP body and longest gRPC message, decompressed, in bytes."""
 
-    max_request_values: int = Field(1 << 19, ge=1024)
+    max_request_values: int = Field(1 << 18, ge=1024)
     """Most values in one request: members of lists and objects, token ids. Bounds what a small body makes of memory."""
 
     max_sequences: int = Field(1024, ge=1)

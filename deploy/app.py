@@ -167,10 +167,10 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         replica,
         config.served_model_name,
         config.num_speculative_tokens,
-        max_request_bytes=serving.max_request_bytes,
         max_retries=serving.num_replicas - 1,
         capacity=capacity,
         broadcast=broadcast,
+        limits=config.limits,
     )
 
 

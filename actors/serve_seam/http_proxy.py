@@ -50,7 +50,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._await_header()
 
     def on_headers_complete(self) -> None:
-        self._header = _cancelled(self._header)
+        self._forget_header()
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
@@ -61,10 +61,11 @@ class TimedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._reader = _cancelled(self._reader)
+        self._forget_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._header, self._reader = _cancelled(self._header), _cancelled(self._reader)
+        self._forget_header()
+        self._forget_reader()
         super().connection_lost(exc)
 
     def _is_idle(self) -> bool:
@@ -76,10 +77,15 @@ class TimedProtocol(HttpToolsProtocol):
 
     def _header_is_late(self) -> None:
         self._header = None
-        if self._is_idle():
+        if self._is_idle() and self.transport.get_protocol() is self:  # and not a WebSocket's by now
             self.transport.abort()
 
+    def _forget_header(self) -> None:
+        if self._header is not None:
+            self._header.cancel()
+            self._header = None
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    def _forget_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None

@@ -18,6 +18,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import Any
 
 from ray.util.metrics import Counter
 
@@ -28,6 +29,9 @@ CAPACITY_METADATA = "outrider-capacity"
 
 _LOG_EVERY_S = 10.0
 _MOST_APPLICATIONS = 64
+
+AT_ONCE_S = 0.25
+"""A request that comes within this of its call was sent with it: a burst of such is no crowd of idle callers."""
 
 MOST_WAITING = 1024
 """Callers that wait for a turn in one lane."""
@@ -196,7 +200,7 @@ class Lane:
 class Guest:
     """What is in a Room. on_put_out: called once, when somebody else needed the room."""
 
-    def __init__(self, on_put_out: Callable[[], None]) -> None:
+    def __init__(self, on_put_out: Callable[[], object]) -> None:
         self.num_bytes = 0
         self.on_put_out = on_put_out
 
@@ -213,7 +217,7 @@ class Room:
     def __len__(self) -> int:
         return len(self._guests)
 
-    def enter(self, on_put_out: Callable[[], None]) -> Guest:
+    def enter(self, on_put_out: Callable[[], object]) -> Guest:
         """`leave` has to follow, whether it was put out or not."""
         guest = Guest(on_put_out)
         self._guests[guest] = None
@@ -237,6 +241,47 @@ class Room:
             oldest = next(iter(self._guests))
             self.leave(oldest)
             oldest.on_put_out()
+
+
+class RequestLate(Exception):
+    """A request did not come in time."""
+
+
+class NotAwaited(Exception):
+    """Too many are awaited, this one for longest."""
+
+
+class Arrival:
+    """A request on its way to a proxy."""
+
+    def __init__(self, doors: Doors) -> None:
+        self._room, self._timeout_s = doors.awaited, doors.limits.receive_timeout_s
+        self._guest: Guest | None = None
+        self._num_bytes = 0
+
+    def grew(self, num_bytes: int) -> None:
+        """So much of it is there."""
+        self._num_bytes = num_bytes
+        if self._guest is not None:
+            self._room.holds(self._guest, num_bytes)
+
+    async def wait_for(self, reading: asyncio.Future[Any]) -> None:
+        """Until reading is done; it is cancelled otherwise. Raises RequestLate or NotAwaited."""
+        at_once_s = min(AT_ONCE_S, self._timeout_s)
+        try:
+            await asyncio.wait([reading], timeout=at_once_s)
+            if not reading.done():
+                self._guest = self._room.enter(reading.cancel)
+                self.grew(self._num_bytes)
+                await asyncio.wait([reading], timeout=self._timeout_s - at_once_s)
+            if not reading.done():
+                raise RequestLate
+            if reading.cancelled():
+                raise NotAwaited
+        finally:
+            if self._guest is not None:
+                self._room.leave(self._guest)
+            reading.cancel()
 
 
 class Doors:

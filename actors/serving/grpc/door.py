@@ -38,14 +38,23 @@ from outrider.actors.serving.failures import (
     sentence_of,
     trailing_of,
 )
-from outrider.actors.serving.gate import CAPACITY_METADATA, Doors, Gate, Gates, Guest, Lane, LaneFull, doors
+from outrider.actors.serving.gate import (
+    CAPACITY_METADATA,
+    Arrival,
+    Doors,
+    Gate,
+    Gates,
+    Guest,
+    Lane,
+    LaneFull,
+    NotAwaited,
+    RequestLate,
+    doors,
+)
 from outrider.actors.serving.grpc.wire import SMALL_BYTES, num_values
 
 SHARE_OF_MOST = 4
 """So many times max_unread_bytes are never kept of one answer, the largest message not counted."""
-
-MUCH_UNREAD_BYTES = 1 << 20
-"""An answer that has more than this before its reader counts among those of all readers together."""
 
 SLOWEST_BYTES = 1 << 20
 """A larger message has unread_timeout_s once more for each so many bytes."""
@@ -138,22 +147,18 @@ def _refusal(sentence: str, reason: str) -> CallFailure:
 async def _received(requests: AsyncIterator[Any], here: Doors) -> Any:
     """The request that a client sent; a CallFailure for one that cannot be used, or does not come."""
     reading = asyncio.ensure_future(anext(aiter(requests), None))
-    guest = here.awaited.enter(reading.cancel)
-    timeout_s = here.limits.receive_timeout_s
     try:
-        done, _ = await asyncio.wait([reading], timeout=timeout_s)
-        if not done:
-            sentence = f"request: none came within {timeout_s:g} s; send it right after the call is opened"
-            return CallFailure(grpc.StatusCode.DEADLINE_EXCEEDED, sentence, "REQUEST_TIMEOUT")
-        if reading.cancelled():
-            sentence = "too many calls wait for their request to come; send it right after the call is opened"
-            return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "REQUEST_TIMEOUT")
-        if (request := reading.result()) is None:
-            return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
-        return request
-    finally:
-        here.awaited.leave(guest)
-        reading.cancel()
+        await Arrival(here).wait_for(reading)
+    except RequestLate:
+        timeout_s = here.limits.receive_timeout_s
+        sentence = f"request: none came within {timeout_s:g} s; send it right after the call is opened"
+        return CallFailure(grpc.StatusCode.DEADLINE_EXCEEDED, sentence, "REQUEST_TIMEOUT")
+    except NotAwaited:
+        sentence = "too many calls wait for their request to come; send it right after the call is opened"
+        return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "REQUEST_TIMEOUT")
+    if (request := reading.result()) is None:
+        return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
+    return request
 
 
 class _Place:
@@ -237,8 +242,8 @@ class Unread:
 
     The client is slow when one message has not left within unread_timeout_s; when, over max_unread_bytes, they do not
     become fewer within that; when they are over SHARE_OF_MOST times as many without the largest of them; and when all
-    clients together leave too much unread and it has been slow for longest. One message's size is never held against
-    the client.
+    clients who stand still together leave too much unread, and it has stood still for longest. One message's size is
+    never held against the client.
     """
 
     def __init__(self, on_slow: Callable[[], None], here: Doors) -> None:
@@ -269,7 +274,8 @@ class Unread:
         self._messages.put_nowait(message)
         if self._bytes > self._limits.max_unread_bytes and self._judging is None:
             self._watch()
-        self._note(self._bytes)
+        if self._guest is not None:
+            self._room.holds(self._guest, self._bytes)
 
     @contextmanager
     def leaving(self, message: bytes) -> Iterator[None]:
@@ -280,24 +286,14 @@ class Unread:
             yield
         finally:
             self._standing.cancel()
-            self._note(self._bytes)
+            self._leave_room()
 
     def _stands_still(self, num_bytes: int) -> None:
         timeout_s = self._limits.unread_timeout_s * (1 + num_bytes / SLOWEST_BYTES)
         left_s = max(0.0, timeout_s - STANDSTILL_S)
         self._standing = asyncio.get_running_loop().call_later(left_s, self._give_up)
-        self._note(self._bytes + num_bytes, at_least=0)
-
-    def _note(self, num_bytes: int, at_least: int = MUCH_UNREAD_BYTES) -> None:
-        """In the room of all that is unread, while it is worth it."""
-        if self.given_up or (num_bytes <= at_least and self._guest is None):
-            return
-        if num_bytes <= at_least:
-            self._leave_room()
-            return
-        if self._guest is None:
-            self._guest = self._room.enter(self._give_up)
-        self._room.holds(self._guest, num_bytes)
+        self._guest = self._room.enter(self._give_up)
+        self._room.holds(self._guest, self._bytes + num_bytes)
 
     def _leave_room(self) -> None:
         if self._guest is not None:

@@ -38,6 +38,7 @@ from outrider.actors.replica_calls import (
     check_request_id,
     sign,
 )
+from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.failures import IN_PROCESS_PEERS, REQUEST_ID_METADATA, UnknownService, errors_become_status
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.responses import (
@@ -56,6 +57,8 @@ from outrider.actors.serving.grpc.validation import (
     to_tokenize_request,
 )
 from outrider.actors.serving.running import RunningRequests, retried
+from outrider.actors.serving.shared_poll import SharedPoll
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.handle_calls import RPCS, CallFailed
 
@@ -63,9 +66,6 @@ HEALTH_PERIOD_S = 1.0
 
 HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name)
 """Whose health can be asked for."""
-
-CONTROL_TIMEOUT_S = 5.0
-"""A replica that is starting or stuck must not make a status call hang."""
 
 ABORT_TIMEOUT_S = 2.0
 
@@ -103,6 +103,7 @@ class HealthCalls:
 
     _target: DeploymentHandle
     _broadcast: Broadcast
+    _health_poll: SharedPoll[int]
     _capacity_metadata: list[tuple[str, str]]
 
     async def Check(
@@ -136,6 +137,9 @@ class HealthCalls:
                 await asyncio.sleep(HEALTH_PERIOD_S)
 
     async def _health(self) -> int:
+        return await self._health_poll()
+
+    async def _ask_health(self) -> int:
         """Serving, as long as one target replica runs that does not say it is broken. One that says nothing may be
         busy: Serve's own checks of it, which wait longer, decide whether it runs."""
         try:
@@ -196,13 +200,19 @@ class Ingress(HandleCalls, HealthCalls):
         capacity: int | None = None,
         *,
         broadcast: Broadcast,
+        limits: LimitsConfig | None = None,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
-        targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas."""
+        targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
+        None: the defaults."""
         self._target, self._broadcast = target, broadcast
         self._generate = target.generate.options(stream=True)
-        self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size)
+        self._limits = limits or LimitsConfig()
+        self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size, self._limits)
+        self._admission = Admission(self._limits)
+        self._health_poll = SharedPoll(self._ask_health)
+        self._status_poll = SharedPoll(self._ask_status)
         self._max_retries = max_retries
         self._capacity_metadata = [] if capacity is None else [(CAPACITY_METADATA, str(capacity))]
         self._running = RunningRequests()
@@ -277,7 +287,9 @@ class Ingress(HandleCalls, HealthCalls):
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
         with answering(grpc_context, "Tokenize"):
             check_model(request, self._served)
-            tokens = await _within(CONTROL_TIMEOUT_S, self._target.tokenize.remote(to_tokenize_request(request)))
+            tokens = await _within(
+                self._limits.control_timeout_s, self._target.tokenize.remote(to_tokenize_request(request))
+            )
             return pb.TokenizeResponse(
                 token_ids=tokens.token_ids,
                 count=len(tokens.token_ids),
@@ -290,15 +302,17 @@ class Ingress(HandleCalls, HealthCalls):
     ) -> pb.DetokenizeResponse:
         with answering(grpc_context, "Detokenize"):
             check_model(request, self._served)
-            ids = to_token_ids(request, self._served.vocab_size)
-            text = await _within(CONTROL_TIMEOUT_S, self._target.detokenize.remote(ids, request.skip_special_tokens))
+            ids = to_token_ids(request, self._served.vocab_size, self._limits)
+            text = await _within(
+                self._limits.control_timeout_s, self._target.detokenize.remote(ids, request.skip_special_tokens)
+            )
             return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetModelInfoResponse:
         with answering(grpc_context, "GetModelInfo"):
-            info = await _within(CONTROL_TIMEOUT_S, self._target.model_info.remote())
+            info = await _within(self._limits.control_timeout_s, self._target.model_info.remote())
             grpc_context.set_trailing_metadata(self._capacity_metadata)
             return model_info_message(self._served.name, info)
 
@@ -313,11 +327,14 @@ class Ingress(HandleCalls, HealthCalls):
         self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerStatusResponse:
         with answering(grpc_context, "GetServerStatus"):
-            status = await _within(CONTROL_TIMEOUT_S, self._target.status.remote())
+            status = await self._status_poll()
             response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
             response.model = self._served.name
             grpc_context.set_trailing_metadata(self._capacity_metadata)
             return response
+
+    async def _ask_status(self) -> dict[str, Any]:
+        return await _within(self._limits.control_timeout_s, self._target.status.remote())
 
     def _trailing(self, request_id: str, load: ReplicaLoad | None = None) -> list[tuple[str, str | bytes]]:
         return [(REQUEST_ID_METADATA, request_id), *self._capacity_metadata, *load_metadata(load)]
@@ -339,7 +356,7 @@ class Ingress(HandleCalls, HealthCalls):
             return self._generate.remote(replace(request, avoid_replicas=avoid) if avoid else request)
 
         outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
-        with self._running.hold(request) as running:
+        with self._admission.hold(request), self._running.hold(request) as running:
             async with aclosing(outputs):
                 while (output := await running.next(outputs)) is not None:
                     running.note(output)

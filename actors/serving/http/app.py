@@ -30,6 +30,7 @@ from outrider.actors.observability.tracing import TRACE_HEADERS, ingress_span, p
 from outrider.actors.replica_calls import Broadcast, RequestError
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of
 
@@ -70,20 +71,20 @@ class Front(Ingress):
         served_model_name: str,
         num_speculative_tokens: int,
         *args: Any,
-        max_request_bytes: int,
         **kwargs: Any,
     ) -> None:
-        """args, kwargs: Ingress's own. max_request_bytes: longest HTTP body that is read."""
+        """args, kwargs: Ingress's own."""
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
             target,
             served_model_name,
             num_speculative_tokens,
-            max_request_bytes,
             self._max_retries,
             self,
             self._broadcast,
             kwargs.get("capacity"),
+            self._limits,
+            self._admission,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -96,9 +97,10 @@ def build_http_app(context: HttpContext) -> FastAPI:
     app = FastAPI(title="Outrider", openapi_url=None, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     add_openai_routes(app, context)
-    add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.max_request_bytes)
+    add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.limits)
     add_page_routes(app)
     add_route_patterns(app, context.target, context.broadcast)
+    app.add_middleware(CheckBrowsers, limits=context.limits)
     if context.capacity is not None:
         app.add_middleware(TellCapacity, capacity=context.capacity)
     return app

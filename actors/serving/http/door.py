@@ -12,12 +12,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager, suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.actors.serving.gate import CAPACITY_METADATA, Doors, Gates, Lane, LaneFull, doors
+from outrider.actors.serving.gate import (
+    CAPACITY_METADATA,
+    Arrival,
+    Doors,
+    Gate,
+    Gates,
+    Lane,
+    LaneFull,
+    NotAwaited,
+    RequestLate,
+    doors,
+)
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, queue_full
 
 GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/outrider/v1/stream")
@@ -39,6 +49,9 @@ _ENDS = (*GENERATIONS, *_LANES)
 _WITH_BODIES = ("POST", "PUT", "PATCH")
 _CLOSED = {"connection": "close"}
 
+_READ_ON, _READ_ON_S = 4, 2.0
+"""So many times max_request_bytes, and for so long, is a body read that is refused."""
+
 
 class HttpDoor:
     """ASGI middleware of a proxy. Applications are told apart by what comes before their paths."""
@@ -57,7 +70,7 @@ class HttpDoor:
             async with self._admitted(scope, here) as gate:
 
                 async def learn_and_send(message: Message) -> None:
-                    if message["type"] == "http.response.start":
+                    if gate is not None and message["type"] == "http.response.start":
                         for name, value in message.get("headers", ()):
                             if name == CAPACITY_METADATA.encode():
                                 gate.learn(value)
@@ -70,12 +83,13 @@ class HttpDoor:
             await refused.failure.response()(scope, receive, send)
 
     @asynccontextmanager
-    async def _admitted(self, scope: Scope, here: Doors) -> AsyncIterator[Any]:
-        """Room for a generation, a turn for any other request. Raises HttpError."""
+    async def _admitted(self, scope: Scope, here: Doors) -> AsyncIterator[Gate | None]:
+        """Room for a generation, a turn for any other request; the gate of its application, where the path tells that.
+        Raises HttpError."""
         path: str = scope["path"]
         end = next((end for end in _ENDS if path.endswith(end)), "")
-        gate = self._gates.of(path.removesuffix(end) if end else "")
-        if end in GENERATIONS and scope["method"] == "POST":
+        gate = self._gates.of(path.removesuffix(end)) if end else None
+        if gate is not None and end in GENERATIONS and scope["method"] == "POST":
             if not gate.enter():
                 self._gates.count_refusal()
                 raise HttpError(queue_full())
@@ -105,9 +119,11 @@ async def _received(scope: Scope, receive: Receive, here: Doors) -> bytes:
     """The body. Raises HttpError for one that is too long or does not come, _Left."""
     most = here.limits.max_request_bytes
     announced = dict(scope["headers"]).get(b"content-length", b"0")
-    if announced.isdigit() and int(announced[:20]) > most:
+    if announced.isdigit() and (length := int(announced[:20])) > most:
+        if length <= _READ_ON * most:
+            await _read_on(receive, length)
         raise _too_large(most)
-    body = bytearray()
+    body, arrival = bytearray(), Arrival(here)
 
     async def read() -> None:
         more = True
@@ -117,26 +133,34 @@ async def _received(scope: Scope, receive: Receive, here: Doors) -> bytes:
                 raise _Left
             body.extend(message.get("body", b""))
             if len(body) > most:
+                body.clear()
+                await _read_on(receive, (_READ_ON - 1) * most)
                 raise _too_large(most)
-            here.awaited.holds(guest, len(body))
+            arrival.grew(len(body))
             more = message.get("more_body", False)
 
     reading = asyncio.ensure_future(read())
-    guest = here.awaited.enter(reading.cancel)
-    timeout_s = here.limits.receive_timeout_s
     try:
-        done, _ = await asyncio.wait([reading], timeout=timeout_s)
-        if not done:
-            message = f"the body did not come within {timeout_s:g} s (limits.receive_timeout_s)"
-            raise HttpError(HttpFailure(408, message, headers=_CLOSED))
-        if reading.cancelled():
-            message = "too many requests wait for their bodies to come; send it at once"
-            raise HttpError(HttpFailure(429, message, headers={"Retry-After": "1", **_CLOSED}))
-        reading.result()
-        return bytes(body)
-    finally:
-        here.awaited.leave(guest)
-        reading.cancel()
+        await arrival.wait_for(reading)
+    except RequestLate:
+        message = f"the body did not come within {here.limits.receive_timeout_s:g} s (limits.receive_timeout_s)"
+        raise HttpError(HttpFailure(408, message, headers=_CLOSED)) from None
+    except NotAwaited:
+        message = "too many requests wait for their bodies to come; send it at once"
+        raise HttpError(HttpFailure(429, message, headers={"Retry-After": "1", **_CLOSED})) from None
+    reading.result()
+    return bytes(body)
+
+
+async def _read_on(receive: Receive, most: int) -> None:
+    """What comes of a body that is refused, for a moment: who is hung up on while it sends does not read why."""
+    num_bytes, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_READ_ON_S):
+            while more and num_bytes < most:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 def _too_large(most: int) -> HttpError:

@@ -39,7 +39,9 @@ def speculation(**fields: Any) -> pb.GenerateRequest:
 
 
 def test_a_bare_prompt_sets_nothing_else() -> None:
-    assert translate(pb.GenerateRequest(text="hello")) == GenerationRequest(request_id="r-1", prompt_text="hello")
+    assert translate(pb.GenerateRequest(text="hello")) == GenerationRequest(
+        request_id="r-1", prompt_text="hello", deadline=Deadline(4600.0)
+    )
 
 
 def test_only_what_the_client_set_is_passed_on_and_zero_counts_as_set() -> None:
