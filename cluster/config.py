@@ -125,8 +125,8 @@ class ServingConfig(Section):
     num_replicas: int = Field(1, ge=1)
     """Target replicas, each with its own drafter."""
 
-    host: str = "127.0.0.1"
-    """Address the proxies listen on."""
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address on which gRPC and HTTP listen. ``0.0.0.0`` or ``::``: every interface."""
 
     grpc_port: int = Field(9000, ge=0, le=65535)
     """0: any free port."""
@@ -153,6 +153,30 @@ class ServingConfig(Section):
     """How much later a small request may come and still be served before a larger one that waits. 0: in order of
     arrival."""
 
+    keys_file: str | None = Field(None, min_length=1)
+    """File of API keys' hashes, as ``outrider keys new`` writes it; read again when it changes. Calls over gRPC and
+    HTTP then need a key with the scope for them. None: nobody is asked for one."""
+
+    ssl_certfile: str | None = Field(None, min_length=1)
+    """Certificate (PEM, with its chain) of the gRPC and HTTP ports, which then speak TLS only; read again when it
+    changes. None: both speak plain text."""
+
+    ssl_keyfile: str | None = Field(None, min_length=1)
+    """Its private key (PEM), which only its owner and group may read."""
+
+    ssl_ca_certs: str | None = Field(None, min_length=1)
+    """Authorities (PEM) whose certificates clients must show, over gRPC and HTTP. None: clients need none."""
+
+    tenant_isolation: bool = False
+    """Keep what one key has sent and got from others: prefix cache and suffix memory are separate for each, and so is
+    what ``cached_tokens`` tells."""
+
+    reflection: bool = True
+    """gRPC server reflection, by which tools such as grpcurl find the calls. It takes no key."""
+
+    docs: bool = True
+    """``/openapi.json``."""
+
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
     """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
     (OTLP over gRPC). None: nothing is traced."""
@@ -162,6 +186,17 @@ class ServingConfig(Section):
 
     log_format: Literal["text", "json"] = "text"
     """json: one object a line, with the request's id on every line about a request."""
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> ServingConfig:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if self.ssl_keyfile is None else -1]
+            raise ValueError(f"{missing}: is missing beside {given}; give both for TLS, or neither")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_ca_certs: needs ssl_certfile and ssl_keyfile; certificates are shown over TLS only")
+        if self.tenant_isolation and self.keys_file is None:
+            raise ValueError("tenant_isolation: needs keys_file; a tenant is a key")
+        return self
 
 
 class OutriderConfig(Section):
