@@ -64,6 +64,12 @@ class GenerationRequest(_MayHaveDeadline):
     avoid_replicas: tuple[str, ...] = ()
     """Replicas that were lost with this request before it had any output; see outrider.actors.serving.running."""
 
+    tenant: int = 0
+    """Whose memory of answers it may learn from and adds to; 0: everybody's."""
+
+    cache_salt: str | None = None
+    """Prompts share cached blocks with prompts of the same salt only."""
+
     @property
     def num_answers(self) -> int:
         """n: each answer ends with a finish_reason of its own."""
@@ -300,6 +306,14 @@ def _text_length(content: Any) -> int:
     if isinstance(content, list):
         return sum(_text_length(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0
+
+
+@dataclass(frozen=True)
+class TokensUsed:
+    """Between an OpenAI answer's parts: tokens since the last of these."""
+
+    prompt: int
+    completion: int
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ how many there are, where they sit and when Serve gives them up is decided here.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
+from outrider.actors.serving.access.settings import ProxyAccess, check_access
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.installed import installed_version
@@ -53,10 +55,26 @@ def build(args: dict[str, Any]) -> Application:
     Raises ConfigError naming the argument or the configuration field.
     """
     config = config_from_args(args)
+    check_access(config.serving)
+    check_proxies(config.serving)
     plan = plan_replica(config)
     for warning in plan.warnings:
         logger.warning("%s", warning)
     return build_app(config, plan)
+
+
+def check_proxies(serving: ServingConfig) -> None:
+    """Whether the proxies of a cluster that others have started speak TLS as configured: they run with the environment
+    that this process has. Raises ConfigError."""
+    if serving.ssl_certfile is None:
+        return
+    wanted, found = ProxyAccess.of(serving), ProxyAccess.from_environment()
+    tls = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+    if found is None or any(getattr(found, name) != getattr(wanted, name) for name in tls):
+        raise ConfigError(
+            "serving.ssl_certfile: the proxies of this cluster were not started with it; set OUTRIDER_ACCESS and "
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH on every node before Ray starts (docs/access.md)"
+        )
 
 
 def config_from_args(args: dict[str, Any]) -> OutriderConfig:
@@ -167,6 +185,9 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         replica,
         config.served_model_name,
         config.num_speculative_tokens,
+        docs=serving.docs,
+        keys_file=None if serving.keys_file is None else os.path.abspath(os.path.expanduser(serving.keys_file)),
+        isolates_tenants=serving.tenant_isolation,
         max_retries=serving.num_replicas - 1,
         capacity=capacity,
         broadcast=broadcast,

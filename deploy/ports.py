@@ -44,10 +44,9 @@ def settle_ports(config: OutriderConfig) -> OutriderConfig:
     allows it, and each would get half of the other's requests.
     """
     serving = config.serving
-    # Serve's gRPC proxy listens on all interfaces whatever serving.host says.
-    for key, host in (("grpc_port", None), ("http_port", serving.host)):
+    for key in ("grpc_port", "http_port"):
         port = getattr(serving, key)
-        if port and not port_is_free(port, host):
+        if port and not port_is_free(port, serving.host):
             option = f"--{key.replace('_', '-')}"
             raise ConfigError(
                 f"serving.{key}: port {port} is in use; stop what listens there, or choose another with {option} N "

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import socket
 import threading
 import time
 import warnings
@@ -24,13 +23,13 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER, leans_on
+from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
-from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
-from outrider.deploy.ports import reachable
+from outrider.deploy.probe import Probe
 from outrider.deploy.processes import (
     SharedMemoryWatch,
     StopSignal,
@@ -159,7 +158,11 @@ class Server:
         return left
 
     def _start_ray(self, plan: ReplicaPlan) -> None:
-        proxies = {**PROXY_ENVIRONMENT, **self._config.limits.to_environment()}
+        proxies = {
+            **PROXY_ENVIRONMENT,
+            **self._config.limits.to_environment(),
+            **ProxyAccess.of(self._config.serving).environment(),
+        }
         os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **proxies})
         if not self._verbose:
             warnings.filterwarnings("ignore")
@@ -193,15 +196,23 @@ class Server:
     def _start_serve(self) -> None:
         leans_on.SERVER.check()
         serving = self._config.serving
+        access = ProxyAccess.of(serving)
         try:
             serve.start(
                 proxy_location="EveryNode" if self._address else "HeadOnly",
                 http_options=HTTPOptions(
                     host=serving.host,
                     port=serving.http_port,
+                    ssl_certfile=access.ssl_certfile,
+                    ssl_keyfile=access.ssl_keyfile,
+                    ssl_ca_certs=access.ssl_ca_certs,
                     keep_alive_timeout_s=int(self._config.limits.connection_idle_timeout_s),
                 ),
-                grpc_options=gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=[SERVICER]),
+                grpc_options=gRPCOptions(
+                    port=serving.grpc_port,
+                    grpc_servicer_functions=[SERVICER],
+                    enable_reflection=serving.reflection,
+                ),
                 logging_config=serve_logging(serving),
             )
         except (RuntimeError, TimeoutError) as error:
@@ -221,19 +232,13 @@ class Server:
             self._stop.wait(0.5)
 
     def _wait_until_answering(self) -> None:
-        """Ask the way a client does, since the proxies learn of a running replica only a moment later."""
-        serving = self._config.serving
-        with OutriderClient(f"127.0.0.1:{serving.grpc_port}", application=serving.app_name) as client:
-            while True:
-                try:
-                    client.status(timeout_s=10.0)
-                    with socket.create_connection((reachable(serving.host), serving.http_port), timeout=5.0):
-                        return
-                except OutriderError as error:
-                    self._progress.wait("waiting for the first answer", f"({error})")
-                except OSError as error:
-                    self._progress.wait("waiting for the HTTP port", f"({error.strerror})")
-                self._stop.wait(0.2)
+        """Ask the way a client does, since the proxies learn of a running replica only a moment later. Then see that
+        the ports are what the configuration says. Raises ConfigError when they are not."""
+        probe = Probe(self._config.serving)
+        while (missing := probe.missing()) is not None:
+            self._progress.wait("waiting for the first answer", f"({missing})")
+            self._stop.wait(0.2)
+        probe.check()
 
     def _tell_stages(self) -> None:
         """What replicas have logged of their start-up since the last time."""

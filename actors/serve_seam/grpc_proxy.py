@@ -15,6 +15,8 @@ from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from outrider.actors.serve_seam import leans_on
+from outrider.actors.serving.access.calls import guarded_rpc
+from outrider.actors.serving.access.process import proxy_guard
 from outrider.actors.serving.grpc.door import ProxiedCall, proxied_call, tolerant
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2_grpc
@@ -76,12 +78,13 @@ class _Mount:
             )
             for name, handler in handlers.items()
         }
-        make_handler = self._server.service_handler_factory
+        make_handler, guard = self._server.service_handler_factory, proxy_guard()
 
         def make_call(service_method: str, streaming_type: gRPCStreamingType) -> ProxiedCall:
             several = streams[service_method]
             kind = gRPCStreamingType.UNARY_STREAM if several else gRPCStreamingType.UNARY_UNARY
-            return proxied_call(service_method, make_handler(service_method, kind), streams=several)
+            call = proxied_call(service_method, make_handler(service_method, kind), streams=several)
+            return guarded_rpc(service_method, call, guard)
 
         self._server.service_handler_factory = make_call
         try:

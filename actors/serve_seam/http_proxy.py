@@ -18,8 +18,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.actors.serve_seam import leans_on
 from outrider.actors.serve_seam.grpc_proxy import limit_server
+from outrider.actors.serve_seam.listening import listen_as_configured
+from outrider.actors.serving.access.calls import GuardedHttp
+from outrider.actors.serving.access.process import proxy_guard
+from outrider.actors.serving.access.settings import proxy_access
 from outrider.actors.serving.gate import doors
 from outrider.actors.serving.http.door import HttpDoor
+from outrider.actors.serving.openai.errors import refused_by_key
 
 
 def middlewares() -> list[Middleware]:
@@ -27,7 +32,10 @@ def middlewares() -> list[Middleware]:
     leans_on.HTTP_PROXY.check()
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
-    return [Middleware(HttpDoor)]
+    if (access := proxy_access()) is not None:
+        listen_as_configured(access)
+    # The last is the first that a request meets.
+    return [Middleware(HttpDoor), Middleware(GuardedHttp, failed=refused_by_key, guard=proxy_guard, in_proxy=True)]
 
 
 class TimedProtocol(HttpToolsProtocol):

@@ -131,6 +131,33 @@ HTTP_PROXY = Table(
     ),
 )
 
+_PROXY_START = "ray.serve._private.proxy:ProxyActor.__ray_metadata__.modified_class.__init__"
+
+LISTENING = Table(
+    PROJECT,
+    "actors/serve_seam/listening.py",
+    (
+        Borrowed(
+            "ray.serve._private.default_impl:add_grpc_address",
+            "replaced: serving.host and TLS",
+            exactly=("grpc_server", "server_address"),
+            read_by=("ray.serve._private.grpc_util:start_grpc_server",),
+        ),
+        Borrowed(
+            "ray.serve._private.proxy:start_asgi_http_server",
+            "wrapped: certificates that change, and clients'",
+            exactly=("app", "http_options", "event_loop", "enable_so_reuseport"),
+            read_by=(_PROXY_START,),
+        ),
+        Borrowed(
+            "ray.serve._private.http_util:configure_http_middlewares",
+            "asks for middlewares before either is called",
+            exactly=("http_options",),
+            read_by=(_PROXY_START,),
+        ),
+    ),
+)
+
 REPLICA = Table(
     PROJECT,
     "actors/serving/replica.py and actors/serve_seam/replica_log.py",
@@ -171,4 +198,4 @@ SERVER = Table(
     ),
 )
 
-TABLES = (CALLER, GRPC_PROXY, HTTP_PROXY, REPLICA, SERVER)
+TABLES = (CALLER, GRPC_PROXY, HTTP_PROXY, LISTENING, REPLICA, SERVER)

@@ -81,6 +81,8 @@ def failure_of(error: BaseException, call: str, request_id: str | None = None) -
     """Logs what the failure leaves out."""
     cause = cause_of(error)
     code = grpc.StatusCode
+    if isinstance(cause, Refusal):
+        return cause.failure()
     if isinstance(cause, RequestError):
         fields = {cause.field: f"{cause.problem}; {cause.fix}"}
         # What is not usable as an id cannot travel in metadata either: gRPC would make the call INTERNAL.
@@ -103,6 +105,13 @@ def failure_of(error: BaseException, call: str, request_id: str | None = None) -
         return CallFailure(code.INTERNAL, str(cause), "SAMPLING_FAILED", request_id=request_id)
     logger.error("%s failed", call, exc_info=error)
     return failed_inside(call, request_id)
+
+
+class Refusal(Exception):
+    """Raised by who knows itself how the call is to end, and has logged it."""
+
+    def failure(self) -> CallFailure:
+        raise NotImplementedError
 
 
 class UnknownService(Exception):

@@ -34,6 +34,7 @@ from outrider.actors.replica_calls import (
     RoundOutput,
     TokenizeRequest,
     Tokens,
+    TokensUsed,
     sign,
 )
 from outrider.actors.serve_seam.replica_log import serve_log_kept
@@ -116,7 +117,7 @@ class Target:
             except ConnectionError as error:
                 raise ReplicaLost(self._replica, str(error)) from error
 
-    async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str, None]:
+    async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
         """See OpenAIServing.answer."""
         with request_line(logger, request.request_id):
             async with aclosing(self._openai.answer(request)) as parts:

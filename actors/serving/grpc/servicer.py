@@ -13,7 +13,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,10 @@ from outrider.actors.replica_calls import (
     check_request_id,
     sign,
 )
+from outrider.actors.serving.access.calls import let_in
+from outrider.actors.serving.access.guard import CALLER
+from outrider.actors.serving.access.owners import Owners, cache_salt, tenant_of
+from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.failures import IN_PROCESS_PEERS, REQUEST_ID_METADATA, UnknownService, errors_become_status
 from outrider.actors.serving.gate import CAPACITY_METADATA
@@ -72,9 +76,19 @@ ABORT_TIMEOUT_S = 2.0
 
 @contextmanager
 def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | None = None) -> Iterator[RequestSpan]:
-    """Around an RPC: errors become its status, how it ended is counted, and a request's is traced."""
+    """Around an RPC: it needs a key where keys are asked for, errors become its status, how it ended is counted, and a
+    request's is traced."""
     in_process = not isinstance(grpc_context, RayServegRPCContext) or grpc_context.peer() in IN_PROCESS_PEERS
-    api = "in_process" if in_process else "grpc"
+    with ExitStack() as keyed:
+        if not in_process:
+            with errors_become_status(grpc_context, rpc):
+                keyed.enter_context(let_in(grpc_context, rpc))
+        with _counted("in_process" if in_process else "grpc", grpc_context, rpc, request_id) as span:
+            yield span
+
+
+@contextmanager
+def _counted(api: str, grpc_context: RayServegRPCContext, rpc: str, request_id: str | None) -> Iterator[RequestSpan]:
     code = CANCELLED
     try:
         with (
@@ -200,12 +214,17 @@ class Ingress(HandleCalls, HealthCalls):
         capacity: int | None = None,
         *,
         broadcast: Broadcast,
+        keys_file: str | None = None,
+        isolates_tenants: bool = False,
         limits: LimitsConfig | None = None,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
         targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
-        None: the defaults."""
+        None: the defaults. keys_file: whose keys calls need; None: none. isolates_tenants: caches are a key's own.
+
+        Raises ConfigError for a file of keys that cannot be used."""
+        guard_ingress(keys_file)
         self._target, self._broadcast = target, broadcast
         self._generate = target.generate.options(stream=True)
         self._limits = limits or LimitsConfig()
@@ -216,6 +235,8 @@ class Ingress(HandleCalls, HealthCalls):
         self._max_retries = max_retries
         self._capacity_metadata = [] if capacity is None else [(CAPACITY_METADATA, str(capacity))]
         self._running = RunningRequests()
+        self._owners = Owners()
+        self._isolates_tenants = isolates_tenants
         self._started_unix_s = time.time()
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
@@ -247,10 +268,12 @@ class Ingress(HandleCalls, HealthCalls):
     async def AbortRequest(
         self, request: pb.AbortRequestRequest, grpc_context: RayServegRPCContext
     ) -> pb.AbortRequestResponse:
-        """The target's own end comes first, as it counts what was done. What has not reached a target, or sits at one
-        that does not answer, is ended by the ingress that holds it."""
+        """Of a key's own requests. The target's own end comes first, as it counts what was done. What has not reached a
+        target, or sits at one that does not answer, is ended by the ingress that holds it."""
         with answering(grpc_context, "AbortRequest"):
             check_request_id(request.request_id)
+            if not await self._may_end(request.request_id):
+                return pb.AbortRequestResponse(aborted=False)  # as for an id that nobody has
             heard = True
             for ask in (self._abort_at_targets, self._abort_at_ingresses):
                 aborted, all_heard = await ask(request.request_id)
@@ -260,6 +283,22 @@ class Ingress(HandleCalls, HealthCalls):
             if not heard:
                 raise ConnectionError("not every replica answered")
             return pb.AbortRequestResponse(aborted=False)
+
+    async def _may_end(self, request_id: str) -> bool:
+        """Whether the caller's key has asked for it, or no key is needed. Some ingress holds it, if anybody does."""
+        caller = CALLER.get()
+        if caller is None or caller.is_admin:
+            return True
+        name = caller.key.name
+        if (owned := self._owners.owns(request_id, name)) is not None:
+            return owned
+        replies = await self._broadcast(_this_deployment(), "owns", request_id, name, timeout_s=ABORT_TIMEOUT_S)
+        said = {reply.value for reply in replies if reply.value is not None}
+        return said == {True}
+
+    async def owns(self, request_id: str, key: str) -> bool | None:
+        """See Owners.owns; another ingress asks."""
+        return self._owners.owns(request_id, key)
 
     async def _abort_at_targets(self, request_id: str) -> tuple[bool, bool]:
         """Whether one had the request, and whether all of them answered."""
@@ -340,7 +379,9 @@ class Ingress(HandleCalls, HealthCalls):
         return [(REQUEST_ID_METADATA, request_id), *self._capacity_metadata, *load_metadata(load)]
 
     def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
-        return to_generation_request(request, self._served, request_id=request_id)
+        checked = to_generation_request(request, self._served, request_id=request_id)
+        tenant = tenant_of(CALLER.get()) if self._isolates_tenants else 0
+        return replace(checked, tenant=tenant, cache_salt=cache_salt(tenant, checked.cache_salt))
 
     async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """The target's outputs.
@@ -356,10 +397,16 @@ class Ingress(HandleCalls, HealthCalls):
             return self._generate.remote(replace(request, avoid_replicas=avoid) if avoid else request)
 
         outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
-        with self._admission.hold(request), self._running.hold(request) as running:
+        caller, prompt_counted = CALLER.get(), False
+        owned = self._owners.hold(request.request_id, caller)
+        with self._admission.hold(request), owned, self._running.hold(request) as running:
             async with aclosing(outputs):
                 while (output := await running.next(outputs)) is not None:
                     running.note(output)
+                    if caller is not None:
+                        prompt = output.usage.prompt_tokens if output.usage and not prompt_counted else 0
+                        prompt_counted = prompt_counted or output.usage is not None
+                        caller.used(prompt, len(output.token_ids))
                     yield output
             if running.aborted:
                 for output in running.aborted_outputs():

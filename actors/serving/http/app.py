@@ -28,11 +28,13 @@ from outrider.actors.observability.exposition import CONTENT_TYPE
 from outrider.actors.observability.metrics import CANCELLED, METRICS, ApplicationMetrics, IngressMetrics, Scraped
 from outrider.actors.observability.tracing import TRACE_HEADERS, ingress_span, process_tracer
 from outrider.actors.replica_calls import Broadcast, RequestError
+from outrider.actors.serving.access.calls import GuardedHttp
+from outrider.actors.serving.access.process import ingress_guard
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
-from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of
+from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of, refused_by_key
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -71,9 +73,10 @@ class Front(Ingress):
         served_model_name: str,
         num_speculative_tokens: int,
         *args: Any,
+        docs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """args, kwargs: Ingress's own."""
+        """args, kwargs: Ingress's own. docs: serve ``/openapi.json``."""
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
             target,
@@ -85,6 +88,9 @@ class Front(Ingress):
             kwargs.get("capacity"),
             self._limits,
             self._admission,
+            self._owners,
+            self._isolates_tenants,
+            docs,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -103,6 +109,7 @@ def build_http_app(context: HttpContext) -> FastAPI:
     app.add_middleware(CheckBrowsers, limits=context.limits)
     if context.capacity is not None:
         app.add_middleware(TellCapacity, capacity=context.capacity)
+    app.add_middleware(GuardedHttp, failed=refused_by_key, guard=ingress_guard, in_proxy=False)  # the outermost
     return app
 
 

@@ -42,7 +42,10 @@ from outrider.actors.replica_calls import (
     OpenAIRequest,
     ReplicaReply,
     RequestError,
+    TokensUsed,
 )
+from outrider.actors.serving.access.guard import CALLER, Caller
+from outrider.actors.serving.access.owners import Owners, cache_salt, tenant_of
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
 from outrider.actors.serving.http.body import read_json_object
@@ -117,6 +120,15 @@ class HttpContext:
     admission: Admission = field(default_factory=lambda: Admission(LimitsConfig()))
     """The gRPC servicer's: both APIs are held together."""
 
+    owners: Owners = field(default_factory=Owners)
+    """Whose request is whose."""
+
+    isolates_tenants: bool = False
+    """Caches are a key's own."""
+
+    docs: bool = True
+    """Serve ``/openapi.json``."""
+
 
 def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
     for path, endpoint in _PATHS.items():
@@ -133,9 +145,11 @@ def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
             return HttpFailure(404, message, "model").response()
         return await ask(context.target, _question(context, "models", request, {"id": model}), context.max_retries)
 
-    @app.get("/openapi.json")
-    async def openapi(request: Request) -> Response:
-        return await ask(context.target, _question(context, "openapi", request), context.max_retries)
+    if context.docs:
+
+        @app.get("/openapi.json")
+        async def openapi(request: Request) -> Response:
+            return await ask(context.target, _question(context, "openapi", request), context.max_retries)
 
     async def ask_health() -> list[ReplicaReply]:
         # Not an ordinary call: a queue that is full would refuse it, and a busy server is no sick one.
@@ -169,9 +183,20 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
             limits=context.limits,
         )
         admission = context.admission if endpoint in ("chat", "completions") else None
-        return await ask(context.target, checked, context.max_retries, admission)
+        if context.isolates_tenants:
+            checked = _of_tenant(checked, tenant_of(CALLER.get()))
+        return await ask(context.target, checked, context.max_retries, admission, context.owners)
 
     return answer
+
+
+def _of_tenant(request: OpenAIRequest, tenant: int) -> OpenAIRequest:
+    if request.endpoint not in ("chat", "completions") or not tenant:
+        return request
+    asked = request.body.get("cache_salt")
+    salt = cache_salt(tenant, asked if isinstance(asked, str) else None)
+    body = {**request.body, "cache_salt": salt} if asked is None or isinstance(asked, str) else request.body
+    return replace(request, body=body, round_options={**request.round_options, "tenant": tenant})
 
 
 def _question(
@@ -186,15 +211,20 @@ def _id(request: Request) -> str:
 
 
 async def ask(
-    target: DeploymentHandle, request: OpenAIRequest, max_retries: int, admission: Admission | None = None
+    target: DeploymentHandle,
+    request: OpenAIRequest,
+    max_retries: int,
+    admission: Admission | None = None,
+    owners: Owners | None = None,
 ) -> Response:
     """The whole answer, or a response that goes on as it is sent.
 
     target: the Target deployment. max_retries: how often a request is sent again whose replica is lost before it has
-    begun to answer. admission: what it is counted in, for a generation. Raises HttpError.
+    begun to answer. admission: what it is counted in, for a generation. owners: of requests that can be aborted.
+    Raises HttpError.
     """
     note_request(request.request_id)
-    parts = _parts(target, request, max_retries, admission)
+    parts = _counted(_parts(target, request, max_retries, admission), request, CALLER.get(), owners or Owners())
     try:
         head = await anext(parts)
         assert isinstance(head, OpenAIHead)
@@ -206,9 +236,25 @@ async def ask(
         raise HttpError(failure_of(error, request.request_id)) from None
 
 
+async def _counted(
+    parts: AsyncGenerator[OpenAIHead | str | TokensUsed, None],
+    request: OpenAIRequest,
+    caller: Caller | None,
+    owners: Owners,
+) -> Parts:
+    """parts without the tokens, which the caller is charged for."""
+    with owners.hold(request.request_id, caller):
+        async with aclosing(parts):
+            async for part in parts:
+                if not isinstance(part, TokensUsed):
+                    yield part
+                elif caller is not None:
+                    caller.used(part.prompt, part.completion)
+
+
 async def _parts(
     target: DeploymentHandle, request: OpenAIRequest, max_retries: int, admission: Admission | None
-) -> Parts:
+) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
     """The deadline is watched here too, since a request may spend it waiting for a replica."""
     call = target.openai.options(stream=True)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
@@ -15,11 +16,36 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.replica_calls import LIMITS, Deadline, RequestError
+from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_requests import traced_generate
+
+
+class Tally:
+    """Tokens that one OpenAI request has cost so far, all its prompts and answers together."""
+
+    def __init__(self) -> None:
+        self._prompt = self._completion = 0
+
+    @property
+    def uncounted(self) -> int:
+        return self._prompt + self._completion
+
+    def add(self, output: RequestOutput, *, first: bool) -> None:
+        """output: a delta, or all of an answer at its end."""
+        if first:
+            self._prompt += len(output.prompt_token_ids or ())
+        self._completion += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def take(self) -> TokensUsed:
+        """Since the last time."""
+        used, self._prompt, self._completion = TokensUsed(self._prompt, self._completion), 0, 0
+        return used
+
+
+TALLY: ContextVar[Tally | None] = ContextVar("what the OpenAI request of this task has cost", default=None)
 
 
 class CheckedEngine:
@@ -41,7 +67,7 @@ class CheckedEngine:
         if self._co_located is not None:
             check_for_co_located(sampling_params, self._co_located)
         params, deadline = _with_time_left(sampling_params)
-        return self._outputs(prompt, params, request_id, options, deadline)
+        return self._outputs(prompt, params, request_id, options, deadline, TALLY.get() or Tally())
 
     async def _outputs(
         self,
@@ -50,12 +76,14 @@ class CheckedEngine:
         request_id: str,
         options: dict[str, Any],
         deadline: Deadline | None,
+        tally: Tally,
     ) -> AsyncGenerator[RequestOutput, None]:
         started = False
         async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
             try:
                 async for output in outputs:
                     check_reasons(output, params, deadline)
+                    tally.add(output, first=not started)
                     started = True
                     yield output
             except EngineDeadError:

@@ -30,15 +30,25 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, ReplicaLost, RequestError, shortened
+from outrider.actors.replica_calls import (
+    OpenAIHead,
+    OpenAIRequest,
+    ReplicaLost,
+    RequestError,
+    TokensUsed,
+    shortened,
+)
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.serving.openai.checked_engine import CheckedEngine
+from outrider.actors.serving.openai.checked_engine import TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
 from outrider.actors.vllm_seam.prompts import configured_chat_template
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")
+
+COUNT_EVERY_TOKENS = 256
+"""A client that leaves in the middle has so many tokens at most that nobody has counted."""
 
 _ERROR_EVENT = 'data: {"error":'
 EVENTS = "text/event-stream"
@@ -82,12 +92,15 @@ class OpenAIServing:
         for name in _STREAM_LOGGERS:
             logging.getLogger(name).addFilter(_is_news)
 
-    async def answer(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str, None]:
-        """A head, then the body's parts. Closing the generator, or cancelling it, aborts the request.
+    async def answer(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
+        """A head, then the body's parts, and in between what they have cost. Closing the generator, or cancelling it,
+        aborts the request.
 
         Raises ReplicaLost when the engine is gone before the answer has begun. Whatever else goes wrong is an answer
         too.
         """
+        tally = Tally()
+        TALLY.set(tally)
         try:
             result = await _within(request.seconds_left(), self._result(request))
         except TimeoutError:
@@ -100,6 +113,10 @@ class OpenAIServing:
             async with aclosing(_parts(result, request, self._replica_id)) as parts:
                 async for part in parts:
                     yield part
+                    if tally.uncounted >= COUNT_EVERY_TOKENS:
+                        yield tally.take()
+            if tally.uncounted:
+                yield tally.take()
             return
         yield OpenAIHead(failure.status)
         yield json.dumps(failure.body())
