@@ -40,7 +40,7 @@ class Hashing:
     hashed: Any = None
 
     def execute(self) -> None:
-        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt)
+        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt, self.sequence.sampling.tenant)
 
 
 class DraftModelStrategy:

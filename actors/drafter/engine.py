@@ -86,7 +86,7 @@ class Engine(Protocol):
     block_sizes: tuple[int, ...]
     """Tokens in a KV block, of each KV cache group."""
 
-    def hashed(self, request_id: str, token_ids: list[int]) -> Any:
+    def hashed(self, request_id: str, token_ids: list[int], tenant: int = 0) -> Any:
         """Most of what `start` does for a long prompt. Touches nothing: it may run beside any other call."""
 
     def start(self, request_id: str, token_ids: list[int], hashed: Any = None) -> int:

@@ -51,13 +51,14 @@ class DraftEngine:
         """Draft from these tokens alone, from the next step on. Raises ConfigError where the head cannot be cut."""
         self._core.model_executor.collective_rpc("cut_head", args=(token_ids,))
 
-    def hashed(self, request_id: str, token_ids: list[int]) -> Request:
+    def hashed(self, request_id: str, token_ids: list[int], tenant: int = 0) -> Request:
         return Request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
             sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
             pooling_params=None,
             block_hasher=self._core.request_block_hasher,
+            cache_salt=str(tenant) if tenant else None,
         )
 
     def start(self, request_id: str, token_ids: list[int], hashed: Request | None = None) -> int:

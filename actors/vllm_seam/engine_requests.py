@@ -57,6 +57,8 @@ def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: 
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:
         ours["num_speculative_tokens"] = limit
+    if request.tenant:
+        ours["tenant"] = request.tenant
     if request.verification is not None:
         ours["verification"] = request.verification
     if (left_s := request.seconds_left()) is not None:

@@ -175,6 +175,8 @@ class TargetEngine:
         self, request: GenerationRequest, ids: list[int], params: SamplingParams
     ) -> AsyncGenerator[RoundOutput, None]:
         prompt = TokensPrompt(prompt_token_ids=ids)
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
         stream = traced_generate(self._llm, prompt, params, request.request_id, request.trace_headers)
         num_tokens: dict[int, int] = {}
         async with aclosing(stream):

@@ -71,6 +71,7 @@ VERIFICATIONS: dict[pb.Verification, str | None] = {
 }
 
 MAX_TEMPLATE_DEPTH = 32
+MAX_CACHE_SALT = 128
 
 _OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
 _RESERVED = frozenset(
@@ -132,6 +133,7 @@ def to_generation_request(
         num_speculative_tokens=num_speculative_tokens,
         verification=_verification(message),
         deadline=_deadline(message, served.limits, clock),
+        cache_salt=_cache_salt(message),
     )
 
 
@@ -188,6 +190,15 @@ def _verification(message: GenerationMessage) -> str | None:
     if message.sampling.HasField("structured_outputs"):
         check_verification_under_grammar("sampling.structured_outputs", chosen)
     return chosen
+
+
+def _cache_salt(message: GenerationMessage) -> str | None:
+    if not message.HasField("cache_salt"):
+        return None
+    if not 1 <= len(message.cache_salt) <= MAX_CACHE_SALT:
+        problem = f"{len(message.cache_salt)} characters are no salt"
+        raise RequestError("cache_salt", problem, f"send 1 to {MAX_CACHE_SALT} characters, or leave it out")
+    return str(message.cache_salt)
 
 
 def _deadline(message: GenerationMessage, limits: LimitsConfig, clock: Callable[[], float]) -> Deadline:
