@@ -233,6 +233,10 @@ class Deployments:
         self._grpc_port: int | None = None
         self._http_port = pick_free_port()
 
+    def add(self, name: str, configuration: dict[str, Any]) -> None:
+        """One more, for a test that needs it alone."""
+        self._configurations[name] = configuration
+
     def use(self, name: str) -> Deployment:
         if self._current is not None and self._current.name == name:
             return self._current

@@ -65,7 +65,7 @@ def test_openapi_has_what_is_taken():
     ("kind", "body", "field"),
     [
         (CompletionRequest, {"prompt": "x", "stop_token_ids": ["wrong"] * 10_000}, "stop_token_ids.0"),
-        (CompletionRequest, {"prompt": [[1.5]] * 10_000}, "prompt.0"),
+        (CompletionRequest, {"prompt": ["x", *[[1.5]] * 1_000]}, "prompt"),
         (ChatCompletionRequest, chat(logit_bias=dict.fromkeys(map(str, range(10_000)), "wrong")), "logit_bias.0"),
     ],
 )
