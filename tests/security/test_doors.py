@@ -44,7 +44,7 @@ async def generate_s(stub: rpc.GenerationServiceStub, times: int) -> float:
         request = pb.GenerateRequest(text="One of many", sampling=pb.SamplingParameters(temperature=0, max_tokens=16))
         answer = await stub.Generate(request, timeout=HANG_GUARD_S)
         took.append(time.perf_counter() - began)
-        assert answer.usage.completion_tokens
+        assert answer.token_ids
     return statistics.median(took)
 
 
