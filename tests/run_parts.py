@@ -2,8 +2,8 @@
 
 Unit tests share nothing and run on two cores at once. Integration, fault and security tests have the machine to
 themselves, one at a time, since each of their servers takes both cores and some gigabytes. The second part runs
-whatever the first came to; the last lines say how each went, and the exit status is 0 only when both passed. A part
-may be empty, where the arguments select tests of the other alone. Standard library only.
+whatever the first came to; the last lines say how each went, and the exit status is 0 only when both passed. A part may
+be empty, where the arguments select tests of the other alone. Standard library only.
 """
 
 from __future__ import annotations
