@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -30,9 +30,11 @@ from outrider.actors.serve_seam import leans_on
 from outrider.actors.serving.failures import (
     STATUS_DETAILS_METADATA,
     CallFailure,
+    made_by_serve,
     queue_full,
     sentence_of,
     trailing_of,
+    usable_request_id,
 )
 from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
 from outrider.v1 import generation_pb2_grpc
@@ -160,7 +162,7 @@ def _gated(call: Callable[..., Coroutine[Any, Any, Any]], *, takes_a_place: bool
 def _unary(handler: Callable[..., Coroutine[Any, Any, bytes]]) -> Callable[..., Coroutine[Any, Any, bytes]]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> bytes:
         response = await handler(request, context)
-        _finish(context)
+        _finish(context, getattr(request, "request_id", ""))
         return response
 
     return call
@@ -189,7 +191,7 @@ def _stream(handler: Callable[..., AsyncGenerator[bytes, None]]) -> Callable[...
             await asyncio.wait([reading])
             if not unread.given_up:
                 reading.result()
-            _finish(context)
+            _finish(context, getattr(request, "request_id", ""))
         finally:
             unread.stop_watching()
             # The handler still uses the context on its way out, which crashes the process once the call is over.
@@ -280,14 +282,16 @@ def _slow_reader() -> CallFailure:
     return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "SLOW_READER")
 
 
-def _fail(context: grpc.aio.ServicerContext, failure: CallFailure) -> None:
+def _fail(context: grpc.aio.ServicerContext, failure: CallFailure, given: Sequence[Any] = ()) -> None:
+    trailing = failure.trailing_metadata()
+    named = {key for key, _ in trailing}
     context.set_code(failure.code)
     context.set_details(failure.message)
-    context.set_trailing_metadata(tuple(failure.trailing_metadata()))
+    context.set_trailing_metadata((*((key, value) for key, value in given if key not in named), *trailing))
 
 
-def _finish(context: grpc.aio.ServicerContext) -> None:
-    """Give a call that Serve or the ingress let fail the details it should have."""
+def _finish(context: grpc.aio.ServicerContext, request_id: str = "") -> None:
+    """Give a call that Serve or the ingress let fail the details it should have. request_id: its sender's, if any."""
     code = context.code()
     code = _CODES.get(code) if isinstance(code, int) else code
     if code is None or code is grpc.StatusCode.OK:
@@ -299,6 +303,9 @@ def _finish(context: grpc.aio.ServicerContext) -> None:
         # Serve sends the ingress's context along with each message, as it is when the message leaves. A call that
         # fails right behind a message has its metadata kept after all, and its details packed all the same.
         context.set_details(sentence_of(details))
+        return
+    if (failure := made_by_serve(code, details, usable_request_id(request_id))) is not None:
+        _fail(context, failure, given)
         return
     trailing = trailing_of(code, details)
     named = {key for key, _ in trailing}
