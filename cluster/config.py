@@ -155,6 +155,21 @@ class ServingConfig(Section):
     max_request_bytes: int = Field(8 << 20, ge=1024)
     """Longest body of an HTTP request, in bytes."""
 
+    structured_output: Literal["off", "json", "all"] = "all"
+    """Constraints that requests may have: none; JSON schemas, JSON objects, choices and what tools need; or regexes,
+    grammars and structural tags as well."""
+
+    structured_output_compile_s: float = Field(2.0, gt=0, le=600)
+    """Processor time, in seconds of one core, that compiling one constraint may take. What takes longer is refused."""
+
+    structured_output_mask_ms: float = Field(100.0, gt=0, le=10_000)
+    """Processor time, in milliseconds, that a constraint may take at once to tell which tokens may come next; in the
+    long run 2 ms a mask. A request whose constraint takes longer is ended, alone."""
+
+    step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
+    """A replica with requests of whose engine no step ends for so many seconds, and for 20 times the usual step, fails
+    its health check, and is replaced; its requests get UNAVAILABLE."""
+
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
     """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
     (OTLP over gRPC). None: nothing is traced."""

@@ -15,7 +15,7 @@ import sys
 
 PARTS = {
     "unit": ["tests/unit", "-n", "2", "--dist", "worksteal"],
-    "served": ["tests/integration", "tests/faults"],
+    "served": ["tests/integration", "tests/faults", "tests/security"],
 }
 NO_TESTS = 5
 """pytest's exit status when nothing was selected."""

@@ -101,7 +101,12 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
         "two_replicas": {
             "target": engine(models.target, max_num_seqs=4),
             "drafter": {"method": "suffix"},
-            "serving": {"num_replicas": 2, "max_ongoing_requests": 8, "max_queued_requests": 32},
+            "serving": {
+                "num_replicas": 2,
+                "max_ongoing_requests": 8,
+                "max_queued_requests": 32,
+                "step_watchdog_s": 10,
+            },
         },
         # Ranks that share cores take seconds for their first steps.
         "target_tp2": {

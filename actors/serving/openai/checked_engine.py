@@ -15,19 +15,25 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from outrider.actors.grammars.bounds import FIX, Ending, Mode
 from outrider.actors.replica_calls import LIMITS, Deadline, RequestError
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_requests import traced_generate
+from outrider.actors.vllm_seam.structured_outputs import checked
+
+CONSTRAINT = "structured_outputs"
+"""As vLLM calls it. A client that wrote response_format, or tools, is told of that: see serving.py."""
 
 
 class CheckedEngine:
     """Everything but ``generate`` is AsyncLLM's own."""
 
-    def __init__(self, llm: AsyncLLM, co_located: str | None = None) -> None:
-        """co_located: the method by which vLLM drafts in the engine itself; None where it does not."""
-        self._llm, self._co_located = llm, co_located
+    def __init__(self, llm: AsyncLLM, co_located: str | None = None, structured_output: Mode = "all") -> None:
+        """co_located: the method by which vLLM drafts in the engine itself; None where it does not. structured_output:
+        see ServingConfig."""
+        self._llm, self._co_located, self._structured_output = llm, co_located, structured_output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -38,6 +44,7 @@ class CheckedEngine:
         """As AsyncLLM's. Raises VLLMValidationError at once, and not with the first output, for what the ranks could
         not take."""
         check_for_ranks(sampling_params)
+        check_constraint(sampling_params, self._structured_output)
         if self._co_located is not None:
             check_for_co_located(sampling_params, self._co_located)
         params, deadline = _with_time_left(sampling_params)
@@ -75,6 +82,19 @@ def check_for_ranks(params: SamplingParams) -> None:
         raise VLLMValidationError(str(error), parameter="speculation.verification") from None
 
 
+def check_constraint(params: SamplingParams, mode: Mode) -> None:
+    """Raises VLLMValidationError for a constraint that is not served. vLLM makes structural tags of tools: what is in
+    them is JSON schemas, which the mode ``json`` takes; one that a client writes is refused by serving.py."""
+    structured = params.structured_outputs
+    if structured is None or structured.all_constraints_none():
+        return
+    by_tools = mode == "json" and structured.structural_tag is not None
+    try:
+        checked(structured, CONSTRAINT, "all" if by_tools else mode)
+    except RequestError as error:
+        raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
+
+
 def check_for_co_located(params: SamplingParams, method: str) -> None:
     """Raises VLLMValidationError for what vLLM's own drafting would ignore or die of."""
     try:
@@ -84,8 +104,12 @@ def check_for_co_located(params: SamplingParams, method: str) -> None:
 
 
 def check_reasons(output: RequestOutput, params: SamplingParams, deadline: Deadline | None) -> None:
-    """vLLM's classes know one way in which the engine gives a request up. Raises for the two that are not its fault."""
+    """vLLM's classes know one way in which the engine gives a request up. Raises for those that are not its fault."""
     for completion in output.outputs:
+        if completion.finish_reason == "error" and (ending := Ending.of(completion.stop_reason)) is not None:
+            if not ending.is_clients:
+                raise RetryableRequestError(f"the constraint {ending.problem}")
+            raise VLLMValidationError(f"{ending.problem}; {FIX}", parameter=CONSTRAINT)
         if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
             raise VLLMValidationError(
                 f"{', '.join(asked)} left no token to choose, or the grammar could not go on", parameter=asked[0]

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any, TypeVar
@@ -30,9 +31,10 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from outrider.actors.grammars.bounds import check_kind
 from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, ReplicaLost, RequestError, shortened
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.serving.openai.checked_engine import CheckedEngine
+from outrider.actors.serving.openai.checked_engine import CONSTRAINT, CheckedEngine
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
 from outrider.actors.vllm_seam.prompts import configured_chat_template
@@ -52,7 +54,8 @@ class OpenAIServing:
     def __init__(self, llm: AsyncLLM, config: OutriderConfig, replica_id: str) -> None:
         """Raises ConfigError for a chat template or parser that cannot be had."""
         self._config, self._replica_id = config, replica_id
-        engine: Any = CheckedEngine(llm, config.co_located.method if config.co_located else None)
+        co_located = config.co_located.method if config.co_located else None
+        engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output)
         template, parsers = configured_chat_template(config), _parsers(config)
         self._models = OpenAIServingModels(engine, [BaseModelPath(config.served_model_name, config.target.model)])
         chat: dict[str, Any] = {
@@ -95,7 +98,7 @@ class OpenAIServing:
         except (EngineDeadError, RetryableRequestError) as error:
             raise ReplicaLost(self._replica_id, str(error)) from None
         except Exception as error:  # noqa: BLE001 - the client gets a status and a sentence, the log the rest
-            failure = _failure_of(error, request.request_id)
+            failure = _by_its_name(_failure_of(error, request.request_id), request)
         else:
             async with aclosing(_parts(result, request, self._replica_id)) as parts:
                 async for part in parts:
@@ -144,6 +147,7 @@ class OpenAIServing:
         """vLLM's request, with what is ours in what becomes SamplingParams.extra_args."""
         if request.round_options and self._config.co_located is not None:
             raise RequestError("speculation", "this deployment drafts for every request alike", "leave it out")
+        self._check_structural_tag(request)
         parsed = validated(kind, request.body)
         ours = dict(request.round_options)
         if request.deadline is not None:
@@ -152,6 +156,24 @@ class OpenAIServing:
             parsed.vllm_xargs = {EXTRA_ARGS_KEY: ours}  # set past vLLM's validation
         return parsed
 
+    def _check_structural_tag(self, request: OpenAIRequest) -> None:
+        """vLLM makes one of tools, so CheckedEngine cannot tell who wrote it."""
+        response_format, structured = (request.body.get(name) for name in ("response_format", "structured_outputs"))
+        for field, written in (
+            ("response_format", isinstance(response_format, dict) and response_format.get("type") == "structural_tag"),
+            ("structured_outputs", isinstance(structured, dict) and structured.get("structural_tag") is not None),
+        ):
+            if written:
+                check_kind(field, "structural_tag", self._config.serving.structured_output)
+
+
+def _by_its_name(failure: HttpFailure, request: OpenAIRequest) -> HttpFailure:
+    """What is wrong with a constraint, under the field that the client sent: to vLLM all are structured_outputs."""
+    if failure.param is None or not failure.param.startswith(CONSTRAINT) or CONSTRAINT in request.body:
+        return failure
+    sent = next((name for name in ("response_format", "tools") if name in request.body), failure.param)
+    return replace(failure, param=sent)
+
 
 async def _parts(result: Any, request: OpenAIRequest, replica_id: str) -> AsyncGenerator[OpenAIHead | str, None]:
     if isinstance(result, AsyncGenerator):
@@ -159,7 +181,7 @@ async def _parts(result: Any, request: OpenAIRequest, replica_id: str) -> AsyncG
             async for event in events:
                 yield event
     elif isinstance(result, ErrorResponse):
-        failure = HttpFailure(result.error.code, result.error.message, result.error.param)
+        failure = _by_its_name(HttpFailure(result.error.code, result.error.message, result.error.param), request)
         yield OpenAIHead(failure.status)
         yield json.dumps(failure.body())
     else:
@@ -180,7 +202,7 @@ async def _events(
             if event is None:
                 return
             if event.startswith(_ERROR_EVENT):
-                failure = _failure_in(event, request.request_id)
+                failure = _by_its_name(_failure_in(event, request.request_id), request)
                 if started:
                     yield failure.event()
                     return

@@ -41,7 +41,7 @@ class ScriptedLLM:
 def answers(llm: ScriptedLLM, asked: GenerationRequest) -> list[RoundOutput]:
     engine = object.__new__(TargetEngine)
     engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
-    engine._tokens = PromptTokenizer(None, VOCAB_SIZE, 10)
+    engine._tokens, engine._structured_output = PromptTokenizer(None, VOCAB_SIZE, 10), "all"
     engine._rounds, engine._load, engine._max_num_seqs = RoundLog(speculating=True), EngineLoad(), 4
 
     async def collect() -> list[RoundOutput]:

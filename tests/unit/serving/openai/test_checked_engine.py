@@ -28,7 +28,7 @@ class Llm:
             for step in self._script:
                 if isinstance(step, Exception):
                     raise step
-                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=step)])
+                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=step, stop_reason=None)])
         finally:
             self.closed = True
 
