@@ -78,6 +78,9 @@ class _Recorder(StatLoggerBase):
         self._load = load
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """With each output of the engine's: one a step, whether it holds tokens or not."""
+        if self._load.on_step is not None:
+            self._load.on_step()
         if scheduler_stats is not None:
             self._load.running = scheduler_stats.num_running_reqs
             self._load.waiting = scheduler_stats.num_waiting_reqs
