@@ -96,7 +96,7 @@ def resident_bytes(deployment: Deployment) -> int:
 
 def refused(deployment: Deployment, **constraint: Any) -> OutriderError:
     with pytest.raises(OutriderError) as error:
-        for _ in deployment.client.stream(PROMPT, max_tokens=900, seed=1, **constraint):
+        for _ in deployment.client.stream(PROMPT, min_tokens=850, max_tokens=900, seed=1, **constraint):
             pass
     return error.value
 
@@ -132,7 +132,7 @@ def test_over_http_it_is_a_400_with_the_field_it_came_in(pair: Deployment) -> No
         assert answer.json()["error"]["param"] == "response_format"
     answer = httpx.post(
         f"{pair.http_url}/v1/completions",
-        json={"prompt": "hello", "max_tokens": 300, "structured_outputs": {"grammar": BOMB}},
+        json={"prompt": "hello", "min_tokens": 850, "max_tokens": 900, "structured_outputs": {"grammar": BOMB}},
         timeout=HANG_GUARD_S,
     )
     assert answer.status_code == 400, answer.text
