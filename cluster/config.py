@@ -104,6 +104,11 @@ class LinkConfig(Section):
     link_deadline_ms: float = Field(5000.0, gt=0, allow_inf_nan=False)
     """Silence after which the link is given up, aborted and made anew with a new epoch."""
 
+    frame_mac: Literal["across_nodes", "always"] = "across_nodes"
+    """Which links seal each frame with a keyed MAC, so that nobody on the way can change, add or repeat one: those
+    between two nodes, or those within one as well, where other users of the machine are not trusted. Either way both
+    ends show each other first that they are of one application."""
+
     @model_validator(mode="after")
     def _order(self) -> LinkConfig:
         if self.link_deadline_ms <= self.round_deadline_ms:

@@ -30,6 +30,7 @@ from outrider.cluster.link import Link, LinkBroken, LinkInvitation, join_link
 from outrider.cluster.link.codec import pack, unpack
 from outrider.cluster.link.messages import Message, Proposals
 from outrider.cluster.placement import NAMESPACE, RankPlacement, ReplicaPlacement, bind_to, rank_environment
+from outrider.cluster.registry import application_secret
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class Drafter:
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
         self._loop = DraftLoop(self._strategy)
-        self._pool = self._join_pool(config, app_name)
+        self._app_name = app_name
+        self._pool = self._join_pool(config)
         self._links: dict[int, Link] = {}
         self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
@@ -98,13 +100,14 @@ class Drafter:
 
     @ray.method(concurrency_group="control")
     def accept_link(self, invitation: LinkInvitation, timeout_s: float) -> None:
-        """Join a verifier's link. Raises LinkError when it is not there any more, ValueError for another vocabulary."""
+        """Join a verifier's link. Raises LinkError when it is not there any more or is none of this application's,
+        ValueError for another vocabulary, and what application_secret raises."""
         if self._vocab_size is not None and invitation.vocab_size != self._vocab_size:
             raise ValueError(
                 f"drafter.model: vocabulary of {self._vocab_size} tokens, the target's has {invitation.vocab_size}; "
                 "use a drafter with the target's tokenizer"
             )
-        transport = join_link(invitation, timeout_s)
+        transport = join_link(invitation, application_secret(self._app_name, timeout_s), timeout_s)
         with self._lock:
             self._last_link_id = link_id = self._last_link_id + 1
         link = Link(
@@ -131,7 +134,7 @@ class Drafter:
         pool = {} if self._pool is None else {"suffix_pool_failures": self._pool.failures}
         return {**self._loop.metrics(), **pool, "pid": os.getpid()}
 
-    def _join_pool(self, config: RemoteConfig, app_name: str) -> PoolMember | None:
+    def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
         """Learn from the suffix drafters of the application's other replicas, and teach them."""
         strategy = self._strategy
         if (
@@ -146,7 +149,7 @@ class Drafter:
             strategy.learn(parts)
             self._loop.wake()
 
-        pool = RayPool(app_name, config.suffix_decoding_max_cached_tokens)
+        pool = RayPool(self._app_name, config.suffix_decoding_max_cached_tokens)
         member = PoolMember(strategy.name, pool, strategy.take_parts, learn)
         member.start()
         return member

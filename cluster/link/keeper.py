@@ -28,6 +28,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _WATCH_S = 0.2
 _READY_TIMEOUT_S = 10.0
 _LOOK_HOME_S = 1.0
+LOOPBACK = "127.0.0.1"
 
 _HANGS_BEFORE_RESTART = 2
 _LEAST_SILENCE_S = 5.0
@@ -146,9 +147,9 @@ class LinkKeeper:
 
     def _connect(self, grant: LinkGrant) -> Link:
         drafter = ray.get_actor(grant.drafter, namespace=NAMESPACE)
-        host = self._wait_until_ready(grant.drafter, drafter)
+        host = self._host_towards(self._wait_until_ready(grant.drafter, drafter))
         invitation, complete = host_link(
-            host=self._host_towards(host),
+            host=host,
             epoch=grant.epoch,
             backend=self._backend(),
             capacity_words=self._capacity_words,
@@ -157,6 +158,8 @@ class LinkKeeper:
             vocab_size=self._vocab_size,
             num_speculative_tokens=self._config.num_speculative_tokens,
             verifier_id=self._identity.replica,
+            secret=self._ask_registry("secret"),
+            sealed=self._config.link.frame_mac == "always" or host != LOOPBACK,
             device=self._device,
         )
         joining = drafter.accept_link.remote(invitation, _CONNECT_TIMEOUT_S)
@@ -287,7 +290,7 @@ class LinkKeeper:
     @staticmethod
     def _host_towards(drafter_host: str) -> str:
         own = ray.util.get_node_ip_address()
-        return "127.0.0.1" if own == drafter_host else own
+        return LOOPBACK if own == drafter_host else own
 
     def _ask_registry(self, method: str, *args: Any) -> Any:
         if self._registry is None:

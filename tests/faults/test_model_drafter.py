@@ -9,6 +9,7 @@ import ray
 from outrider.cluster.link import Link, host_link
 from outrider.cluster.link.codec import frame_capacity_words, pack, unpack
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
+from outrider.cluster.registry import application_secret
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, K, wait_until
 from tests.tiny_models import VOCAB_SIZE
@@ -36,6 +37,8 @@ def second_link(pair):
         vocab_size=VOCAB_SIZE,
         num_speculative_tokens=K,
         verifier_id="test",
+        secret=application_secret(pair.config.serving.app_name, HANG_GUARD_S),
+        sealed=True,
     )
     joining = pair.drafter().accept_link.remote(invitation, HANG_GUARD_S)
     link = Link(
@@ -110,6 +113,8 @@ def test_a_link_of_another_vocabulary_is_refused(pair):
         vocab_size=VOCAB_SIZE + 1,
         num_speculative_tokens=K,
         verifier_id="test",
+        secret=bytes(32),
+        sealed=False,
     )
     with pytest.raises(ValueError, match=r"drafter\.model: vocabulary of 272 tokens, the target's has 273"):
         ray.get(pair.drafter().accept_link.remote(invitation, 5.0), timeout=HANG_GUARD_S)
