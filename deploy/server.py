@@ -27,6 +27,7 @@ from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER, leans_on
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
+from outrider.deploy import ray_access
 from outrider.deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
@@ -87,6 +88,7 @@ class Server:
 
     def start(self) -> None:
         """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
+        ray_access.check(os.environ)
         plan = plan_replica(self._config)
         for warning in plan.warnings:
             self._progress.say(f"WARNING: {warning}")
@@ -185,8 +187,12 @@ class Server:
             self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}
         self._stop.install()
         self._progress.say(f"Ray is up{self._where()}")
-        if not self._address and os.environ.get("RAY_AUTH_MODE") == "token":
-            # Ray listens on every interface, so its token stays on; its own command line does not look for one unasked.
+        for warning in ray_access.warnings(os.environ, self._address):
+            self._progress.say(f"WARNING: {warning}")
+        if (said := ray_access.keep_token_private(os.environ)) is not None:
+            self._progress.say(said)
+        if not self._address and os.environ.get(ray_access.AUTH_MODE) == "token":
+            # Ray's own command line does not look for a token unasked.
             self._progress.say("see the actors with: RAY_AUTH_MODE=token ray list actors")
 
     def _start_serve(self) -> None:

@@ -145,15 +145,16 @@ def test_what_was_shown_once_is_of_no_use_again() -> None:
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_the_rendezvous_is_closed_when_both_are_there(ends: Callable[..., list[Any]], sealed: bool) -> None:
+def test_the_rendezvous_is_closed_when_both_are_there(sealed: bool) -> None:
     invitation, complete = invite(sealed=sealed)
     here, there = meet(complete, lambda: join_link(invitation, SECRET, HANG_S))
     try:
         listening = {each.laddr for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
         assert (invitation.store_host, invitation.store_port) not in listening
-        here.start_send(frame(0, payload=[7]))
+        finish = here.start_send(frame(0, payload=[7]))
         received = np.zeros(CAPACITY, np.int32)
         there.recv(received, HANG_S)
+        finish()
         assert decode(received, 1, 0).payload.tolist() == [7]
     finally:
         here.abort()
@@ -214,7 +215,7 @@ def pipe() -> tuple[MemoryTransport, SealedTransport, SealedTransport]:
 
 def sealed_frames(count: int) -> tuple[SealedTransport, list[np.ndarray]]:
     """A receiver, and what was sealed for it."""
-    near, sender, receiver = pipe()
+    _near, sender, receiver = pipe()
     sealed = []
     for sequence in range(count):
         buffer = frame(sequence, payload=[10 + sequence])
@@ -249,13 +250,13 @@ def test_every_bit_in_use_counts_and_no_other() -> None:
 def test_frames_come_in_their_order_or_not_at_all() -> None:
     receiver, sealed = sealed_frames(3)
     receive(receiver, sealed[0])
-    with pytest.raises(FrameError, match="^mac:"):
+    with pytest.raises(FrameError, match=r"^mac:"):
         receive(receiver, sealed[2])
 
 
 def test_a_number_that_comes_round_again_is_another_number() -> None:
     """The header's wraps; a frame of the round before must not be taken for the next one."""
-    near, sender, receiver = pipe()
+    _near, sender, receiver = pipe()
     first = frame(0, payload=[1])
     sender.start_send(first)
     recorded = first.copy()
@@ -263,7 +264,7 @@ def test_a_number_that_comes_round_again_is_another_number() -> None:
     again = frame(0, payload=[1])
     sender.start_send(again)
     assert (again[TAG_WORDS] != recorded[TAG_WORDS]).any()
-    with pytest.raises(FrameError, match="^mac:"):
+    with pytest.raises(FrameError, match=r"^mac:"):
         receive(receiver, recorded)
 
 
@@ -272,7 +273,7 @@ def test_a_frame_sent_back_to_its_sender_is_none_of_the_peer_s() -> None:
     buffer = frame(0, payload=[1])
     sender.start_send(buffer)
     near.inbound.put(buffer)
-    with pytest.raises(FrameError, match="^mac:"):
+    with pytest.raises(FrameError, match=r"^mac:"):
         sender.recv(np.zeros(CAPACITY, np.int32), SOON_S)
 
 
@@ -280,7 +281,7 @@ def test_a_plain_frame_is_no_sealed_one() -> None:
     receiver, _ = sealed_frames(0)
     buffer = np.zeros(CAPACITY, np.int32)
     encode(buffer, epoch=1, sequence=0, kind=FrameKind.DATA, payload=words(1))
-    with pytest.raises(FrameError, match="^mac:"):
+    with pytest.raises(FrameError, match=r"^mac:"):
         receive(receiver, buffer)
 
 
