@@ -138,6 +138,17 @@ class ServingConfig(Section):
     http_port: int = Field(8000, ge=0, le=65535)
     """OpenAI's API, the page and metrics, on Serve's HTTP proxy; 0: any free port."""
 
+    admin_port: int | None = Field(None, ge=1, le=65535)
+    """``/metrics``, ``/outrider/v1/status``, ``/livez`` and ``/readyz`` on a port of their own; ``http_port`` has not
+    the first two then. None: with the rest."""
+
+    admin_host: str = "127.0.0.1"
+    """Address that ``admin_port`` listens on, of whichever node the ingress runs on."""
+
+    drain_s: float = Field(120.0, ge=0, le=86_400)
+    """How long running answers may go on when the server, or a replica, is taken down. New ones are refused meanwhile;
+    what is left then is cut."""
+
     max_ongoing_requests: int = Field(64, ge=1)
     """Requests a replica holds at once; its scheduler batches max_num_seqs of them."""
 

@@ -32,6 +32,9 @@ from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
 
+INGRESS = "Ingress"
+"""The deployment's name."""
+
 BEING_REFUSED = 4096
 """Calls an ingress takes beyond the generations it may hold: status under full load, and what it is about to refuse."""
 
@@ -40,6 +43,9 @@ ROUTING_STATS_PERIOD_S = 2.0
 
 CONTROL_CALLS = 16
 """Calls a target replica takes beyond the generations it may hold: status, metrics, aborts, tokenising."""
+
+TAKE_DOWN_S = 20.0
+"""What a replica may need beyond its last answer to end engine and drafter; Serve kills it then."""
 
 _OVERRIDES = ("target", "drafter", "dtype")
 
@@ -114,6 +120,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
+    from outrider.actors.serve_seam.stopping import is_stopping
+    from outrider.actors.serving.http.admin import AdminAddress
     from outrider.actors.serving.http.app import Front
     from outrider.actors.serving.replica import Target
 
@@ -144,11 +152,11 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         health_check_period_s=5.0,
         health_check_timeout_s=60.0,
         graceful_shutdown_wait_loop_s=1.0,
-        graceful_shutdown_timeout_s=20.0,
+        graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
     ingress = serve.deployment(
         Front,
-        name="Ingress",
+        name=INGRESS,
         ray_actor_options={"num_cpus": 0, **environment},
         logging_config=logging_config,
         # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
@@ -160,7 +168,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         max_constructor_retry_count=1,
         health_check_timeout_s=60.0,
         graceful_shutdown_wait_loop_s=1.0,
-        graceful_shutdown_timeout_s=20.0,
+        graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
     replica = target.bind(config, placement, plan.cores)
     return ingress.bind(
@@ -171,6 +179,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         max_retries=serving.num_replicas - 1,
         capacity=capacity,
         broadcast=broadcast,
+        is_stopping=is_stopping,
+        admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
     )
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -24,12 +25,14 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER, leans_on
+from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy import ray_access
-from outrider.deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
+from outrider.deploy.app import INGRESS, ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.drain import drain
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
 from outrider.deploy.ports import reachable
 from outrider.deploy.processes import (
@@ -62,6 +65,7 @@ OBJECT_STORE_BYTES = 256 << 20
 BEAT_S = 3.0
 NOTE_EVERY_BEATS = 5
 ASKING_ENDS_WITHIN_S = 2.0
+ASKING_TO_DRAIN_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
 RAY_DAEMONS = ("gcs_server", "raylet")
 RAY_SHUTDOWN_S = 20.0
@@ -85,6 +89,7 @@ class Server:
         self._asking: threading.Thread | None = None
         self._stopped_asking = threading.Event()
         self._stages_told: set[tuple[str, float]] = set()
+        self._serves = False
 
     def start(self) -> None:
         """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
@@ -109,6 +114,7 @@ class Server:
             self._wait_until_running()
         with self._progress.stage("first answer"):
             self._wait_until_answering()
+        self._serves = True
 
     def wait(self) -> None:
         """Return never; Stopped ends it. Raises ServerDied when Ray, Serve or the application has ended by itself."""
@@ -152,6 +158,9 @@ class Server:
             self._asking.join(ASKING_ENDS_WITHIN_S)  # a call under way should not meet the end of Ray
         self._shared_memory.note()
         if ray.is_initialized():
+            if self._serves and self._ray_lives():
+                limit_s = self._config.serving.drain_s + 3 * ASKING_TO_DRAIN_S
+                _call(self._drain, limit_s, while_true=self._ray_lives)
             if not _call(self._take_down_serve, SERVE_SHUTDOWN_S, while_true=self._ray_lives):
                 self._progress.say("Ray is gone already or does not answer; ending its processes")
             _call(ray.shutdown, RAY_SHUTDOWN_S if self._ray_lives() else RAY_GONE_SHUTDOWN_S)
@@ -159,6 +168,17 @@ class Server:
         for name in self._shared_memory.remove_theirs():
             self._progress.say(f"left /dev/shm/{name}: it may be another program's")
         return left
+
+    def _drain(self) -> None:
+        """Let running answers come to their ends, for serving.drain_s at most; a signal ends that, too."""
+        ingress = serve.get_deployment_handle(INGRESS, self._config.serving.app_name)
+
+        def ask(method: str) -> int:
+            replies = asyncio.run(broadcast(ingress, method, timeout_s=ASKING_TO_DRAIN_S))
+            # One that does not answer has nothing that could be waited for.
+            return sum(reply.value for reply in replies if reply.ok)
+
+        drain(ask, self._config.serving.drain_s, pressed=self._stop.pressed, say=self._progress.say)
 
     def _start_ray(self, plan: ReplicaPlan) -> None:
         os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **PROXY_ENVIRONMENT})

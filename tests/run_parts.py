@@ -1,9 +1,9 @@
 """``python tests/run_parts.py [--only PART] [pytest's arguments]``: the suite in its two parts, one after the other.
 
-Unit tests share nothing and run on two cores at once. Integration and fault tests have the machine to themselves, one
-at a time, since each of their servers takes both cores and some gigabytes. The second part runs whatever the first
-came to; the last lines say how each went, and the exit status is 0 only when both passed. A part may be empty, where
-the arguments select tests of the other alone. Standard library only.
+Unit tests share nothing and run on two cores at once. Integration, fault and security tests have the machine to
+themselves, one at a time, since each of their servers takes both cores and some gigabytes. The second part runs
+whatever the first came to; the last lines say how each went, and the exit status is 0 only when both passed. A part may
+be empty, where the arguments select tests of the other alone. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 PARTS = {
     "unit": ["tests/unit", "-n", "2", "--dist", "worksteal"],
-    "served": ["tests/integration", "tests/faults"],
+    "served": ["tests/integration", "tests/faults", "tests/security"],
 }
 NO_TESTS = 5
 """pytest's exit status when nothing was selected."""

@@ -106,6 +106,20 @@ GRPC_PROXY = Table(
     ),
 )
 
+INGRESS = Table(
+    PROJECT,
+    "actors/serve_seam/stopping.py",
+    (
+        Borrowed("ray._private.worker:global_worker", "where a process's actors are", also=("actors",)),
+        Borrowed("ray.serve._private.replica:ReplicaActor._replica_impl", "a replica behind its actor"),
+        Borrowed(
+            "ray.serve._private.replica:Replica._shutting_down",
+            "whether it is being stopped",
+            read_by=("ray.serve._private.replica:Replica._perform_graceful_shutdown",),
+        ),
+    ),
+)
+
 REPLICA = Table(
     PROJECT,
     "actors/serving/replica.py and actors/serve_seam/replica_log.py",
@@ -146,4 +160,4 @@ SERVER = Table(
     ),
 )
 
-TABLES = (CALLER, GRPC_PROXY, REPLICA, SERVER)
+TABLES = (CALLER, GRPC_PROXY, INGRESS, REPLICA, SERVER)

@@ -120,6 +120,14 @@ def test_ports(taken_port: int) -> None:
         settle_ports(parse_config({"target": {"model": "m"}, "serving": {"grpc_port": taken_port, "http_port": 0}}))
 
 
+def test_the_admin_port_is_one_of_its_own(taken_port: int) -> None:
+    free = pick_free_port()
+    for admin, grpc, problem in ((taken_port, 0, "is in use"), (free, free, "is grpc_port or http_port too")):
+        ports = {"admin_port": admin, "grpc_port": grpc, "http_port": 0}
+        with pytest.raises(ConfigError, match=rf"serving\.admin_port: .*{problem}"):
+            settle_ports(parse_config({"target": {"model": "m"}, "serving": ports}))
+
+
 def test_a_picked_port_is_none_that_an_outgoing_connection_may_get() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert 1024 < max(pick_free_port() for _ in range(20)) < min(first, 32768)

@@ -15,7 +15,7 @@ PASSES, FAILS = "def test_it(): pass\n", "def test_it(): assert False\n"
 
 @pytest.mark.parametrize("unit", [PASSES, FAILS])
 def test_the_status_and_the_last_lines(tmp_path: Path, unit: str) -> None:
-    for directory, source in (("unit", unit), ("integration", PASSES), ("faults", PASSES)):
+    for directory, source in (("unit", unit), ("integration", PASSES), ("faults", PASSES), ("security", PASSES)):
         (tmp_path / "tests" / directory).mkdir(parents=True)
         (tmp_path / "tests" / directory / f"test_{directory}.py").write_text(source)
     done = subprocess.run(
@@ -25,7 +25,7 @@ def test_the_status_and_the_last_lines(tmp_path: Path, unit: str) -> None:
     assert done.returncode == int(unit is FAILS), done.stdout + done.stderr
     first, second = done.stdout.splitlines()[-2:]
     assert first.startswith("unit tests:    1 " + ("failed" if unit is FAILS else "passed") + " in ")
-    assert second.startswith("served tests:  2 passed in ")
+    assert second.startswith("served tests:  3 passed in ")
 
 
 @pytest.mark.parametrize(

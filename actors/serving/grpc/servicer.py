@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -38,6 +38,7 @@ from outrider.actors.replica_calls import (
     check_request_id,
     sign,
 )
+from outrider.actors.serving.draining import DRAIN, DrainCalls
 from outrider.actors.serving.failures import IN_PROCESS_PEERS, REQUEST_ID_METADATA, UnknownService, errors_become_status
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.responses import (
@@ -61,8 +62,11 @@ from outrider.v1.handle_calls import RPCS, CallFailed
 
 HEALTH_PERIOD_S = 1.0
 
-HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name)
-"""Whose health can be asked for."""
+LIVENESS, READINESS = "liveness", "readiness"
+"""Whether the server runs at all, and whether it can serve now. Only the first is a reason to start it anew."""
+
+HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name, READINESS, LIVENESS)
+"""Whose health can be asked for. The first two are asked for readiness."""
 
 CONTROL_TIMEOUT_S = 5.0
 """A replica that is starting or stuck must not make a status call hang."""
@@ -112,32 +116,42 @@ class HealthCalls:
             if request.service not in HEALTH_SERVICES:
                 raise UnknownService(request.service)
             grpc_context.set_trailing_metadata(self._capacity_metadata)
-            return health_pb2.HealthCheckResponse(status=await self._health())
+            return health_pb2.HealthCheckResponse(status=await self._health(request.service))
 
     async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthListResponse:
         with answering(grpc_context, "List"):
             health = health_pb2.HealthCheckResponse(status=await self._health())
-            return health_pb2.HealthListResponse(statuses=dict.fromkeys(HEALTH_SERVICES, health))
+            statuses = dict.fromkeys(HEALTH_SERVICES, health)
+            statuses[LIVENESS] = health_pb2.HealthCheckResponse(status=await self._health(LIVENESS))
+            return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """A service that is not known stays so: the stream says it once and goes on."""
+        """A service that is not known stays so: the stream says it once and goes on. It ends with the server."""
         with answering(grpc_context, "Watch"):
             last = None
             while True:
-                known = request.service in HEALTH_SERVICES
-                status = await self._health() if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+                service = request.service
+                known = service in HEALTH_SERVICES
+                status = await self._health(service) if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
                 if status != last:
                     yield health_pb2.HealthCheckResponse(status=status)
                 last = status
+                if DRAIN.ends_watches:
+                    return
                 await asyncio.sleep(HEALTH_PERIOD_S)
 
-    async def _health(self) -> int:
-        """Serving, as long as one target replica runs that does not say it is broken. One that says nothing may be
-        busy: Serve's own checks of it, which wait longer, decide whether it runs."""
+    async def _health(self, service: str = "") -> int:
+        """Of liveness this answer is the proof. Else: serving, as long as one target replica runs that does not say it
+        is broken. One that says nothing may be busy: Serve's own checks of it, which wait longer, decide whether it
+        runs."""
+        if service == LIVENESS:
+            return health_pb2.HealthCheckResponse.SERVING
+        if DRAIN.begun:
+            return health_pb2.HealthCheckResponse.NOT_SERVING
         try:
             replies = await self._broadcast(self._target, "check_health", timeout_s=HEALTH_PERIOD_S)
         except (DeploymentUnavailableError, ConnectionError):
@@ -175,7 +189,7 @@ class HandleCalls:
             raise _failed(error, context) from None
 
 
-class Ingress(HandleCalls, HealthCalls):
+class Ingress(HandleCalls, HealthCalls, DrainCalls):
     """Serve calls the method named like the RPC. The target handle must offer
 
     - ``generate(GenerationRequest)``: streams RoundOutput, each answer's last one with finish_reason. Raises
@@ -196,10 +210,13 @@ class Ingress(HandleCalls, HealthCalls):
         capacity: int | None = None,
         *,
         broadcast: Broadcast,
+        is_stopping: Callable[[], bool] = bool,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
-        targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas."""
+        targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas.
+        is_stopping: whether Serve takes this replica down."""
+        DRAIN.watch(is_stopping)
         self._target, self._broadcast = target, broadcast
         self._generate = target.generate.options(stream=True)
         self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size)

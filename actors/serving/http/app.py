@@ -30,6 +30,7 @@ from outrider.actors.observability.tracing import TRACE_HEADERS, ingress_span, p
 from outrider.actors.replica_calls import Broadcast, RequestError
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
 from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of
 
@@ -71,9 +72,11 @@ class Front(Ingress):
         num_speculative_tokens: int,
         *args: Any,
         max_request_bytes: int,
+        admin: AdminAddress | None = None,
         **kwargs: Any,
     ) -> None:
-        """args, kwargs: Ingress's own. max_request_bytes: longest HTTP body that is read."""
+        """args, kwargs: Ingress's own. max_request_bytes: longest HTTP body that is read. admin: where metrics and
+        status are, alone; None: with the rest."""
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
             target,
@@ -85,9 +88,13 @@ class Front(Ingress):
             self._broadcast,
             kwargs.get("capacity"),
         )
+        self._admin = admin
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_http_app(self._http)
+        app = build_http_app(self._http)
+        if self._admin is not None:
+            move_to_admin_port(app, self._admin)
+        return app
 
 
 def build_http_app(context: HttpContext) -> FastAPI:

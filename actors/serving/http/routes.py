@@ -35,6 +35,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.actors.observability.logs import note_request
 from outrider.actors.replica_calls import Broadcast, Endpoint, OpenAIHead, OpenAIRequest, RequestError
+from outrider.actors.serving.draining import DRAIN, Draining
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
 from outrider.actors.serving.http.body import read_json_object
 from outrider.actors.serving.openai.door import REQUEST_ID_HEADER, to_openai_request
@@ -125,10 +126,18 @@ def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
     async def openapi(request: Request) -> Response:
         return await ask(context.target, OpenAIRequest("openapi", _id(request)), context.max_retries)
 
+    @app.get("/livez", include_in_schema=False)
+    async def alive() -> Response:
+        """Proxy and ingress answer. What cannot serve now may be mending itself; see /readyz."""
+        return Response(status_code=200)
+
+    @app.get("/readyz", include_in_schema=False)
     @app.get("/health")
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
+        if DRAIN.begun:
+            return HttpFailure(503, str(Draining())).response()
         # Not an ordinary call: a queue that is full would refuse it, and a busy server is no sick one.
         replies = await context.broadcast(context.target, "check_health", timeout_s=HEALTH_TIMEOUT_S)
         if not any(reply.ok for reply in replies):

@@ -104,11 +104,15 @@ def test_health_is_that_of_the_target(address: str, meeting_point: Path) -> None
         assert {name: each.status for name, each in statuses.items()} == {
             "": SERVING,
             "outrider.v1.GenerationService": SERVING,
+            "readiness": SERVING,
+            "liveness": SERVING,
         }
         watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_GUARD_S)
         assert next(watched).status == SERVING
         (meeting_point / "broken").touch()
         assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        broken = {name: each.status for name, each in health.List(health_pb2.HealthListRequest()).statuses.items()}
+        assert (broken["readiness"], broken["liveness"]) == (health_pb2.HealthCheckResponse.NOT_SERVING, SERVING)
         (meeting_point / "broken").unlink()
         assert next(watched).status == SERVING
         watched.cancel()
