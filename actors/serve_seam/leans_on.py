@@ -110,7 +110,7 @@ INGRESS = Table(
     PROJECT,
     "actors/serve_seam/stopping.py",
     (
-        Borrowed("ray._private.worker:global_worker", "where a process's actors are", also=("actors",)),
+        Borrowed("ray._private.worker:global_worker.actors", "where a process's actors are"),
         Borrowed("ray.serve._private.replica:ReplicaActor._replica_impl", "a replica behind its actor"),
         Borrowed(
             "ray.serve._private.replica:Replica._shutting_down",
