@@ -27,7 +27,7 @@ class EngineConfig(Section):
     """Checkpoint directory or hub id."""
 
     tensor_parallel_size: int = Field(1, ge=1)
-    """Ranks the model is sharded over, one bundle (GPU, or set of cores) each."""
+    """Ranks the model is sharded over, one GPU or set of cores each, all on one node."""
 
     dtype: Dtype = "auto"
     """Of weights and activations; float32 makes greedy answers reproducible to the token."""

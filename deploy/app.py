@@ -119,7 +119,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
 
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():
-        check_cluster_can_hold(placement, serving.num_replicas, ray.cluster_resources())
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        check_cluster_can_hold(placement, serving.num_replicas, nodes)
     capacity = serving.num_replicas * serving.max_ongoing_requests + serving.max_queued_requests
     full = BackpressureConfig(status_code=429)
     variables = process_environment(serving)

@@ -160,7 +160,6 @@ EXECUTOR = Table(
             "its queue, its sizes, and where it keeps the store alive",
             also=("rpc_broadcast_mq", "_parallel_config", "_dist_init_store"),
         ),
-        Borrowed("vllm.v1.executor.ray_utils:get_bundles_for_indices", "bundles of the placement", takes=()),
         Borrowed("vllm.utils.network_utils:get_distributed_init_method", "the store's address", exactly=("ip", "port")),
         Borrowed(
             f"{_QUEUES}:MessageQueue._spin_condition",
