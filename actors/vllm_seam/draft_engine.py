@@ -29,6 +29,8 @@ class DraftEngine:
             current_platform.register_triton_kernel_overrides()
         if vllm_config.model_config.uses_mrope:
             raise ConfigError("drafter.model: has multi-dimensional positions (M-RoPE); use a text-only draft model")
+        if vllm_config.model_config.supports_multimodal_inputs:
+            raise ConfigError("drafter.model: vLLM does not run it on text alone; use a text-only draft model")
         executor = UniProcExecutor if in_process else Executor.get_class(vllm_config)
         self._core = EngineCore(vllm_config, executor, log_stats=False)
         self._kv = self._core.scheduler.kv_cache_manager

@@ -449,6 +449,7 @@ DRAFT_RANK = Table(
                 "cudagraph_dispatcher",
                 "input_ids",
                 "positions",
+                "is_padding",
             ),
         ),
         Borrowed(f"{_BATCH}.block_table", "block sizes"),
@@ -485,7 +486,13 @@ DRAFT_RANK = Table(
                 "cudagraph_runtime_mode",
                 "batch_descriptor",
                 "slot_mapping",
+                "is_padding",
             ),
+        ),
+        Borrowed(
+            "vllm.model_executor.models.interfaces:SupportsMultiModal.get_language_model",
+            "the output head of a model that takes more than text",
+            exactly=(),
         ),
         Borrowed(
             "vllm.v1.worker.utils:copy_kv_cache_blocks_inplace",
