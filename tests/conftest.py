@@ -31,7 +31,8 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 DEPLOYMENTS = (
-    "pair", "ngram_pair", "small_kv", "no_drafter", "co_located", "two_replicas", "target_tp2", "drafter_tp2"
+    "pair", "ngram_pair", "small_kv", "no_drafter", "co_located", "two_replicas", "wide_target", "wide_drafter",
+    "target_tp2", "drafter_tp2",
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
@@ -103,6 +104,18 @@ def co_located(deployments: Deployments) -> Deployment:
 def two_replicas(deployments: Deployments) -> Deployment:
     """Two replicas with suffix drafters and room for few requests."""
     return deployments.use("two_replicas")
+
+
+@pytest.fixture
+def wide_target(deployments: Deployments) -> Deployment:
+    """A target whose vocabulary is padded further than its drafter's."""
+    return deployments.use("wide_target")
+
+
+@pytest.fixture
+def wide_drafter(deployments: Deployments) -> Deployment:
+    """A drafter whose vocabulary is padded further than its target's."""
+    return deployments.use("wide_drafter")
 
 
 @pytest.fixture

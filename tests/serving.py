@@ -17,16 +17,17 @@ from ray.core.generated import gcs_pb2
 from ray.serve.config import HTTPOptions, gRPCOptions
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER
-from outrider.cluster.config import OutriderConfig, parse_config
+from outrider.cluster.config import DraftModelConfig, OutriderConfig, parse_config
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.deploy.ports import pick_free_port
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
-from tests.tiny_models import build_tiny_llama
+from tests.tiny_models import VOCAB_SIZE, build_tiny_llama, pad_vocabulary
 
 K = 8
+WIDE_VOCAB_SIZE = VOCAB_SIZE + 32
 MAX_MODEL_LEN = 1024
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
@@ -44,12 +45,22 @@ HANG_GUARD_S = 180.0
 class Models:
     target: Path
     drafter: Path
+    wide_target: Path
+    """The target with a vocabulary that is padded further."""
+
+    wide_drafter: Path
 
 
 def build_models(directory: Path) -> Models:
     """A target, and a drafter that agrees with it on most tokens, not on all."""
     target = build_tiny_llama(directory / "tiny")
-    return Models(target, build_tiny_llama(directory / "tiny-drafter", noise_of=target, noise=0.03))
+    drafter = build_tiny_llama(directory / "tiny-drafter", noise_of=target, noise=0.03)
+    return Models(
+        target,
+        drafter,
+        pad_vocabulary(directory / "wide", target, WIDE_VOCAB_SIZE),
+        pad_vocabulary(directory / "wide-drafter", drafter, WIDE_VOCAB_SIZE),
+    )
 
 
 def engine(model: Path, **changes: Any) -> dict[str, Any]:
@@ -102,6 +113,13 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
             "target": engine(models.target, max_num_seqs=4),
             "drafter": {"method": "suffix"},
             "serving": {"num_replicas": 2, "max_ongoing_requests": 8, "max_queued_requests": 32},
+        },
+        # One tokenizer, padded to two sizes.
+        "wide_target": {"target": engine(models.wide_target), "drafter": draft_model, "speculation": always},
+        "wide_drafter": {
+            "target": engine(models.target),
+            "drafter": {**draft_model, "model": str(models.wide_drafter)},
+            "speculation": always,
         },
         # Ranks that share cores take seconds for their first steps.
         "target_tp2": {
@@ -228,7 +246,10 @@ class Deployments:
 
     def __init__(self, models: Models) -> None:
         self._configurations = configurations(models)
-        self._references = Reference(models.target), Reference(models.drafter)
+        self._drafter = str(models.drafter)
+        self._references: dict[str, Reference] = {}
+        """By checkpoint."""
+
         self._current: Deployment | None = None
         self._grpc_port: int | None = None
         self._http_port = pick_free_port()
@@ -243,8 +264,10 @@ class Deployments:
         serve.run(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
         address = f"127.0.0.1:{self._grpc_port}"
         client = OutriderClient(address)
+        drafter = config.drafter.model if isinstance(config.drafter, DraftModelConfig) else self._drafter
+        references = self._reference(config.target.model), self._reference(drafter)
         self._current = Deployment(
-            name, config, plan, address, client, *self._references, f"http://127.0.0.1:{self._http_port}"
+            name, config, plan, address, client, *references, f"http://127.0.0.1:{self._http_port}"
         )
         wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
         return self._current
@@ -255,7 +278,10 @@ class Deployments:
             self._grpc_port = self._start_cluster()
 
     def ties(self) -> list[str]:
-        return [tie for reference in self._references for tie in reference.ties]
+        return [tie for reference in self._references.values() for tie in reference.ties]
+
+    def _reference(self, model: str) -> Reference:
+        return self._references.setdefault(model, Reference(Path(model)))
 
     def shutdown(self) -> None:
         if self._grpc_port is not None:

@@ -70,7 +70,7 @@ class Drafter:
         # A link needs it, and its import takes seconds in which everybody would wait for the drafter; now nobody does.
         import_early("torch.distributed")
         try:
-            self._strategy, self._vocab_size = load_strategy(config, speculation, ranks, placement_group)
+            self._strategy = load_strategy(config, speculation, ranks, placement_group)
             warm_up(self._strategy)
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
@@ -98,12 +98,17 @@ class Drafter:
 
     @ray.method(concurrency_group="control")
     def accept_link(self, invitation: LinkInvitation, timeout_s: float) -> None:
-        """Join a verifier's link. Raises LinkError when it is not there any more, ValueError for another vocabulary."""
-        if self._vocab_size is not None and invitation.vocab_size != self._vocab_size:
+        """Join a verifier's link. Raises LinkError when it is not there any more, ValueError for a target with fewer
+        tokens than the output head is cut to.
+
+        Vocabularies of one tokenizer may be padded to different sizes: no more is drawn than both have.
+        """
+        try:
+            self._loop.limit_vocabulary(invitation.vocab_size)
+        except ValueError as error:
             raise ValueError(
-                f"drafter.model: vocabulary of {self._vocab_size} tokens, the target's has {invitation.vocab_size}; "
-                "use a drafter with the target's tokenizer"
-            )
+                f"drafter.draft_vocab_size: the target has {invitation.vocab_size} tokens: {error}; set fewer, or 0"
+            ) from None
         transport = join_link(invitation, timeout_s)
         with self._lock:
             self._last_link_id = link_id = self._last_link_id + 1

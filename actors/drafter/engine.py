@@ -72,12 +72,14 @@ class StepRow:
 @dataclass(slots=True)
 class StepPlan:
     """restores, copies: (from, to) KV blocks to copy before anything is fed, first the ones, then the others.
-    vocabulary_changes: (slot, token id) of the cut output head, see DraftVocabulary."""
+    vocabulary_changes: (slot, token id) of the cut output head, see DraftVocabulary. num_drawable: ids from there on
+    are not drawn, for the target has no such token; None: every id is. A cut head has none of them."""
 
     rows: list[StepRow] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     vocabulary_changes: list[tuple[int, int]] = field(default_factory=list)
+    num_drawable: int | None = None
 
 
 class Engine(Protocol):

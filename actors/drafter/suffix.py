@@ -198,6 +198,9 @@ class SuffixStrategy:
         self._unread.pop(sequence, None)
         self._share(sequence, _LEAST_PART_TOKENS)
 
+    def limit_vocabulary(self, size: int) -> None:
+        """What is proposed was committed before, by a target of this application."""
+
     def plan(self) -> tuple[Work | None, list[Answer]]:
         for sequence in self._unread:
             return _Reading(sequence), []

@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from tests.reference import GREEDY, Coupled
-from tests.serving import HANG_GUARD_S, Deployment
+from tests.serving import HANG_GUARD_S, WIDE_VOCAB_SIZE, Deployment
+from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -38,6 +39,27 @@ def test_with_a_draft_model(pair, name, k):
     speculation = {"num_speculative_tokens": k} if k else {"speculation": False}
     accepted = [check(pair, prompt, CHOICES[name], f"{name}, K={k}", **speculation) for prompt in PROMPTS]
     assert all(count > 0 for count in accepted) if k else not any(accepted)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_with_a_target_that_is_padded_further_than_its_drafter(wide_target, name):
+    """Prompts and answers have ids that the drafter lacks; it drafts on, and never proposes one."""
+    prompts = [*PROMPTS, [*TEXT, VOCAB_SIZE + 3, *b" wisdom", WIDE_VOCAB_SIZE - 1]]
+    assert sum(check(wide_target, prompt, CHOICES[name], f"{name}, wide target") for prompt in prompts) > 0
+    lacking = [VOCAB_SIZE + 1, VOCAB_SIZE + 2]
+    for allowed in (lacking, [*lacking, *b"abcdef"]):
+        answer = wide_target.client.generate(
+            list(TEXT), **options(CHOICES[name], max_tokens=16), allowed_token_ids=allowed
+        )
+        assert set(answer.token_ids) <= set(allowed)
+    assert wide_target.status().link.reconnects == 0
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_with_a_drafter_that_is_padded_further_than_its_target(wide_drafter, name):
+    """What it likes best the target does not have: no proposal names it, or the link would end."""
+    assert all(check(wide_drafter, prompt, CHOICES[name], f"{name}, wide drafter") > 0 for prompt in PROMPTS)
+    assert wide_drafter.status().link.reconnects == 0
 
 
 @pytest.mark.parametrize("name", CHOICES)
