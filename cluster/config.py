@@ -99,10 +99,16 @@ class LinkConfig(Section):
     device; nccl is there to be asked for until the two have been measured between two GPUs."""
 
     round_deadline_ms: float = Field(1000.0, gt=0, allow_inf_nan=False)
-    """Longest a round waits for proposals. Later ones count as none: the round decodes plainly."""
+    """Longest a round waits for proposals. Later ones count as none: the round decodes plainly. Left out on GPU: 250,
+    and round_deadline_steps."""
+
+    round_deadline_steps: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Likewise, in steps of the target as they are measured while it runs; the shorter of the two counts. None: none
+    but round_deadline_ms. Left out on GPU, without a round_deadline_ms: 2."""
 
     link_deadline_ms: float = Field(5000.0, gt=0, allow_inf_nan=False)
-    """Silence after which the link is given up, aborted and made anew with a new epoch."""
+    """Silence after which the link is given up, aborted and made anew with a new epoch. Left out on GPU: 1000, or twice
+    a round_deadline_ms that is longer."""
 
     @model_validator(mode="after")
     def _order(self) -> LinkConfig:
@@ -134,7 +140,7 @@ class ServingConfig(Section):
     """OpenAI's API, the page and metrics, on Serve's HTTP proxy; 0: any free port."""
 
     max_ongoing_requests: int = Field(64, ge=1)
-    """Requests a replica holds at once; its scheduler batches max_num_seqs of them."""
+    """Requests a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""
 
     max_queued_requests: int = Field(256, ge=1)
     """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429). Counted by each caller of

@@ -39,7 +39,7 @@ class EngineConfig(Section):
     """Longest sequence in tokens, prompt and answer together. None: the checkpoint's own."""
 
     max_num_seqs: int = Field(16, ge=1, le=1024)
-    """Most requests in one step."""
+    """Most requests in one step. Left out on GPU: 128."""
 
     max_num_batched_tokens: int | None = Field(None, ge=1)
     """Most tokens in one step; longer prefills are chunked."""

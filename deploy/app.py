@@ -7,6 +7,7 @@ how many there are, where they sit and when Serve gives them up is decided here.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
+from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
@@ -28,6 +30,7 @@ from outrider.cluster.placement import (
     placement_of,
     plan_cores,
 )
+from outrider.deploy.models.check import check_models
 from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ def build(args: dict[str, Any]) -> Application:
     Raises ConfigError naming the argument or the configuration field.
     """
     config = config_from_args(args)
+    _compare_models(config)
     plan = plan_replica(config)
     for warning in plan.warnings:
         logger.warning("%s", warning)
@@ -68,6 +72,17 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
             "and anything else goes into the configuration file"
         )
     return resolve_config(str(args["config"]), Overrides(**{key: args[key] for key in _OVERRIDES if key in args}))
+
+
+def _compare_models(config: OutriderConfig) -> None:
+    """Nothing later compares tokenizers. Raises ConfigError; a checkpoint that only another node has cannot be read."""
+    models = (config.target.model, getattr(config.drafter, "model", None) or config.target.model)
+    if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
+        logger.warning(
+            "%s is not on this node: models are not compared; run outrider doctor on one that has it", away[0]
+        )
+        return
+    check_models(config)
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     from outrider.actors.serving.http.app import Front
     from outrider.actors.serving.replica import Target
 
+    config = with_device_defaults(config, gpu=plan.cores is None)
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

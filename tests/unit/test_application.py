@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider.cluster.config import parse_config
-from outrider.deploy.app import build_app, plan_replica
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy.app import build, build_app, plan_replica
 
 LONGEST_REQUEST_S = 5.0
 """What a request that is nearly done may still need. Serve kills a replica when its graceful timeout is over."""
@@ -20,6 +22,34 @@ def deployments() -> dict[str, Any]:
     ingress = build_app(config, plan_replica(config))._bound_deployment
     (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
     return {bound.name: bound for bound in (ingress, target)}
+
+
+def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+    return str(path)
+
+
+def test_tokenizers_are_compared_before_anything_is_deployed(tmp_path: Path) -> None:
+    """The drafter takes a target of any size, so that nothing later would tell a wrong pair."""
+    target = checkpoint(tmp_path / "target", {"a": 0})
+    padded, stranger = checkpoint(tmp_path / "padded", {"a": 0}, 340), checkpoint(tmp_path / "stranger", {"a": 1})
+
+    def arguments(drafter: str) -> dict[str, Any]:
+        return {"target": {"model": target}, "drafter": {"method": "draft_model", "model": drafter}}
+
+    assert build(arguments(padded)) is not None
+    with pytest.raises(ConfigError, match=r"drafter\.model: its tokenizer differs"):
+        build(arguments(stranger))
+
+
+def test_checkpoints_of_another_node_are_not_compared_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, away = checkpoint(tmp_path / "target", {"a": 0}), str(tmp_path / "only-there")
+    build({"target": {"model": target}, "drafter": {"method": "draft_model", "model": away}})
+    assert f"{away} is not on this node" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["Ingress", "Target"])
