@@ -103,13 +103,13 @@ def served(deployments):
     return ask
 
 
-def check(pair, served, verification, least_accepted=0.1):
+def check(pair, served, verification):
     """Returns the answers."""
     answers, p, q, drafted, accepted, rounds = served(pair, verification)
     assert p.gather(-1, answers.unsqueeze(-1)).min() > 0, "a token outside top_k"
     of_drafted_rounds = min((rounds + accepted) / answers.numel(), 1.0)  # what max_tokens cut off was accepted too
     assert of_drafted_rounds > 0.5, "too few tokens came from rounds with drafts"
-    assert least_accepted < accepted / drafted < 0.7, "drafts must be accepted, and rejected, often"
+    assert 0.1 < accepted / drafted < 0.7, "drafts must be accepted, and rejected, often"
     z = z_score(answers, p, q)
     print(
         f"{verification}: {answers.numel()} tokens, {of_drafted_rounds:.0%} of them from drafted rounds, "
@@ -125,8 +125,7 @@ def test_answers_are_distributed_as_the_target_s_own(pair, served, verification)
 
 
 def test_with_a_target_that_is_padded_further_than_its_drafter(wide_target, served):
-    """After an id that it lacks the drafter reads another text, and guesses worse."""
-    answers = check(wide_target, served, "rejection", least_accepted=0.05)
+    answers = check(wide_target, served, "rejection")
     assert answers.max() >= VOCAB_SIZE, "no answer has what the drafter lacks"
 
 
