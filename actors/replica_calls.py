@@ -14,9 +14,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.modes import check_exact_under_grammar
 
 logger = logging.getLogger("ray.serve.outrider.routing")
+
+
+BYTES_PER_TOKEN = 4
+"""Of text, roughly."""
 
 
 class _MayHaveDeadline:
@@ -59,10 +64,30 @@ class GenerationRequest(_MayHaveDeadline):
     avoid_replicas: tuple[str, ...] = ()
     """Replicas that were lost with this request before it had any output; see outrider.actors.serving.running."""
 
+    tenant: int = 0
+    """Whose memory of answers it may learn from and adds to; 0: everybody's."""
+
+    cache_salt: str | None = None
+    """Prompts share cached blocks with prompts of the same salt only."""
+
     @property
     def num_answers(self) -> int:
         """n: each answer ends with a finish_reason of its own."""
         return int(self.sampling.get("n", 1))
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Of one answer; None: what max_model_len leaves."""
+        return self.sampling.get("max_tokens")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Estimated, but for prompts of token ids."""
+        if self.prompt_token_ids is not None:
+            return len(self.prompt_token_ids)
+        if self.prompt_chat is not None:
+            return sum(len(message.content) for message in self.prompt_chat.messages) // BYTES_PER_TOKEN
+        return len(self.prompt_text or "") // BYTES_PER_TOKEN
 
 
 @dataclass(frozen=True)
@@ -244,6 +269,52 @@ class OpenAIRequest(_MayHaveDeadline):
     deadline: Deadline | None = None
     """After which the answer is worthless."""
 
+    @property
+    def num_answers(self) -> int:
+        """Prompts times n."""
+        n = self.body.get("n")
+        return len(self._prompts()) * (n if isinstance(n, int) and n > 0 else 1)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Of one answer; None: what max_model_len leaves, or vLLM's default."""
+        asked = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
+        return asked if isinstance(asked, int) and asked > 0 else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Estimated, but for prompts of token ids."""
+        if self.endpoint == "chat":
+            messages = self.body.get("messages")
+            contents = [each.get("content") for each in messages or () if isinstance(each, dict)]
+            return sum(_text_length(content) for content in contents) // BYTES_PER_TOKEN
+        return sum(
+            len(prompt) if isinstance(prompt, list) else _text_length(prompt) // BYTES_PER_TOKEN
+            for prompt in self._prompts()
+        )
+
+    def _prompts(self) -> list[Any]:
+        """A completion's; one, of whatever is none."""
+        prompt = self.body.get("prompt")
+        if self.endpoint != "completions" or not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+            return [prompt]
+        return prompt
+
+
+def _text_length(content: Any) -> int:
+    """Of a text, or of OpenAI's list of parts."""
+    if isinstance(content, list):
+        return sum(_text_length(part.get("text")) for part in content if isinstance(part, dict))
+    return len(content) if isinstance(content, str) else 0
+
+
+@dataclass(frozen=True)
+class TokensUsed:
+    """Between an OpenAI answer's parts: tokens since the last of these."""
+
+    prompt: int
+    completion: int
+
 
 @dataclass(frozen=True)
 class OpenAIHead:
@@ -420,6 +491,32 @@ def check_seeds(field: str, seed: int, n: int) -> None:
         raise RequestError(
             field, f"{seed} counted up for n = {n} meets -1, which is no seed", "send a seed of 0 or more"
         )
+
+
+def check_list(field: str, values: Any, most: int, most_chars: int | None = None) -> None:
+    """values: a list of a request's, of texts where they have a most_chars. What is none is somebody else's to refuse.
+    Raises RequestError."""
+    if not isinstance(values, str) and len(values) > most:
+        raise RequestError(field, f"{len(values)} are too many", f"send at most {most}")
+    if most_chars is None:
+        return
+    for text in [values] if isinstance(values, str) else values:
+        if isinstance(text, str) and len(text) > most_chars:
+            raise RequestError(field, f"holds {len(text)} characters in one", f"send at most {most_chars} in each")
+
+
+def check_max_tokens(field: str, max_tokens: int, limits: LimitsConfig) -> None:
+    """Raises RequestError."""
+    if limits.greatest_max_tokens is not None and max_tokens > limits.greatest_max_tokens:
+        raise RequestError(
+            field, f"{max_tokens} is above what this deployment answers", f"send 1 to {limits.greatest_max_tokens}"
+        )
+
+
+def check_timeout(field: str, timeout_ms: int, limits: LimitsConfig) -> None:
+    """Raises RequestError."""
+    if timeout_ms > (most := int(limits.greatest_timeout_s * 1000)):
+        raise RequestError(field, f"{timeout_ms} is above what this deployment waits", f"send 1 to {most} milliseconds")
 
 
 def check_num_speculative_tokens(wanted: int, *, enabled: bool, most: int) -> None:

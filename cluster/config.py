@@ -24,6 +24,7 @@ from outrider.cluster.drafter_config import LookupConfig as LookupConfig
 from outrider.cluster.drafter_config import NgramConfig as NgramConfig
 from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
+from outrider.cluster.limits import LimitsConfig as LimitsConfig
 
 _KEY = re.compile(r"([a-z_]+): ")
 
@@ -99,10 +100,21 @@ class LinkConfig(Section):
     device; nccl is there to be asked for until the two have been measured between two GPUs."""
 
     round_deadline_ms: float = Field(1000.0, gt=0, allow_inf_nan=False)
-    """Longest a round waits for proposals. Later ones count as none: the round decodes plainly."""
+    """Longest a round waits for proposals. Later ones count as none: the round decodes plainly. Left out on GPU: 250,
+    and round_deadline_steps."""
+
+    round_deadline_steps: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Likewise, in steps of the target as they are measured while it runs; the shorter of the two counts. None: none
+    but round_deadline_ms. Left out on GPU, without a round_deadline_ms: 2."""
 
     link_deadline_ms: float = Field(5000.0, gt=0, allow_inf_nan=False)
-    """Silence after which the link is given up, aborted and made anew with a new epoch."""
+    """Silence after which the link is given up, aborted and made anew with a new epoch. Left out on GPU: 1000, or twice
+    a round_deadline_ms that is longer."""
+
+    frame_mac: Literal["across_nodes", "always"] = "across_nodes"
+    """Which links seal each frame with a keyed MAC, so that nobody on the way can change, add or repeat one: those
+    between two nodes, or those within one as well, where other users of the machine are not trusted. Either way both
+    ends show each other first that they are of one application."""
 
     @model_validator(mode="after")
     def _order(self) -> LinkConfig:
@@ -124,8 +136,8 @@ class ServingConfig(Section):
     num_replicas: int = Field(1, ge=1)
     """Target replicas, each with its own drafter."""
 
-    host: str = "127.0.0.1"
-    """Address the proxies listen on."""
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address on which gRPC and HTTP listen. ``0.0.0.0`` or ``::``: every interface."""
 
     grpc_port: int = Field(9000, ge=0, le=65535)
     """0: any free port."""
@@ -133,8 +145,19 @@ class ServingConfig(Section):
     http_port: int = Field(8000, ge=0, le=65535)
     """OpenAI's API, the page and metrics, on Serve's HTTP proxy; 0: any free port."""
 
+    admin_port: int | None = Field(None, ge=1, le=65535)
+    """``/metrics``, ``/outrider/v1/status``, ``/livez`` and ``/readyz`` on a port of their own; ``http_port`` has not
+    the first two then. None: with the rest."""
+
+    admin_host: str = "127.0.0.1"
+    """Address that ``admin_port`` listens on, of whichever node the ingress runs on."""
+
+    drain_s: float = Field(120.0, ge=0, le=86_400)
+    """How long running answers may go on when the server, or a replica, is taken down. New ones are refused meanwhile;
+    what is left then is cut."""
+
     max_ongoing_requests: int = Field(64, ge=1)
-    """Requests a replica holds at once; its scheduler batches max_num_seqs of them."""
+    """Requests a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""
 
     max_queued_requests: int = Field(256, ge=1)
     """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429). Counted by each caller of
@@ -152,8 +175,44 @@ class ServingConfig(Section):
     """How much later a small request may come and still be served before a larger one that waits. 0: in order of
     arrival."""
 
-    max_request_bytes: int = Field(8 << 20, ge=1024)
-    """Longest body of an HTTP request, in bytes."""
+    keys_file: str | None = Field(None, min_length=1)
+    """File of API keys' hashes, as ``outrider keys new`` writes it; read again when it changes. Calls over gRPC and
+    HTTP then need a key with the scope for them. None: nobody is asked for one."""
+
+    ssl_certfile: str | None = Field(None, min_length=1)
+    """Certificate (PEM, with its chain) of the gRPC and HTTP ports, which then speak TLS only; read again when it
+    changes. None: both speak plain text."""
+
+    ssl_keyfile: str | None = Field(None, min_length=1)
+    """Its private key (PEM), which only its owner and group may read."""
+
+    ssl_ca_certs: str | None = Field(None, min_length=1)
+    """Authorities (PEM) whose certificates clients must show, over gRPC and HTTP. None: clients need none."""
+
+    tenant_isolation: bool = False
+    """Keep what one key has sent and got from others: prefix cache and suffix memory are separate for each, and so is
+    what ``cached_tokens`` tells."""
+
+    reflection: bool = True
+    """gRPC server reflection, by which tools such as grpcurl find the calls. It takes no key."""
+
+    docs: bool = True
+    """``/openapi.json``."""
+
+    structured_output: Literal["off", "json", "all"] = "all"
+    """Constraints that requests may have: none; JSON schemas, JSON objects, choices and what tools need; or regexes,
+    grammars and structural tags as well."""
+
+    structured_output_compile_s: float = Field(2.0, gt=0, le=600)
+    """Processor time, in seconds of one core, that compiling one constraint may take. What takes longer is refused."""
+
+    structured_output_mask_ms: float = Field(100.0, gt=0, le=10_000)
+    """Processor time, in milliseconds, that a constraint may take at once to tell which tokens may come next; in the
+    long run 2 ms a mask. A request whose constraint takes longer is ended, alone."""
+
+    step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
+    """A replica with requests of whose engine no step ends for so many seconds, and for 20 times the usual step, fails
+    its health check, and is replaced; its requests get UNAVAILABLE."""
 
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
     """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
@@ -164,6 +223,17 @@ class ServingConfig(Section):
 
     log_format: Literal["text", "json"] = "text"
     """json: one object a line, with the request's id on every line about a request."""
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> ServingConfig:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if self.ssl_keyfile is None else -1]
+            raise ValueError(f"{missing}: is missing beside {given}; give both for TLS, or neither")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_ca_certs: needs ssl_certfile and ssl_keyfile; certificates are shown over TLS only")
+        if self.tenant_isolation and self.keys_file is None:
+            raise ValueError("tenant_isolation: needs keys_file; a tenant is a key")
+        return self
 
 
 class OutriderConfig(Section):
@@ -176,6 +246,7 @@ class OutriderConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     link: LinkConfig = LinkConfig()
     serving: ServingConfig = ServingConfig()
+    limits: LimitsConfig = LimitsConfig()
     openai: OpenAIConfig = OpenAIConfig()
 
     @model_validator(mode="before")

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from outrider.cluster.config import (
     CoLocatedConfig,
     DraftModelConfig,
+    LimitsConfig,
     LinkConfig,
     NgramConfig,
     OpenAIConfig,
@@ -28,10 +29,12 @@ PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
-One YAML file: `target`, and as needed `drafter`, `speculation`, `link`, `serving`, `openai`. Keys are vLLM's where vLLM
-has one. An unknown key, or a value that cannot work, stops the start with the field's name and the fix;
-`outrider doctor FILE` finds it, and what else could go wrong on this machine, without starting anything. This page is
-written from the code (`python -m outrider.cluster.config_reference`).
+One YAML file: `target`, and as needed `drafter`, `speculation`, `link`, `serving`, `limits`, `openai`. Keys are vLLM's
+where vLLM has one. An unknown key, or a value that cannot work, stops the start with the field's name and the fix;
+`outrider doctor FILE` finds it, and what else could go wrong on this machine, without starting anything. Some defaults
+depend on the device: the table has the CPU's, the text under «Left out on GPU» the GPU's, which no run has measured
+yet. What is written is never overridden; `outrider doctor` shows what is chosen, and why. This page is written from the
+code (`python -m outrider.cluster.config_reference`).
 
 ```yaml
 target:
@@ -54,7 +57,11 @@ differs between the two places: [methods.md](methods.md).
 
 _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("target", "The model whose distribution is served.", TargetConfig),
-    ("drafter, `method: draft_model`", "A smaller model with the same vocabulary.", DraftModelConfig),
+    (
+        "drafter, `method: draft_model`",
+        "A smaller model with the same tokenizer. Vocabularies may be padded to different sizes.",
+        DraftModelConfig,
+    ),
     ("drafter, `method: ngram`", "Prompt lookup, no model.", NgramConfig),
     ("drafter, `method: suffix`", "Suffix decoding, no model.", SuffixConfig),
     (
@@ -65,6 +72,7 @@ _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("speculation", "How much is drafted.", SpeculationConfig),
     ("link", "The wire between one verifier and one drafter.", LinkConfig),
     ("serving", "Serve, ports and queues.", ServingConfig),
+    ("limits", "What callers may take, each and together. All of it is checked at the door.", LimitsConfig),
     ("openai", "OpenAI's HTTP endpoints. Keys are vLLM's.", OpenAIConfig),
 ]
 
@@ -90,6 +98,8 @@ def _default(field: FieldInfo) -> str:
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if value == ():
+        return "`[]`"
     return f"`{value}`"
 
 

@@ -27,7 +27,7 @@ class EngineConfig(Section):
     """Checkpoint directory or hub id."""
 
     tensor_parallel_size: int = Field(1, ge=1)
-    """Ranks the model is sharded over, one bundle (GPU, or set of cores) each."""
+    """Ranks the model is sharded over, one GPU or set of cores each, all on one node."""
 
     dtype: Dtype = "auto"
     """Of weights and activations; float32 makes greedy answers reproducible to the token."""
@@ -39,7 +39,7 @@ class EngineConfig(Section):
     """Longest sequence in tokens, prompt and answer together. None: the checkpoint's own."""
 
     max_num_seqs: int = Field(16, ge=1, le=1024)
-    """Most requests in one step."""
+    """Most requests in one step. Left out on GPU: 128."""
 
     max_num_batched_tokens: int | None = Field(None, ge=1)
     """Most tokens in one step; longer prefills are chunked."""

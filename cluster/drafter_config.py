@@ -230,7 +230,7 @@ MIN_DRAFT_STEP_TOKENS = 64
 
 
 class DraftModelConfig(EngineConfig):
-    """A smaller language model with the target's vocabulary, in its own engine with its own KV cache."""
+    """A smaller language model with the target's tokenizer, in its own engine with its own KV cache."""
 
     method: Literal["draft_model"]
     """``draft_model``."""
@@ -239,12 +239,14 @@ class DraftModelConfig(EngineConfig):
     """``remote``: in a drafter actor of its own."""
 
     prefill_chunk_tokens: int = Field(128, ge=1)
-    """Prompt tokens the drafter runs between two rounds: bounds how long a prefill delays a proposal."""
+    """Prompt tokens the drafter runs between two rounds: bounds how long a prefill delays a proposal. Left out on GPU:
+    1024."""
 
     draft_vocab_size: int | None = Field(None, ge=0)
     """Tokens that the drafter's output head is cut to, which makes a draft step cheaper: the lowest ids at first, then
     those that prompts hold and answers use. Exact all the same. 0: all of them. None: 32768 where the vocabulary is at
-    least twice as large and the drafter has one rank, else all."""
+    least twice as large and the drafter has one rank, else all. Left out on GPU: 0, until it has been measured
+    there."""
 
     prompt_lookup_min: int = Field(3, ge=1)
     """Shortest n-gram of the text whose continuation is taken for a guess of the next drafts: the model then checks

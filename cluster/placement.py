@@ -1,8 +1,10 @@
 """Where a replica's processes run: the bundles of its placement group, what ranks are called, and their CPU cores.
 
-Bundle 0 of a placement group is the replica's own, then come the target's ranks, then the drafter's. On CPU a rank's
-bundle is a set of cores, whose ids are the operating system's. Planning is pure, and plans are plain data that travel
-to the executor; ``bind_to`` and ``thread_environment`` apply a plan to one process.
+Bundle 0 of a placement group is the replica's own, then come the target's and the drafter's. All ranks of a model share
+one bundle, because Ray never splits one over nodes: tensor parallelism is worth nothing over a network, and PACK alone
+would split ranks where nodes are partly taken. On CPU each rank has a set of cores in it, whose ids are the operating
+system's. Planning is pure, and plans are plain data that travel to the executor; ``bind_to`` and ``thread_environment``
+apply a plan to one process.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ class ReplicaPlacement:
 
     bundles: tuple[Bundle, ...]
     target_bundle_indices: tuple[int, ...]
-    """By target rank; rank 0 is the verifier."""
+    """By target rank, all the same; rank 0 is the verifier."""
 
     drafter_bundle_indices: tuple[int, ...]
-    """By drafter rank; empty without a drafter."""
+    """By drafter rank, all the same; empty without a drafter."""
 
     strategy: str = "PACK"
+    """Between bundles: target and drafter may sit on different nodes, and are better off on one."""
 
     def total(self, resource: str) -> float:
         """Sum of one resource over the bundles."""
@@ -57,49 +60,58 @@ class ReplicaPlacement:
 def placement_of(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None = None) -> ReplicaPlacement:
     """Bundles for ``config``.
 
-    On GPU every rank of a model gets one GPU and one CPU; an n-gram or suffix drafter needs no GPU, and co-located
-    drafting no bundle. On CPU a rank's bundle counts the cores of its set in ``core_plan``, which is then required.
+    On GPU a rank counts for one GPU and one CPU; an n-gram or suffix drafter needs no GPU, and co-located drafting no
+    bundle. On CPU it counts for the cores of its set in ``core_plan``, which is then required.
     """
     ranks = config.target.tensor_parallel_size
     remote = config.remote_drafter
     drafter_ranks = remote.tensor_parallel_size if remote else 0
     if on_gpu:
-        target = [_gpu_bundle()] * ranks
-        drafter = [{"CPU": 1.0} if isinstance(remote, LookupConfig) else _gpu_bundle()] * drafter_ranks
+        target = {"GPU": float(ranks), "CPU": float(ranks)}
+        lookup = isinstance(remote, LookupConfig)
+        drafter = {"CPU": 1.0} if lookup else {"GPU": float(drafter_ranks), "CPU": float(drafter_ranks)}
     else:
         if core_plan is None:
             raise ValueError("placement on CPU needs a core plan")
-        target = [{"CPU": float(len(cores))} for cores in core_plan.target]
-        drafter = [{"CPU": float(len(cores))} for cores in core_plan.drafter]
-        assert (len(target), len(drafter)) == (ranks, drafter_ranks), "the core plan belongs to another configuration"
-    bundles = ({"CPU": 1.0}, *(dict(bundle) for bundle in [*target, *drafter]))
+        planned = len(core_plan.target), len(core_plan.drafter)
+        assert planned == (ranks, drafter_ranks), "the core plan belongs to another configuration"
+        target = {"CPU": float(sum(map(len, core_plan.target)))}
+        drafter = {"CPU": float(sum(map(len, core_plan.drafter)))}
     return ReplicaPlacement(
-        bundles=bundles,
-        target_bundle_indices=tuple(range(1, 1 + ranks)),
-        drafter_bundle_indices=tuple(range(1 + ranks, 1 + ranks + drafter_ranks)),
+        bundles=({"CPU": 1.0}, target, *([drafter] if drafter_ranks else [])),
+        target_bundle_indices=(1,) * ranks,
+        drafter_bundle_indices=(2,) * drafter_ranks,
     )
 
 
-def _gpu_bundle() -> Bundle:
-    return {"GPU": 1.0, "CPU": 1.0}
-
-
 def check_cluster_can_hold(
-    placement: ReplicaPlacement, num_replicas: int, cluster_resources: Mapping[str, float]
+    placement: ReplicaPlacement, num_replicas: int, node_resources: Sequence[Mapping[str, float]]
 ) -> None:
     """Raise ConfigError naming what is missing, where Ray would wait for it without end.
 
-    cluster_resources: what ``ray.cluster_resources()`` returns.
+    node_resources: of each node that is alive, as ``ray.nodes()`` has them.
     """
     for resource, unit in (("GPU", "GPUs"), ("CPU", "logical CPUs")):
         needed = placement.total(resource) * num_replicas
-        there = cluster_resources.get(resource, 0.0)
+        there = sum(node.get(resource, 0.0) for node in node_resources)
         if needed > there:
             raise ConfigError(
                 f"{_field(resource, num_replicas)}: {num_replicas} replica{'s' if num_replicas > 1 else ''} of "
                 f"{len(placement.target_bundle_indices)} target and {len(placement.drafter_bundle_indices)} drafter "
                 f"ranks need{'' if num_replicas > 1 else 's'} {needed:g} {unit}, the cluster has {there:g}; "
                 f"{_fix(resource)}"
+            )
+    for section, indices in (
+        ("target", placement.target_bundle_indices),
+        ("drafter", placement.drafter_bundle_indices),
+    ):
+        bundle = placement.bundles[indices[0]] if indices else {}
+        if not any(all(node.get(name, 0.0) >= count for name, count in bundle.items()) for node in node_resources):
+            needs = " and ".join(f"{count:g} {name}s" for name, count in bundle.items())
+            ranks = f"{len(indices)} {section} rank{'s' if len(indices) > 1 else ''}"
+            raise ConfigError(
+                f"{section}.tensor_parallel_size: {ranks} on one node need {needs} there, which no node of the cluster "
+                "has; lower it, or add a node that does"
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from outrider.cluster.link.authentication import new_secret
 from outrider.cluster.placement import NAMESPACE
 
 LEASE_S = 60.0
@@ -146,6 +147,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._members = Membership()
+        self._secret = new_secret()
         self._reaper: asyncio.Task | None = None
 
     async def renew(self, replica: str, drafter: str | None, lease_s: float) -> None:
@@ -161,6 +163,11 @@ class Registry:
 
     async def home(self, verifier: str) -> str | None:
         return self._members.home(verifier)
+
+    async def secret(self) -> bytes:
+        """Of the application: both ends of a link show each other that they hold it. Lives as long as the registry, and
+        links outlive it."""
+        return self._secret
 
     async def report(self, verifier: str, link: LinkReport) -> None:
         self._members.links[verifier] = link
@@ -195,3 +202,10 @@ def get_or_create_registry(app_name: str) -> Any:
         )
         .remote()
     )
+
+
+def application_secret(app_name: str, timeout_s: float) -> bytes:
+    """See Registry.secret. Raises RayError or GetTimeoutError, ValueError when there is no registry."""
+    registry = ray.get_actor(registry_name(app_name), namespace=NAMESPACE)
+    secret: bytes = ray.get(registry.secret.remote(), timeout=timeout_s)
+    return secret

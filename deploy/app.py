@@ -7,6 +7,7 @@ how many there are, where they sit and when Serve gives them up is decided here.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
+from outrider.actors.serving.access.settings import ProxyAccess, check_access
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
+from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
@@ -28,9 +31,13 @@ from outrider.cluster.placement import (
     placement_of,
     plan_cores,
 )
+from outrider.deploy.models.check import check_models
 from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
+
+INGRESS = "Ingress"
+"""The deployment's name."""
 
 BEING_REFUSED = 4096
 """Calls an ingress takes beyond the generations it may hold: status under full load, and what it is about to refuse."""
@@ -40,6 +47,9 @@ ROUTING_STATS_PERIOD_S = 2.0
 
 CONTROL_CALLS = 16
 """Calls a target replica takes beyond the generations it may hold: status, metrics, aborts, tokenising."""
+
+TAKE_DOWN_S = 20.0
+"""What a replica may need beyond its last answer to end engine and drafter; Serve kills it then."""
 
 _OVERRIDES = ("target", "drafter", "dtype")
 
@@ -53,10 +63,27 @@ def build(args: dict[str, Any]) -> Application:
     Raises ConfigError naming the argument or the configuration field.
     """
     config = config_from_args(args)
+    check_access(config.serving)
+    check_proxies(config.serving)
+    _compare_models(config)
     plan = plan_replica(config)
     for warning in plan.warnings:
         logger.warning("%s", warning)
     return build_app(config, plan)
+
+
+def check_proxies(serving: ServingConfig) -> None:
+    """Whether the proxies of a cluster that others have started speak TLS as configured: they run with the environment
+    that this process has. Raises ConfigError."""
+    if serving.ssl_certfile is None:
+        return
+    wanted, found = ProxyAccess.of(serving), ProxyAccess.from_environment()
+    tls = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+    if found is None or any(getattr(found, name) != getattr(wanted, name) for name in tls):
+        raise ConfigError(
+            "serving.ssl_certfile: the proxies of this cluster were not started with it; set OUTRIDER_ACCESS and "
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH on every node before Ray starts (docs/access.md)"
+        )
 
 
 def config_from_args(args: dict[str, Any]) -> OutriderConfig:
@@ -68,6 +95,17 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
             "and anything else goes into the configuration file"
         )
     return resolve_config(str(args["config"]), Overrides(**{key: args[key] for key in _OVERRIDES if key in args}))
+
+
+def _compare_models(config: OutriderConfig) -> None:
+    """Nothing later compares tokenizers. Raises ConfigError; a checkpoint that only another node has cannot be read."""
+    models = (config.target.model, getattr(config.drafter, "model", None) or config.target.model)
+    if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
+        logger.warning(
+            "%s is not on this node: models are not compared; run outrider doctor on one that has it", away[0]
+        )
+        return
+    check_models(config)
 
 
 @dataclass(frozen=True)
@@ -114,12 +152,16 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
+    from outrider.actors.serve_seam.stopping import is_stopping
+    from outrider.actors.serving.http.admin import AdminAddress
     from outrider.actors.serving.http.app import Front
     from outrider.actors.serving.replica import Target
 
+    config = with_device_defaults(config, gpu=plan.cores is None)
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():
-        check_cluster_can_hold(placement, serving.num_replicas, ray.cluster_resources())
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        check_cluster_can_hold(placement, serving.num_replicas, nodes)
     capacity = serving.num_replicas * serving.max_ongoing_requests + serving.max_queued_requests
     full = BackpressureConfig(status_code=429)
     variables = process_environment(serving)
@@ -144,11 +186,11 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         health_check_period_s=5.0,
         health_check_timeout_s=60.0,
         graceful_shutdown_wait_loop_s=1.0,
-        graceful_shutdown_timeout_s=20.0,
+        graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
     ingress = serve.deployment(
         Front,
-        name="Ingress",
+        name=INGRESS,
         ray_actor_options={"num_cpus": 0, **environment},
         logging_config=logging_config,
         # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
@@ -160,17 +202,22 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         max_constructor_retry_count=1,
         health_check_timeout_s=60.0,
         graceful_shutdown_wait_loop_s=1.0,
-        graceful_shutdown_timeout_s=20.0,
+        graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
     replica = target.bind(config, placement, plan.cores)
     return ingress.bind(
         replica,
         config.served_model_name,
         config.num_speculative_tokens,
-        max_request_bytes=serving.max_request_bytes,
+        docs=serving.docs,
+        keys_file=None if serving.keys_file is None else os.path.abspath(os.path.expanduser(serving.keys_file)),
+        isolates_tenants=serving.tenant_isolation,
         max_retries=serving.num_replicas - 1,
         capacity=capacity,
         broadcast=broadcast,
+        limits=config.limits,
+        is_stopping=is_stopping,
+        admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
     )
 
 

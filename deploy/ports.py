@@ -37,6 +37,12 @@ def pick_free_port() -> int:
     raise ConfigError(f"serving: {_TRIES} ports from {_PICKED_FROM[0]} on are in use; name ports that are free")
 
 
+def _pick_another(taken: set[int | None]) -> int:
+    while (port := pick_free_port()) in taken:
+        pass
+    return port
+
+
 def settle_ports(config: OutriderConfig) -> OutriderConfig:
     """The configuration with port 0 replaced by a free one.
 
@@ -44,10 +50,17 @@ def settle_ports(config: OutriderConfig) -> OutriderConfig:
     allows it, and each would get half of the other's requests.
     """
     serving = config.serving
-    # Serve's gRPC proxy listens on all interfaces whatever serving.host says.
-    for key, host in (("grpc_port", None), ("http_port", serving.host)):
+    if serving.admin_port is not None:
+        if not port_is_free(serving.admin_port, serving.admin_host):
+            raise ConfigError(
+                f"serving.admin_port: port {serving.admin_port} of {serving.admin_host} is in use, or no address of "
+                "this machine; choose another, or set serving.admin_host"
+            )
+        if serving.admin_port in (serving.grpc_port, serving.http_port):
+            raise ConfigError(f"serving.admin_port: {serving.admin_port} is grpc_port or http_port too; choose another")
+    for key in ("grpc_port", "http_port"):
         port = getattr(serving, key)
-        if port and not port_is_free(port, host):
+        if port and not port_is_free(port, serving.host):
             option = f"--{key.replace('_', '-')}"
             raise ConfigError(
                 f"serving.{key}: port {port} is in use; stop what listens there, or choose another with {option} N "
@@ -57,10 +70,9 @@ def settle_ports(config: OutriderConfig) -> OutriderConfig:
         raise ConfigError(
             f"serving.http_port: {serving.http_port} is serving.grpc_port too; choose two different ports"
         )
-    grpc_port = serving.grpc_port or pick_free_port()
-    http_port = serving.http_port or pick_free_port()
-    while http_port == grpc_port:
-        http_port = pick_free_port()
+    taken = {serving.admin_port}
+    grpc_port = serving.grpc_port or _pick_another(taken)
+    http_port = serving.http_port or _pick_another(taken | {grpc_port})
     return config.model_copy(
         update={"serving": serving.model_copy(update={"grpc_port": grpc_port, "http_port": http_port})}
     )

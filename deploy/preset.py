@@ -69,7 +69,7 @@ def resolve_config(config_or_preset: str, overrides: Overrides | None = None) ->
             f"config: {config_or_preset!r} is neither a preset ({', '.join(preset_names())}) nor a file; "
             "give one of these names or the path of a YAML file"
         )
-    tree = config.model_dump()
+    tree = config.model_dump(exclude_unset=True)  # defaults that depend on the device are chosen later
     if from_preset:
         _use_fetched_copies(tree)
     _apply(tree, config, overrides)
@@ -113,11 +113,11 @@ def _apply(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -
             tree["drafter"]["dtype"] = overrides.dtype
     for key in ("grpc_port", "http_port"):
         if (port := getattr(overrides, key)) is not None:
-            tree["serving"][key] = port
+            tree.setdefault("serving", {})[key] = port
 
 
 def _use_fetched_copies(tree: dict[str, Any]) -> None:
-    for section in (tree["target"], tree["drafter"] or {}):
+    for section in (tree["target"], tree.get("drafter") or {}):
         source = BY_HUB_ID.get(section.get("model", ""))
         if source is not None and (local := find_model(source.name)) is not None:
             section["model"] = str(local)

@@ -33,6 +33,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._event = threading.Event()
         self._interrupts = True
+        self._again = threading.Event()
 
     def install(self) -> None:
         """From the main thread. Again after anything that sets handlers of its own, as ray.init does."""
@@ -47,6 +48,10 @@ class StopSignal:
     def requested(self) -> bool:
         return self._event.is_set()
 
+    def pressed(self, timeout_s: float) -> bool:
+        """Sleep. Returns whether a signal has come since `hold`: whoever sends it does not want to wait."""
+        return self._again.wait(timeout_s)
+
     def wait(self, timeout_s: float) -> None:
         """Sleep, or raise Stopped."""
         if self._event.wait(timeout_s):
@@ -54,6 +59,8 @@ class StopSignal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         first = not self._event.is_set()
+        if not self._interrupts:
+            self._again.set()
         self._event.set()
         if first and self._interrupts:
             raise Stopped
@@ -165,10 +172,19 @@ class SharedMemoryWatch:
     def _used(self) -> set[str]:
         """Names that a living process has mapped or open, or that a library in it may come back to."""
         living = set(psutil.pids())
+        living -= {pid for pid in living & self._pids if _is_zombie(pid)}
         return mapped_shared_memory(living) | {name for name in shared_memory_entries() if _owner_in(name) in living}
 
     def _is_named_after_one(self, name: str) -> bool:
         return _owner_in(name) in self._pids
+
+
+def _is_zombie(pid: int) -> bool:
+    """Ended, though not collected yet: some of a killed process's threads may take a moment longer than its first."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _owner_in(name: str) -> int | None:

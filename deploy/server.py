@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
 import os
 import re
-import socket
 import threading
 import time
 import warnings
@@ -24,13 +24,16 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER, leans_on
+from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
-from outrider.deploy.app import ReplicaPlan, build_app, describe, plan_replica, serve_logging
-from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy import ray_access
+from outrider.deploy.app import INGRESS, ReplicaPlan, build_app, describe, plan_replica, serve_logging
+from outrider.deploy.drain import drain
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
-from outrider.deploy.ports import reachable
+from outrider.deploy.probe import Probe
 from outrider.deploy.processes import (
     SharedMemoryWatch,
     StopSignal,
@@ -61,12 +64,13 @@ OBJECT_STORE_BYTES = 256 << 20
 BEAT_S = 3.0
 NOTE_EVERY_BEATS = 5
 ASKING_ENDS_WITHIN_S = 2.0
+ASKING_TO_DRAIN_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
 RAY_DAEMONS = ("gcs_server", "raylet")
 RAY_SHUTDOWN_S = 20.0
 RAY_GONE_SHUTDOWN_S = 3.0
 
-_FIELD = re.compile(r"(?:target|drafter|speculation|link|serving)[.\w]*: ")
+_FIELD = re.compile(r"(?:target|drafter|speculation|link|serving|limits)[.\w]*: ")
 
 
 class Server:
@@ -84,9 +88,11 @@ class Server:
         self._asking: threading.Thread | None = None
         self._stopped_asking = threading.Event()
         self._stages_told: set[tuple[str, float]] = set()
+        self._serves = False
 
     def start(self) -> None:
         """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
+        ray_access.check(os.environ)
         plan = plan_replica(self._config)
         for warning in plan.warnings:
             self._progress.say(f"WARNING: {warning}")
@@ -107,6 +113,7 @@ class Server:
             self._wait_until_running()
         with self._progress.stage("first answer"):
             self._wait_until_answering()
+        self._serves = True
 
     def wait(self) -> None:
         """Return never; Stopped ends it. Raises ServerDied when Ray, Serve or the application has ended by itself."""
@@ -150,6 +157,9 @@ class Server:
             self._asking.join(ASKING_ENDS_WITHIN_S)  # a call under way should not meet the end of Ray
         self._shared_memory.note()
         if ray.is_initialized():
+            if self._serves and self._ray_lives():
+                limit_s = self._config.serving.drain_s + 3 * ASKING_TO_DRAIN_S
+                _call(self._drain, limit_s, while_true=self._ray_lives)
             if not _call(self._take_down_serve, SERVE_SHUTDOWN_S, while_true=self._ray_lives):
                 self._progress.say("Ray is gone already or does not answer; ending its processes")
             _call(ray.shutdown, RAY_SHUTDOWN_S if self._ray_lives() else RAY_GONE_SHUTDOWN_S)
@@ -158,8 +168,24 @@ class Server:
             self._progress.say(f"left /dev/shm/{name}: it may be another program's")
         return left
 
+    def _drain(self) -> None:
+        """Let running answers come to their ends, for serving.drain_s at most; a signal ends that, too."""
+        ingress = serve.get_deployment_handle(INGRESS, self._config.serving.app_name)
+
+        def ask(method: str) -> int:
+            replies = asyncio.run(broadcast(ingress, method, timeout_s=ASKING_TO_DRAIN_S))
+            # One that does not answer has nothing that could be waited for.
+            return sum(reply.value for reply in replies if reply.ok)
+
+        drain(ask, self._config.serving.drain_s, pressed=self._stop.pressed, say=self._progress.say)
+
     def _start_ray(self, plan: ReplicaPlan) -> None:
-        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **PROXY_ENVIRONMENT})
+        proxies = {
+            **PROXY_ENVIRONMENT,
+            **self._config.limits.to_environment(),
+            **ProxyAccess.of(self._config.serving).environment(),
+        }
+        os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **proxies})
         if not self._verbose:
             warnings.filterwarnings("ignore")
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -185,18 +211,34 @@ class Server:
             self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}
         self._stop.install()
         self._progress.say(f"Ray is up{self._where()}")
-        if not self._address and os.environ.get("RAY_AUTH_MODE") == "token":
-            # Ray listens on every interface, so its token stays on; its own command line does not look for one unasked.
+        for warning in ray_access.warnings(os.environ, self._address):
+            self._progress.say(f"WARNING: {warning}")
+        if (said := ray_access.keep_token_private(os.environ)) is not None:
+            self._progress.say(said)
+        if not self._address and os.environ.get(ray_access.AUTH_MODE) == "token":
+            # Ray's own command line does not look for a token unasked.
             self._progress.say("see the actors with: RAY_AUTH_MODE=token ray list actors")
 
     def _start_serve(self) -> None:
         leans_on.SERVER.check()
         serving = self._config.serving
+        access = ProxyAccess.of(serving)
         try:
             serve.start(
                 proxy_location="EveryNode" if self._address else "HeadOnly",
-                http_options=HTTPOptions(host=serving.host, port=serving.http_port),
-                grpc_options=gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=[SERVICER]),
+                http_options=HTTPOptions(
+                    host=serving.host,
+                    port=serving.http_port,
+                    ssl_certfile=access.ssl_certfile,
+                    ssl_keyfile=access.ssl_keyfile,
+                    ssl_ca_certs=access.ssl_ca_certs,
+                    keep_alive_timeout_s=int(self._config.limits.connection_idle_timeout_s),
+                ),
+                grpc_options=gRPCOptions(
+                    port=serving.grpc_port,
+                    grpc_servicer_functions=[SERVICER],
+                    enable_reflection=serving.reflection,
+                ),
                 logging_config=serve_logging(serving),
             )
         except (RuntimeError, TimeoutError) as error:
@@ -216,19 +258,13 @@ class Server:
             self._stop.wait(0.5)
 
     def _wait_until_answering(self) -> None:
-        """Ask the way a client does, since the proxies learn of a running replica only a moment later."""
-        serving = self._config.serving
-        with OutriderClient(f"127.0.0.1:{serving.grpc_port}", application=serving.app_name) as client:
-            while True:
-                try:
-                    client.status(timeout_s=10.0)
-                    with socket.create_connection((reachable(serving.host), serving.http_port), timeout=5.0):
-                        return
-                except OutriderError as error:
-                    self._progress.wait("waiting for the first answer", f"({error})")
-                except OSError as error:
-                    self._progress.wait("waiting for the HTTP port", f"({error.strerror})")
-                self._stop.wait(0.2)
+        """Ask the way a client does, since the proxies learn of a running replica only a moment later. Then see that
+        the ports are what the configuration says. Raises ConfigError when they are not."""
+        probe = Probe(self._config.serving)
+        while (missing := probe.missing()) is not None:
+            self._progress.wait("waiting for the first answer", f"({missing})")
+            self._stop.wait(0.2)
+        probe.check()
 
     def _tell_stages(self) -> None:
         """What replicas have logged of their start-up since the last time."""

@@ -6,6 +6,8 @@ of the replica, so that an idle server still shows what it did. Without HTTP the
 
 from __future__ import annotations
 
+import os
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from outrider.deploy.client.calls import API_KEY_VARIABLE
 from outrider.v1 import generation_pb2 as pb
 
 _TIMEOUT_S = 10.0
@@ -61,13 +64,19 @@ def parse(text: str, at_s: float) -> Scrape:
     return Scrape(at_s, dict(samples))
 
 
-def scrape(http_address: str) -> Scrape:
-    """http_address: ``host:port``. Raises ScrapeError."""
-    url = f"http://{http_address}/metrics"
+def scrape(http_address: str, tls: ssl.SSLContext | None = None) -> Scrape:
+    """http_address: ``host:port``. tls None: plain text. Shows the key of OUTRIDER_API_KEY. Raises ScrapeError."""
+    url = f"{'http' if tls is None else 'https'}://{http_address}/metrics"
     # A proxy named in the environment is for the way out of this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if tls is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=tls))
+    opener = urllib.request.build_opener(*handlers)
+    request = urllib.request.Request(url)
+    if key := os.environ.get(API_KEY_VARIABLE):
+        request.add_header("Authorization", f"Bearer {key}")
     try:
-        with opener.open(url, timeout=_TIMEOUT_S) as response:
+        with opener.open(request, timeout=_TIMEOUT_S) as response:
             text = response.read(_MAX_BYTES).decode()
     except urllib.error.HTTPError as error:
         raise ScrapeError(f"{url} answers {error.code} {error.reason}") from None

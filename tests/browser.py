@@ -32,6 +32,9 @@ FLAGS = (
     "--no-proxy-server",
 )
 TIMEOUT_S = 60.0
+LOOKS_EVERY_S = 0.1
+"""A look through ChromeDriver takes the processor from the server that is waited for."""
+
 NETWORK = ("http", "https", "ws", "wss")
 """The browser's own first page has other schemes."""
 
@@ -106,7 +109,7 @@ class Browser:
         give_up = time.monotonic() + within_s
         while not (value := condition()):
             assert time.monotonic() < give_up, f"{what}: not within {within_s:g} s"
-            time.sleep(0.02)
+            time.sleep(LOOKS_EVERY_S)
         return value
 
     def show_as(self, width_px: int, *, dark: bool = False) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ray's workers give way to everything else: servers would wait for the other half of the tests, and for its browser.
+os.environ.setdefault("RAY_worker_niceness", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: threads of torch's own would only be in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,22 +33,49 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 DEPLOYMENTS = (
-    "pair", "ngram_pair", "small_kv", "no_drafter", "co_located", "two_replicas", "target_tp2", "drafter_tp2"
+    "pair", "ngram_pair", "small_kv", "co_located", "two_replicas", "both_tp2",
+    "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2",
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
+FOLDERS = ("ingress", "page")
+"""Of tests that run together, like those of a file."""
+
+FIRST_HALF = {
+    "pair", "test_draft_engine", "test_link_gloo", "test_link_rendezvous", "test_listening", "test_target_sampler",
+}  # fmt: skip
+"""What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long."""
 
 MOST_TIES = 8
 """Differences from the references that may be put down to rounding, over a whole session."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one deployment run together, after those with no part in the cluster (some start one of their own)."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--half", type=int, choices=(1, 2), help="only this half; tests of one deployment stay together")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of one deployment run together, after those with no part in the cluster: some of these start one of their
+    own, which one process could not beside the other."""
+
+    def fixtures(item: pytest.Item) -> tuple[str, ...]:
+        return getattr(item, "fixturenames", ())
+
+    def room(item: pytest.Item) -> str:
+        """A deployment, a folder or a file."""
+        folder = item.path.parent.name
+        of_none = folder if folder in FOLDERS else item.path.stem
+        return next((name for name in DEPLOYMENTS if name in fixtures(item)), of_none)
 
     def turn(item: pytest.Item) -> int:
-        names = getattr(item, "fixturenames", ())
-        return next((number for number, name in enumerate(DEPLOYMENTS, 1) if name in names), 0)
+        if (name := room(item)) in DEPLOYMENTS:
+            return 2 + DEPLOYMENTS.index(name)
+        return int("deployments" in fixtures(item))
 
+    if (half := config.getoption("half")) is not None:
+        chosen = [item for item in items if (room(item) in FIRST_HALF) == (half == 1)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     items.sort(key=turn)
 
 
@@ -59,10 +88,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
-def deployments(models: Models) -> Iterator[Deployments]:
+def deployments(models: Models, request: pytest.FixtureRequest) -> Iterator[Deployments]:
     from tests.serving import Deployments
 
-    deployments = Deployments(models)
+    deployments = Deployments(models, request.config.getoption("half") or 1)
     yield deployments
     deployments.shutdown()
     ties = deployments.ties()
@@ -103,6 +132,24 @@ def co_located(deployments: Deployments) -> Deployment:
 def two_replicas(deployments: Deployments) -> Deployment:
     """Two replicas with suffix drafters and room for few requests."""
     return deployments.use("two_replicas")
+
+
+@pytest.fixture
+def both_tp2(deployments: Deployments) -> Deployment:
+    """A target of two ranks, a drafter of two."""
+    return deployments.use("both_tp2")
+
+
+@pytest.fixture
+def wide_target(deployments: Deployments) -> Deployment:
+    """A target whose vocabulary is padded further than its drafter's."""
+    return deployments.use("wide_target")
+
+
+@pytest.fixture
+def wide_drafter(deployments: Deployments) -> Deployment:
+    """A drafter whose vocabulary is padded further than its target's."""
+    return deployments.use("wide_drafter")
 
 
 @pytest.fixture

@@ -70,6 +70,10 @@ class Reference:
         self._answers: dict[tuple[Choice, tuple[int, ...]], list[int]] = {}
         self.ties: list[str] = []
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self._loaded().config.vocab_size)
+
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         return self.answer(prompt, num_tokens, GREEDY)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,16 +18,18 @@ from ray.core.generated import gcs_pb2
 from ray.serve.config import HTTPOptions, gRPCOptions
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER
-from outrider.cluster.config import OutriderConfig, parse_config
-from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.config import DraftModelConfig, OutriderConfig, parse_config
+from outrider.cluster.placement import NAMESPACE, available_cores
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.deploy.ports import pick_free_port
+from outrider.deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
-from tests.tiny_models import build_tiny_llama
+from tests.tiny_models import VOCAB_SIZE, build_tiny_llama, pad_vocabulary
 
 K = 8
+WIDE_VOCAB_SIZE = VOCAB_SIZE + 32
 MAX_MODEL_LEN = 1024
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
@@ -44,34 +47,62 @@ HANG_GUARD_S = 180.0
 class Models:
     target: Path
     drafter: Path
+    wide_target: Path
+    """The target with a vocabulary that is padded further."""
+
+    wide_drafter: Path
 
 
 def build_models(directory: Path) -> Models:
     """A target, and a drafter that agrees with it on most tokens, not on all."""
     target = build_tiny_llama(directory / "tiny")
-    return Models(target, build_tiny_llama(directory / "tiny-drafter", noise_of=target, noise=0.03))
+    drafter = build_tiny_llama(directory / "tiny-drafter", noise_of=target, noise=0.03)
+    return Models(
+        target,
+        drafter,
+        pad_vocabulary(directory / "wide", target, WIDE_VOCAB_SIZE),
+        pad_vocabulary(directory / "wide-drafter", drafter, WIDE_VOCAB_SIZE),
+    )
 
 
 def engine(model: Path, **changes: Any) -> dict[str, Any]:
-    common = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
+    common: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
     return {"model": str(model), **common, **changes}
 
 
-def configurations(models: Models) -> dict[str, dict[str, Any]]:
-    """Every deployment the tests use, by the name of its fixture."""
+def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
+    """Every deployment the tests use, by the name of its fixture. half: of the tests, when both run at once."""
+
+    def core(number: int) -> list[list[int]] | None:
+        """The second half takes them the other way round: two targets on one core would leave the other to drafters,
+        which wait for them."""
+        cores = available_cores()
+        return [[cores[(number + half - 1) % len(cores)]]] if len(cores) > 1 else None
+
+    # One core each: of tiny models, threads that share a core with others take several times as long as one alone.
+    target = engine(models.target, cores=core(0))
     draft_model = {"method": "draft_model", **engine(models.drafter)}
+    pinned_draft_model = {**draft_model, "cores": core(1)}
+    target_of_two = engine(models.target, tensor_parallel_size=2)
+    drafter_of_two = {**draft_model, "tensor_parallel_size": 2}
+    # Ranks that share cores take seconds for their first steps.
+    patient = {
+        "speculation": {"adaptive": False},
+        "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
+    }
     # Tests that look at drafts need them in every round, whether they pay or not.
     always = {"num_speculative_tokens": K, "adaptive": False}
     return {
         "pair": {
-            "target": engine(models.target),
-            "drafter": draft_model,
+            "target": target,
+            "drafter": pinned_draft_model,
             "speculation": always,
             "openai": {"chat_template": CHAT_TEMPLATE, "tool_call_parser": "hermes"},
         },
+        # Few seats, so that a test can fill them.
         "ngram_pair": {
-            "target": engine(models.target),
-            "drafter": {"method": "ngram"},
+            "target": {**target, "max_num_seqs": 4},
+            "drafter": {"method": "ngram", "cores": core(1)},
             "speculation": always,
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},
             # Nothing is traced but what a caller asks for.
@@ -83,13 +114,13 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
         },
         # Both sides run out of KV long before the requests end: 16 blocks of 128 tokens each, as sized on CPU.
         "small_kv": {
-            "target": engine(models.target, kv_cache_memory_bytes=2 << 20, max_num_batched_tokens=96),
-            "drafter": {**draft_model, "kv_cache_memory_bytes": 3 << 19},
+            "target": {**target, "kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 96},
+            "drafter": {**pinned_draft_model, "kv_cache_memory_bytes": 3 << 19},
             "speculation": {"num_speculative_tokens": K},
         },
-        "no_drafter": {"target": engine(models.target)},
+        "no_drafter": {"target": target},
         "co_located": {
-            "target": engine(models.target, max_num_batched_tokens=128),
+            "target": {**target, "max_num_batched_tokens": 128},
             "drafter": {
                 "placement": "co_located",
                 "method": "draft_model",
@@ -99,23 +130,29 @@ def configurations(models: Models) -> dict[str, dict[str, Any]]:
         },
         # Small limits, so that a test can fill them.
         "two_replicas": {
-            "target": engine(models.target, max_num_seqs=4),
-            "drafter": {"method": "suffix"},
-            "serving": {"num_replicas": 2, "max_ongoing_requests": 8, "max_queued_requests": 32},
+            "target": {**target, "max_num_seqs": 4},
+            "drafter": {"method": "suffix", "cores": core(1)},
+            "serving": {
+                "num_replicas": 2,
+                "max_ongoing_requests": 8,
+                "max_queued_requests": 32,
+                "step_watchdog_s": 10,
+            },
         },
-        # Ranks that share cores take seconds for their first steps.
-        "target_tp2": {
-            "target": engine(models.target, tensor_parallel_size=2),
-            "drafter": draft_model,
-            "speculation": {"adaptive": False},
-            "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
+        # One tokenizer, padded to two sizes.
+        "wide_target": {
+            "target": {**target, "model": str(models.wide_target)},
+            "drafter": pinned_draft_model,
+            "speculation": always,
         },
-        "drafter_tp2": {
-            "target": engine(models.target),
-            "drafter": {**draft_model, "tensor_parallel_size": 2},
-            "speculation": {"adaptive": False},
-            "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
+        "wide_drafter": {
+            "target": target,
+            "drafter": {**pinned_draft_model, "model": str(models.wide_drafter)},
+            "speculation": always,
         },
+        "both_tp2": {"target": target_of_two, "drafter": drafter_of_two, **patient},
+        "target_tp2": {"target": target_of_two, "drafter": draft_model, **patient},
+        "drafter_tp2": {"target": engine(models.target), "drafter": drafter_of_two, **patient},
     }
 
 
@@ -167,6 +204,13 @@ class Deployment:
     def replicas(self) -> dict[str, int]:
         """Processes of the living target replicas, by Serve's id of each."""
         return {name.split("#")[2]: pid for name, pid in _living_actors() if "#Target#" in name}
+
+    def all_replicas_are_known(self) -> bool:
+        """To the front door, which asks each of them for its metrics."""
+        with urllib.request.urlopen(f"{self.http_url}/metrics", timeout=HANG_GUARD_S) as response:
+            up = parse(response.read().decode(), time.monotonic()).of("outrider:replica_up")
+        known = {labels["replica"] for labels, value in up if value == 1}
+        return known == set(self.replicas()) and len(known) == self.config.serving.num_replicas
 
     def drafter(self) -> Any:
         """Ray's handle of the drafter actor."""
@@ -226,36 +270,52 @@ def ended_early(deployment: Deployment, tokens: int) -> Iterator[None]:
 class Deployments:
     """Starts the cluster with the first deployment asked for and swaps the application when another is asked for."""
 
-    def __init__(self, models: Models) -> None:
-        self._configurations = configurations(models)
-        self._references = Reference(models.target), Reference(models.drafter)
+    def __init__(self, models: Models, half: int = 1) -> None:
+        self._configurations = configurations(models, half)
+        self._drafter = str(models.drafter)
+        self._references: dict[str, Reference] = {}
+        """By checkpoint."""
+
         self._current: Deployment | None = None
         self._grpc_port: int | None = None
         self._http_port = pick_free_port()
 
+    def add(self, name: str, configuration: dict[str, Any]) -> None:
+        """One more, for a test that needs it alone."""
+        self._configurations[name] = configuration
+
     def use(self, name: str) -> Deployment:
         if self._current is not None and self._current.name == name:
             return self._current
-        self.cluster()
+        port = self.cluster()
         self._take_down()
         config = parse_config(self._configurations[name])
         plan = plan_replica(config)
         serve.run(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
-        address = f"127.0.0.1:{self._grpc_port}"
+        address = f"127.0.0.1:{port}"
         client = OutriderClient(address)
+        drafter = config.drafter.model if isinstance(config.drafter, DraftModelConfig) else self._drafter
+        references = self._reference(config.target.model), self._reference(drafter)
         self._current = Deployment(
-            name, config, plan, address, client, *self._references, f"http://127.0.0.1:{self._http_port}"
+            name, config, plan, address, client, *references, f"http://127.0.0.1:{self._http_port}"
         )
         wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
+        if config.serving.num_replicas > 1:
+            # The application counts as running before its front door has heard of every replica.
+            wait_until(self._current.all_replicas_are_known, HANG_GUARD_S, "every replica's metrics", every_s=0.5)
         return self._current
 
-    def cluster(self) -> None:
-        """Ray and Serve are up, whatever is deployed."""
+    def cluster(self) -> int:
+        """Ray and Serve are up, whatever is deployed. Returns the port of gRPC."""
         if self._grpc_port is None:
             self._grpc_port = self._start_cluster()
+        return self._grpc_port
 
     def ties(self) -> list[str]:
-        return [tie for reference in self._references for tie in reference.ties]
+        return [tie for reference in self._references.values() for tie in reference.ties]
+
+    def _reference(self, model: str) -> Reference:
+        return self._references.setdefault(model, Reference(Path(model)))
 
     def shutdown(self) -> None:
         if self._grpc_port is not None:

@@ -59,6 +59,27 @@ def build_tiny_llama(
     return path
 
 
+def pad_vocabulary(path: Path, of: Path, vocab_size: int) -> Path:
+    """Write another checkpoint's weights with more rows in embedding and output head, as families pad their larger
+    models further. Real padding is next to never chosen; two rows of this one are likelier than real tokens."""
+    from transformers import AutoModelForCausalLM
+
+    if (path / "config.json").exists():
+        return path
+    model = AutoModelForCausalLM.from_pretrained(of, dtype=torch.float32)
+    known = model.config.vocab_size
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    first, count = ord("0"), 2
+    generator = torch.Generator().manual_seed(3)
+    embedding, head = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
+    embedding[known:] = torch.randn(embedding[known:].shape, generator=generator) * 0.1
+    head[known:] = 0.0
+    head[known : known + count] = head[first : first + count] * 1.1
+    model.save_pretrained(path)
+    _byte_tokenizer().save_pretrained(path)
+    return path
+
+
 def write_tokenizer(path: Path) -> None:
     """The tokenizer of these models, beside a checkpoint that was made elsewhere."""
     _byte_tokenizer().save_pretrained(path)

@@ -29,6 +29,7 @@ from outrider.cluster.link import Link, LinkInvitation, join_link
 from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.messages import Message
 from outrider.cluster.placement import NAMESPACE, RankPlacement, ReplicaPlacement, bind_to, rank_environment
+from outrider.cluster.registry import application_secret
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Drafter:
         # A link needs it, and its import takes seconds in which everybody would wait for the drafter; now nobody does.
         import_early("torch.distributed")
         try:
-            self._strategy, self._vocab_size = load_strategy(config, speculation, ranks, placement_group)
+            self._strategy = load_strategy(config, speculation, ranks, placement_group)
             warm_up(self._strategy)
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
@@ -69,7 +70,8 @@ class Drafter:
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
         self._loop = DraftLoop(self._strategy)
-        self._pool = self._join_pool(config, app_name)
+        self._app_name = app_name
+        self._pool = self._join_pool(config)
         self._links: dict[int, Link] = {}
         self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
@@ -86,13 +88,18 @@ class Drafter:
 
     @ray.method(concurrency_group="control")
     def accept_link(self, invitation: LinkInvitation, timeout_s: float) -> None:
-        """Join a verifier's link. Raises LinkError when it is not there any more, ValueError for another vocabulary."""
-        if self._vocab_size is not None and invitation.vocab_size != self._vocab_size:
+        """Join a verifier's link. Raises LinkError when it is not there any more or is none of this application's,
+        ValueError for a target with fewer tokens than the output head is cut to, and what application_secret raises.
+
+        Vocabularies of one tokenizer may be padded to different sizes: no more is drawn than both have.
+        """
+        try:
+            self._loop.limit_vocabulary(invitation.vocab_size)
+        except ValueError as error:
             raise ValueError(
-                f"drafter.model: vocabulary of {self._vocab_size} tokens, the target's has {invitation.vocab_size}; "
-                "use a drafter with the target's tokenizer"
-            )
-        transport = join_link(invitation, timeout_s)
+                f"drafter.draft_vocab_size: the target has {invitation.vocab_size} tokens: {error}; set fewer, or 0"
+            ) from None
+        transport = join_link(invitation, application_secret(self._app_name, timeout_s), timeout_s)
         with self._lock:
             self._last_link_id = link_id = self._last_link_id + 1
         link = Link(
@@ -119,7 +126,7 @@ class Drafter:
         pool = {} if self._pool is None else {"suffix_pool_failures": self._pool.failures}
         return {**self._loop.metrics(), **pool, "pid": os.getpid()}
 
-    def _join_pool(self, config: RemoteConfig, app_name: str) -> PoolMember | None:
+    def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
         """Learn from the suffix drafters of the application's other replicas, and teach them."""
         strategy = self._strategy
         if (
@@ -134,7 +141,7 @@ class Drafter:
             strategy.learn(parts)
             self._loop.wake()
 
-        pool = RayPool(app_name, config.suffix_decoding_max_cached_tokens)
+        pool = RayPool(self._app_name, config.suffix_decoding_max_cached_tokens)
         member = PoolMember(strategy.name, pool, strategy.take_parts, learn)
         member.start()
         return member

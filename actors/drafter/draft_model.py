@@ -40,7 +40,7 @@ class Hashing:
     hashed: Any = None
 
     def execute(self) -> None:
-        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt)
+        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt, self.sequence.sampling.tenant)
 
 
 class DraftModelStrategy:
@@ -56,6 +56,9 @@ class DraftModelStrategy:
     ) -> None:
         """vocabulary: of the engine's cut output head; None: it is whole."""
         self._vocabulary = vocabulary
+        self._num_drawable: int | None = None
+        """Ids from there on are not drawn: the smallest of the targets that were ever linked has no such token."""
+
         self._engine = engine
         self._limits = limits or LookaheadLimits()
         self._sequences: dict[ModelSequence, None] = {}
@@ -145,6 +148,13 @@ class DraftModelStrategy:
             self._vocabulary.unpin(sequence.engine_id)
         self._retire(sequence)
 
+    def limit_vocabulary(self, size: int) -> None:
+        if self._num_drawable is not None and size >= self._num_drawable:
+            return
+        if self._vocabulary is not None:
+            self._vocabulary.limit(size)
+        self._num_drawable = size
+
     def plan(self) -> tuple[Work | None, list[Answer]]:
         self._release()
         self._pin_more()
@@ -164,6 +174,7 @@ class DraftModelStrategy:
         if step is not None:
             drafting = any(row.draws for row in step.plan.rows)
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
+            step.plan.num_drawable = self._num_drawable
             if self._vocabulary is not None:
                 step.plan.vocabulary_changes = self._vocabulary.take_changes()
         return step or self._reading(), answers

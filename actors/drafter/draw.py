@@ -44,10 +44,10 @@ class _Kind(NamedTuple):
 def draw(logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None = None) -> list[Drawn]:
     """One token for each row of logits, in order.
 
-    logits: [R, V] of any float type, not changed; of R draws. All are given as many alternatives as the one that asks
-    for most. subset: the tokens that the columns stand for, if not all; work is saved where it is the same object in
-    every step. Raises ValueError when it is of another size than the logits. Nothing is read from the device
-    before all kinds are drawn.
+    logits: [R, V] of any float type, not changed; of R draws, whose biases may name ids from V on. All are given as
+    many alternatives as the one that asks for most. subset: the tokens that the columns stand for, if not all; work is
+    saved where it is the same object in every step. Raises ValueError when it is of another size than the logits.
+    Nothing is read from the device before all kinds are drawn.
     """
     if subset is not None and len(subset.ids) != logits.shape[1]:
         raise ValueError(f"vocab_ids: {len(subset.ids)} tokens for {logits.shape[1]} columns of logits")
@@ -128,21 +128,23 @@ def _constraints(samplings: Sequence[DraftSampling], vocab_size: int, device: to
 def _biased(
     logits: Tensor, samplings: Sequence[DraftSampling], subset: TokenSubset | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A biased copy of logits, float32 [M, V], and rows, bool [M], that have nothing but tokens outside the subset."""
+    """A biased copy of logits, float32 [M, V], and rows, bool [M], that have nothing but tokens without a column:
+    outside the subset, or beyond the draft model's vocabulary."""
     device, vocab_size = logits.device, logits.shape[1]
     entries = [(i, token) for i, sampling in enumerate(samplings) for token, _ in sampling.biases]
     values = [bias for sampling in samplings for _, bias in sampling.biases]
     only_biased = [i for i, sampling in enumerate(samplings) if sampling.only_biased]
+    # Biased tokens that no column stands for share one past the end.
+    some_lack = subset is not None or max(token for _, token in entries) >= vocab_size
     row, column = torch.tensor(entries, device=device).unbind(1)
     value = torch.tensor(values, dtype=torch.float32, device=device)
     only = torch.tensor(only_biased, device=device) if only_biased else None
-    # Biased tokens outside the subset share a column past its end, and no host need know which they are.
-    copy = logits.new_empty(len(logits), vocab_size + (subset is not None))
+    copy = logits.new_empty(len(logits), vocab_size + some_lack)
     copy[:, :vocab_size] = logits
     exhausted = None
-    if subset is not None:
+    if some_lack:
         copy[:, vocab_size] = 0.0
-        column = subset.columns_of(column)
+        column = column.clamp_max(vocab_size) if subset is None else subset.columns_of(column)
         if only is not None:
             allowed = (column < vocab_size) & (value > -math.inf)
             none_left = torch.zeros(len(samplings), dtype=torch.int64, device=device).index_fill_(0, only, 1)

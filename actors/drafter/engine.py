@@ -72,12 +72,14 @@ class StepRow:
 @dataclass(slots=True)
 class StepPlan:
     """restores, copies: (from, to) KV blocks to copy before anything is fed, first the ones, then the others.
-    vocabulary_changes: (slot, token id) of the cut output head, see DraftVocabulary."""
+    vocabulary_changes: (slot, token id) of the cut output head, see DraftVocabulary. num_drawable: ids from there on
+    are not drawn, for the target has no such token; None: every id is. A cut head has none of them."""
 
     rows: list[StepRow] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     vocabulary_changes: list[tuple[int, int]] = field(default_factory=list)
+    num_drawable: int | None = None
 
 
 class Engine(Protocol):
@@ -86,7 +88,7 @@ class Engine(Protocol):
     block_sizes: tuple[int, ...]
     """Tokens in a KV block, of each KV cache group."""
 
-    def hashed(self, request_id: str, token_ids: list[int]) -> Any:
+    def hashed(self, request_id: str, token_ids: list[int], tenant: int = 0) -> Any:
         """Most of what `start` does for a long prompt. Touches nothing: it may run beside any other call."""
 
     def start(self, request_id: str, token_ids: list[int], hashed: Any = None) -> int:

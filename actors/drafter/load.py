@@ -33,14 +33,14 @@ _CUT_VOCAB_SIZE = 32768
 
 def load_strategy(
     config: RemoteConfig, speculation: SpeculationConfig, ranks: RankPlacement | None, placement_group: Any
-) -> tuple[DraftStrategy[Any], int | None]:
-    """The strategy, its model loaded, and the size of its vocabulary; None: any will do."""
+) -> DraftStrategy[Any]:
+    """The strategy, its model loaded."""
     if isinstance(config, SuffixConfig):
-        return _suffix_strategy(config), None
+        return _suffix_strategy(config)
     if isinstance(config, NgramConfig):
         from outrider.actors.drafter.ngram import NgramStrategy
 
-        return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max), None
+        return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max)
     from outrider.actors.drafter.draft_model import DraftModelStrategy
     from outrider.actors.drafter.planner import LookaheadLimits
     from outrider.actors.vllm_seam.draft_engine import DraftEngine
@@ -58,7 +58,7 @@ def load_strategy(
         prompt_lookup_max=config.prompt_lookup_max,
     )
     vocabulary = _vocabulary(config, engine)
-    return DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary), engine.vocab_size
+    return DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)
 
 
 def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:

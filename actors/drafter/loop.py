@@ -82,6 +82,11 @@ class DraftLoop:
         _send(outgoing)
         self._at_work.pop(link_id, None)
 
+    def limit_vocabulary(self, size: int) -> None:
+        """Before a link to a target with so many tokens delivers anything. Raises ValueError."""
+        with self._lock:
+            self._strategy.limit_vocabulary(size)
+
     def run(self) -> None:
         """Until stop(). An exception of the strategy ends the loop: its state can no longer be trusted."""
         while not self._stopped:

@@ -132,6 +132,9 @@ class NgramStrategy:
         self._num_sequences -= 1
         self._unread.pop(sequence, None)
 
+    def limit_vocabulary(self, size: int) -> None:
+        """What is proposed was committed before, by a target of this application."""
+
     def plan(self) -> tuple[Work | None, list[Answer]]:
         for sequence in self._unread:
             return Reading(sequence, sequence.index), []

@@ -49,6 +49,10 @@ class DraftStrategy(Protocol[S]):
     def close(self, sequence: S) -> None:
         """Forget an open sequence and free what is held for it. Work that is under way may still know it."""
 
+    def limit_vocabulary(self, size: int) -> None:
+        """A target with `size` tokens is about to be linked: from the next plan on no larger id is drafted, for
+        anybody. Raises ValueError where that cannot be."""
+
     def plan(self) -> tuple[Work | None, list[Answer]]:
         """The most urgent work, and answers that need none. (None, []): nothing to do until something arrives."""
 

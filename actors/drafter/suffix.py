@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import abc, deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
@@ -26,17 +27,26 @@ class AnswerPart:
     """Consecutive tokens of one request's answer, int32.
 
     context: what was before them. seed: the request's, where its tokens were drawn by rejection or block verification;
-    None where they do not depend on drafts (greedy, coupled).
+    None where they do not depend on drafts (greedy, coupled). tenant: whose requests may learn them; 0: everybody's.
     """
 
     request: RequestKey
     context: array[int]
     token_ids: array[int]
     seed: int | None = None
+    tenant: int = 0
+
+
+TENANT_STRIDE = 1 << 20
+"""More than any vocabulary has tokens. A tenant's tokens are remembered as others than every other tenant's, so that
+one memory with one bound serves all, and no match reaches across."""
+
+MOST_TENANTS = (1 << 31) // TENANT_STRIDE - 1
 
 
 class SuffixAnswers:
-    """Answers of many requests: first in, first out, bounded by requests and by tokens."""
+    """Answers of many requests: first in, first out, bounded by requests and by tokens. Those of MOST_TENANTS tenants
+    are told apart; a tenant beyond these has no memory."""
 
     def __init__(self, max_requests: int, max_tokens: int, limits: SuffixLimits) -> None:
         self._max_requests, self._max_tokens, self._limits = max_requests, max_tokens, limits
@@ -44,6 +54,9 @@ class SuffixAnswers:
         self._index = SuffixIndex(limits.max_tree_depth, buckets)
         self._parts: deque[tuple[RequestKey, int | None, int]] = deque()
         """Request, seed and the position after each part."""
+
+        self._shifts: dict[int, int] = {0: 0}
+        """Tenant -> what is added to its tokens."""
 
         self._parts_of: dict[RequestKey, int] = {}
         self._seeds: dict[int, dict[RequestKey, int]] = {}
@@ -58,7 +71,10 @@ class SuffixAnswers:
         return self._index.end - self._index.first
 
     def add(self, part: AnswerPart) -> None:
-        self._index.append(part.token_ids, context=part.context)
+        shift = self._shift_of(part.tenant)
+        if shift is None:
+            return
+        self._index.append(_shifted(part.token_ids, shift), context=_shifted(part.context, shift))
         self._parts.append((part.request, part.seed, self._index.end))
         self._parts_of[part.request] = self._parts_of.get(part.request, 0) + 1
         if part.seed is not None:
@@ -67,7 +83,14 @@ class SuffixAnswers:
         while self._parts and (self.num_requests > self._max_requests or self.num_tokens > self._max_tokens):
             self._forget_oldest()
 
-    def path(self, end_of_text: abc.Sequence[int], num_wanted: int, request: RequestKey, seed: int | None) -> Path:
+    def path(
+        self,
+        end_of_text: abc.Sequence[int],
+        num_wanted: int,
+        request: RequestKey,
+        seed: int | None,
+        tenant: int = 0,
+    ) -> Path:
         """What other requests' answers say comes next.
 
         seed: as in AnswerPart. A request that is drawn with the seed of another draws the same random numbers, and
@@ -75,7 +98,21 @@ class SuffixAnswers:
         """
         if seed is not None and any(other != request for other in self._seeds.get(seed, ())):
             return NO_PATH
-        return best_path(self._index, end_of_text, num_wanted, self._limits, is_the_text=False)
+        shift = self._shift_of(tenant)
+        if shift is None:
+            return NO_PATH
+        found = best_path(self._index, _shifted(end_of_text, shift), num_wanted, self._limits, is_the_text=False)
+        if len(self._shifts) == 1:
+            return found
+        # An answer's end is followed by whatever was remembered next, which may be another tenant's.
+        own = list(takewhile(lambda token: shift <= token < shift + TENANT_STRIDE, found.token_ids))
+        return Path(min(found.score, len(own)), [token - shift for token in own])
+
+    def _shift_of(self, tenant: int) -> int | None:
+        """None: there are too many."""
+        if (shift := self._shifts.get(tenant)) is None and len(self._shifts) <= MOST_TENANTS:
+            shift = self._shifts[tenant] = len(self._shifts) * TENANT_STRIDE
+        return shift
 
     def _forget_oldest(self) -> None:
         request, seed, end = self._parts.popleft()
@@ -86,6 +123,10 @@ class SuffixAnswers:
             _count_down(of_seed, request)
             if not of_seed:
                 del self._seeds[seed]
+
+
+def _shifted(tokens: abc.Sequence[int], shift: int) -> abc.Sequence[int]:
+    return tokens if not shift else array("i", [token + shift for token in tokens])
 
 
 def _count_down(counts: dict[RequestKey, int], request: RequestKey) -> None:
@@ -198,6 +239,9 @@ class SuffixStrategy:
         self._unread.pop(sequence, None)
         self._share(sequence, _LEAST_PART_TOKENS)
 
+    def limit_vocabulary(self, size: int) -> None:
+        """What is proposed was committed before, by a target of this application."""
+
     def plan(self) -> tuple[Work | None, list[Answer]]:
         for sequence in self._unread:
             return _Reading(sequence), []
@@ -261,7 +305,9 @@ class SuffixStrategy:
         end_of_text = sequence.text[-self.limits.max_tree_depth :]
         own = best_path(sequence.index, end_of_text, num_wanted, self.limits, is_the_text=True)
         if self._answers is not None and own.score < num_wanted:
-            others = self._answers.path(end_of_text, num_wanted, sequence.request, sequence.seed)
+            others = self._answers.path(
+                end_of_text, num_wanted, sequence.request, sequence.seed, sequence.sampling.tenant
+            )
             if others.score > own.score:
                 self.counted.others_text_drafts += 1
                 return others.token_ids
@@ -290,7 +336,9 @@ class SuffixStrategy:
         if self._answers is None or len(text) - start < least:
             return
         context = text[max(0, start - self.limits.max_tree_depth) : start]
-        part = AnswerPart(sequence.request, array("i", context), array("i", text[start:]), sequence.seed)
+        part = AnswerPart(
+            sequence.request, array("i", context), array("i", text[start:]), sequence.seed, sequence.sampling.tenant
+        )
         sequence.num_shared = len(text)
         self._queue(self._to_learn, [part])
         self._queue(self._to_send, [part])

@@ -51,7 +51,6 @@ class DraftVocabulary:
         self._slot_of = {token: slot for slot, token in enumerate(first)}
         self._weight = [0.0] * num_slots
         self._increment, self._growth = 1.0, 2.0 ** (1.0 / half_life_tokens)
-        self._always = frozenset(fixed)
         self._pinned_by: dict[Hashable, set[int]] = {}
         self._pins: dict[int, int] = {}
         self._waiting: dict[int, None] = {}
@@ -76,6 +75,29 @@ class DraftVocabulary:
 
     def __contains__(self, token_id: int) -> bool:
         return token_id in self._slot_of
+
+    def limit(self, size: int) -> None:
+        """Ids from `size` on leave, and do not come back. Raises ValueError, and changes nothing, where fewer tokens
+        than slots would be left."""
+        if size >= self.vocab_size:
+            return
+        if size < self.num_slots:
+            raise ValueError(f"{self.num_slots} slots, and only {size} tokens to fill them")
+        self.vocab_size = size
+        leaving = [token for token in self._slot_of if token >= size]
+        came_in = (token for token in range(size) if token not in self._slot_of)
+        replaced = list(zip(leaving, came_in, strict=False))
+        for gone, token in replaced:
+            slot = self._slot_of.pop(gone)
+            self._off_heap.discard(slot)
+            self._token_of[slot], self._slot_of[token] = token, slot
+            self._weight[slot], self._changes[slot] = 0.0, token
+            self._waiting.pop(token, None)
+        self._heap = [entry for entry in self._heap if -entry[1] < size]
+        self._heap += [(0.0, -token) for _, token in replaced]
+        heapq.heapify(self._heap)
+        for token in [token for token in self._waiting if token >= size]:
+            del self._waiting[token]
 
     def pin(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """Hold a sequence's tokens until unpin(key). Those that find no room wait for it, earlier ones first. A key

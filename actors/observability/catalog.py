@@ -134,6 +134,18 @@ INGRESS = (
     MetricSpec(
         "outrider:admission_rejections_total", "counter", "Requests refused before they reached an engine.", ("reason",)
     ),
+    MetricSpec("outrider:key_requests_total", "counter", "Calls let in, by the key they showed.", ("key",)),
+    MetricSpec(
+        "outrider:key_tokens_total", "counter", "Tokens of its requests: prompt and completion.", ("key", "kind")
+    ),
+    MetricSpec(
+        "outrider:key_refusals_total",
+        "counter",
+        "Calls that the ingress refused for their key; most are refused by a proxy, and counted there.",
+        ("key", "reason"),
+    ),
+    MetricSpec("outrider:keys_stale", "gauge", "1 while the changed file of keys cannot be used, and older keys are."),
+    MetricSpec("outrider:keys_reload_failures_total", "counter", "Changes of the file that could not be used."),
 )
 """Of the ingress that is scraped; no model_name, no replica."""
 

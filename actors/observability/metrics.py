@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -66,6 +66,13 @@ _SUFFIX = {
 }
 
 
+class KeysFile(Protocol):
+    """As outrider.actors.serving.access.files has it."""
+
+    problem: str | None
+    failures: int
+
+
 class IngressMetrics:
     """Not thread-safe: for the ingress's event loop."""
 
@@ -73,6 +80,11 @@ class IngressMetrics:
         self._ended: Counter[tuple[str, str, str]] = Counter()
         self._in_flight: Counter[str] = Counter()
         self._rejections: Counter[str] = Counter({"queue_full": 0})
+        self._key_requests: Counter[str] = Counter()
+        self._key_tokens: Counter[tuple[str, str]] = Counter()
+        self._key_refusals: Counter[tuple[str, str]] = Counter()
+        self.keys: KeysFile | None = None
+        """None: no key is asked for."""
 
     @contextmanager
     def in_flight(self, api: str) -> Iterator[None]:
@@ -91,8 +103,33 @@ class IngressMetrics:
         """A request was refused before it reached an engine, such as ``queue_full``."""
         self._rejections[reason] += 1
 
+    def key_request(self, key: str) -> None:
+        """key: its name in the file of keys, here and below."""
+        self._key_requests[key] += 1
+
+    def key_tokens(self, key: str, prompt: int, completion: int) -> None:
+        self._key_tokens[key, "prompt"] += prompt
+        self._key_tokens[key, "completion"] += completion
+
+    def key_refused(self, key: str, reason: str) -> None:
+        """key: ``-`` where none was recognised."""
+        self._key_refusals[key, reason] += 1
+
+    def _add_keys(self, families: Families) -> None:
+        if self.keys is None:
+            return
+        families.add("outrider:keys_stale", float(self.keys.problem is not None))
+        families.add("outrider:keys_reload_failures_total", self.keys.failures)
+        for key, count in sorted(self._key_requests.items()):
+            families.add("outrider:key_requests_total", count, key=key)
+        for (key, kind), count in sorted(self._key_tokens.items()):
+            families.add("outrider:key_tokens_total", count, key=key, kind=kind)
+        for (key, reason), count in sorted(self._key_refusals.items()):
+            families.add("outrider:key_refusals_total", count, key=key, reason=reason)
+
     def text(self) -> str:
         families = Families()
+        self._add_keys(families)
         for (api, method, code), count in sorted(self._ended.items()):
             families.add("outrider:requests_total", count, api=api, method=method, code=code)
         for api, number in sorted(self._in_flight.items()):

@@ -20,6 +20,7 @@ EXTRA_ARGS_KEY = "outrider"
 
 - ``num_speculative_tokens``: fewer drafts than the deployment's, 0 for none;
 - ``verification``: ``rejection``, ``block`` or ``coupled``, the request's own choice;
+- ``tenant``: whose memory of answers a suffix drafter may use and add to, a 63-bit number; left out: everybody's;
 - ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;
 - ``deadline``: its form on the way through vLLM's serving classes, within one process
@@ -79,6 +80,7 @@ class RequestSampling:
         """What the drafter is told. params: the same as for `of`; top_n: the configured ``draft_top_n``."""
         biases, only_biased = _biases(params, vocab_size)
         return DraftSampling(
+            tenant=carried(params).get("tenant", 0),
             mode=self.mode,
             temperature=self.temperature,
             top_k=self.top_k,

@@ -27,6 +27,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from outrider.actors.observability.logs import about
 from outrider.actors.observability.round_tracer import RoundTracer
 from outrider.actors.round.conversation import Conversation
+from outrider.actors.round.deadline import RoundDeadline
 from outrider.actors.round.length import FixedLengths, LengthController, Lengths
 from outrider.actors.round.request import Deployment, Request, carried
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
@@ -127,7 +128,7 @@ class Round:
 
         self._clock = clock
         self._tracer = tracer
-        self._round_deadline_s = link.round_deadline_ms / 1e3
+        self._deadline = RoundDeadline(link.round_deadline_ms / 1e3, link.round_deadline_steps)
         self._drafter = Conversation(self.requests, link.link_deadline_ms / 1e3, clock, names_requests)
         self._lagging = False
         """The last answer was late: no waiting until the drafter is heard from."""
@@ -209,13 +210,14 @@ class Round:
         """
         started = self._clock()
         self._check_link()
-        deadline = started + (0.0 if self._lagging else self._round_deadline_s)
+        longest_s = self._deadline.longest_s
+        deadline = started + (0.0 if self._lagging else longest_s)
         while self._drafter.is_linked:
             remaining = deadline - self._clock() if self._drafter.is_awaited() else 0.0
             received = self._drafter.poll(max(remaining, 0.0))
             if received is not None:
                 self._lagging = False
-                deadline = started + self._round_deadline_s
+                deadline = started + longest_s
                 step.draft_work_us += received.work_us
                 self._take(received.messages, received.nbytes, self._clock() - started)
                 continue
@@ -252,6 +254,7 @@ class Round:
     def reset_statistics(self) -> None:
         """Forget the rounds of the warm-up."""
         self.statistics = RoundStatistics()
+        self._deadline.forget()
         self.steps.clear()
 
     def status(self) -> dict[str, Any]:
@@ -351,6 +354,7 @@ class Round:
                 )
             )
             if done.decodes_only:
+                self._deadline.observe_step(period_s - done.wait_s)
                 self._guarded(self._lengths.observe_step, done.num_requests, done.num_tokens, period_s - done.wait_s)
 
     def _guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:

@@ -1,59 +1,104 @@
-"""What Serve's HTTP proxies do about a full queue before a request reaches the ingress; see actors/serving/gate.py.
+"""Limits on Serve's proxies that can only be set before their servers start: what happens to an HTTP request before it
+reaches the ingress (actors/serving/http/door.py), how long a connection may take, and what the gRPC server takes in.
 
 Serve takes it from its environment, on every node that runs a proxy:
 ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=outrider.actors.serve_seam.http_proxy.middlewares``, as `outrider
-serve` sets it for the cluster that it starts. Without it refusals are as many, and later.
+serve` sets it for the cluster that it starts, with ``OUTRIDER_LIMITS`` beside it. Without it, sizes are checked after
+they have been taken in, and refusals are as many, and later.
 """
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http import auto
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
-from outrider.actors.serving.openai.errors import queue_full
-
-GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/outrider/v1/stream")
-"""Ends of paths whose requests take a place."""
-
-_ASKED_OFTEN = ("/health", "/metrics", "/v1/models", "/outrider/v1/status")
-"""Ends of others whose answers tell how much room there is."""
+from outrider.actors.serve_seam import leans_on
+from outrider.actors.serve_seam.grpc_proxy import limit_server
+from outrider.actors.serve_seam.listening import listen_as_configured
+from outrider.actors.serving.access.calls import GuardedHttp
+from outrider.actors.serving.access.process import proxy_guard
+from outrider.actors.serving.access.settings import proxy_access
+from outrider.actors.serving.gate import doors
+from outrider.actors.serving.http.door import HttpDoor
+from outrider.actors.serving.http.error_faces import ErrorFaces
+from outrider.actors.serving.openai.errors import refused_by_key
 
 
 def middlewares() -> list[Middleware]:
-    """For Serve's proxies."""
-    return [Middleware(ProxyGate)]
+    """For Serve's proxies, which ask for them before they start their servers."""
+    leans_on.HTTP_PROXY.check()
+    limit_server(doors().limits)
+    auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
+    if (access := proxy_access()) is not None:
+        listen_as_configured(access)
+    # The last is the first that a request meets.
+    return [
+        Middleware(ErrorFaces),
+        Middleware(HttpDoor),
+        Middleware(GuardedHttp, failed=refused_by_key, guard=proxy_guard, in_proxy=True),
+    ]
 
 
-class ProxyGate:
-    """ASGI middleware of a proxy. Applications are told apart by what comes before their paths."""
+class TimedProtocol(HttpToolsProtocol):
+    """A connection whose client must send a header in time, and read something in time of what waits for it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._gates = Gates("http")
+    _header: asyncio.TimerHandle | None = None
+    _reader: asyncio.TimerHandle | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        end = next((end for end in (*GENERATIONS, *_ASKED_OFTEN) if path.endswith(end)), None)
-        if scope["type"] != "http" or end is None:
-            await self._app(scope, receive, send)
-            return
-        gate = self._gates.of(path.removesuffix(end))
-        takes_a_place = end in GENERATIONS and scope["method"] == "POST"
-        if takes_a_place and not gate.enter():
-            self._gates.count_refusal()
-            await queue_full().response()(scope, receive, send)
-            return
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_header()
 
-        async def learn_and_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                for name, value in message.get("headers", ()):
-                    if name == CAPACITY_METADATA.encode():
-                        gate.learn(value)
-            await send(message)
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_idle() and self.timeout_keep_alive_task is None:  # it was alive, and began something
+            self._await_header()
 
-        try:
-            await self._app(scope, receive, learn_and_send)
-        finally:
-            if takes_a_place:
-                gate.leave()
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_header()
+
+    def on_headers_complete(self) -> None:
+        self._forget_header()
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        timeout_s = doors().limits.unread_timeout_s
+        # Not close(), which would wait for the reader.
+        self._reader = self._reader or self.loop.call_later(timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_reader()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_header()
+        self._forget_reader()
+        super().connection_lost(exc)
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_header(self) -> None:
+        if self._header is None and not self.transport.is_closing():
+            self._header = self.loop.call_later(doors().limits.receive_timeout_s, self._header_is_late)
+
+    def _header_is_late(self) -> None:
+        self._header = None
+        if self._is_idle() and self.transport.get_protocol() is self:  # and not a WebSocket's by now
+            self.transport.abort()
+
+    def _forget_header(self) -> None:
+        if self._header is not None:
+            self._header.cancel()
+            self._header = None
+
+    def _forget_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None

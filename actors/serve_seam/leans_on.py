@@ -101,7 +101,72 @@ GRPC_PROXY = Table(
         Borrowed(
             "ray.serve._private.proxy_request_response:gRPCStreamingType",
             "which of Serve's handlers",
-            also=("UNARY_UNARY", "UNARY_STREAM", "STREAM_STREAM"),
+            also=("UNARY_UNARY", "UNARY_STREAM"),
+        ),
+        Borrowed(
+            "ray.serve._private.constants:DEFAULT_GRPC_SERVER_OPTIONS",
+            "changed: what the server takes in",
+            read_by=(f"{_GRPC_SERVER}.__init__",),
+        ),
+    ),
+)
+
+_PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
+
+HTTP_PROXY = Table(
+    Project("uvicorn", ("uvicorn",), "0."),
+    "actors/serve_seam/http_proxy.py",
+    (
+        Borrowed("uvicorn.protocols.http.auto:AutoHTTPProtocol", "replaced: connections have time limits"),
+        Borrowed(f"{_PROTOCOL}.connection_made", "overridden", exactly=("transport",)),
+        Borrowed(f"{_PROTOCOL}.connection_lost", "overridden", exactly=("exc",)),
+        Borrowed(f"{_PROTOCOL}.data_received", "overridden", exactly=("data",)),
+        Borrowed(f"{_PROTOCOL}.on_message_begin", "overridden: a header begins", exactly=()),
+        Borrowed(f"{_PROTOCOL}.on_headers_complete", "overridden: it has come", exactly=()),
+        Borrowed(f"{_PROTOCOL}.pause_writing", "overridden: the client does not read", exactly=()),
+        Borrowed(f"{_PROTOCOL}.resume_writing", "overridden: it does again", exactly=()),
+        Borrowed(f"{_PROTOCOL}.timeout_keep_alive_task", "tells whether it waits for another request"),
+        Borrowed(f"{_PROTOCOL}.cycle", "the request that is being answered, if there is one"),
+        Borrowed("uvicorn.protocols.http.httptools_impl:RequestResponseCycle.response_complete", "whether it is"),
+    ),
+)
+
+_PROXY_START = "ray.serve._private.proxy:ProxyActor.__ray_metadata__.modified_class.__init__"
+
+LISTENING = Table(
+    PROJECT,
+    "actors/serve_seam/listening.py",
+    (
+        Borrowed(
+            "ray.serve._private.default_impl:add_grpc_address",
+            "replaced: serving.host and TLS",
+            exactly=("grpc_server", "server_address"),
+            read_by=("ray.serve._private.grpc_util:start_grpc_server",),
+        ),
+        Borrowed(
+            "ray.serve._private.http_util:uvicorn",
+            "replaced: certificates that change, and clients'",
+            read_by=("ray.serve._private.http_util:start_asgi_http_server",),
+        ),
+        Borrowed(
+            "ray.serve._private.http_util:configure_http_middlewares",
+            "asks for middlewares before either is called",
+            exactly=("http_options",),
+            read_by=(_PROXY_START,),
+        ),
+    ),
+)
+
+INGRESS = Table(
+    PROJECT,
+    "actors/serve_seam/stopping.py",
+    (
+        Borrowed("ray._private.worker:global_worker.actors", "where a process's actors are"),
+        Borrowed("ray.serve._private.replica:ReplicaActor._replica_impl", "a replica behind its actor"),
+        Borrowed(
+            "ray.serve._private.replica:Replica._shutting_down",
+            "whether it is being stopped",
+            read_by=("ray.serve._private.replica:Replica._perform_graceful_shutdown",),
         ),
     ),
 )
@@ -146,4 +211,4 @@ SERVER = Table(
     ),
 )
 
-TABLES = (CALLER, GRPC_PROXY, REPLICA, SERVER)
+TABLES = (CALLER, GRPC_PROXY, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER)

@@ -2,7 +2,7 @@
 programs. HTTP derives its own from that (outrider.actors.serving.openai.errors). What clients are not told is logged.
 
 Serve forgets the trailing metadata of a gRPC call that fails and keeps its details text alone. So the text takes the
-rest along, behind a separator, up to Serve's proxy, where ``outrider.actors.serve_seam.grpc_proxy`` takes it apart.
+rest along, behind a separator, up to Serve's proxy, where ``outrider.actors.serving.grpc.door`` takes it apart.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +19,25 @@ import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
-from ray.exceptions import NodeDiedError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
 
-from outrider.actors.replica_calls import ReplicaLost, RequestError, RequestIdInUse, SamplingFailed
+from outrider.actors.replica_calls import (
+    ReplicaLost,
+    RequestError,
+    RequestIdInUse,
+    SamplingFailed,
+    check_request_id,
+)
 
 logger = logging.getLogger("ray.serve.outrider.serving")
 
@@ -52,10 +67,18 @@ _RETRIED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 IN_PROCESS_PEERS = ("handle", "http")
 """Peers of contexts that no proxy of Serve's stands behind."""
 
-REPLICA_LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError, ReplicaLost)
+REPLICA_LOST = (
+    RayActorError,
+    NodeDiedError,
+    WorkerCrashedError,
+    OutOfMemoryError,
+    LocalRayletDiedError,
+    ReplicaUnavailableError,
+    ReplicaLost,
+)
 """Raised by a call whose replica is gone, or cannot serve any more. Another one may take the request."""
 
-_UNAVAILABLE = (*REPLICA_LOST, DeploymentUnavailableError, ConnectionError)
+_UNAVAILABLE = (*REPLICA_LOST, DeploymentUnavailableError, ConnectionError, MemoryError)
 
 
 @contextmanager
@@ -81,6 +104,8 @@ def failure_of(error: BaseException, call: str, request_id: str | None = None) -
     """Logs what the failure leaves out."""
     cause = cause_of(error)
     code = grpc.StatusCode
+    if isinstance(cause, Refusal):
+        return cause.failure()
     if isinstance(cause, RequestError):
         fields = {cause.field: f"{cause.problem}; {cause.fix}"}
         # What is not usable as an id cannot travel in metadata either: gRPC would make the call INTERNAL.
@@ -94,7 +119,9 @@ def failure_of(error: BaseException, call: str, request_id: str | None = None) -
         return deadline_passed(call, request_id)
     if isinstance(cause, BackPressureError):
         return queue_full(request_id)
-    if isinstance(cause, _UNAVAILABLE):
+    # What Ray itself has to say (no memory, no disk, an object or its owner lost) is about the cluster, in words that
+    # name nodes and addresses; a RayTaskError that has no cause here is an exception of our own.
+    if isinstance(cause, _UNAVAILABLE) or (isinstance(cause, RayError) and not isinstance(cause, RayTaskError)):
         logger.warning("%s: target replica unavailable: %s", call, cause)
         sentence = f"{call}: the target replica is not available; retry"
         return CallFailure(code.UNAVAILABLE, sentence, "REPLICA_UNAVAILABLE", request_id=request_id)
@@ -103,6 +130,13 @@ def failure_of(error: BaseException, call: str, request_id: str | None = None) -
         return CallFailure(code.INTERNAL, str(cause), "SAMPLING_FAILED", request_id=request_id)
     logger.error("%s failed", call, exc_info=error)
     return failed_inside(call, request_id)
+
+
+class Refusal(Exception):
+    """Raised by who knows itself how the call is to end, and has logged it."""
+
+    def failure(self) -> CallFailure:
+        raise NotImplementedError
 
 
 class UnknownService(Exception):
@@ -183,6 +217,33 @@ def failed_inside(call: str, request_id: str | None = None) -> CallFailure:
     """For what has been logged."""
     sentence = f"{call} failed inside the server; its log says why"
     return CallFailure(grpc.StatusCode.INTERNAL, sentence, "INTERNAL", request_id=request_id)
+
+
+def usable_request_id(sent: str) -> str:
+    """sent, or one of our own where a client sent none, or one that can travel in no header."""
+    try:
+        check_request_id(sent)
+    except RequestError:
+        return uuid.uuid4().hex
+    return sent
+
+
+def made_by_serve(code: grpc.StatusCode, details: str, request_id: str) -> CallFailure | None:
+    """What the client is told in place of Serve's own words, which are Ray's, with node ids and addresses, where a
+    replica or an ingress was lost: those are logged. None for a failure that the ingress has packed, and for words
+    about the request itself."""
+    if _SEPARATOR in details:
+        return None
+    unavailable = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
+    if code in unavailable:
+        logger.warning("request %s: failed before or behind the ingress: %s", request_id, details)
+        sentence = f"request {request_id}: the server lost what was answering it; retry"
+        return CallFailure(grpc.StatusCode.UNAVAILABLE, sentence, "REPLICA_UNAVAILABLE", request_id=request_id)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return deadline_passed(f"request {request_id}", request_id)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return queue_full(request_id)
+    return None
 
 
 def sentence_of(details: str) -> str:

@@ -1,23 +1,40 @@
-"""How many generation calls a proxy lets through at once.
+"""Who may go on in a proxy: room for generations, turns for the calls beside them, and what is only on its way.
 
 A call costs proxy and ingress several milliseconds before it can be refused, so that of a burst of hundreds the last
 would be told of a full queue seconds late. The ingress tells with its answers how many requests it and the targets can
-hold and queue together; a proxy that has so many in flight refuses the next itself, in a fraction of a millisecond.
-What it lets through may still be refused by the ingress: a proxy knows of its own calls only.
+hold and queue together; a proxy that has so many in flight refuses the next itself, in a fraction of a millisecond
+(Gate). What it lets through may still be refused by the ingress: a proxy knows of its own calls only.
+
+Calls beside generations have budgets of their own, so that no number of them takes the processor or the places that
+generations need: turns, a few a second (Lane). What has not come in yet, or has not been read yet, takes no place, and
+there is a limit to all of it together (Room). gRPC and HTTP share these (Doors).
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
 
 from ray.util.metrics import Counter
+
+from outrider.cluster.limits import LimitsConfig, from_environment
 
 CAPACITY_METADATA = "outrider-capacity"
 """Trailing metadata of gRPC answers, and header of HTTP's: how many generations can be held and queued together."""
 
 _LOG_EVERY_S = 10.0
 _MOST_APPLICATIONS = 64
+
+AT_ONCE_S = 0.25
+"""A request that comes within this of its call was sent with it: a burst of such is no crowd of idle callers."""
+
+MOST_WAITING = 1024
+"""Callers that wait for a turn in one lane."""
 
 logger = logging.getLogger("ray.serve.outrider.proxy")
 
@@ -75,6 +92,215 @@ class Gates:
     def count_refusal(self) -> None:
         """In Ray's metrics: no ingress hears of it."""
         if self._refusals is None:
-            description = "Generation calls that a proxy refused because the queue was full."
+            description = "Calls that a proxy refused because there was no room or no turn for them."
             self._refusals = Counter("outrider_proxy_refusals", description, ("api",))
         self._refusals.inc(tags={"api": self._api})
+
+
+class LaneFull(Exception):
+    """No turn came in time. message: one sentence for the caller."""
+
+
+class Lane:
+    """Turns for one kind of call: so many at once, so many a second. Callers who wait have their turns one after the
+    other, each caller in order of arrival: however often one asks, the next one's call is not behind all of it."""
+
+    def __init__(
+        self,
+        name: str,
+        places: int,
+        *,
+        per_s: float | None = None,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """name: what the calls do, for the sentence. per_s: turns a second, of which one second's may be taken at
+        once; None: as many as there are places. patience_s: after which a call that waits is refused; 0: at once."""
+        self._name, self._free, self._per_s, self._patience_s = name, places, per_s, patience_s
+        self._clock = clock
+        self._credit = self._most_credit = max(1.0, per_s or 0.0)
+        self._credited_s = clock()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._num_waiting = 0
+        self._wakes: asyncio.TimerHandle | None = None
+
+    async def take(self, caller: str) -> None:
+        """A turn; `leave` has to follow. caller: the address it calls from. Raises LaneFull."""
+        if not self._num_waiting and self._may_go():
+            return
+        if self._num_waiting >= MOST_WAITING or not self._patience_s:
+            raise LaneFull(f"too many calls {self._name} at once; ask less often")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        self._num_waiting += 1
+        self._grant()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # it came, to somebody who has left
+                self._free += 1
+            else:
+                self._forget(caller, turn)
+            self._grant()
+            if isinstance(error, TimeoutError):
+                raise LaneFull(
+                    f"no turn for calls {self._name} within {self._patience_s:g} s; ask less often"
+                ) from None
+            raise
+
+    def leave(self) -> None:
+        self._free += 1
+        self._grant()
+
+    def _forget(self, caller: str, turn: asyncio.Future[None]) -> None:
+        if (queue := self._waiting.get(caller)) is not None and turn in queue:
+            queue.remove(turn)
+            self._num_waiting -= 1
+            if not queue:
+                del self._waiting[caller]
+
+    def _may_go(self) -> bool:
+        """Takes a place, and a turn, where there are some."""
+        if not self._free:
+            return False
+        if self._per_s is not None:
+            now = self._clock()
+            self._credit = min(self._most_credit, self._credit + (now - self._credited_s) * self._per_s)
+            self._credited_s = now
+            if self._credit < 1:
+                return False
+            self._credit -= 1
+        self._free -= 1
+        return True
+
+    def _grant(self) -> None:
+        while self._waiting:
+            caller, queue = next(iter(self._waiting.items()))
+            gone = queue[0].done()  # it gave up, and has not been forgotten yet
+            if not gone and not self._may_go():
+                break
+            turn = queue.popleft()
+            self._num_waiting -= 1
+            if queue:
+                self._waiting.move_to_end(caller)
+            else:
+                del self._waiting[caller]
+            if not gone:
+                turn.set_result(None)
+        if self._waiting and self._free and self._wakes is None and self._per_s is not None:
+            pause_s = max(0.001, (1 - self._credit) / self._per_s)
+            self._wakes = asyncio.get_running_loop().call_later(pause_s, self._wake)
+
+    def _wake(self) -> None:
+        self._wakes = None
+        self._grant()
+
+
+class Guest:
+    """What is in a Room. on_put_out: called once, when somebody else needed the room."""
+
+    def __init__(self, on_put_out: Callable[[], object]) -> None:
+        self.num_bytes = 0
+        self.on_put_out = on_put_out
+
+
+class Room:
+    """For what waits for its caller: requests that are on their way, answers that nobody reads. When there is too much
+    of it, the oldest is put out: whoever does nothing makes room for who comes."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._guests: OrderedDict[Guest, None] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._guests)
+
+    def enter(self, on_put_out: Callable[[], object]) -> Guest:
+        """`leave` has to follow, whether it was put out or not."""
+        guest = Guest(on_put_out)
+        self._guests[guest] = None
+        self._put_out()
+        return guest
+
+    def holds(self, guest: Guest, num_bytes: int) -> None:
+        """So much of it, now."""
+        if guest in self._guests:
+            self.num_bytes += num_bytes - guest.num_bytes
+            guest.num_bytes = num_bytes
+            self._put_out()
+
+    def leave(self, guest: Guest) -> None:
+        if guest in self._guests:
+            del self._guests[guest]
+            self.num_bytes -= guest.num_bytes
+
+    def _put_out(self) -> None:
+        while len(self._guests) > self._most or (self.num_bytes > self._most_bytes and len(self._guests) > 1):
+            oldest = next(iter(self._guests))
+            self.leave(oldest)
+            oldest.on_put_out()
+
+
+class RequestLate(Exception):
+    """A request did not come in time."""
+
+
+class NotAwaited(Exception):
+    """Too many are awaited, this one for longest."""
+
+
+class Arrival:
+    """A request on its way to a proxy."""
+
+    def __init__(self, doors: Doors) -> None:
+        self._room, self._timeout_s = doors.awaited, doors.limits.receive_timeout_s
+        self._guest: Guest | None = None
+        self._num_bytes = 0
+
+    def grew(self, num_bytes: int) -> None:
+        """So much of it is there."""
+        self._num_bytes = num_bytes
+        if self._guest is not None:
+            self._room.holds(self._guest, num_bytes)
+
+    async def wait_for(self, reading: asyncio.Future[Any]) -> None:
+        """Until reading is done; it is cancelled otherwise. Raises RequestLate or NotAwaited."""
+        at_once_s = min(AT_ONCE_S, self._timeout_s)
+        try:
+            await asyncio.wait([reading], timeout=at_once_s)
+            if not reading.done():
+                self._guest = self._room.enter(reading.cancel)
+                self.grew(self._num_bytes)
+                await asyncio.wait([reading], timeout=self._timeout_s - at_once_s)
+            if not reading.done():
+                raise RequestLate
+            if reading.cancelled():
+                raise NotAwaited
+        finally:
+            if self._guest is not None:
+                self._room.leave(self._guest)
+            reading.cancel()
+
+
+class Doors:
+    """What all calls of one proxy process have in common."""
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self.limits = limits
+        self.awaited = Room(limits.max_awaited_requests, limits.max_awaited_bytes)
+        self.unread = Room(limits.max_awaited_requests, limits.max_awaited_bytes)
+        patience_s, per_s = limits.control_timeout_s, limits.max_control_calls_per_s
+        places = max(4, int(per_s))
+        self.health = Lane("for health", places, per_s=per_s, patience_s=patience_s)
+        self.status = Lane("for status", places, per_s=per_s, patience_s=patience_s)
+        self.abort = Lane("that abort requests", places, patience_s=patience_s)
+        self.tokenize = Lane("that tokenise", limits.max_tokenize_calls, patience_s=patience_s)
+        self.watch = Lane("that watch health", limits.max_watch_streams, patience_s=0)
+
+
+@functools.cache
+def doors() -> Doors:
+    """This process's."""
+    return Doors(from_environment())

@@ -34,6 +34,7 @@ from outrider.actors.replica_calls import (
     RoundOutput,
     TokenizeRequest,
     Tokens,
+    TokensUsed,
     sign,
 )
 from outrider.actors.serve_seam.replica_log import serve_log_kept
@@ -93,6 +94,7 @@ class Target:
         self._routing_stats = self._stats_for_routing()
         await self._engine.warm_up()
         start_up.done("target warmed up")
+        self._engine.watch_steps(config.serving.step_watchdog_s)
         if self._drafter is not None:
             await self._drafter.ready.remote()
             start_up.done("waiting for the drafter")
@@ -101,7 +103,7 @@ class Target:
             start_up.done("link opened")
 
     async def check_health(self) -> None:
-        """Raises when the engine is dead: Serve then replaces this replica."""
+        """Raises when the engine is dead or stands still: Serve then replaces this replica."""
         await self._engine.check_health()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
@@ -116,7 +118,7 @@ class Target:
             except ConnectionError as error:
                 raise ReplicaLost(self._replica, str(error)) from error
 
-    async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str, None]:
+    async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
         """See OpenAIServing.answer."""
         with request_line(logger, request.request_id):
             async with aclosing(self._openai.answer(request)) as parts:
@@ -283,7 +285,7 @@ class Target:
             "replica": self._replica,
             "registry": registry_name(self._config.serving.app_name),
         }
-        return TargetEngine(vllm_config, configured_chat_template(self._config))
+        return TargetEngine(vllm_config, configured_chat_template(self._config), self._config.serving.structured_output)
 
     def _cores(self, side: str) -> list[list[int]] | None:
         if self._core_plan is None:

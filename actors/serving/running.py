@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.replica_calls import GenerationRequest, ReplicaLost, RoundOutput, Usage
+from outrider.actors.serving.draining import DRAIN, Drain
 from outrider.actors.serving.failures import REPLICA_LOST, cause_of
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
@@ -34,19 +35,30 @@ class Call(Protocol):
     def cancel(self) -> None: ...
 
 
-async def retried(
+def retried(
     send: Callable[[tuple[str, ...]], Call],
     *,
     max_retries: int,
     request_id: str,
     has_begun: Callable[[Any], bool] = lambda message: True,
+    drain: Drain = DRAIN,
 ) -> AsyncGenerator[Any, None]:
     """The messages of send(replicas to avoid), sent again when its replica is lost before it has begun.
 
     has_begun: whether a message is part of the answer. Earlier ones are held back until one is, or the stream ends.
     However this ends early, the call is cancelled: that is what makes the engine abort the request. Raises what the
-    call raises.
+    call raises, and Draining.
     """
+    return drain.through(_retried(send, max_retries=max_retries, request_id=request_id, has_begun=has_begun))
+
+
+async def _retried(
+    send: Callable[[tuple[str, ...]], Call],
+    *,
+    max_retries: int,
+    request_id: str,
+    has_begun: Callable[[Any], bool],
+) -> AsyncGenerator[Any, None]:
     avoid: tuple[str, ...] = ()
     retries, queue_pause_s, give_up = 0, _FIRST_PAUSE_S, 0.0
     while True:

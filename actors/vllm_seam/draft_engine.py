@@ -25,10 +25,12 @@ class DraftEngine:
         from vllm.platforms import current_platform
 
         leans_on.DRAFT_ENGINE.check()
-        if current_platform.is_cpu():
-            current_platform.register_triton_kernel_overrides()
         if vllm_config.model_config.uses_mrope:
             raise ConfigError("drafter.model: has multi-dimensional positions (M-RoPE); use a text-only draft model")
+        if vllm_config.model_config.supports_multimodal_inputs:
+            raise ConfigError("drafter.model: vLLM does not run it on text alone; use a text-only draft model")
+        if current_platform.is_cpu():
+            current_platform.register_triton_kernel_overrides()
         executor = UniProcExecutor if in_process else Executor.get_class(vllm_config)
         self._core = EngineCore(vllm_config, executor, log_stats=False)
         self._kv = self._core.scheduler.kv_cache_manager
@@ -51,13 +53,14 @@ class DraftEngine:
         """Draft from these tokens alone, from the next step on. Raises ConfigError where the head cannot be cut."""
         self._core.model_executor.collective_rpc("cut_head", args=(token_ids,))
 
-    def hashed(self, request_id: str, token_ids: list[int]) -> Request:
+    def hashed(self, request_id: str, token_ids: list[int], tenant: int = 0) -> Request:
         return Request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
             sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
             pooling_params=None,
             block_hasher=self._core.request_block_hasher,
+            cache_salt=str(tenant) if tenant else None,
         )
 
     def start(self, request_id: str, token_ids: list[int], hashed: Request | None = None) -> int:

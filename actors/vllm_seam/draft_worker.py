@@ -24,6 +24,7 @@ class CutHead:
 
     def __init__(self, model: Any, token_ids: Sequence[int]) -> None:
         """Raises ConfigError for a model whose head is no plain matrix on one rank."""
+        model = model.get_language_model() if hasattr(model, "get_language_model") else model
         head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
         weight = getattr(head, "weight", None)
         if not isinstance(weight, Tensor) or processor is None or not weight.is_floating_point() or weight.ndim != 2:
@@ -85,6 +86,8 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         logits = self.model_runner.model.compute_logits(hidden) if head is None else head.logits(hidden)
         if self.rank != 0:
             return []
+        if head is None and plan.num_drawable is not None:
+            logits = logits[:, : plan.num_drawable].contiguous()
         draws = [one for row in plan.rows for one in row.draws]
         return up_to_first_miss(plan, draw(logits, draws, None if head is None else head.subset))
 

@@ -125,6 +125,9 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
     args["worker_cls"] = "outrider.actors.vllm_seam.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True
+    # Drafts are text. Else a model that takes images too is compiled, and captured, for embeddings instead of token
+    # ids, and its other towers take memory.
+    args["language_model_only"] = True
     if ranks is not None:
         from outrider.actors.vllm_seam.executor import RayRanksExecutor
 

@@ -18,6 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
+from outrider.actors.grammars.bounds import Ending, Mode
 from outrider.actors.observability import tracing
 from outrider.actors.replica_calls import (
     LIMITS,
@@ -34,14 +35,19 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.round.origins import RoundLog, TakenRounds
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
+from outrider.actors.vllm_seam.structured_outputs import checked, refusal_of
 
+CONSTRAINT = "sampling.structured_outputs"
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
 """What the grammar compiler puts before its messages: time, file and line of its source."""
 
 
-def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: int) -> SamplingParams:
-    """vLLM's parameters, with our own in extra_args. Raises RequestError for what vLLM refuses."""
+def sampling_params(
+    request: GenerationRequest, prompt_len: int, max_model_len: int, structured_output: Mode = "all"
+) -> SamplingParams:
+    """vLLM's parameters, with our own in extra_args. structured_output: see ServingConfig. Raises RequestError for what
+    vLLM refuses, and for a constraint that is not served."""
     settings = dict(request.sampling)
     room = max_model_len - prompt_len
     settings.setdefault("max_tokens", room)
@@ -52,11 +58,14 @@ def sampling_params(request: GenerationRequest, prompt_len: int, max_model_len: 
             "lower it",
         )
     if (constraint := settings.get("structured_outputs")) is not None:
-        settings["structured_outputs"] = StructuredOutputsParams(**constraint)
+        settings["structured_outputs"] = structured = StructuredOutputsParams(**constraint)
+        checked(structured, CONSTRAINT, structured_output)
     ours: dict[str, Any] = {}
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:
         ours["num_speculative_tokens"] = limit
+    if request.tenant:
+        ours["tenant"] = request.tenant
     if request.verification is not None:
         ours["verification"] = request.verification
     if (left_s := request.seconds_left()) is not None:
@@ -96,8 +105,12 @@ def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None
     return RequestError("sampling" if parameter is None else f"sampling.{parameter}", problem, fix)
 
 
-def _without_a_token(request: GenerationRequest, num_tokens: int) -> Exception:
-    """For an answer that the engine gave up after num_tokens: its own limits are to blame where it has any."""
+def _given_up(request: GenerationRequest, num_tokens: int, stop_reason: Any) -> Exception:
+    """For an answer that the engine gave up after num_tokens: what its constraint cost, where stop_reason says that;
+    else its own limits are to blame where it has any."""
+    if (ending := Ending.of(stop_reason)) is not None:
+        kinds = request.sampling.get("structured_outputs", {})
+        return refusal_of(ending, ".".join([CONSTRAINT, *kinds]))
     limits = [name for name in LIMITS if name in request.sampling]
     if not limits:
         return SamplingFailed(request.request_id)
@@ -155,14 +168,15 @@ def round_outputs(
     """One per answer that vLLM's output, a delta, is about; several with n > 1.
 
     num_tokens: tokens of each answer before this round, by index; brought up to date. rounds: where the tokens' origins
-    are. Raises SamplingFailed, or RequestError when the request itself may leave no token to choose.
+    are. Raises SamplingFailed, RequestError when the request itself may leave no token to choose, or its constraint
+    costs too much, and ConnectionError where that is not the constraint's fault.
     """
     outputs = []
     first = not num_tokens
     prompt_logprobs = _prompt_logprobs(output, request) if first else ()
     for completion in output.outputs:
         if completion.finish_reason == "error":
-            raise _without_a_token(request, num_tokens.get(completion.index, 0))
+            raise _given_up(request, num_tokens.get(completion.index, 0), completion.stop_reason)
         index = completion.index
         num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
         taken = rounds.take(request.request_id, index, len(completion.token_ids))

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.util import placement_group_table
 from vllm import envs
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_distributed_init_method
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
-from vllm.v1.executor.ray_utils import get_bundles_for_indices
 
 from outrider.actors.vllm_seam import leans_on
 from outrider.cluster.link.rendezvous import open_store
@@ -121,15 +121,19 @@ class RayRanksExecutor(RayExecutorV2):
         if parallel_config.placement_group is None:
             raise RuntimeError("RayRanksExecutor needs parallel_config.placement_group")
 
+    def _bundles_by_rank(self, group: Any) -> list[tuple[int, str, str]]:
+        """Bundle, node id and node address of each rank. vLLM's own look-up refuses ranks that share a bundle."""
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+        address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        return [(index, node_of[index], address_of[node_of[index]]) for index in self._placement.bundle_indices]
+
     @contextmanager
     def _seams(self) -> Iterator[None]:
         """Point the names that ``_init_executor`` looks up in its module at ours while it runs."""
         placement = self._placement
         ours = {
             "initialize_ray_cluster": self._connect,
-            "get_bundles_sorted_by_node": lambda group: get_bundles_for_indices(
-                group, placement.bundle_indices, self.world_size
-            ),
+            "get_bundles_sorted_by_node": self._bundles_by_rank,
             "build_actor_name": lambda instance_id, rank, *sizes: placement.actor_names[rank],
             "RayWorkerProc": RankProc,
         }

@@ -15,6 +15,7 @@ PROJECT = Project("vLLM", VLLM, "0.32")
 _LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 _OUTPUTS = "vllm.v1.engine.output_processor"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RAY = "vllm.v1.executor.ray_executor_v2"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -38,7 +39,24 @@ REPLICA = Table(
             "nulled: vLLM refuses min_p and logit_bias under speculation by it, which our sampler knows (vllm#42744)",
             read_by=("vllm.v1.engine.input_processor:InputProcessor._validate_params",),
         ),
-        Borrowed(f"{_LLM}.input_processor", "whose speculative_config is nulled", read_by=(f"{_LLM}.add_request",)),
+        Borrowed(
+            f"{_OUTPUTS}:OutputProcessor.propagate_error",
+            "ends the requests of an engine that stands still",
+            takes=("e",),
+            read_by=(f"{_LLM}._run_output_handler",),
+        ),
+        Borrowed(f"{_LLM}.errored", "by which it does"),
+        Borrowed(f"{_OUTPUTS}:OutputProcessor.has_unfinished_requests", "whether the engine should be stepping"),
+        Borrowed(
+            "vllm.v1.engine.core_client:BackgroundResources.engine_dead",
+            "set when the engine stands still: what is asked of it fails at once",
+        ),
+        Borrowed(
+            "vllm.v1.engine.input_processor:InputProcessor.structured_outputs_config",
+            "nulled: vLLM compiles half of a constraint by it, in the replica's event loop",
+            read_by=("vllm.v1.engine.input_processor:InputProcessor._validate_params",),
+        ),
+        Borrowed(f"{_LLM}.input_processor", "whose settings are nulled", read_by=(f"{_LLM}.add_request",)),
         Borrowed(
             f"{_LLM}.output_processor",
             "becomes a RoundOutputProcessor (its __class__ is rewritten)",
@@ -160,7 +178,6 @@ EXECUTOR = Table(
             "its queue, its sizes, and where it keeps the store alive",
             also=("rpc_broadcast_mq", "_parallel_config", "_dist_init_store"),
         ),
-        Borrowed("vllm.v1.executor.ray_utils:get_bundles_for_indices", "bundles of the placement", takes=()),
         Borrowed("vllm.utils.network_utils:get_distributed_init_method", "the store's address", exactly=("ip", "port")),
         Borrowed(
             f"{_QUEUES}:MessageQueue._spin_condition",
@@ -196,6 +213,11 @@ SCHEDULER = Table(
             f"{_SCHEDULER}.update_from_output",
             "overridden: requests without a next token end, counts leave with every round",
             exactly=("scheduler_output", "model_runner_output"),
+        ),
+        Borrowed(
+            f"{_SCHEDULER}.update_draft_token_ids",
+            "overridden: all requests' drafts are held against their grammars at the same time",
+            exactly=("draft_token_ids",),
         ),
         Borrowed(f"{_SCHEDULER}.finish_requests", "ends late requests", takes=("request_ids", "finished_status")),
         Borrowed(
@@ -239,6 +261,70 @@ SCHEDULER = Table(
         ),
         Borrowed("vllm.v1.outputs:ModelRunnerOutput", "read", also=("num_nans_in_logits", "prompt_logprobs_dict")),
         Borrowed("vllm.v1.engine:EngineCoreOutput.spec_decode_metrics", "set"),
+    ),
+)
+
+STRUCTURED_OUTPUT = Table(
+    PROJECT,
+    "actors/vllm_seam/structured_outputs.py",
+    (
+        Borrowed(
+            f"{_SCHEDULER}.structured_output_manager",
+            "becomes a GuardedStructuredOutputs (its __class__ is rewritten)",
+            read_by=(f"{_SCHEDULER}.get_grammar_bitmask",),
+        ),
+        Borrowed(
+            f"{_GRAMMARS}.grammar_init",
+            "overridden: grammars are compiled in processes of their own",
+            exactly=("request",),
+            read_by=("vllm.v1.engine.core:EngineCore.preprocess_add_request",),
+        ),
+        Borrowed(
+            f"{_GRAMMARS}.grammar_bitmask",
+            "overridden: masks come from these processes",
+            exactly=("requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"),
+            read_by=(f"{_SCHEDULER}.get_grammar_bitmask",),
+        ),
+        Borrowed(
+            f"{_GRAMMARS}.clear_backend",
+            "overridden: ends them",
+            exactly=(),
+            read_by=("vllm.v1.engine.core:EngineCore.shutdown",),
+        ),
+        Borrowed(
+            f"{_GRAMMARS}._get_constraint_bounds",
+            "from which token on a grammar holds, with a reasoning parser",
+            takes=("request", "spec_tokens"),
+        ),
+        Borrowed(_GRAMMARS, "its settings", also=("vllm_config", "tokenizer")),
+        Borrowed(
+            "vllm.v1.structured_output.request:StructuredOutputRequest",
+            "a request's constraint, and where its grammar, or a future of it, is put",
+            also=("params", "grammar"),
+        ),
+        Borrowed("vllm.v1.structured_output.request:get_structured_output_key", "a constraint's kind and text"),
+        Borrowed(
+            "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend",
+            "what it makes of a tokenizer",
+            also=("compiler",),
+        ),
+        Borrowed(
+            "vllm.v1.structured_output.backend_xgrammar:has_xgrammar_unsupported_json_features",
+            "schemas that would compile to something else than they say",
+        ),
+        Borrowed("vllm.v1.structured_output.utils:choice_as_grammar", "a choice is a grammar"),
+        Borrowed("vllm.v1.structured_output.utils:grammar_is_likely_lark", "which syntax a grammar is in"),
+        Borrowed("vllm.v1.structured_output.utils:strip_speculative_padding", "drafts without padding"),
+        Borrowed("vllm.v1.request:Request", "a request's constraint", also=("structured_output_request",)),
+        Borrowed("vllm.v1.outputs:DraftTokenIds", "drafts", also=("req_ids", "draft_token_ids")),
+        Borrowed("vllm.sampling_params:SamplingParams.all_stop_token_ids", "what may end an answer"),
+        Borrowed(
+            "vllm.v1.engine:EngineCoreOutput.stop_reason",
+            "set: why the constraint ended a request",
+        ),
+        Borrowed(
+            "vllm.v1.engine:EngineCoreOutput", "its last tokens are dropped", also=("new_token_ids", "new_logprobs")
+        ),
     ),
 )
 
@@ -450,6 +536,7 @@ DRAFT_RANK = Table(
                 "cudagraph_dispatcher",
                 "input_ids",
                 "positions",
+                "is_padding",
             ),
         ),
         Borrowed(f"{_BATCH}.block_table", "block sizes"),
@@ -486,7 +573,13 @@ DRAFT_RANK = Table(
                 "cudagraph_runtime_mode",
                 "batch_descriptor",
                 "slot_mapping",
+                "is_padding",
             ),
+        ),
+        Borrowed(
+            "vllm.model_executor.models.interfaces:SupportsMultiModal.get_language_model",
+            "the output head of a model that takes more than text",
+            exactly=(),
         ),
         Borrowed(
             "vllm.v1.worker.utils:copy_kv_cache_blocks_inplace",
@@ -507,4 +600,4 @@ DRAFT_RANK = Table(
     ),
 )
 
-TABLES = (REPLICA, EXECUTOR, SCHEDULER, TARGET_RANK, DRAFT_ENGINE, DRAFT_RANK)
+TABLES = (REPLICA, EXECUTOR, SCHEDULER, STRUCTURED_OUTPUT, TARGET_RANK, DRAFT_ENGINE, DRAFT_RANK)

@@ -31,6 +31,7 @@ class PagedForward:
         self._model, self._config, self._device = runner.model, runner.vllm_config, runner.device
         self._kv_caches = runner.kv_caches
         self._num_blocks: int = runner.kv_cache_config.num_blocks
+        self._last_id: int = runner.vllm_config.model_config.get_vocab_size() - 1
         self._groups: list[list[Any]] = runner.attn_groups
         self._tables = [
             _BlockTables(index, runner.input_batch.block_table[index].block_size, runner.device)
@@ -60,6 +61,8 @@ class PagedForward:
             positions = (starts - query_start[:-1])[row_of] + np.arange(total)
             tokens = np.concatenate([np.asarray([*row.token_ids, *row.guesses], np.int32) for row in rows])
             seq_lens = starts + lengths
+        # A target's vocabulary may be padded further than the draft model's: its last row stands for what it lacks.
+        np.minimum(tokens, self._last_id, out=tokens)
         metadata, slots = self._metadata(rows, query_start, seq_lens.astype(np.int32), longest, row_of, positions)
         hidden = self._forward(tokens, positions, metadata, slots)
         if sum(len(row.draws) for row in rows) == total:
@@ -152,11 +155,8 @@ class _PiecewiseGraphs:
     """GPU: the CUDA graphs that vLLM captured for the model's pieces between attention layers, used where they fit."""
 
     def __init__(self, runner: Any) -> None:
-        self._dispatcher, self._token_ids, self._positions = (
-            runner.cudagraph_dispatcher,
-            runner.input_ids.gpu,
-            runner.positions,
-        )
+        self._dispatcher, self._token_ids = runner.cudagraph_dispatcher, runner.input_ids.gpu
+        self._positions, self._is_padding = runner.positions, runner.is_padding
 
     def pad(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """The inputs, [tokens], in the buffers the graphs were captured with, and what the forward context is told."""
@@ -166,5 +166,15 @@ class _PiecewiseGraphs:
         self._token_ids[:total].copy_(token_ids, non_blocking=True)
         self._positions[:total].copy_(positions, non_blocking=True)
         self._positions[total:padded].zero_()
-        context = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
+        # Routers of mixture-of-experts models read it in the graphs, which were captured with nothing but padding: a
+        # token that is taken for padding gets no expert.
+        is_padding = self._is_padding[:padded]
+        is_padding[:total].fill_(False)
+        is_padding[total:].fill_(True)
+        context = {
+            "num_tokens": padded,
+            "cudagraph_runtime_mode": mode,
+            "batch_descriptor": descriptor,
+            "is_padding": is_padding,
+        }
         return self._token_ids[:padded], self._positions[:padded], context

@@ -8,7 +8,8 @@ notes for watched requests which round each of their tokens came from.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
+from outrider.actors.grammars.bounds import Mode
 from outrider.actors.replica_calls import (
     GenerationRequest,
     ModelInfo,
@@ -43,6 +45,9 @@ from outrider.actors.vllm_seam.engine_requests import (
     traced_generate,
 )
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
+from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
+
+logger = logging.getLogger("ray.serve.outrider.target")
 
 
 class EngineLoad:
@@ -52,6 +57,8 @@ class EngineLoad:
         self.running = self.waiting = 0
         self.kv_cache_usage = 0.0
         self.preemptions = 0
+        self.on_step: Callable[[], None] | None = None
+        """Called with each output of the engine's."""
 
     def snapshot(self) -> dict[str, Any]:
         return {
@@ -71,6 +78,9 @@ class _Recorder(StatLoggerBase):
         self._load = load
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """With each output of the engine's: one a step, whether it holds tokens or not."""
+        if self._load.on_step is not None:
+            self._load.on_step()
         if scheduler_stats is not None:
             self._load.running = scheduler_stats.num_running_reqs
             self._load.waiting = scheduler_stats.num_waiting_reqs
@@ -121,10 +131,12 @@ def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | Non
 class TargetEngine:
     """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
 
-    chat_template: in place of the tokenizer's own.
+    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig.
     """
 
-    def __init__(self, vllm_config: VllmConfig, chat_template: str | None = None) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, chat_template: str | None = None, structured_output: Mode = "all"
+    ) -> None:
         leans_on.REPLICA.check()
         self._load = EngineLoad()
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
@@ -133,12 +145,16 @@ class TargetEngine:
         # Co-located drafting is verified by vLLM's, so there the refusal stands.
         if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
             self._llm.input_processor.speculative_config = None
+        self._llm.input_processor.structured_outputs_config = None  # looked at by sampling_params and CheckedEngine
+        self._structured_output: Mode = structured_output
         self._max_model_len = self._llm.model_config.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)
         self._rounds = RoundLog(speculating=speculative is not None)
         log_rounds(self._llm.output_processor, self._rounds)
         self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self._watching: asyncio.Task[None] | None = None
+        self._stands_still: str | None = None
 
     @property
     def llm(self) -> AsyncLLM:
@@ -150,6 +166,24 @@ class TargetEngine:
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         async for _ in self._llm.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
             pass
+
+    def watch_steps(self, least_s: float) -> None:
+        """From now on an engine that stands still for so long, and for MEDIANS times the usual step, is dead: its
+        requests end, new ones are refused, and check_health says why."""
+        watch = StepWatch(least_s)
+        self._load.on_step = watch.stepped
+        self._watching = asyncio.create_task(self._watch(watch))
+
+    async def _watch(self, watch: StepWatch) -> None:
+        llm = self._llm
+        reason = None
+        while reason is None:
+            await asyncio.sleep(WATCH_EVERY_S)
+            reason = watch.tick(llm.output_processor.has_unfinished_requests())
+        logger.error("%s; this replica is to be replaced", reason)
+        self._stands_still = reason
+        llm.engine_core.resources.engine_dead = True
+        llm.output_processor.propagate_error(EngineDeadError())
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """One RoundOutput per round and answer, an answer's last one with finish_reason; those of n answers are
@@ -164,7 +198,7 @@ class TargetEngine:
         try:
             async with asyncio.timeout(request.seconds_left()):
                 ids = await self._tokens.prompt_ids(request)
-            params = sampling_params(request, len(ids), self._max_model_len)
+            params = sampling_params(request, len(ids), self._max_model_len, self._structured_output)
             async with aclosing(self._outputs(request, ids, params)) as outputs:
                 async for output in outputs:
                     yield output
@@ -175,6 +209,8 @@ class TargetEngine:
         self, request: GenerationRequest, ids: list[int], params: SamplingParams
     ) -> AsyncGenerator[RoundOutput, None]:
         prompt = TokensPrompt(prompt_token_ids=ids)
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
         stream = traced_generate(self._llm, prompt, params, request.request_id, request.trace_headers)
         num_tokens: dict[int, int] = {}
         async with aclosing(stream):
@@ -252,8 +288,12 @@ class TargetEngine:
         return int((cache.num_gpu_blocks or 0) * cache.block_size)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine is dead."""
+        """Raises EngineDeadError when the engine is dead, RuntimeError with the reason when it stands still."""
+        if self._stands_still is not None:
+            raise RuntimeError(self._stands_still)
         await self._llm.check_health()
 
     def shutdown(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         self._llm.shutdown()

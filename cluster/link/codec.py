@@ -3,16 +3,17 @@
 A payload is ``[message count, message, message, ...]``; a message starts with its type, its length in words and its
 request:
 
-    Open       type length request | prompt_len offset K mode top_n top_k only_biased b | seed temperature top_p min_p
-               | b biased ids | b biases | token ids
+    Open       type length request | prompt_len offset K mode top_n top_k only_biased b | seed tenant temperature top_p
+               min_p | b biased ids | b biases | token ids
     Commit     type length request | base_committed_len num_wanted num_on_miss | token ids
     Close      type length request | reason
     Name       type length request | n | n characters, four a word
     Proposals  type length request | base_committed_len status k n origin step_us | k token ids
                | [k*n q ids | k*n q probabilities]
 
-seed is an int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q probabilities
-are float32 bits. Of a prompt cut into pieces the one at offset 0 carries the biases, the others say only_biased 0, b 0.
+seed and tenant are int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q
+probabilities are float32 bits. Of a prompt cut into pieces the one at offset 0 carries the biases, the others say
+only_biased 0, b 0.
 `unpack` checks what only the link knows, the vocabulary, K and the frame; the messages check the rest as they are made.
 A PayloadWriter fills a frame, and goes on in the next one when it is full.
 """
@@ -48,10 +49,10 @@ _MIN_OPEN_CHUNK_TOKENS = 64
 """An Open starts in the rest of a frame only if this many of its tokens, or all of them, fit there."""
 
 _OPEN, _COMMIT, _CLOSE, _PROPOSALS, _NAME = 1, 2, 3, 4, 5
-_FIXED_WORDS = {_OPEN: 19, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4}
+_FIXED_WORDS = {_OPEN: 21, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4}
 _OPEN_INTEGERS = 11
-_SAMPLING = struct.Struct("<qddd")
-_SAMPLING_WORDS = struct.Struct("<8i")
+_SAMPLING = struct.Struct("<qqddd")
+_SAMPLING_WORDS = struct.Struct("<10i")
 _MODES = {int(mode): mode for mode in Mode}
 _REASONS = {int(reason): reason for reason in CloseReason}
 _ORIGINS = {int(origin): origin for origin in DraftOrigin}
@@ -182,7 +183,7 @@ class PayloadWriter:
 
 def _write_open(message: Open, writer: PayloadWriter) -> None:
     ids, sampling = message.token_ids, message.sampling
-    doubles = _SAMPLING.pack(sampling.seed, sampling.temperature, sampling.top_p, sampling.min_p)
+    doubles = _SAMPLING.pack(sampling.seed, sampling.tenant, sampling.temperature, sampling.top_p, sampling.min_p)
     start = 0
     while start < len(ids):
         offset = message.offset + start
@@ -242,7 +243,7 @@ def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_w
     tokens_at = biases_at + 2 * b
     biased = _token_ids("Open.biases", words[biases_at : biases_at + b], vocab_size)
     biases = words[biases_at + b : tokens_at].view(np.float32).tolist()
-    seed, temperature, top_p, min_p = _SAMPLING.unpack_from(words, 4 * _OPEN_INTEGERS)
+    seed, tenant, temperature, top_p, min_p = _SAMPLING.unpack_from(words, 4 * _OPEN_INTEGERS)
     sampling = DraftSampling(
         mode=_MODES[mode],
         temperature=temperature,
@@ -253,6 +254,7 @@ def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_w
         top_n=top_n,
         biases=tuple(zip(biased, biases, strict=True)),
         only_biased=bool(only_biased),
+        tenant=tenant,
     )
     if capacity_words is not None and sampling.mode.samples_q:
         answer, room = _proposals_words(k, min(top_n, vocab_size)), capacity_words - HEADER_WORDS - 1

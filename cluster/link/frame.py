@@ -4,7 +4,8 @@
     word  1  protocol version  word  5  payload length, words
     word  2  epoch             word  6  work_us: the sender's compute time for this frame
     word  3  sequence          word  7  flags, 0 for now
-    words 8 to 14  zero        word 15  crc32 over words 0 to 14 and the payload, unsigned
+    words 8 to 11  zero, or a keyed MAC on the wire (`cluster/link/authentication.py`)
+    words 12 to 14 zero        word 15  crc32 over words 0 to 14 and the payload, unsigned, the MAC taken for zero
 
 Words beyond the payload are whatever the buffer held. How many messages a payload carries stands at its own head,
 where the codec that can check it reads it (`cluster/link/messages.py`).
@@ -22,6 +23,8 @@ import numpy as np
 MAGIC = 0x4F555452
 PROTOCOL_VERSION = 4
 HEADER_WORDS = 16
+LENGTH_WORD = 5
+TAG_WORDS = slice(8, 12)
 MAX_INT31 = 2**31 - 1
 
 _CHECKSUM_WORD = HEADER_WORDS - 1

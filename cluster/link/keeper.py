@@ -28,8 +28,11 @@ _CONNECT_TIMEOUT_S = 10.0
 _WATCH_S = 0.2
 _READY_TIMEOUT_S = 10.0
 _LOOK_HOME_S = 1.0
+LOOPBACK = "127.0.0.1"
 
 _HANGS_BEFORE_RESTART = 2
+_LEAST_SILENCE_S = 5.0
+"""What the drafter's own watchdog grants the shortest of steps. Deadlines may be far shorter than an honest step."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,28 @@ class ReplicaIdentity:
 
     registry: str
     """Name of the registry actor."""
+
+
+class SilentLinks:
+    """When a drafter is taken for stuck: several links in a row were given up because it answered nothing, on all but
+    the first of them it said nothing whatever, and together they lasted for as long as an honest step may. Pure.
+
+    A drafter that is only slow, behind a deadline shorter than its steps, says that it is not ready.
+    """
+
+    def __init__(self, link_deadline_s: float) -> None:
+        """link_deadline_s: so long at least was the silence on each."""
+        self._most = max(_HANGS_BEFORE_RESTART, math.ceil(_LEAST_SILENCE_S / link_deadline_s))
+        self.in_a_row = 0
+
+    def ended(self, reason: str, heard: bool) -> bool:
+        """A link has ended. heard: messages came over it. Returns whether to restart the drafter."""
+        silent = HANG in reason and (self.in_a_row == 0 or not heard)
+        self.in_a_row = self.in_a_row + 1 if silent else 0
+        if self.in_a_row < self._most:
+            return False
+        self.in_a_row = 0
+        return True
 
 
 class LinkKeeper:
@@ -90,7 +115,7 @@ class LinkKeeper:
     def _run(self) -> None:
         unreachable: set[str] = set()
         retry_s = _FIRST_RETRY_S
-        hangs = 0
+        silent = SilentLinks(self._config.link.link_deadline_ms / 1e3)
         while not self._stopping.is_set():
             grant: LinkGrant | None = None
             try:
@@ -109,15 +134,12 @@ class LinkKeeper:
             retry_s = _FIRST_RETRY_S
             while (home := self._serve(link, grant.drafter)) is not None:
                 link, grant = home
-            received = link.counters.data_frames_received > 0
-            hangs = hangs + 1 if HANG in (link.broken or "") and (hangs == 0 or not received) else 0
-            if hangs >= _HANGS_BEFORE_RESTART:
-                hangs = 0
+            if silent.ended(link.broken or "", link.counters.data_frames_received > 0):
                 self._restart(grant.drafter)
 
     def _restart(self, drafter: str) -> None:
         """Kill a drafter whose loop is stuck; Ray starts a fresh one under the same name."""
-        logger.error("%s answers nothing on %d links in a row: restarting it", drafter, _HANGS_BEFORE_RESTART)
+        logger.error("%s has answered nothing on several links in a row: restarting it", drafter)
         try:
             ray.kill(ray.get_actor(drafter, namespace=NAMESPACE), no_restart=False)
         except (ValueError, ray.exceptions.RayError) as error:
@@ -125,9 +147,9 @@ class LinkKeeper:
 
     def _connect(self, grant: LinkGrant) -> Link:
         drafter = ray.get_actor(grant.drafter, namespace=NAMESPACE)
-        host = self._wait_until_ready(grant.drafter, drafter)
+        host = self._host_towards(self._wait_until_ready(grant.drafter, drafter))
         invitation, complete = host_link(
-            host=self._host_towards(host),
+            host=host,
             epoch=grant.epoch,
             backend=self._backend(),
             capacity_words=self._capacity_words,
@@ -136,6 +158,8 @@ class LinkKeeper:
             vocab_size=self._vocab_size,
             num_speculative_tokens=self._config.num_speculative_tokens,
             verifier_id=self._identity.replica,
+            secret=self._ask_registry("secret"),
+            sealed=self._config.link.frame_mac == "always" or host != LOOPBACK,
             device=self._device,
         )
         joining = drafter.accept_link.remote(invitation, _CONNECT_TIMEOUT_S)
@@ -266,7 +290,7 @@ class LinkKeeper:
     @staticmethod
     def _host_towards(drafter_host: str) -> str:
         own = ray.util.get_node_ip_address()
-        return "127.0.0.1" if own == drafter_host else own
+        return LOOPBACK if own == drafter_host else own
 
     def _ask_registry(self, method: str, *args: Any) -> Any:
         if self._registry is None:

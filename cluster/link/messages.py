@@ -90,6 +90,7 @@ class DraftSampling:
     top_n: rejection and block: tokens in a row of q, 0 for greedy drafts, which have a one-hot q that need not travel.
     biases: (token id, added to its logit) pairs, no id twice; float32 on the wire; minus infinity forbids a token.
     only_biased: every token not listed is forbidden.
+    tenant: whose memory of answers the drafter may use and add to, 63 bits; 0: everybody's.
     """
 
     mode: Mode = Mode.GREEDY
@@ -101,6 +102,7 @@ class DraftSampling:
     top_n: int = 64
     biases: tuple[tuple[int, float], ...] = ()
     only_biased: bool = False
+    tenant: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, Mode):
@@ -117,6 +119,8 @@ class DraftSampling:
             raise MessageError("Open.min_p", f"{self.min_p} is not in [0, 1]")
         if not -(2**63) <= self.seed < 2**63:
             raise MessageError("Open.seed", f"{self.seed} is no 64-bit integer")
+        if not 0 <= self.tenant < 2**63:
+            raise MessageError("Open.tenant", f"{self.tenant} is not in 0 to 2**63 - 1")
         if not 0 <= self.top_n <= MAX_TOP_N:
             raise MessageError("Open.top_n", f"{self.top_n} is not in 0 to {MAX_TOP_N}")
         if len(self.biases) > MAX_BIASED_TOKENS:

@@ -1,26 +1,32 @@
 """How the two ends of a link find each other.
 
 The verifier hosts a key-value store and hands out an invitation, which travels over Ray. The drafter joins with it.
-Both sign in at the store first, each waiting for the other only so long; then the transport connects.
-torch is imported only when a link is really made, so that frames and messages stay cheap to import.
+Both say hello at the store first, each waiting for the other only so long, and show that they hold the application's
+secret (authentication.py); then the transport connects. When it has, the store is closed: whoever reaches it can write
+to it. torch is imported only when a link is really made, so that frames and messages stay cheap to import.
 """
 
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from outrider.cluster.link.authentication import HELLO_NONCE_BYTES, Handshake, SealedTransport, new_hello
 from outrider.cluster.link.link import LinkError, Transport
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 VERIFIER_RANK, DRAFTER_RANK = 0, 1
-_SIGN_IN = {VERIFIER_RANK: "verifier", DRAFTER_RANK: "drafter"}
+_ROLES = ("verifier", "drafter")
+"""By rank."""
+
+_LONGEST_ADDRESS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class LinkInvitation:
     vocab_size: int
     num_speculative_tokens: int
     verifier_id: str
+    sealed: bool
+    """Frames carry a keyed MAC."""
 
 
 CompleteLink = Callable[[float], Transport]
@@ -56,12 +64,15 @@ def host_link(
     vocab_size: int,
     num_speculative_tokens: int,
     verifier_id: str,
+    secret: bytes,
+    sealed: bool,
     device: str | None = None,
 ) -> tuple[LinkInvitation, CompleteLink]:
     """Verifier's side: open a store on a free port of `host` and invite one drafter.
 
     host: the address of this machine that the drafter can reach; loopback when both share a machine. Nothing
     listens on any other interface.
+    secret: of the application. sealed: frames carry a keyed MAC.
     device: the CUDA device of an nccl link.
     Drop the returned function, or let it fail, and the store is gone. Raises LinkError when `host` cannot be bound.
     """
@@ -77,31 +88,44 @@ def host_link(
         vocab_size=vocab_size,
         num_speculative_tokens=num_speculative_tokens,
         verifier_id=verifier_id,
+        sealed=sealed,
     )
 
     def complete(timeout_s: float) -> Transport:
         if not store:
             raise LinkError(f"link of {verifier_id}, epoch {epoch}: this invitation was used up; host a new link")
-        return _connect(store.pop(), VERIFIER_RANK, invitation, host, timeout_s, device)
+        server = store.pop()
+        # A transport keeps its store for as long as it lives. This one is a client, so that the server can go.
+        try:
+            client = _client(server.host, server.port, timeout_s)
+        except RuntimeError as error:
+            raise LinkError(f"{_who(invitation)}: its own store does not answer: {_first_line(error)}") from error
+        return _connect(client, VERIFIER_RANK, invitation, secret, host, timeout_s, device)
 
     return invitation, complete
 
 
-def join_link(invitation: LinkInvitation, timeout_s: float, device: str | None = None) -> Transport:
-    """Drafter's side: answer an invitation. Raises LinkError when the verifier is not there in time."""
-    from torch.distributed import TCPStore
-
+def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float, device: str | None = None) -> Transport:
+    """Drafter's side: answer an invitation. secret: of the application. Raises LinkError when the verifier is not there
+    in time or does not hold the secret, and for frames without a MAC from another machine."""
     host, port = invitation.store_host, invitation.store_port
+    if not invitation.sealed and not ipaddress.ip_address(host).is_loopback:
+        raise LinkError(f"{_who(invitation)}: frames without a MAC are for one machine, not for a verifier at {host}")
     deadline = time.monotonic() + timeout_s
     try:
         # Tells in one line what TCPStore tells in three stack traces, and which of our addresses reaches the peer.
         with socket.create_connection((host, port), timeout=timeout_s) as probe:
             local_host = probe.getsockname()[0]
-        remaining = _seconds(max(deadline - time.monotonic(), 0.001))
-        store = TCPStore(host, port, None, False, timeout=remaining, wait_for_workers=False)
+        store = _client(host, port, deadline - time.monotonic())
     except (OSError, RuntimeError) as error:
         raise LinkError(f"{_who(invitation)}: no answer at {host}:{port}: {_first_line(error)}") from error
-    return _connect(store, DRAFTER_RANK, invitation, local_host, deadline - time.monotonic(), device)
+    return _connect(store, DRAFTER_RANK, invitation, secret, local_host, deadline - time.monotonic(), device)
+
+
+def _client(host: str, port: int, timeout_s: float) -> TCPStore:
+    from torch.distributed import TCPStore
+
+    return TCPStore(host, port, None, False, timeout=_seconds(max(timeout_s, 0.001)), wait_for_workers=False)
 
 
 def open_store(host: str, world_size: int | None = None, *, shared: bool = False) -> TCPStore:
@@ -129,19 +153,62 @@ def open_store(host: str, world_size: int | None = None, *, shared: bool = False
 
 
 def _connect(
-    store: Store, rank: int, invitation: LinkInvitation, local_host: str, timeout_s: float, device: str | None
+    store: Store,
+    rank: int,
+    invitation: LinkInvitation,
+    secret: bytes,
+    local_host: str,
+    timeout_s: float,
+    device: str | None,
 ) -> Transport:
     from torch.distributed import PrefixStore
 
-    peer = _SIGN_IN[1 - rank]
+    role, peer = _ROLES[rank], _ROLES[1 - rank]
     deadline = time.monotonic() + timeout_s
     store = PrefixStore(f"link/{invitation.epoch}", store)
+    transport = None
     try:
-        store.set(_SIGN_IN[rank], local_host)
-        store.wait([peer], _seconds(max(timeout_s, 0.001)))
+        handshake = _meet(store, rank, invitation, secret, local_host, deadline)
+        transport = _transport(store, rank, invitation, local_host, max(deadline - time.monotonic(), 0.001), device)
+        # Both are done with the store, which goes with the verifier's own end of it.
+        store.set(f"{role}/connected", "")
+        store.wait([f"{peer}/connected"], _until(deadline))
     except RuntimeError as error:
+        if transport is not None:
+            transport.abort()
+        if isinstance(error, LinkError):
+            raise
         raise LinkError(f"{_who(invitation)}: no {peer} within {timeout_s:.1f} s: {_first_line(error)}") from error
-    connect_timeout_s = max(deadline - time.monotonic(), 0.001)
+    if not invitation.sealed:
+        return transport
+    return SealedTransport(transport, send_key=handshake.frame_key(role), receive_key=handshake.frame_key(peer))
+
+
+def _meet(
+    store: Store, rank: int, invitation: LinkInvitation, secret: bytes, local_host: str, deadline: float
+) -> Handshake:
+    """Raises RuntimeError when the peer is not there in time, LinkError when it does not hold the secret."""
+    role, peer = _ROLES[rank], _ROLES[1 - rank]
+    hellos = {role: new_hello(local_host)}
+    store.set(role, hellos[role])
+    store.wait([peer], _until(deadline))
+    hellos[peer] = store.get(peer)
+    if len(hellos[peer]) > HELLO_NONCE_BYTES + _LONGEST_ADDRESS:
+        raise LinkError(f"{_who(invitation)}: what came from the {peer}'s side is no hello; somebody else is there")
+    handshake = Handshake(secret, repr(invitation), (hellos[_ROLES[VERIFIER_RANK]], hellos[_ROLES[DRAFTER_RANK]]))
+    store.set(f"{role}/proof", handshake.proof(role))
+    store.wait([f"{peer}/proof"], _until(deadline))
+    if not handshake.proves(peer, store.get(f"{peer}/proof")):
+        raise LinkError(
+            f"{_who(invitation)}: the {peer}'s side does not hold the application's secret; nothing was sent. Somebody "
+            "else reaches this link's rendezvous, or the registry was made anew meanwhile and the next try helps"
+        )
+    return handshake
+
+
+def _transport(
+    store: Store, rank: int, invitation: LinkInvitation, local_host: str, connect_timeout_s: float, device: str | None
+) -> Transport:
     send_timeout_s = invitation.link_deadline_ms / 1000
     if invitation.backend == "gloo":
         from outrider.cluster.link.transport import GlooTransport
@@ -165,6 +232,10 @@ def _connect(
 
 def _who(invitation: LinkInvitation) -> str:
     return f"link of {invitation.verifier_id}, epoch {invitation.epoch}"
+
+
+def _until(deadline: float) -> datetime.timedelta:
+    return _seconds(max(deadline - time.monotonic(), 0.001))
 
 
 def _seconds(value: float) -> datetime.timedelta:

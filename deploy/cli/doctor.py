@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.device_defaults import choices
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.deploy.app import describe, engine_on_gpu
 from outrider.deploy.doctor import (
@@ -67,6 +68,7 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
     findings += check_seams()
     findings += check_checkpoints(config)
     findings += check_method(config, gpu)
+    findings += shown_choices(config, gpu)
     findings += check_machine(config, gpu)
     if (address := os.environ.get("RAY_ADDRESS")) is not None:
         findings.append(
@@ -98,6 +100,15 @@ def check_method(config: OutriderConfig, gpu: bool) -> list[Finding]:
             )
         )
     return findings
+
+
+def shown_choices(config: OutriderConfig, gpu: bool) -> list[Finding]:
+    """What the device decides where the configuration says nothing: which value, and why."""
+    found = []
+    for choice in choices(config, gpu):
+        value = "not set" if choice.value is None else f"{choice.value:g}"
+        found.append(ok(choice.field, f"{value} ({choice.why})"))
+    return found
 
 
 def render(findings: Sequence[Finding], colour: bool) -> str:

@@ -25,6 +25,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from outrider.deploy.cli import fail
+from outrider.deploy.cli.connection import add_connection_arguments, tls_of
 from outrider.deploy.client.request import GenerationOptions
 from outrider.deploy.client.sync_client import DEFAULT_ADDRESS, OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object when the answer is complete")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
     parser.add_argument("--timeout", metavar="SECONDS", type=float, help="give up, and abort the request, after this")
+    add_connection_arguments(parser)
     _add_sampling(parser.add_argument_group("sampling (what is left out, the server decides)"))
     _add_constraints(parser.add_argument_group("structured output (one of them)").add_mutually_exclusive_group())
     speculation = parser.add_argument_group("speculation")
@@ -82,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
         return fail("--logprobs and --prompt-logprobs are printed with --json only; add it", status=2)
     try:
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        with OutriderClient(args.address) as client, _interrupt_closes(client):
+        tls = tls_of(args)
+        credentials = tls.credentials() if tls is not None else None
+        with OutriderClient(args.address, credentials=credentials) as client, _interrupt_closes(client):
             if args.json:
                 print(json.dumps(as_json(client.generate(prompt, **options))), flush=True)
             else:
@@ -91,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         return fail(str(error))
     except UnicodeDecodeError as error:
         return fail(f"standard input is not text: {error}", status=2)
+    except ValueError as error:  # of tls_of, and of a key that cannot be one
+        return fail(str(error), status=2)
     except KeyboardInterrupt:
         return fail("interrupted", status=130)
     except BrokenPipeError:

@@ -86,12 +86,13 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
 
     Raises ConfigError, by field.
     """
+    from outrider.actors.serving.access.settings import check_access
     from outrider.deploy.cli.fetch import FetchError, fetch_model
     from outrider.deploy.models.check import check_models
     from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, models_dir
 
     overrides = Overrides(args.target, args.drafter, args.dtype, args.grpc_port, args.http_port)
-    settle_ports(resolve_config(args.config, overrides))  # before a fetch of minutes
+    check_access(settle_ports(resolve_config(args.config, overrides)).serving)  # before a fetch of minutes
     if is_preset(args.config) and args.config in FETCHED_WHEN_MISSING:
         for name in models_to_fetch(args.config, overrides):
             try:

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from outrider.deploy.cli.connection import Tls, add_connection_arguments, tls_of
 from outrider.deploy.client.sync_client import DEFAULT_ADDRESS, OutriderClient, OutriderError
 from outrider.deploy.top import (
     DrafterView,
@@ -56,12 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval", metavar="SECONDS", type=_interval, default=1.0, help="between two looks")
     parser.add_argument("--once", action="store_true", help="print what one interval shows, and exit")
     parser.add_argument("--json", action="store_true", help="one JSON object a look, one a line")
+    add_connection_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show it until asked to stop. Returns the exit status."""
     http = args.http or f"{args.address.rpartition(':')[0] or '127.0.0.1'}:{DEFAULT_HTTP_PORT}"
-    source = Source(lambda: scrape(http), lambda: _status(args.address))
+    try:
+        tls = tls_of(args)
+    except ValueError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        return 2
+    context = tls.context() if tls is not None else None
+    source = Source(lambda: scrape(http, context), lambda: _status(args.address, tls))
     try:
         source.look()
         if args.once:
@@ -235,8 +243,8 @@ def _share(value: float | None) -> str:
     return _NOTHING if value is None else f"{value:.0%}"
 
 
-def _status(address: str) -> View:
-    with OutriderClient(address) as client:
+def _status(address: str, tls: Tls | None = None) -> View:
+    with OutriderClient(address, credentials=tls.credentials() if tls is not None else None) as client:
         return view_of_status(client.status())
 
 

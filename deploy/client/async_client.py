@@ -137,20 +137,22 @@ class AsyncOutriderClient(AsyncMethods):
         self,
         address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
+        api_key: str | None = None,
         application: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Pairs = (),
         retries: int = 0,
     ) -> None:
         self._policy = RetryPolicy(retries)
-        self._servers = Servers.of(address, application, metadata, credentials)
+        self._servers = Servers.of(address, application, metadata, credentials, api_key)
         self._balancer = Balancer(len(self._servers.addresses))
         self._channels: list[Any] = []
         self._stubs: list[Stubs] = []
         self._closed = False
 
     async def abort(self, request_id: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> bool:
-        """End a request, whoever sent it. Every server is asked. Returns whether one had it, running or waiting.
+        """End a request; where there are keys, one of this client's. Every server is asked. Returns whether one had it,
+        running or waiting.
 
         Raises OutriderError when none had it and one did not answer.
         """

@@ -4,6 +4,7 @@ what every client shares."""
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -26,6 +27,9 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
+
+API_KEY_VARIABLE = "OUTRIDER_API_KEY"
+"""In the environment: the key of clients that are given none."""
 
 PROBE_S = 1.0
 """How long an address that did not answer gets to prove that something listens there."""
@@ -131,13 +135,15 @@ class Servers:
         application: str | None,
         metadata: Pairs,
         credentials: grpc.ChannelCredentials | None,
+        api_key: str | None = None,
     ) -> Servers:
-        """Raises ValueError for no address."""
+        """api_key None: what OUTRIDER_API_KEY holds, if anything. Raises ValueError for no address, and for what cannot
+        be a key."""
         addresses = (address,) if isinstance(address, str) else tuple(address)
         if not addresses or not all(addresses):
             raise ValueError("address: is empty; send host:port, or a list of them")
         named = (("application", application),) if application else ()
-        return cls(addresses, (*named, *metadata), credentials)
+        return cls(addresses, (*named, *_shown_key(api_key, metadata), *metadata), credentials)
 
     def channel(self, number: int, transport: Any) -> Any:
         """A channel to one of them. transport: ``grpc`` or ``grpc.aio``."""
@@ -150,6 +156,18 @@ class Servers:
         """UNAVAILABLE from where nothing listens, in words that help."""
         message = f"no server answers at {self.addresses[number]}; start one with 'outrider serve'"
         return OutriderError(error.code, message, request_id=error.request_id)
+
+
+def _shown_key(api_key: str | None, metadata: Pairs) -> Pairs:
+    """What metadata says of itself counts."""
+    if any(name.lower() == "authorization" for name, _ in metadata):
+        return ()
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    if not key:
+        return ()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"api_key, or {API_KEY_VARIABLE}: has characters that no key has; give what was printed")
+    return (("authorization", f"Bearer {key}"),)
 
 
 class Stubs:

@@ -24,7 +24,7 @@ __all__ = [
     "build_tokenize_request",
 ]
 
-_REQUEST_FIELDS = ("request_id", "model", "apply_chat_template")
+_REQUEST_FIELDS = ("request_id", "model", "apply_chat_template", "cache_salt")
 _TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _SPECULATION_FIELDS = {"speculation": "enabled", "num_speculative_tokens": "num_speculative_tokens"}
 
@@ -62,6 +62,9 @@ class GenerationOptions(TypedDict, total=False):
     request_id: str | None
     model: str | None
     apply_chat_template: bool | None
+    cache_salt: str | None
+    """The prompt shares cached blocks with prompts of the same salt only."""
+
     temperature: float | None
     top_p: float | None
     top_k: int | None

@@ -113,8 +113,9 @@ class OutriderClient:
     """A client of one server, or of several that serve the same model; may be shared by threads.
 
     address: ``host:port``, or a list of them: each call goes to the server with the fewest requests.
+    api_key: what the server's operator gave out; None: OUTRIDER_API_KEY of the environment, if it is set.
     application: name of the Serve application, needed only when a server runs several.
-    credentials: ``grpc.ssl_channel_credentials(...)`` for what speaks TLS before the server; None sends in the clear.
+    credentials: ``grpc.ssl_channel_credentials(...)`` for a server that speaks TLS; None sends in the clear.
     metadata: sent with every call, such as what a gateway asks for.
     retries: further attempts of a call that failed with UNAVAILABLE, or with RESOURCE_EXHAUSTED and the server's word
     when to come again, before its first message. 0, the default: none.
@@ -124,13 +125,14 @@ class OutriderClient:
         self,
         address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
+        api_key: str | None = None,
         application: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Pairs = (),
         retries: int = 0,
     ) -> None:
         self._policy = RetryPolicy(retries)
-        self._servers = Servers.of(address, application, metadata, credentials)
+        self._servers = Servers.of(address, application, metadata, credentials, api_key)
         self._channels = [self._servers.channel(number, grpc) for number in range(len(self._servers.addresses))]
         self._stubs = [Stubs(channel) for channel in self._channels]
         self._balancer = Balancer(len(self._channels))
@@ -178,7 +180,8 @@ class OutriderClient:
         return self._unary(calls.detokenize(token_ids, skip_special_tokens, model, timeout_s))
 
     def abort(self, request_id: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> bool:
-        """End a request, whoever sent it. Every server is asked. Returns whether one had it, running or waiting.
+        """End a request; where there are keys, one of this client's. Every server is asked. Returns whether one had it,
+        running or waiting.
 
         Raises OutriderError when none had it and one did not answer.
         """

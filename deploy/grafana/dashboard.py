@@ -100,6 +100,27 @@ TRAFFIC = Row(
     ),
 )
 
+KEYS = Row(
+    "Keys",
+    (
+        Panel("Calls by key", (("sum by (key) (rate(outrider:key_requests_total[$rate]))", "{{key}}"),), "reqps"),
+        Panel("Tokens by key", (("sum by (key, kind) (rate(outrider:key_tokens_total[$rate]))", "{{key}} {{kind}}"),)),
+        Panel(
+            "Refused for their key",
+            (("sum by (key, reason) (rate(outrider:key_refusals_total[$rate]))", "{{key}} {{reason}}"),),
+            "reqps",
+            "By the ingress; proxies count theirs in Ray's metrics.",
+        ),
+        Panel(
+            "File of keys",
+            (
+                ("max(outrider:keys_stale)", "stale"),
+                ("sum(increase(outrider:keys_reload_failures_total[$rate]))", "changes that cannot be used"),
+            ),
+        ),
+    ),
+)
+
 LATENCY = Row(
     "Latency",
     (
@@ -346,7 +367,7 @@ DRAFTER = Row(
     ),
 )
 
-ROWS = (TRAFFIC, LATENCY, SPECULATION, ROUNDS, LINK, DRAFTER, TARGET_LOAD)
+ROWS = (TRAFFIC, LATENCY, SPECULATION, ROUNDS, LINK, DRAFTER, TARGET_LOAD, KEYS)
 
 
 def dashboard() -> dict[str, Any]:

@@ -46,18 +46,55 @@ def _splits(heads: Any, kv_heads: Any, width: Any, ranks: int) -> bool:
     return even and (not isinstance(kv_heads, int) or kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-def check_same_vocabulary(target: ModelJson, drafter: ModelJson) -> None:
-    """Raise ConfigError when the two models' token ids cannot mean the same: the sizes differ."""
-    sizes = text_model(target).get("vocab_size"), text_model(drafter).get("vocab_size")
+def check_vocabularies(
+    target: ModelJson, drafter: ModelJson, tokens: tuple[Mapping[str, int] | None, Mapping[str, int] | None]
+) -> None:
+    """Raise ConfigError when the two models' token ids may mean different things.
+
+    tokens: the target's and the drafter's vocabularies, entry -> id; None where there is none to read. Sizes need not
+    agree, for models of one family are padded differently, and no more is drafted than both have. But where they
+    differ only the tokenizers can say that it is padding.
+    """
+    if tokens[0] is not None and tokens[1] is not None:
+        check_same_tokens(tokens[0], tokens[1])
+        return
+    sizes = vocabulary_sizes(target, drafter)
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"drafter.model: its vocabulary has {sizes[1]} tokens, the target's has {sizes[0]} (vocab_size in "
-            "config.json); use a drafter made for this target's tokenizer, of the same model family"
+            "config.json), and without a tokenizer.json of both nobody can tell whether that is padding; use a drafter "
+            "of the same model family, and checkpoints with their tokenizers"
         )
 
 
+def check_same_size(target: ModelJson, drafter: ModelJson) -> None:
+    """Raise ConfigError when the vocabularies' sizes differ, which vLLM's own draft_model refuses."""
+    sizes = vocabulary_sizes(target, drafter)
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"drafter.model: its vocabulary has {sizes[1]} tokens, the target's has {sizes[0]} (vocab_size in "
+            "config.json), which co-located drafting refuses; leave placement: co_located out if only the padding "
+            "differs, or use a drafter made for this target's tokenizer"
+        )
+
+
+def check_draft_vocab_size(target: ModelJson, drafter: ModelJson, draft_vocab_size: int | None) -> None:
+    """Raise ConfigError when the output head is to be cut to more tokens than both models have."""
+    known = [size for size in vocabulary_sizes(target, drafter) if isinstance(size, int)]
+    if draft_vocab_size and known and draft_vocab_size > min(known):
+        raise ConfigError(
+            f"drafter.draft_vocab_size: {draft_vocab_size}, target and drafter have {min(known)} tokens in common; set "
+            "fewer, or 0 for all"
+        )
+
+
+def vocabulary_sizes(target: ModelJson, drafter: ModelJson) -> tuple[Any, Any]:
+    """Rows of the embeddings, padding included, as the documents say."""
+    return text_model(target).get("vocab_size"), text_model(drafter).get("vocab_size")
+
+
 def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int]) -> None:
-    """Raise ConfigError when a token (vocabulary entry -> id) differs: same size, but another tokenizer."""
+    """Raise ConfigError when a token (vocabulary entry -> id) differs: another tokenizer."""
     differing = [token for token, index in target.items() if drafter.get(token) != index]
     if differing or len(target) != len(drafter):
         example = f", e.g. {differing[0]!r} is {target[differing[0]]} there" if differing else ""
@@ -83,8 +120,8 @@ def check_models(config: OutriderConfig) -> None:
     check_drafts(drafter, "draft_model")
     check_tensor_parallel(drafter, config.drafter.tensor_parallel_size, "drafter")
     _check_length(drafter, config.drafter.max_model_len, "drafter")
-    check_same_vocabulary(target, drafter)
-    _check_tokenizers(config.target.model, config.drafter.model)
+    check_vocabularies(target, drafter, _tokens(config.target, target, config.drafter, drafter))
+    check_draft_vocab_size(target, drafter, config.drafter.draft_vocab_size)
 
 
 def check_drafts(drafter: ModelJson, method: str) -> None:
@@ -143,14 +180,26 @@ def _check_co_located(config: OutriderConfig, drafter: CoLocatedConfig, target: 
     ranks = drafter.draft_tensor_parallel_size or config.target.tensor_parallel_size
     check_tensor_parallel(document, ranks, "drafter", key="draft_tensor_parallel_size")
     if not drafter.use_heterogeneous_vocab:
-        check_same_vocabulary(target, document)
-        _check_tokenizers(config.target.model, drafter.model)
+        check_same_size(target, document)
+        check_vocabularies(target, document, (read_vocabulary(config.target.model), read_vocabulary(drafter.model)))
 
 
-def _check_tokenizers(target: str, drafter: str) -> None:
-    vocabularies = read_vocabulary(target), read_vocabulary(drafter)
-    if vocabularies[0] is not None and vocabularies[1] is not None:
-        check_same_tokens(vocabularies[0], vocabularies[1])
+def _tokens(
+    target: EngineConfig, target_json: ModelJson, drafter: EngineConfig, drafter_json: ModelJson
+) -> tuple[dict[str, int] | None, dict[str, int] | None]:
+    """Vocabularies of both. A hub id's tokenizer is fetched where the sizes differ: it alone can say why."""
+    sizes = vocabulary_sizes(target_json, drafter_json)
+    places = [
+        engine.model if sizes[0] == sizes[1] else _with_tokenizer(engine, section)
+        for engine, section in ((target, "target"), (drafter, "drafter"))
+    ]
+    return read_vocabulary(places[0]), read_vocabulary(places[1])
+
+
+def _with_tokenizer(engine: EngineConfig, section: str) -> str:
+    if Path(engine.model).is_dir():
+        return engine.model
+    return str(_download(engine, section, "tokenizer.json").parent)
 
 
 def _check_length(document: ModelJson, max_model_len: int | None, section: str) -> None:
@@ -168,7 +217,7 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
     """config.json of a local checkpoint, or of a hub id (which downloads that one file)."""
     path = Path(engine.model) / "config.json"
     if not path.is_file():
-        path = _download_model_json(engine, section)
+        path = _download(engine, section, "config.json")
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -178,11 +227,11 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
     return document
 
 
-def _download_model_json(engine: EngineConfig, section: str) -> Path:
+def _download(engine: EngineConfig, section: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(engine.model, "config.json", revision=engine.revision, etag_timeout=10))
+        return Path(hf_hub_download(engine.model, name, revision=engine.revision, etag_timeout=10))
     except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

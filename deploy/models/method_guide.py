@@ -214,7 +214,7 @@ def _draft_model(placement: str, target: CheckpointKind, candidates: Sequence[Ca
     for candidate in candidates:
         if candidate.kind.kind != "model":
             continue
-        if (problem := _misfit(target, candidate)) is None:
+        if (problem := _misfit(target, candidate, placement)) is None:
             fitting.append(candidate)
         else:
             misfits.append(f"{candidate.name}: {problem}")
@@ -223,20 +223,19 @@ def _draft_model(placement: str, target: CheckpointKind, candidates: Sequence[Ca
         ratio = _ratio(target, best)
         size = f"{ratio:.1f} times smaller" if ratio is not None else "size not comparable"
         more = f", {len(fitting) - 1} more here" if len(fitting) > 1 else ""
-        return Advice(
-            "draft_model", placement, FITS, f"same vocabulary, {size}{more}; {WHEN['draft_model']}", best.name
-        )
+        return Advice("draft_model", placement, FITS, f"same tokenizer, {size}{more}; {WHEN['draft_model']}", best.name)
     reason = "needs a smaller model of the same tokenizer, and none is here"
     if misfits:
         reason += f" ({'; '.join(misfits[:2])})"
     return Advice("draft_model", placement, POSSIBLE, reason)
 
 
-def _misfit(target: CheckpointKind, candidate: Candidate) -> str | None:
-    if candidate.kind.vocab_size != target.vocab_size:
-        return f"vocabulary of {candidate.kind.vocab_size} tokens, the target's has {target.vocab_size}"
+def _misfit(target: CheckpointKind, candidate: Candidate, placement: str) -> str | None:
     if candidate.same_tokens is False:
-        return "another tokenizer of the same size"
+        return "another tokenizer"
+    # One tokenizer may be padded to two sizes, which vLLM's own draft_model refuses.
+    if candidate.kind.vocab_size != target.vocab_size and (placement == "co_located" or candidate.same_tokens is None):
+        return f"vocabulary of {candidate.kind.vocab_size} tokens, the target's has {target.vocab_size}"
     ratio = _ratio(target, candidate)
     if ratio is not None and ratio < SMALLEST_RATIO:
         return f"only {ratio:.1f} times smaller than the target; {SMALLEST_RATIO:g} times at least is worth a try"

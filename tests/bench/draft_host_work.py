@@ -124,6 +124,7 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
     from outrider.cluster.config import DraftModelConfig, SpeculationConfig
     from tests.bench.emulation.device import Device
     from tests.bench.emulation.model import EmulatedForCausalLM
+    from tests.bench.emulation.pair import VOCAB_SIZE
 
     config = DraftModelConfig(
         method="draft_model",
@@ -132,8 +133,7 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
         max_model_len=4096,
         kv_cache_memory_bytes=64 << 20,
     )
-    strategy, vocab_size = load_strategy(config, SpeculationConfig(num_speculative_tokens=K), None, None)
-    assert vocab_size is not None
+    strategy = load_strategy(config, SpeculationConfig(num_speculative_tokens=K), None, None)
     warm_up(strategy)
     marks = Marks()
     for owner, method, name in (
@@ -149,7 +149,7 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
         marks.around(owner, method, name)
     loop = DraftLoop(strategy)
     threading.Thread(target=loop.run, daemon=True).start()
-    Target(loop, step_ms * STEPS_UNDER_A_VERIFICATION / 1e3, vocab_size).play(rounds)
+    Target(loop, step_ms * STEPS_UNDER_A_VERIFICATION / 1e3, VOCAB_SIZE).play(rounds)
     loop.stop()
     return marks
 

@@ -64,6 +64,9 @@ def test_its_loop_raises(ngram_pair):
         traffic.wait_for_messages(20)
 
 
+# How a lost replica is replaced, and who is told, is in test_lost_replica.py; that an engine that is dead makes its
+# replica one of these, in tests/integration/ingress (test_health_is_that_of_the_target).
+@pytest.mark.exhaustive
 def test_a_rank_of_the_target_dies(ngram_pair):
     """The replica is replaced; what ran gets UNAVAILABLE, and a retry is served."""
     stream = ngram_pair.client.stream(PROMPT, temperature=0.0, max_tokens=900)

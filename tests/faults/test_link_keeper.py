@@ -41,9 +41,10 @@ def silent_drafter() -> Any:
         def accept_link(self, invitation: Any, timeout_s: float) -> None:
             from outrider.cluster.link import Link, join_link
             from outrider.cluster.link.codec import unpack
+            from outrider.cluster.registry import application_secret
 
             link = Link(
-                join_link(invitation, timeout_s),
+                join_link(invitation, application_secret("keeper-test", timeout_s), timeout_s),
                 epoch=invitation.epoch,
                 capacity_words=invitation.capacity_words,
                 link_deadline_s=invitation.link_deadline_ms / 1e3,

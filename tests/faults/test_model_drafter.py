@@ -2,13 +2,15 @@
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 
-from outrider.cluster.link import Link, host_link
+from outrider.cluster.link import Link, LinkError, host_link
 from outrider.cluster.link.codec import frame_capacity_words, pack, unpack
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
+from outrider.cluster.registry import application_secret
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, K, wait_until
 from tests.tiny_models import VOCAB_SIZE
@@ -36,6 +38,8 @@ def second_link(pair):
         vocab_size=VOCAB_SIZE,
         num_speculative_tokens=K,
         verifier_id="test",
+        secret=application_secret(pair.config.serving.app_name, HANG_GUARD_S),
+        sealed=True,
     )
     joining = pair.drafter().accept_link.remote(invitation, HANG_GUARD_S)
     link = Link(
@@ -99,20 +103,26 @@ def test_one_drafter_serves_two_links(pair, second_link):
     assert pair.status().link.epoch == after.link.epoch, "the other link is untouched"
 
 
-def test_a_link_of_another_vocabulary_is_refused(pair):
-    invitation, _ = host_link(
+def test_a_link_of_another_application_is_refused(pair):
+    invitation, complete = host_link(
         host="127.0.0.1",
         epoch=FOREIGN_EPOCH + 1,
         backend="gloo",
         capacity_words=CAPACITY,
         round_deadline_ms=1000,
         link_deadline_ms=20_000,
-        vocab_size=VOCAB_SIZE + 1,
+        vocab_size=VOCAB_SIZE,
         num_speculative_tokens=K,
         verifier_id="test",
+        secret=bytes(32),
+        sealed=False,
     )
-    with pytest.raises(ValueError, match=r"drafter\.model: vocabulary of 272 tokens, the target's has 273"):
-        ray.get(pair.drafter().accept_link.remote(invitation, 5.0), timeout=HANG_GUARD_S)
+    with ThreadPoolExecutor(1) as pool:
+        hosted = pool.submit(complete, 20.0)
+        with pytest.raises(LinkError, match="test"):
+            ray.get(pair.drafter().accept_link.remote(invitation, 20.0), timeout=HANG_GUARD_S)
+        with pytest.raises(LinkError):
+            hosted.result()
     assert pair.drafter_status()["links"] == 1
 
 

@@ -98,7 +98,7 @@ def test_the_drafter_is_stopped_for_ten_seconds(ngram_pair, fault):
 @pytest.mark.parametrize(
     "word",
     [
-        pytest.param(2, id="epoch"),
+        pytest.param(2, id="epoch", marks=pytest.mark.exhaustive),
         pytest.param(19, id="payload"),
         # What notices each of them is shown over real Gloo in tests/integration/test_link_gloo.py; from there on it is
         # the same way back.

@@ -25,6 +25,8 @@ HANG_S = 30.0
 """Only a guard against hanging; nothing here measures speed."""
 
 KIND_WORD, DATA = 4, 1
+SECRET = bytes(range(32))
+"""Of the application that both ends are of."""
 
 
 class FlipBit:
@@ -46,18 +48,22 @@ class FlipBit:
         self._transport.abort()
 
 
-def invite(epoch, verifier_id, host="127.0.0.1"):
-    return host_link(
-        host=host,
-        epoch=epoch,
-        backend="gloo",
-        capacity_words=CAPACITY,
-        round_deadline_ms=100,
-        link_deadline_ms=DEADLINE_S * 1000,
-        vocab_size=VOCAB,
-        num_speculative_tokens=K,
-        verifier_id=verifier_id,
-    )
+def invite(epoch, verifier_id, **changes):
+    """changes: of host_link's arguments."""
+    arguments = {
+        "host": "127.0.0.1",
+        "epoch": epoch,
+        "backend": "gloo",
+        "capacity_words": CAPACITY,
+        "round_deadline_ms": 100,
+        "link_deadline_ms": DEADLINE_S * 1000,
+        "vocab_size": VOCAB,
+        "num_speculative_tokens": K,
+        "verifier_id": verifier_id,
+        "secret": SECRET,
+        "sealed": False,
+    }
+    return host_link(**arguments | changes)
 
 
 def make_link(transport, epoch, name, **options):
@@ -78,7 +84,7 @@ def peer_main():
     for line in sys.stdin:
         job = json.loads(line)
         invitation = LinkInvitation(**job["invitation"])
-        transport = FlipBit(join_link(invitation, HANG_S), job["flip_word"])
+        transport = FlipBit(join_link(invitation, SECRET, HANG_S), job["flip_word"])
         link = make_link(transport, invitation.epoch + job["epoch_offset"], "peer")
         echoed = 0
         while link.broken is None:
@@ -109,9 +115,9 @@ class Peer:
         self.links = []
         self.epoch = 0
 
-    def link(self, flip_word=None, epoch_offset=0, close_after=0, **options):
+    def link(self, flip_word=None, epoch_offset=0, close_after=0, sealed=False, **options):
         self.epoch += 1
-        invitation, complete = invite(self.epoch, "test")
+        invitation, complete = invite(self.epoch, "test", sealed=sealed)
         job = {
             "invitation": dataclasses.asdict(invitation),
             "flip_word": flip_word,

@@ -39,9 +39,9 @@ BAD = {
     "allowed id out of vocabulary": (PROMPT, {"allowed_token_ids": [VOCAB_SIZE]}, "sampling.allowed_token_ids"),
     "biased id out of vocabulary": (PROMPT, {"logit_bias": {VOCAB_SIZE: 1.0}}, "sampling.logit_bias"),
     "schema that is not JSON": (PROMPT, {"json_schema": "{"}, "sampling.structured_outputs.json"),
-    "schema of no known type": (PROMPT, {"json_schema": {"type": 5}}, "sampling.structured_outputs"),
-    "regex that does not parse": (PROMPT, {"regex": "[a"}, "sampling.structured_outputs"),
-    "grammar that does not parse": (PROMPT, {"grammar": "root ::= ("}, "sampling.structured_outputs"),
+    "schema of no known type": (PROMPT, {"json_schema": {"type": 5}}, "sampling.structured_outputs.json"),
+    "regex that does not parse": (PROMPT, {"regex": "[a"}, "sampling.structured_outputs.regex"),
+    "grammar that does not parse": (PROMPT, {"grammar": "root ::= ("}, "sampling.structured_outputs.grammar"),
     "nothing to choose from": (PROMPT, {"choice": []}, "sampling.structured_outputs.choice"),
     "grammar with rejection": (
         PROMPT,

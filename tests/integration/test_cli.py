@@ -23,7 +23,7 @@ import yaml
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.processes import shared_memory_entries
 from tests.reference import Reference
-from tests.serving import Models, engine
+from tests.serving import HANG_GUARD_S, Models, engine, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -147,6 +147,29 @@ def test_ray_s_dashboard_listens_on_this_machine_alone(server: Server) -> None:
     assert [part for part in dashboard if part.startswith("--host=")] == ["--host=127.0.0.1"]
 
 
+def test_it_outlives_serve_s_controller(server: Server) -> None:
+    controller = the_controller(server)
+    assert controller is not None
+    controller.kill()
+
+    def another() -> bool:
+        found = the_controller(server)
+        return found is not None and found.pid != controller.pid
+
+    wait_until(another, HANG_GUARD_S, "another controller")
+    with OutriderClient(server.address) as client:
+        assert client.generate(PROMPT, max_tokens=4, temperature=0.0, timeout_s=HANG_GUARD_S).token_ids
+    assert server.process.poll() is None
+
+
+def the_controller(server: Server) -> psutil.Process | None:
+    for process in server.tree():
+        with suppress(psutil.Error):
+            if "ServeController" in "".join(process.cmdline()):
+                return process
+    return None
+
+
 def test_sigterm_ends_it_cleanly(server: Server) -> None:
     """Last of those that use the server. A request is under way, and delays the end little."""
     processes = server.tree()
@@ -173,6 +196,7 @@ def other_vocabulary(models: Models, directory: Path) -> Path:
     document = json.loads((copy / "config.json").read_text())
     document["vocab_size"] += 16
     (copy / "config.json").write_text(json.dumps(document))
+    (copy / "tokenizer.json").unlink()  # which would say that it is padding
     return copy
 
 
@@ -196,22 +220,21 @@ def refused(path: Path, *arguments: str) -> str:
     return lines[0]
 
 
+# A process each. What is found wrong, and how it is said, is tested in tests/unit (test_config, test_preset, test_cli).
 @pytest.mark.parametrize(
     ("changes", "field", "fix"),
     [
-        pytest.param({"target": {"max_model_length": 5}}, "target.max_model_length", "unknown key", id="unknown key"),
-        pytest.param(
-            {"speculation": {"num_speculative_tokens": 0}}, "speculation.num_speculative_tokens", "", id="K=0"
-        ),
-        pytest.param(
-            {"speculation": {"num_speculative_tokens": 33}},
-            "speculation.num_speculative_tokens",
-            "32",
-            id="K over limit",
-        ),
-        pytest.param({"target": {"tensor_parallel_size": 3}}, "target.tensor_parallel_size", "allows", id="TP"),
-        pytest.param({"target": {"model": "/nowhere/at/all"}}, "target.model", "give a checkpoint", id="no checkpoint"),
         pytest.param({"target": {"max_model_len": 4096}}, "target.max_model_len", "lower it", id="too long"),
+        *(
+            pytest.param(*wrong, id=name, marks=pytest.mark.exhaustive)
+            for name, wrong in {
+                "unknown key": ({"target": {"max_model_length": 5}}, "target.max_model_length", "unknown key"),
+                "K=0": ({"speculation": {"num_speculative_tokens": 0}}, "speculation.num_speculative_tokens", ""),
+                "K too large": ({"speculation": {"num_speculative_tokens": 33}}, "speculation.num_spec", "32"),
+                "TP": ({"target": {"tensor_parallel_size": 3}}, "target.tensor_parallel_size", "allows"),
+                "no checkpoint": ({"target": {"model": "/nowhere/at/all"}}, "target.model", "give a checkpoint"),
+            }.items()
+        ),
     ],
 )
 def test_a_wrong_configuration_is_refused_at_once(
@@ -230,17 +253,19 @@ def test_a_drafter_of_another_vocabulary_is_refused(models: Models, tmp_path: Pa
     assert "272" in line
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_whose_heads_do_not_split_is_refused(models: Models, tmp_path: Path) -> None:
     drafter = drafted_by(models.drafter, tensor_parallel_size=3)
     assert "drafter.tensor_parallel_size: " in refused(write_config(tmp_path, models, drafter=drafter))
 
 
+@pytest.mark.exhaustive
 def test_a_missing_drafter_checkpoint_is_refused(models: Models, tmp_path: Path) -> None:
     drafter = drafted_by(tmp_path / "nothing")
     assert "drafter.model: " in refused(write_config(tmp_path, models, drafter=drafter))
 
 
-@pytest.mark.parametrize("key", ["grpc", "http"])
+@pytest.mark.parametrize("key", ["grpc", pytest.param("http", marks=pytest.mark.exhaustive)])
 def test_a_port_in_use_is_refused(models: Models, tmp_path: Path, key: str) -> None:
     other = "http" if key == "grpc" else "grpc"
     with socket.socket() as listener:
@@ -251,6 +276,7 @@ def test_a_port_in_use_is_refused(models: Models, tmp_path: Path, key: str) -> N
     assert f"serving.{key}_port: port {port} is in use" in line
 
 
+@pytest.mark.exhaustive  # tests/unit/test_cli.py has the line, test_sigterm_ends_it_cleanly what is left of a server
 def test_what_only_the_engine_finds_out_is_one_line_too(models: Models, tmp_path: Path) -> None:
     """Weights that do not fit their config.json: Ray, Serve and vLLM are up by then, and all of them go again."""
     before = shared_memory_entries()

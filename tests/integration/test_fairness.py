@@ -8,20 +8,20 @@ from tests.serving import HANG_GUARD_S, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-SEATS = 16
+SEATS = 4
 """max_num_seqs."""
 
 HUGE = [number % 250 for number in range(900)]
 SMALL = [1, 2, 3]
 
 
-def test_a_small_request_gets_the_seat_before_a_huge_one_that_came_just_before(no_drafter):
-    assert no_drafter.config.target.max_num_seqs == SEATS
+def test_a_small_request_gets_the_seat_before_a_huge_one_that_came_just_before(ngram_pair):
+    assert ngram_pair.config.target.max_num_seqs == SEATS
     begun, order = [], []
 
     def run(prompt, max_tokens, name=None):
         options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
-        with no_drafter.client.stream(prompt, **options) as messages:
+        with ngram_pair.client.stream(prompt, **options) as messages:
             for number, _ in enumerate(messages):
                 if number == 0:
                     (begun if name is None else order).append(name)
@@ -35,7 +35,7 @@ def test_a_small_request_gets_the_seat_before_a_huge_one_that_came_just_before(n
     threads = [start([number, 9, 9], 300 + 12 * number) for number in range(SEATS)]
     wait_until(lambda: len(begun) == SEATS, HANG_GUARD_S, "every seat taken")
     threads.append(start(HUGE, 100, "huge"))
-    wait_until(lambda: no_drafter.status().target.waiting == 1, HANG_GUARD_S, "the huge one waiting", every_s=0.01)
+    wait_until(lambda: ngram_pair.status().target.waiting == 1, HANG_GUARD_S, "the huge one waiting", every_s=0.01)
     threads.append(start(SMALL, 8, "small"))
     for thread in threads:
         thread.join(HANG_GUARD_S)

@@ -137,7 +137,7 @@ async def test_too_few_or_too_many_request_messages_end_the_call(pair: Deploymen
 
 
 async def test_a_client_that_never_finishes_its_request_holds_nothing(pair: Deployment) -> None:
-    """It opens more calls than there is room for and sends no message, then leaves."""
+    """It opens more calls than there is room for and sends no message, then leaves. The newest are waited for."""
     serving = pair.config.serving
     capacity = serving.num_replicas * serving.max_ongoing_requests + serving.max_queued_requests
 
@@ -145,18 +145,26 @@ async def test_a_client_that_never_finishes_its_request_holds_nothing(pair: Depl
         await asyncio.sleep(3600)
         yield b""
 
-    async with grpc.aio.insecure_channel(pair.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        calls = [channel.stream_stream(path)(nothing()) for path in GENERATIONS for _ in range(capacity)]
-        for call in calls:
-            await call.wait_for_connection()
-        # On the connection of the calls, behind them: when these are answered, all of those have come in.
+    options = [("grpc.enable_http_proxy", 0)]
+    async with (
+        grpc.aio.insecure_channel(pair.address, options=options) as channel,
+        grpc.aio.insecure_channel(pair.address, options=[*options, ("grpc.use_local_subchannel_pool", 1)]) as others,
+    ):
+        calls = [others.stream_stream(path)(nothing()) for path in GENERATIONS for _ in range(capacity)]
+        for call in calls[: pair.config.limits.max_streams_per_connection]:
+            with suppress(grpc.aio.AioRpcError):  # it has been given up already
+                await call.wait_for_connection()
         stub = rpc.GenerationServiceStub(channel)
         for _ in range(3):
             request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
             request.sampling.temperature, request.sampling.max_tokens = 0.0, 8
             answer = await stub.Generate(request, timeout=HANG_GUARD_S)
             pair.reference.check(PROMPT, answer.token_ids, label="beside idle calls")
-        assert not any(call.done() for call in calls), "the idle calls were not there any more"
+        assert not all(call.done() for call in calls), "the idle calls were not there any more"
+        ended = {await call.code() for call in calls if call.done()}
+        # Streams beyond the connection's limit that left before the client had heard of it, gRPC refuses by itself.
+        by_grpc = grpc.StatusCode.UNAVAILABLE
+        assert ended <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, by_grpc}
         for call in calls:
             call.cancel()
     wait_until_idle(pair, HANG_GUARD_S)

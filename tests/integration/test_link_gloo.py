@@ -1,7 +1,6 @@
 """Links over real Gloo between two real processes: echo, damage, silence, death, and a new epoch after each."""
 
 import contextlib
-import dataclasses
 import os
 import queue
 import signal
@@ -16,7 +15,7 @@ from outrider.cluster.link.codec import pack
 from outrider.cluster.link.frame import HEADER_WORDS
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
 from outrider.cluster.modes import Mode
-from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, K, Peer, invite
+from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, SECRET, K, Peer, invite
 
 
 @pytest.fixture(scope="module")
@@ -182,10 +181,9 @@ def test_ended_links_leave_nothing(peer):
 
 def test_abort_wakes_sender_and_receiver_here_and_there():
     """Long before any deadline. The peer receives nothing and sends nothing: both our threads wait in Gloo."""
-    invitation, complete = invite(1, "test")
-    invitation = dataclasses.replace(invitation, link_deadline_ms=1e6)
+    invitation, complete = invite(1, "test", link_deadline_ms=1e6)
     joined = queue.SimpleQueue()
-    threading.Thread(target=lambda: joined.put(join_link(invitation, HANG_S))).start()
+    threading.Thread(target=lambda: joined.put(join_link(invitation, SECRET, HANG_S))).start()
     here = complete(HANG_S)
     there = joined.get(timeout=HANG_S)
     outcomes = queue.SimpleQueue()

@@ -1,7 +1,5 @@
 """Links that never come about: a side that stays away, a host that is not ours, NCCL without a device."""
 
-import contextlib
-import dataclasses
 import queue
 import threading
 import time
@@ -9,7 +7,7 @@ import time
 import pytest
 
 from outrider.cluster.link import LinkError, join_link
-from tests.integration.echo_peer import CAPACITY, HANG_S, invite
+from tests.integration.echo_peer import CAPACITY, HANG_S, SECRET, invite
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,13 +19,13 @@ def test_verifier_whose_drafter_never_comes():
     with pytest.raises(LinkError, match="used up"):
         complete(0.3)
     with pytest.raises(LinkError, match=r"link of lonely, epoch 1: no answer at 127\.0\.0\.1"):
-        join_link(invitation, 5)
+        join_link(invitation, SECRET, 5)
 
 
 def test_drafter_whose_verifier_never_completes():
     invitation, complete = invite(1, "absent")
     with pytest.raises(LinkError, match=r"link of absent, epoch 1: no verifier within 0\.3 s"):
-        join_link(invitation, 0.3)
+        join_link(invitation, SECRET, 0.3)
     del complete
 
 
@@ -44,19 +42,19 @@ def cuda_is_there():
 
 @pytest.mark.skipif(cuda_is_there(), reason="needs a machine without CUDA")
 def test_nccl_without_cuda_says_so():
-    invitation, complete = invite(1, "cpu")
+    invitation, complete = invite(1, "cpu", backend="nccl")
     outcome = queue.SimpleQueue()
 
     def joins():
         try:
-            join_link(dataclasses.replace(invitation, backend="nccl"), HANG_S)
+            join_link(invitation, SECRET, HANG_S)
         except LinkError as error:
             outcome.put(str(error))
 
     drafter = threading.Thread(target=joins)
     drafter.start()
-    with contextlib.suppress(LinkError):  # gloo here, on purpose: only its sign-in is wanted
-        complete(1.0)
+    with pytest.raises(LinkError, match="nccl needs a CUDA device"):
+        complete(HANG_S)
     drafter.join(HANG_S)
     assert outcome.get_nowait() == "nccl needs a CUDA device on both ends; use link.backend: gloo"
 

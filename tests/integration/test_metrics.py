@@ -202,15 +202,15 @@ def test_top_on_a_terminal(pair):
         os.close(theirs)
 
 
-def test_a_lost_drafter_is_told_and_its_link_made_anew_is_counted(pair):
+def test_a_lost_drafter_is_told_and_its_link_made_anew_is_counted(ngram_pair):
     """Scrapes go on all the while."""
-    before = scrape(pair)
-    pair.signal_drafter(9)
+    before = scrape(ngram_pair)
+    ngram_pair.signal_drafter(9)
     seen = set()
 
     def link_is_new():
-        pair.client.generate(PROMPT, temperature=0.0, max_tokens=8)
-        now = parse(get(pair)[1], time.monotonic())
+        ngram_pair.client.generate(PROMPT, temperature=0.0, max_tokens=8)
+        now = parse(get(ngram_pair)[1], time.monotonic())
         seen.update(labels["state"] for labels, value in now.of("outrider:link_state") if value == 1)
         return now.sum("outrider:link_reconnects_total") > before.sum("outrider:link_reconnects_total") and now
 

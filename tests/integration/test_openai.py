@@ -133,7 +133,10 @@ def test_a_schema_is_kept_to(client):
     assert again.choices[0].message.content == answer.choices[0].message.content
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+NAMED = {"type": "function", "function": {"name": "paint"}}
+
+
+@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, marks=pytest.mark.exhaustive)])
 def test_tools(client, choice):
     options = {"tools": [TOOL], "tool_choice": choice, "logit_bias": NO_SPACE, "seed": 2, "max_tokens": 300}
     options["parallel_tool_calls"] = False

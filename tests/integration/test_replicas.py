@@ -174,7 +174,8 @@ def refused_by_the_ingress(deployment):
         return parse(response.read().decode(), time.monotonic()).sum("outrider:admission_rejections_total")
 
 
-@pytest.mark.parametrize("flood", [flood_grpc, flood_http])
+# Calls over HTTP are counted by the same router, in front of the same replicas.
+@pytest.mark.parametrize("flood", [flood_grpc, pytest.param(flood_http, marks=pytest.mark.exhaustive)])
 def test_more_requests_than_there_is_room_for(two_replicas, flood):
     """Sixteen are held and thirty-two wait; the rest is refused, and nothing of them is left behind."""
     asyncio.run(flood(two_replicas)).check()
@@ -241,7 +242,7 @@ async def count_taken(tasks, is_full):
     return FLOOD - refused, len(over) - refused
 
 
-@pytest.mark.parametrize("flood", [taken_by_grpc, taken_by_http])
+@pytest.mark.parametrize("flood", [pytest.param(taken_by_grpc, marks=pytest.mark.exhaustive), taken_by_http])
 def test_no_more_requests_are_taken_than_there_is_room_for(two_replicas, flood):
     """A place that comes free may be taken again, so answers that ended meanwhile are counted."""
     taken, finished = asyncio.run(flood(two_replicas))

@@ -5,6 +5,7 @@ what the target's probabilities were there; how often the token was the target's
 drafter's first, second, ... choice must add up to that.
 """
 
+import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.serving import K
+from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -26,10 +28,16 @@ LIMIT = 4.5
 """Standard deviations of the statistic."""
 
 
-def probabilities(reference, answers, penalty):
-    """float64 [A, NUM_TOKENS, V] at every token of the answers, int64 [A, NUM_TOKENS]."""
+def probabilities(reference, answers, penalty, columns=None):
+    """float64 [A, NUM_TOKENS, V] at every token of the answers, int64 [A, NUM_TOKENS]. columns: V of a target whose
+    vocabulary is padded to another size than the reference's: a drafter feeds what it lacks as its own last token, and
+    draws nothing that the target lacks."""
     texts = torch.cat([torch.tensor(PROMPT).expand(len(answers), -1), answers], dim=1)
+    texts = texts.clamp_max(reference.vocab_size - 1)
     logits = torch.cat([reference.logits_along(part)[:, len(PROMPT) - 1 : -1] for part in texts.split(64)]).double()
+    if columns is not None:
+        lacking = max(columns - reference.vocab_size, 0)
+        logits = torch.nn.functional.pad(logits[..., :columns], (0, lacking), value=-torch.inf)
     seen = torch.zeros_like(logits, dtype=torch.bool)
     for place in range(NUM_TOKENS):
         seen[:, place].scatter_(1, texts[:, : len(PROMPT) + place], value=True)
@@ -60,9 +68,9 @@ def z_score(answers, p, q):
 @pytest.fixture(scope="module")
 def served(deployments):
     """(answers, p, q, drafts, accepted drafts, drafted rounds) by verification, made once."""
-    pair, made = deployments.use("pair"), {}
+    made = {}
 
-    def call(verification):
+    def call(pair, verification):
         return pair.client.generate(
             PROMPT,
             n=N,
@@ -75,28 +83,29 @@ def served(deployments):
             num_speculative_tokens=K,
         ).completions
 
-    def ask(verification):
-        if verification not in made:
+    def ask(pair, verification):
+        if (pair.name, verification) not in made:
             with ThreadPoolExecutor(2) as pool:
-                completions = list(itertools.chain.from_iterable(pool.map(call, [verification] * CALLS)))
+                calls = pool.map(functools.partial(call, pair), [verification] * CALLS)
+                completions = list(itertools.chain.from_iterable(calls))
             answers = torch.tensor([list(completion.token_ids) for completion in completions])
             counted = [completion.metrics.speculative_decoding for completion in completions]
-            made[verification] = (
+            made[pair.name, verification] = (
                 answers,
                 probabilities(pair.reference, answers, PENALTY),
-                probabilities(pair.drafter_reference, answers, 1.0),
+                probabilities(pair.drafter_reference, answers, 1.0, pair.reference.vocab_size),
                 sum(one.num_draft_tokens for one in counted),
                 sum(one.num_accepted_draft_tokens for one in counted),
                 sum(one.num_spec_steps for one in counted),
             )
-        return made[verification]
+        return made[pair.name, verification]
 
     return ask
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_answers_are_distributed_as_the_target_s_own(pair, served, verification):
-    answers, p, q, drafted, accepted, rounds = served(verification)
+def check(pair, served, verification):
+    """Returns the answers."""
+    answers, p, q, drafted, accepted, rounds = served(pair, verification)
     assert p.gather(-1, answers.unsqueeze(-1)).min() > 0, "a token outside top_k"
     of_drafted_rounds = min((rounds + accepted) / answers.numel(), 1.0)  # what max_tokens cut off was accepted too
     assert of_drafted_rounds > 0.5, "too few tokens came from rounds with drafts"
@@ -107,12 +116,30 @@ def test_answers_are_distributed_as_the_target_s_own(pair, served, verification)
         f"{accepted} of {drafted} drafts accepted; z {z:.2f}"
     )
     assert z < LIMIT
+    return answers
+
+
+# Block verification's own distribution is in tests/unit/verification/test_distribution.py. What it shares with
+# rejection, and what this is about, is the way that q, drafts and their verdict take through a server.
+@pytest.mark.parametrize("verification", ["rejection", pytest.param("block", marks=pytest.mark.exhaustive)])
+def test_answers_are_distributed_as_the_target_s_own(pair, served, verification):
+    check(pair, served, verification)
+
+
+def test_with_a_target_that_is_padded_further_than_its_drafter(wide_target, served):
+    answers = check(wide_target, served, "rejection")
+    assert answers.max() >= VOCAB_SIZE, "no answer has what the drafter lacks"
+
+
+@pytest.mark.exhaustive
+def test_with_a_drafter_that_is_padded_further_than_its_target(wide_drafter, served):
+    check(wide_drafter, served, "rejection")
 
 
 def test_the_test_tells_a_biased_sampler(pair, served):
     """Tokens drawn at the same places from the law of a verifier with one mistake: what comes after a rejection is
     drawn from p itself, not from what p has over q. In half of the places, as if the others had had no drafts."""
-    _, p, q, *_ = served("rejection")
+    _, p, q, *_ = served(pair, "rejection")
     generator = torch.Generator().manual_seed(0)
     kept = torch.minimum(p, q)
     wrong = kept + (1 - kept.sum(-1, keepdim=True)) * p

@@ -6,7 +6,7 @@ import ray
 from outrider.actors.drafter.suffix import AnswerPart
 from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
 from outrider.cluster.placement import NAMESPACE
-from tests.integration.test_equality import CHOICES, PROMPTS, options
+from tests.integration.test_equality import CHOICES, ONE_OF_CHOICES, PROMPTS, options
 from tests.serving import HANG_GUARD_S, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -18,7 +18,7 @@ def drafters(deployment):
     return {name: ray.get(actor.status.remote(), timeout=HANG_GUARD_S) for name, actor in actors.items()}
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", ONE_OF_CHOICES)
 def test_tokens_are_the_targets_own_and_a_second_time_they_were_foreseen(two_replicas, name):
     accepted = []
     for turn in range(4):

@@ -4,6 +4,7 @@ treated as the plain sampler treats a request whose output so far ends there."""
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +15,6 @@ from outrider.actors.round.round import UNUSABLE, Step
 from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
 from outrider.cluster.modes import Mode
-
-vllm = pytest.importorskip("vllm")
 
 V, K = 40, 3
 DRAFTS = [7, 8, 9]
@@ -144,16 +143,17 @@ def bad_words(*words):
     return made
 
 
-CASES = {
-    "plain": params(),
-    "repetition_penalty": params(repetition_penalty=1.7),
-    "presence_penalty": params(presence_penalty=1.5),
-    "frequency_penalty": params(frequency_penalty=0.9),
-    "logit_bias": params(logit_bias={7: 5.0, 11: -2.0}),
-    "allowed_token_ids": params(allowed_token_ids=[2, 7, 8, 20]),
-    "min_tokens": params(min_tokens=len(OUTPUT) + 2, stop_token_ids=[6, 30]),
-    "bad_words": bad_words([12], [5, 7], [7, 8], [5, 7, 13]),
-    "all": params(
+CASES = {  # made when they are used: vLLM takes seconds to import
+    "plain": partial(params),
+    "repetition_penalty": partial(params, repetition_penalty=1.7),
+    "presence_penalty": partial(params, presence_penalty=1.5),
+    "frequency_penalty": partial(params, frequency_penalty=0.9),
+    "logit_bias": partial(params, logit_bias={7: 5.0, 11: -2.0}),
+    "allowed_token_ids": partial(params, allowed_token_ids=[2, 7, 8, 20]),
+    "min_tokens": partial(params, min_tokens=len(OUTPUT) + 2, stop_token_ids=[6, 30]),
+    "bad_words": partial(bad_words, [12], [5, 7], [7, 8], [5, 7, 13]),
+    "all": partial(
+        params,
         repetition_penalty=1.3,
         presence_penalty=0.5,
         frequency_penalty=0.4,
@@ -176,7 +176,7 @@ def wanted_rows(logits, requests):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("drafts", [[], DRAFTS], ids=["plain", "drafted"])
 def test_every_row_is_processed_like_a_request_of_its_own(sampler, name, drafts):
-    requests = requests_of(CASES["plain"], CASES[name], drafts=drafts)
+    requests = requests_of(CASES["plain"](), CASES[name](), drafts=drafts)
     logits = torch.randn(2 * (len(drafts) + 1), V, generator=torch.Generator().manual_seed(1)) * 3
     wanted = wanted_rows(logits, requests)
     all_drafts = [part.drafts for part in requests]
@@ -191,7 +191,7 @@ def test_every_row_is_processed_like_a_request_of_its_own(sampler, name, drafts)
 def test_the_tokens_chosen_are_those_of_rows_without_drafts(sampler, name):
     """Greedy with drafts that are all right commits what one step after the other would have."""
     logits = torch.randn(K + 1, V, generator=torch.Generator().manual_seed(2)) * 3
-    p, output, wanted = CASES[name], list(OUTPUT), []
+    p, output, wanted = CASES[name](), list(OUTPUT), []
     for row in logits:
         wanted.append(int(by_hand(row, p, output).argmax()))
         output.append(wanted[-1])

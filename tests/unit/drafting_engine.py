@@ -39,7 +39,7 @@ class MemoryEngine:
         self.bad_after = None
         """Draw nothing usable after texts of this length and more."""
 
-    def hashed(self, request_id, token_ids):
+    def hashed(self, request_id, token_ids, tenant=0):
         return request_id, tuple(token_ids)
 
     def start(self, request_id, token_ids, hashed=None):

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider.cluster.config import parse_config
-from outrider.deploy.app import build_app, plan_replica
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy.app import TAKE_DOWN_S, build, build_app, plan_replica
 
-LONGEST_REQUEST_S = 5.0
-"""What a request that is nearly done may still need. Serve kills a replica when its graceful timeout is over."""
+DRAIN_S = 77.0
 
 
 @pytest.fixture(scope="module")
 def deployments() -> dict[str, Any]:
     """By name: the deployments of an application, Ingress first, as Serve would get them."""
-    config = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}})
+    config = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}, "serving": {"drain_s": DRAIN_S}})
     ingress = build_app(config, plan_replica(config))._bound_deployment
     (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
     return {bound.name: bound for bound in (ingress, target)}
 
 
+def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+    return str(path)
+
+
+def test_tokenizers_are_compared_before_anything_is_deployed(tmp_path: Path) -> None:
+    """The drafter takes a target of any size, so that nothing later would tell a wrong pair."""
+    target = checkpoint(tmp_path / "target", {"a": 0})
+    padded, stranger = checkpoint(tmp_path / "padded", {"a": 0}, 340), checkpoint(tmp_path / "stranger", {"a": 1})
+
+    def arguments(drafter: str) -> dict[str, Any]:
+        return {"target": {"model": target}, "drafter": {"method": "draft_model", "model": drafter}}
+
+    assert build(arguments(padded)) is not None
+    with pytest.raises(ConfigError, match=r"drafter\.model: its tokenizer differs"):
+        build(arguments(stranger))
+
+
+def test_checkpoints_of_another_node_are_not_compared_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, away = checkpoint(tmp_path / "target", {"a": 0}), str(tmp_path / "only-there")
+    build({"target": {"model": target}, "drafter": {"method": "draft_model", "model": away}})
+    assert f"{away} is not on this node" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["Ingress", "Target"])
 def test_a_replica_that_is_taken_down_may_finish_what_it_has_begun(deployments: dict[str, Any], name: str) -> None:
     config = deployments[name]._deployment_config
-    assert config.graceful_shutdown_timeout_s >= LONGEST_REQUEST_S
-    assert 0 < config.graceful_shutdown_wait_loop_s <= config.graceful_shutdown_timeout_s / 5
+    assert config.graceful_shutdown_timeout_s == DRAIN_S + TAKE_DOWN_S, "Serve kills it then, its engine's end included"
+    assert 0 < config.graceful_shutdown_wait_loop_s <= TAKE_DOWN_S / 5
 
 
 def test_health_is_not_judged_by_one_slow_step(deployments: dict[str, Any]) -> None:

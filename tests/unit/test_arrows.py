@@ -26,19 +26,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "actors.round": {"actors.verification", "actors.observability", "cluster"},
     "actors.drafter": {"actors.verification", "actors.observability", "cluster"},
     "actors.replica_calls": {"actors.round", "cluster"},
+    "actors.grammars": {"actors.replica_calls"},
 }
 """By room: the rooms it may import, besides itself. A room is a package, or a module that stands between packages."""
 
-_ENGINE = {"actors.replica_calls", "actors.drafter", "actors.round", *MAY_IMPORT["actors.round"]}
-_SERVING = {"actors.replica_calls", "actors.round", "actors.observability", "cluster", "v1"}
+_ENGINE = {"actors.replica_calls", "actors.grammars", "actors.drafter", "actors.round", *MAY_IMPORT["actors.round"]}
+_SERVING = {"actors.replica_calls", "actors.grammars", "actors.round", "actors.observability", "cluster", "v1"}
 MAY_IMPORT |= {
     "actors.vllm_seam": _ENGINE,
     # What both fronts have in common, which the fronts in turn are made of; a front never imports a later one.
     "actors.serving": _SERVING,
-    "actors.serving.grpc": {"actors.serving", *_SERVING},
+    "actors.serving.access": {"actors.serving", *_SERVING},
+    "actors.serving.grpc": {"actors.serving", "actors.serving.access", *_SERVING},
     "actors.serving.routing": {"actors.serving", *_SERVING},
-    "actors.serving.openai": {"actors.serving", "actors.vllm_seam", *_SERVING},
-    "actors.serving.http": {"actors.serving", "actors.serving.grpc", "actors.serving.openai", *_SERVING},
+    "actors.serving.openai": {"actors.serving", "actors.serving.access", "actors.vllm_seam", *_SERVING},
+    "actors.serving.http": {
+        "actors.serving",
+        "actors.serving.access",
+        "actors.serving.grpc",
+        "actors.serving.openai",
+        *_SERVING,
+    },
     "actors.serving.replica": {"actors.serving", "actors.serving.openai", "actors.vllm_seam", *_ENGINE, *_SERVING},
 }
 MAY_IMPORT["actors.serve_seam"] = {room for room in MAY_IMPORT if room.startswith("actors.serving")} | _SERVING

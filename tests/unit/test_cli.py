@@ -99,6 +99,31 @@ def test_serve_explains_a_wrong_configuration_in_one_line(arguments: list[str], 
     assert result.stdout == ""
 
 
+DIES = """
+import sys
+from outrider.cluster.config import parse_config
+from outrider.deploy import cli, server
+from outrider.deploy.cli import serve
+from outrider.deploy.liveness import ServerDied
+
+def die(self):
+    raise ServerDied("Ray's raylet has ended; logs are in /nowhere")
+
+serve.prepare = lambda args, progress: parse_config({"target": {"model": "none"}})
+server.Server.start, server.Server.wait = lambda self: None, die
+sys.exit(cli.main(["serve", "any"]))
+"""
+
+
+def test_serve_ends_with_1_and_one_line_when_what_it_runs_on_dies() -> None:
+    done = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("outrider: serve: ")]
+    assert said == ["outrider: serve: Ray's raylet has ended; logs are in /nowhere"]
+    assert done.stdout.startswith("outrider: serving none ")
+    assert done.stdout.count("\n") == 1
+
+
 def test_serve_names_a_port_in_use_before_it_fetches(taken_port: int, tmp_path: Path) -> None:
     result = outrider(
         "serve", "smollm2", "--grpc-port", "0", "--http-port", str(taken_port), OUTRIDER_HOME=str(tmp_path)
@@ -118,6 +143,14 @@ def test_ports(taken_port: int) -> None:
     assert port_is_free(serving.grpc_port)
     with pytest.raises(ConfigError, match=r"serving\.grpc_port: port \d+ is in use.*--grpc-port"):
         settle_ports(parse_config({"target": {"model": "m"}, "serving": {"grpc_port": taken_port, "http_port": 0}}))
+
+
+def test_the_admin_port_is_one_of_its_own(taken_port: int) -> None:
+    free = pick_free_port()
+    for admin, grpc, problem in ((taken_port, 0, "is in use"), (free, free, "is grpc_port or http_port too")):
+        ports = {"admin_port": admin, "grpc_port": grpc, "http_port": 0}
+        with pytest.raises(ConfigError, match=rf"serving\.admin_port: .*{problem}"):
+            settle_ports(parse_config({"target": {"model": "m"}, "serving": ports}))
 
 
 def test_a_picked_port_is_none_that_an_outgoing_connection_may_get() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from outrider.cluster.config import parse_config
 from outrider.deploy import doctor
 from outrider.deploy.cli import main
-from outrider.deploy.cli.doctor import check_method, render
+from outrider.deploy.cli.doctor import check_method, render, shown_choices
 from outrider.deploy.doctor import Level, check_checkpoints, check_files, fail, judged, ok, warn, weight_files, worst
 
 GIB = 1 << 30
@@ -215,6 +215,17 @@ def test_the_method_and_the_link_are_checked_against_the_build():
     assert levels(check_method(config(**link), gpu=False))["link.backend"] is Level.FAIL
 
 
+def test_what_the_device_decides_is_shown_with_the_reason():
+    pair = config(drafter={"method": "draft_model", "model": "org/d"}, target={"max_num_seqs": 48})
+    for gpu, chunk, link in ((True, "1024 (GPU: ", "1000 (GPU: "), (False, "128 (CPU: ", "5000 (CPU: ")):
+        shown = {finding.subject: finding for finding in shown_choices(pair, gpu)}
+        assert {finding.level for finding in shown.values()} == {Level.OK}
+        assert shown["target.max_num_seqs"].text == "48 (as the configuration says)"
+        assert shown["drafter.prefill_chunk_tokens"].text.startswith(chunk)
+        assert shown["link.link_deadline_ms"].text.startswith(link)
+    assert not [finding for finding in shown_choices(config(), gpu=True) if finding.subject.startswith("link.")]
+
+
 def test_a_refusal_becomes_a_failure_with_its_fix():
     from outrider.cluster.config import ConfigError
 
@@ -253,7 +264,18 @@ def test_the_whole_command_on_a_small_checkpoint(checkpoint, tmp_path, capsys, o
     main(["doctor", str(file)])
     printed = capsys.readouterr().out
     subjects = [line[6:].split("  ")[0] for line in printed.splitlines()[:-1] if not line.startswith(" ")]
-    for subject in ("configuration", "target.model", "models", "method", "ports", "cores", "memory", "ulimit", "disk"):
+    for subject in (
+        "configuration",
+        "target.model",
+        "target.max_num_seqs",
+        "models",
+        "method",
+        "ports",
+        "cores",
+        "memory",
+        "ulimit",
+        "disk",
+    ):
         assert subject in subjects
     (internals,) = (line for line in printed.splitlines() if "  internals  " in line)
     assert internals.startswith("OK")

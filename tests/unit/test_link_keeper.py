@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from outrider.cluster.config import parse_config
-from outrider.cluster.link import LinkError
+from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
-from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
+from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity, SilentLinks
 from outrider.cluster.link.link import LinkCounters
 from outrider.cluster.registry import Homing, LinkReport, Membership
 
@@ -38,6 +38,10 @@ class ScriptedKeeper(LinkKeeper):
         self.members.renew("r2", "D2", 1e9, now=0)
         self.alive = {"D1", "D2"}
         self.looked = threading.Semaphore(0)
+        self.restarted = queue.Queue()
+
+    def _restart(self, drafter):
+        self.restarted.put(drafter)
 
     def _ask_registry(self, method, *args):
         return None if method == "report" else getattr(self.members, method)(*args)
@@ -69,9 +73,9 @@ def keeper(monkeypatch):
     assert not keeper._thread.is_alive()
 
 
-def lose(keeper, link, dead):
+def lose(keeper, link, dead, reason="connection lost"):
     keeper.alive -= dead
-    link.broken = "connection lost"
+    link.broken = reason
     keeper._broken.set()
 
 
@@ -104,3 +108,46 @@ def test_a_borrowed_link_that_breaks_is_replaced_as_any(keeper):
     lose(keeper, borrowed, set())
     again = keeper.next_link()
     assert (again.drafter, again.epoch > borrowed.epoch) == ("D2", True)
+
+
+def test_epochs_go_on_behind_those_of_a_registry_that_was_lost(keeper):
+    link = keeper.next_link()
+    keeper.members = Membership()
+    keeper.members.renew("r1", "D1", 1e9, now=0)
+    lose(keeper, link, set())
+    assert keeper.next_link().epoch > link.epoch
+
+
+def test_a_drafter_that_is_silent_on_two_links_is_restarted(keeper):
+    for _ in range(2):
+        assert keeper.restarted.empty()
+        lose(keeper, keeper.next_link(), set(), HANG)
+    assert keeper.restarted.get(timeout=SOON_S) == "D1"
+
+
+def silent_links(deadline_s, *heard):
+    """The number of the link after which the drafter is restarted; None: it is not."""
+    links = SilentLinks(deadline_s)
+    return next((number for number, one in enumerate(heard, 1) if links.ended(f"{HANG}: no answer", one)), None)
+
+
+def test_the_first_of_the_silent_links_may_have_worked_until_then():
+    assert silent_links(5.0, True, False) == 2
+    assert silent_links(30.0, False, False) == 2
+
+
+def test_a_deadline_shorter_than_an_honest_step_costs_no_drafter():
+    """190 ms a step, behind 90: on each link something is heard, that it is not ready at least, or not even that, where
+    a step holds everything up."""
+    assert silent_links(0.09, *[True] * 1000) is None
+    assert silent_links(0.09, *[False] * 20) is None, "1.8 s is nothing"
+    assert silent_links(0.09, *[False] * 56) == 56, "5 s are something"
+
+
+def test_what_ends_otherwise_is_no_silence():
+    links = SilentLinks(5.0)
+    assert not links.ended(f"{HANG}: no answer", False)
+    assert not links.ended("connection lost", False)
+    assert not links.ended(f"{HANG}: no answer", False)
+    assert links.ended(f"{HANG}: no answer", False)
+    assert not links.ended(f"{HANG}: no answer", False), "the new one starts afresh"

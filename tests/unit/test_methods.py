@@ -110,7 +110,8 @@ def test_a_smaller_model_of_the_same_tokenizer_fits():
     ("drafter", "same", "reason"),
     [
         ({**SMALL, "vocab_size": 999}, None, "vocabulary of 999 tokens, the target's has 1000"),
-        (SMALL, False, "another tokenizer of the same size"),
+        ({**SMALL, "vocab_size": 999}, False, "another tokenizer"),
+        (SMALL, False, "another tokenizer"),
         ({**LLAMA, "num_hidden_layers": 30}, True, "only 1.1 times smaller"),
     ],
 )
@@ -118,6 +119,12 @@ def test_a_drafter_that_does_not_fit_is_named_with_the_reason(drafter, same, rea
     found = advice(LLAMA, drafter, same=same)["draft_model", "remote"]
     assert found.verdict == "possible"
     assert f"/models/0: {reason}" in found.reason
+
+
+def test_a_tokenizer_that_is_padded_to_another_size_fits_in_a_drafter_actor_alone():
+    found = advice(LLAMA, {**SMALL, "vocab_size": 960}, same=True)
+    assert (found["draft_model", "remote"].verdict, found["draft_model", "co_located"].verdict) == ("fits", "possible")
+    assert "vocabulary of 960 tokens" in found["draft_model", "co_located"].reason
 
 
 def test_heads_fit_a_target_of_their_width():

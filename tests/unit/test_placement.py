@@ -17,12 +17,12 @@ def config(target_ranks: int = 1, drafter_ranks: int | None = 1, method: str = "
     return parse_config(data)
 
 
-def test_gpu_ranks_get_one_gpu_each_in_order() -> None:
-    placement = placement_of(config(2, 1), on_gpu=True)
-    gpu = {"GPU": 1.0, "CPU": 1.0}
-    assert placement.bundles == ({"CPU": 1.0}, gpu, gpu, gpu)
-    assert placement.target_bundle_indices == (1, 2)
-    assert placement.drafter_bundle_indices == (3,)
+def test_ranks_of_a_model_share_a_bundle_which_ray_never_splits_over_nodes() -> None:
+    placement = placement_of(config(4, 2), on_gpu=True)
+    assert placement.bundles == ({"CPU": 1.0}, {"GPU": 4.0, "CPU": 4.0}, {"GPU": 2.0, "CPU": 2.0})
+    assert placement.target_bundle_indices == (1, 1, 1, 1)
+    assert placement.drafter_bundle_indices == (2, 2)
+    assert placement.strategy == "PACK", "target and drafter may sit on different nodes"
 
 
 def test_an_ngram_drafter_takes_no_gpu() -> None:
@@ -34,8 +34,8 @@ def test_an_ngram_drafter_takes_no_gpu() -> None:
 def test_cpu_bundles_count_the_planned_cores() -> None:
     served = config(1, 2)
     placement = placement_of(served, on_gpu=False, core_plan=plan_cores(served, range(7)))
-    assert placement.bundles == ({"CPU": 1.0}, {"CPU": 3.0}, {"CPU": 2.0}, {"CPU": 2.0})
-    assert (placement.target_bundle_indices, placement.drafter_bundle_indices) == ((1,), (2, 3))
+    assert placement.bundles == ({"CPU": 1.0}, {"CPU": 3.0}, {"CPU": 4.0})
+    assert (placement.target_bundle_indices, placement.drafter_bundle_indices) == ((1,), (2, 2))
 
 
 def test_without_a_drafter_there_is_no_drafter_bundle() -> None:
@@ -44,16 +44,11 @@ def test_without_a_drafter_there_is_no_drafter_bundle() -> None:
     assert len(placement.bundles) == 2
 
 
-def test_indices_cover_every_bundle_once() -> None:
+def test_ranks_that_share_cores_count_for_what_they_share() -> None:
     served = config(3, 2)
     placement = placement_of(served, on_gpu=False, core_plan=plan_cores(served, range(2)))
-    indices = (0, *placement.target_bundle_indices, *placement.drafter_bundle_indices)
-    assert sorted(indices) == list(range(len(placement.bundles)))
-
-
-def test_bundles_are_not_one_shared_dictionary() -> None:
-    placement = placement_of(config(2, 1), on_gpu=True)
-    assert len({id(bundle) for bundle in placement.bundles}) == len(placement.bundles)
+    assert placement.bundles == ({"CPU": 1.0}, {"CPU": 3.0}, {"CPU": 2.0})
+    assert set(placement.target_bundle_indices) | set(placement.drafter_bundle_indices) == {1, 2}
 
 
 def test_a_cpu_placement_needs_a_plan_of_its_own_configuration() -> None:
@@ -64,7 +59,10 @@ def test_a_cpu_placement_needs_a_plan_of_its_own_configuration() -> None:
 
 
 def test_a_cluster_that_fits_exactly_is_fine() -> None:
-    check_cluster_can_hold(placement_of(config(2, 1), on_gpu=True), 1, {"GPU": 3.0, "CPU": 4.0})
+    check_cluster_can_hold(placement_of(config(2, 1), on_gpu=True), 1, [{"GPU": 3.0, "CPU": 4.0}])
+    check_cluster_can_hold(
+        placement_of(config(2, 1), on_gpu=True), 1, [{"GPU": 2.0, "CPU": 2.0}, {"GPU": 1.0, "CPU": 2.0}]
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,4 +80,21 @@ def test_a_cluster_that_fits_exactly_is_fine() -> None:
 )
 def test_what_a_cluster_lacks_is_named(replicas: int, resources: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_cluster_can_hold(placement_of(config(2, 1), on_gpu=True), replicas, resources)
+        check_cluster_can_hold(placement_of(config(2, 1), on_gpu=True), replicas, [resources])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "message"),
+    [
+        (
+            (4, 1),
+            [{"GPU": 3.0, "CPU": 9.0}, {"GPU": 3.0, "CPU": 9.0}],
+            r"target\.tensor_parallel_size: 4 target ranks.*4 GPUs",
+        ),
+        ((1, 2), [{"GPU": 1.0, "CPU": 9.0}] * 3, r"drafter\.tensor_parallel_size: 2 drafter ranks on one node"),
+        ((2, 1), [{"GPU": 4.0, "CPU": 1.0}, {"CPU": 64.0}], r"2 GPUs and 2 CPUs there, which no node"),
+    ],
+)
+def test_ranks_that_no_node_holds_together_are_refused(ranks, nodes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_cluster_can_hold(placement_of(config(*ranks), on_gpu=True), 1, nodes)

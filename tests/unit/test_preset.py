@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, parse_config
-from outrider.deploy.models.check import check_models, check_same_tokens, check_same_vocabulary, check_tensor_parallel
+from outrider.deploy.models.check import (
+    check_models,
+    check_same_size,
+    check_same_tokens,
+    check_tensor_parallel,
+    check_vocabularies,
+)
 from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS, models_dir, write_manifest
 from outrider.deploy.preset import Overrides, models_to_fetch, preset_names, resolve_config
 
@@ -55,6 +61,16 @@ def test_a_preset_uses_the_copies_that_are_fetched() -> None:
     assert isinstance(config.drafter, DraftModelConfig)
     assert config.drafter.model == "Qwen/Qwen2.5-Coder-0.5B-Instruct"
     assert models_to_fetch("qwen-coder", Overrides()) == ["Qwen2.5-Coder-0.5B-Instruct"]
+
+
+def test_what_is_not_written_stays_so() -> None:
+    """Defaults that depend on the device are chosen where nothing is written, after options and copies."""
+    config = resolve_config("qwen-coder", Overrides(dtype="float32", grpc_port=7))
+    assert config.serving.model_fields_set == {"grpc_port"}
+    assert "max_num_seqs" not in config.target.model_fields_set
+    assert isinstance(config.drafter, DraftModelConfig)
+    assert "prefill_chunk_tokens" not in config.drafter.model_fields_set
+    assert {"round_deadline_ms", "link_deadline_ms"} == config.link.model_fields_set
 
 
 def test_a_file_keeps_its_hub_id_even_when_a_copy_is_fetched(tmp_path: Path) -> None:
@@ -146,10 +162,29 @@ def test_tensor_parallel_that_does_not_split_is_refused(config: dict[str, object
         check_tensor_parallel(config, ranks, "target")
 
 
-def test_vocabularies_must_agree() -> None:
-    check_same_vocabulary(LLAMA, {"text_config": LLAMA})
-    with pytest.raises(ConfigError, match=r"drafter\.model: its vocabulary has 99 tokens, the target's has 100"):
-        check_same_vocabulary(LLAMA, {**LLAMA, "vocab_size": 99})
+SHORTER = {**LLAMA, "vocab_size": 99}
+TOKENS = {"a": 0, "b": 1}
+
+
+def test_one_tokenizer_may_be_padded_to_two_sizes() -> None:
+    check_vocabularies(LLAMA, SHORTER, (TOKENS, TOKENS))
+    check_vocabularies(SHORTER, LLAMA, (TOKENS, TOKENS))
+    check_vocabularies(LLAMA, {"text_config": LLAMA}, (TOKENS, None))
+    with pytest.raises(ConfigError, match=r"drafter\.model: its tokenizer differs"):
+        check_vocabularies(LLAMA, SHORTER, (TOKENS, {"a": 1, "b": 0}))
+
+
+@pytest.mark.parametrize("tokens", [(None, None), (TOKENS, None), (None, TOKENS)])
+def test_sizes_that_differ_without_tokenizers_to_compare_are_refused(tokens: tuple) -> None:
+    message = r"drafter\.model: its vocabulary has 99 tokens, the target's has 100.*without a tokenizer\.json of both"
+    with pytest.raises(ConfigError, match=message):
+        check_vocabularies(LLAMA, SHORTER, tokens)
+
+
+def test_co_located_drafting_wants_one_size() -> None:
+    check_same_size(LLAMA, {"text_config": LLAMA})
+    with pytest.raises(ConfigError, match=r"has 99 tokens, the target's has 100.*leave placement: co_located out"):
+        check_same_size(LLAMA, SHORTER)
 
 
 def test_tokens_must_agree() -> None:
@@ -164,14 +199,23 @@ def test_checkpoints_are_checked_from_their_files(tmp_path: Path) -> None:
     target = checkpoint(tmp_path / "t", vocab={"a": 0})
     twin = checkpoint(tmp_path / "twin", vocab={"a": 0})
     stranger = checkpoint(tmp_path / "stranger", vocab={"a": 1})
+    padded = checkpoint(tmp_path / "padded", vocab={"a": 0}, vocab_size=90)
 
-    def with_drafter(path: Path, ranks: int = 1) -> None:
-        drafter = {"method": "draft_model", "model": str(path), "tensor_parallel_size": ranks}
+    def with_drafter(path: Path, ranks: int = 1, **more: object) -> None:
+        drafter = {"method": "draft_model", "model": str(path), "tensor_parallel_size": ranks, **more}
         check_models(parse_config({"target": {"model": str(target)}, "drafter": drafter}))
 
     with_drafter(twin)
+    with_drafter(padded, draft_vocab_size=90)
     with pytest.raises(ConfigError, match=r"drafter\.model: its tokenizer differs"):
         with_drafter(stranger)
+    with pytest.raises(
+        ConfigError, match=r"drafter\.draft_vocab_size: 91, target and drafter have 90 tokens in common"
+    ):
+        with_drafter(padded, draft_vocab_size=91)
+    (padded / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"drafter\.model: its vocabulary has 90 tokens"):
+        with_drafter(padded)
     with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 5"):
         with_drafter(twin, ranks=5)
 

@@ -77,6 +77,18 @@ def test_what_a_descendant_had_mapped_is_removed_when_that_was_killed(leftovers:
         assert not (SHARED_MEMORY / name).exists()
 
 
+def test_a_killed_process_that_nobody_has_collected_holds_nothing(leftovers: set[str]) -> None:
+    watch = SharedMemoryWatch()
+    with child("make", "__KMP_REGISTERED_LIB_{pid}_{uid}") as process:
+        name = f"__KMP_REGISTERED_LIB_{process.pid}_{os.getuid()}"
+        leftovers.add(name)
+        watch.note()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and still in the table of processes
+        assert watch.remove_theirs() == []
+        assert not (SHARED_MEMORY / name).exists()
+
+
 def test_what_a_runtime_names_after_its_process_is_removed_when_that_was_killed(leftovers: set[str]) -> None:
     watch = SharedMemoryWatch()
     with child("make", "__KMP_REGISTERED_LIB_{pid}_{uid}", "torch_{pid}_123456_0") as process:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,12 @@ from outrider.actors.replica_calls import (
     check_request_id,
     sign,
 )
+from outrider.actors.serving.access.calls import let_in
+from outrider.actors.serving.access.guard import CALLER
+from outrider.actors.serving.access.owners import Owners, cache_salt, tenant_of
+from outrider.actors.serving.access.process import guard_ingress
+from outrider.actors.serving.admission import Admission
+from outrider.actors.serving.draining import DRAIN, DrainCalls
 from outrider.actors.serving.failures import IN_PROCESS_PEERS, REQUEST_ID_METADATA, UnknownService, errors_become_status
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.responses import (
@@ -56,25 +62,37 @@ from outrider.actors.serving.grpc.validation import (
     to_tokenize_request,
 )
 from outrider.actors.serving.running import RunningRequests, retried
+from outrider.actors.serving.shared_poll import SharedPoll
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.handle_calls import RPCS, CallFailed
 
 HEALTH_PERIOD_S = 1.0
 
-HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name)
-"""Whose health can be asked for."""
+LIVENESS, READINESS = "liveness", "readiness"
+"""Whether the server runs at all, and whether it can serve now. Only the first is a reason to start it anew."""
 
-CONTROL_TIMEOUT_S = 5.0
-"""A replica that is starting or stuck must not make a status call hang."""
+HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name, READINESS, LIVENESS)
+"""Whose health can be asked for. The first two are asked for readiness."""
 
 ABORT_TIMEOUT_S = 2.0
 
 
 @contextmanager
 def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | None = None) -> Iterator[RequestSpan]:
-    """Around an RPC: errors become its status, how it ended is counted, and a request's is traced."""
+    """Around an RPC: it needs a key where keys are asked for, errors become its status, how it ended is counted, and a
+    request's is traced."""
     in_process = not isinstance(grpc_context, RayServegRPCContext) or grpc_context.peer() in IN_PROCESS_PEERS
-    api = "in_process" if in_process else "grpc"
+    with ExitStack() as keyed:
+        if not in_process:
+            with errors_become_status(grpc_context, rpc):
+                keyed.enter_context(let_in(grpc_context, rpc))
+        with _counted("in_process" if in_process else "grpc", grpc_context, rpc, request_id) as span:
+            yield span
+
+
+@contextmanager
+def _counted(api: str, grpc_context: RayServegRPCContext, rpc: str, request_id: str | None) -> Iterator[RequestSpan]:
     code = CANCELLED
     try:
         with (
@@ -103,6 +121,7 @@ class HealthCalls:
 
     _target: DeploymentHandle
     _broadcast: Broadcast
+    _health_poll: SharedPoll[int]
     _capacity_metadata: list[tuple[str, str]]
 
     async def Check(
@@ -112,30 +131,43 @@ class HealthCalls:
             if request.service not in HEALTH_SERVICES:
                 raise UnknownService(request.service)
             grpc_context.set_trailing_metadata(self._capacity_metadata)
-            return health_pb2.HealthCheckResponse(status=await self._health())
+            return health_pb2.HealthCheckResponse(status=await self._health(request.service))
 
     async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthListResponse:
         with answering(grpc_context, "List"):
             health = health_pb2.HealthCheckResponse(status=await self._health())
-            return health_pb2.HealthListResponse(statuses=dict.fromkeys(HEALTH_SERVICES, health))
+            statuses = dict.fromkeys(HEALTH_SERVICES, health)
+            statuses[LIVENESS] = health_pb2.HealthCheckResponse(status=await self._health(LIVENESS))
+            return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """A service that is not known stays so: the stream says it once and goes on."""
+        """A service that is not known stays so: the stream says it once and goes on. It ends with the server."""
         with answering(grpc_context, "Watch"):
             last = None
             while True:
-                known = request.service in HEALTH_SERVICES
-                status = await self._health() if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+                service = request.service
+                known = service in HEALTH_SERVICES
+                status = await self._health(service) if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
                 if status != last:
                     yield health_pb2.HealthCheckResponse(status=status)
                 last = status
+                if DRAIN.ends_watches:
+                    return
                 await asyncio.sleep(HEALTH_PERIOD_S)
 
-    async def _health(self) -> int:
+    async def _health(self, service: str = "") -> int:
+        """Of liveness this answer is the proof."""
+        if service == LIVENESS:
+            return health_pb2.HealthCheckResponse.SERVING
+        if DRAIN.begun:
+            return health_pb2.HealthCheckResponse.NOT_SERVING
+        return await self._health_poll()
+
+    async def _ask_health(self) -> int:
         """Serving, as long as one target replica runs that does not say it is broken. One that says nothing may be
         busy: Serve's own checks of it, which wait longer, decide whether it runs."""
         try:
@@ -175,7 +207,7 @@ class HandleCalls:
             raise _failed(error, context) from None
 
 
-class Ingress(HandleCalls, HealthCalls):
+class Ingress(HandleCalls, HealthCalls, DrainCalls):
     """Serve calls the method named like the RPC. The target handle must offer
 
     - ``generate(GenerationRequest)``: streams RoundOutput, each answer's last one with finish_reason. Raises
@@ -196,16 +228,32 @@ class Ingress(HandleCalls, HealthCalls):
         capacity: int | None = None,
         *,
         broadcast: Broadcast,
+        keys_file: str | None = None,
+        isolates_tenants: bool = False,
+        limits: LimitsConfig | None = None,
+        is_stopping: Callable[[], bool] = bool,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
-        targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas."""
+        targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
+        None: the defaults. keys_file: whose keys calls need; None: none. isolates_tenants: caches are a key's own.
+        is_stopping: whether Serve takes this replica down.
+
+        Raises ConfigError for a file of keys that cannot be used."""
+        DRAIN.watch(is_stopping)
+        guard_ingress(keys_file)
         self._target, self._broadcast = target, broadcast
         self._generate = target.generate.options(stream=True)
-        self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size)
+        self._limits = limits or LimitsConfig()
+        self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size, self._limits)
+        self._admission = Admission(self._limits)
+        self._health_poll = SharedPoll(self._ask_health)
+        self._status_poll = SharedPoll(self._ask_status)
         self._max_retries = max_retries
         self._capacity_metadata = [] if capacity is None else [(CAPACITY_METADATA, str(capacity))]
         self._running = RunningRequests()
+        self._owners = Owners()
+        self._isolates_tenants = isolates_tenants
         self._started_unix_s = time.time()
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
@@ -237,10 +285,12 @@ class Ingress(HandleCalls, HealthCalls):
     async def AbortRequest(
         self, request: pb.AbortRequestRequest, grpc_context: RayServegRPCContext
     ) -> pb.AbortRequestResponse:
-        """The target's own end comes first, as it counts what was done. What has not reached a target, or sits at one
-        that does not answer, is ended by the ingress that holds it."""
+        """Of a key's own requests. The target's own end comes first, as it counts what was done. What has not reached a
+        target, or sits at one that does not answer, is ended by the ingress that holds it."""
         with answering(grpc_context, "AbortRequest"):
             check_request_id(request.request_id)
+            if not await self._may_end(request.request_id):
+                return pb.AbortRequestResponse(aborted=False)  # as for an id that nobody has
             heard = True
             for ask in (self._abort_at_targets, self._abort_at_ingresses):
                 aborted, all_heard = await ask(request.request_id)
@@ -250,6 +300,22 @@ class Ingress(HandleCalls, HealthCalls):
             if not heard:
                 raise ConnectionError("not every replica answered")
             return pb.AbortRequestResponse(aborted=False)
+
+    async def _may_end(self, request_id: str) -> bool:
+        """Whether the caller's key has asked for it, or no key is needed. Some ingress holds it, if anybody does."""
+        caller = CALLER.get()
+        if caller is None or caller.is_admin:
+            return True
+        name = caller.key.name
+        if (owned := self._owners.owns(request_id, name)) is not None:
+            return owned
+        replies = await self._broadcast(_this_deployment(), "owns", request_id, name, timeout_s=ABORT_TIMEOUT_S)
+        said = {reply.value for reply in replies if reply.value is not None}
+        return said == {True}
+
+    async def owns(self, request_id: str, key: str) -> bool | None:
+        """See Owners.owns; another ingress asks."""
+        return self._owners.owns(request_id, key)
 
     async def _abort_at_targets(self, request_id: str) -> tuple[bool, bool]:
         """Whether one had the request, and whether all of them answered."""
@@ -277,7 +343,9 @@ class Ingress(HandleCalls, HealthCalls):
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
         with answering(grpc_context, "Tokenize"):
             check_model(request, self._served)
-            tokens = await _within(CONTROL_TIMEOUT_S, self._target.tokenize.remote(to_tokenize_request(request)))
+            tokens = await _within(
+                self._limits.control_timeout_s, self._target.tokenize.remote(to_tokenize_request(request))
+            )
             return pb.TokenizeResponse(
                 token_ids=tokens.token_ids,
                 count=len(tokens.token_ids),
@@ -290,15 +358,17 @@ class Ingress(HandleCalls, HealthCalls):
     ) -> pb.DetokenizeResponse:
         with answering(grpc_context, "Detokenize"):
             check_model(request, self._served)
-            ids = to_token_ids(request, self._served.vocab_size)
-            text = await _within(CONTROL_TIMEOUT_S, self._target.detokenize.remote(ids, request.skip_special_tokens))
+            ids = to_token_ids(request, self._served.vocab_size, self._limits)
+            text = await _within(
+                self._limits.control_timeout_s, self._target.detokenize.remote(ids, request.skip_special_tokens)
+            )
             return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetModelInfoResponse:
         with answering(grpc_context, "GetModelInfo"):
-            info = await _within(CONTROL_TIMEOUT_S, self._target.model_info.remote())
+            info = await _within(self._limits.control_timeout_s, self._target.model_info.remote())
             grpc_context.set_trailing_metadata(self._capacity_metadata)
             return model_info_message(self._served.name, info)
 
@@ -313,17 +383,22 @@ class Ingress(HandleCalls, HealthCalls):
         self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerStatusResponse:
         with answering(grpc_context, "GetServerStatus"):
-            status = await _within(CONTROL_TIMEOUT_S, self._target.status.remote())
+            status = await self._status_poll()
             response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
             response.model = self._served.name
             grpc_context.set_trailing_metadata(self._capacity_metadata)
             return response
 
+    async def _ask_status(self) -> dict[str, Any]:
+        return await _within(self._limits.control_timeout_s, self._target.status.remote())
+
     def _trailing(self, request_id: str, load: ReplicaLoad | None = None) -> list[tuple[str, str | bytes]]:
         return [(REQUEST_ID_METADATA, request_id), *self._capacity_metadata, *load_metadata(load)]
 
     def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
-        return to_generation_request(request, self._served, request_id=request_id)
+        checked = to_generation_request(request, self._served, request_id=request_id)
+        tenant = tenant_of(CALLER.get()) if self._isolates_tenants else 0
+        return replace(checked, tenant=tenant, cache_salt=cache_salt(tenant, checked.cache_salt))
 
     async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """The target's outputs.
@@ -339,10 +414,16 @@ class Ingress(HandleCalls, HealthCalls):
             return self._generate.remote(replace(request, avoid_replicas=avoid) if avoid else request)
 
         outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
-        with self._running.hold(request) as running:
+        caller, prompt_counted = CALLER.get(), False
+        owned = self._owners.hold(request.request_id, caller)
+        with self._admission.hold(request), owned, self._running.hold(request) as running:
             async with aclosing(outputs):
                 while (output := await running.next(outputs)) is not None:
                     running.note(output)
+                    if caller is not None:
+                        prompt = output.usage.prompt_tokens if output.usage and not prompt_counted else 0
+                        prompt_counted = prompt_counted or output.usage is not None
+                        caller.used(prompt, len(output.token_ids))
                     yield output
             if running.aborted:
                 for output in running.aborted_outputs():

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf import struct_pb2
@@ -24,13 +24,17 @@ from outrider.actors.replica_calls import (
     GenerationRequest,
     RequestError,
     TokenizeRequest,
+    check_list,
+    check_max_tokens,
     check_num_speculative_tokens,
     check_range,
     check_request_id,
     check_seeds,
+    check_timeout,
     check_verification_under_grammar,
     shown,
 )
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
@@ -67,6 +71,7 @@ VERIFICATIONS: dict[pb.Verification, str | None] = {
 }
 
 MAX_TEMPLATE_DEPTH = 32
+MAX_CACHE_SALT = 128
 
 _OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
 _RESERVED = frozenset(
@@ -98,6 +103,8 @@ class ServedModel:
     vocab_size: int | None = None
     """None: not known here, the target checks token ids."""
 
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
 
 def to_generation_request(
     message: GenerationMessage,
@@ -121,11 +128,12 @@ def to_generation_request(
         prompt_token_ids=token_ids,
         prompt_chat=chat,
         apply_chat_template=message.apply_chat_template,
-        sampling=to_sampling(message.sampling, served.vocab_size),
+        sampling=to_sampling(message.sampling, served.vocab_size, served.limits),
         speculation=enabled,
         num_speculative_tokens=num_speculative_tokens,
         verification=_verification(message),
-        deadline=_deadline(message, clock),
+        deadline=_deadline(message, served.limits, clock),
+        cache_salt=_cache_salt(message),
     )
 
 
@@ -184,19 +192,34 @@ def _verification(message: GenerationMessage) -> str | None:
     return chosen
 
 
-def _deadline(message: GenerationMessage, clock: Callable[[], float]) -> Deadline | None:
-    if not message.HasField("timeout_ms"):
+def _cache_salt(message: GenerationMessage) -> str | None:
+    if not message.HasField("cache_salt"):
         return None
+    if not 1 <= len(message.cache_salt) <= MAX_CACHE_SALT:
+        problem = f"{len(message.cache_salt)} characters are no salt"
+        raise RequestError("cache_salt", problem, f"send 1 to {MAX_CACHE_SALT} characters, or leave it out")
+    return str(message.cache_salt)
+
+
+def _deadline(message: GenerationMessage, limits: LimitsConfig, clock: Callable[[], float]) -> Deadline:
+    if not message.HasField("timeout_ms"):
+        return Deadline.after(limits.default_timeout_s, clock)
     if message.timeout_ms == 0:
         raise RequestError("timeout_ms", "0 leaves no time to answer", "send 1 or more, or leave it out")
+    check_timeout("timeout_ms", message.timeout_ms, limits)
     return Deadline.after(message.timeout_ms / 1000, clock)
 
 
-def to_sampling(sampling: pb.SamplingParameters, vocab_size: int | None) -> dict[str, Any]:
-    """Keyword arguments for the fields the client set; vocab_size None: token ids are not checked.
+def to_sampling(
+    sampling: pb.SamplingParameters, vocab_size: int | None, limits: LimitsConfig | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for the fields the client set, and those that have a default of the deployment's. vocab_size
+    None: token ids are not checked. limits None: the defaults.
 
     Raises RequestError naming the first field that is wrong.
     """
+    limits = limits or LimitsConfig()
+    _check_listed(sampling, limits)
     chosen: dict[str, Any] = {}
     for name in RANGES:
         if sampling.HasField(name):
@@ -221,8 +244,23 @@ def to_sampling(sampling: pb.SamplingParameters, vocab_size: int | None) -> dict
         chosen["logit_bias"] = _logit_bias(sampling, vocab_size)
     if sampling.HasField("structured_outputs"):
         chosen["structured_outputs"] = _structured_outputs(sampling.structured_outputs)
+    if "max_tokens" in chosen:
+        check_max_tokens("sampling.max_tokens", chosen["max_tokens"], limits)
+    elif limits.unasked_max_tokens is not None:
+        chosen["max_tokens"] = limits.unasked_max_tokens
     _check_combinations(chosen)
     return chosen
+
+
+def _check_listed(sampling: pb.SamplingParameters, limits: LimitsConfig) -> None:
+    """Before any of it is copied. Raises RequestError."""
+    for name, most, most_chars in (
+        ("stop", limits.max_stop_strings, limits.max_stop_string_chars),
+        ("bad_words", limits.max_bad_words, limits.max_bad_word_chars),
+        ("stop_token_ids", limits.max_listed_token_ids, None),
+        ("logit_bias", limits.max_listed_token_ids, None),
+    ):
+        check_list(f"sampling.{name}", getattr(sampling, name), most, most_chars)
 
 
 def _logit_bias(sampling: pb.SamplingParameters, vocab_size: int | None) -> dict[int, float]:
@@ -347,8 +385,9 @@ def to_tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
     )
 
 
-def to_token_ids(message: pb.DetokenizeRequest, vocab_size: int | None) -> tuple[int, ...]:
+def to_token_ids(message: pb.DetokenizeRequest, vocab_size: int | None, limits: LimitsConfig) -> tuple[int, ...]:
     """Raises RequestError."""
+    check_list("token_ids", message.token_ids, limits.max_detokenize_ids)
     check_vocabulary("token_ids", message.token_ids, vocab_size)
     return tuple(message.token_ids)
 

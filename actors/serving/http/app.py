@@ -28,10 +28,14 @@ from outrider.actors.observability.exposition import CONTENT_TYPE
 from outrider.actors.observability.metrics import CANCELLED, METRICS, ApplicationMetrics, IngressMetrics, Scraped
 from outrider.actors.observability.tracing import TRACE_HEADERS, ingress_span, process_tracer
 from outrider.actors.replica_calls import Broadcast, RequestError
+from outrider.actors.serving.access.calls import GuardedHttp
+from outrider.actors.serving.access.process import ingress_guard
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
+from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
-from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of
+from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of, refused_by_key
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -70,24 +74,34 @@ class Front(Ingress):
         served_model_name: str,
         num_speculative_tokens: int,
         *args: Any,
-        max_request_bytes: int,
+        docs: bool = True,
+        admin: AdminAddress | None = None,
         **kwargs: Any,
     ) -> None:
-        """args, kwargs: Ingress's own. max_request_bytes: longest HTTP body that is read."""
+        """args, kwargs: Ingress's own. docs: serve ``/openapi.json``. admin: where metrics and status are, alone; None:
+        with the rest."""
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
             target,
             served_model_name,
             num_speculative_tokens,
-            max_request_bytes,
             self._max_retries,
             self,
             self._broadcast,
             kwargs.get("capacity"),
+            self._limits,
+            self._admission,
+            self._owners,
+            self._isolates_tenants,
+            docs,
         )
+        self._admin = admin
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_http_app(self._http)
+        app = build_http_app(self._http)
+        if self._admin is not None:
+            move_to_admin_port(app, self._admin)
+        return app
 
 
 def build_http_app(context: HttpContext) -> FastAPI:
@@ -96,11 +110,13 @@ def build_http_app(context: HttpContext) -> FastAPI:
     app = FastAPI(title="Outrider", openapi_url=None, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     add_openai_routes(app, context)
-    add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.max_request_bytes)
+    add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.limits)
     add_page_routes(app)
     add_route_patterns(app, context.target, context.broadcast)
+    app.add_middleware(CheckBrowsers, limits=context.limits)
     if context.capacity is not None:
         app.add_middleware(TellCapacity, capacity=context.capacity)
+    app.add_middleware(GuardedHttp, failed=refused_by_key, guard=ingress_guard, in_proxy=False)  # the outermost
     return app
 
 

@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure
+from outrider.cluster.limits import LimitsConfig
 
 MAX_DEPTH = 128
 """Of nested objects and arrays. JSON schemas are the deepest thing that clients send; the engine takes 64."""
 
+_QUOTE = ord('"')
 _INT64 = range(-(2**63), 2**63)
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
+_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[,\[{]', re.DOTALL)
+"""A text, or what goes before a value. Possessive: nothing is kept for going back."""
+
+
+async def read_json_object(request: Request, limits: LimitsConfig) -> dict[str, Any]:
     """Raises HttpError 413 or 415 for the envelope, RequestError for what is in it."""
+    max_bytes = limits.max_request_bytes
     _check_headers(request, max_bytes)
     received = bytearray()
     async for chunk in request.stream():
         received += chunk
         if len(received) > max_bytes:
             raise _too_large(max_bytes)
-    return decode_json_object(bytes(received))
+    return decode_json_object(bytes(received), limits.max_request_values)
 
 
-def decode_json_object(raw: bytes) -> dict[str, Any]:
-    """Raises RequestError, with the path of the value at fault where there is one."""
+def decode_json_object(raw: bytes, max_values: int) -> dict[str, Any]:
+    """max_values: most members of lists and objects. Raises RequestError, with the path of the value at fault where
+    there is one."""
+    if _has_more_values(raw, max_values):
+        raise RequestError(
+            "body", "holds too many values", f"send at most {max_values} in one request (limits.max_request_values)"
+        )
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=_not_json)
     except UnicodeDecodeError as error:
@@ -47,34 +61,71 @@ def decode_json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def _has_more_values(raw: bytes, most: int) -> bool:
+    """Before they are made: decoded, an empty list takes thirty times its two bytes. Told of what is no JSON, too."""
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") <= most:
+        return False
+    values = texts = 0
+    for token in _TOKENS.finditer(raw):
+        if raw[token.start()] == _QUOTE:
+            texts += 1
+        else:
+            values += 1
+        if values > most or texts > 2 * most:
+            return True
+    return False
+
+
 def check_values(body: dict[str, Any]) -> None:
-    """Every number fits 64 bits and every text is Unicode, at a depth that recursion can take. Raises RequestError."""
-    pending: list[tuple[str, Any, int]] = [("", body, 0)]
+    """Every number fits 64 bits and every text is Unicode, at a depth that recursion can take. Raises RequestError for
+    the first that does not; where that is, is put in words then."""
+    keys: list[Any] = []
+    pending: list[Iterator[tuple[Any, Any]]] = [_members(body)]
     while pending:
-        path, value, depth = pending.pop()
-        if isinstance(value, str):
-            _check_text(path, value)
-        elif isinstance(value, float):
-            if not math.isfinite(value):
-                raise RequestError(path, "is too large a number", "send a finite number")
-        elif isinstance(value, int):
+        member = next(pending[-1], None)
+        if member is None:
+            pending.pop()
+            if keys:
+                keys.pop()
+            continue
+        key, value = member
+        kind = type(value)
+        if kind is int:
             if value not in _INT64:
-                raise RequestError(path, "is too large a number", "send an integer of 64 bits")
-        elif isinstance(value, (dict, list)):
-            if depth == MAX_DEPTH:
-                raise _too_deep(path.split(".")[0])
-            if isinstance(value, dict):
-                for key, item in value.items():
-                    _check_text(path or "body", key)
-                    pending.append((f"{path}.{key}" if path else key, item, depth + 1))
-            else:
-                pending.extend((f"{path}.{index}", item, depth + 1) for index, item in enumerate(value))
+                raise RequestError(_path(keys, key), "is too large a number", "send an integer of 64 bits")
+        elif kind is str:
+            _check_text(value, keys, key)
+        elif kind is float:
+            if not math.isfinite(value):
+                raise RequestError(_path(keys, key), "is too large a number", "send a finite number")
+        elif kind is dict or kind is list:
+            if len(pending) == MAX_DEPTH:
+                raise _too_deep(_path([], keys[0]))
+            keys.append(key)
+            pending.append(_members(value, keys))
+
+
+def _members(value: dict[str, Any] | list[Any], path: list[Any] | None = None) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, list):
+        yield from enumerate(value)
+        return
+    for key, item in value.items():
+        _check_text(key, path or [], None)
+        yield key, item
+
+
+def _path(keys: list[Any], key: Any = None) -> str:
+    """Of a member, or of what keys lead to; fit to be sent."""
+    steps = [*keys] if key is None else [*keys, key]
+    return ".".join(map(str, steps)).encode("utf-8", "replace").decode() or "body"
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise HttpError(HttpFailure(415, f"content-type {kind[:60]!r} is not taken; send application/json"))
+    # Pages of other origins may send what has no type, or another one, without asking first.
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        found = f"{kind[:60]!r} is not taken" if kind else "is missing"
+        raise HttpError(HttpFailure(415, f"content-type {found}; send application/json"))
     if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise HttpError(HttpFailure(415, f"content-encoding {encoding[:60]!r} is not taken; send the body as it is"))
     length = request.headers.get("content-length", "0")
@@ -82,13 +133,13 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-def _check_text(path: str, text: str) -> None:
+def _check_text(text: str, keys: list[Any], key: Any) -> None:
+    if text.isascii():
+        return
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise RequestError(
-            path.encode("utf-8", "replace").decode(), "holds half of a surrogate pair", "send whole characters"
-        ) from None
+        raise RequestError(_path(keys, key), "holds half of a surrogate pair", "send whole characters") from None
 
 
 def _not_json(constant: str) -> NoReturn:
@@ -100,7 +151,7 @@ def _too_deep(field: str) -> RequestError:
 
 
 def _too_large(max_bytes: int) -> HttpError:
-    return HttpError(HttpFailure(413, f"the body is longer than {max_bytes} bytes (serving.max_request_bytes)"))
+    return HttpError(HttpFailure(413, f"the body is longer than {max_bytes} bytes (limits.max_request_bytes)"))
 
 
 def _kind(value: Any) -> str:

@@ -20,8 +20,8 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -34,13 +34,28 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from outrider.actors.observability.logs import note_request
-from outrider.actors.replica_calls import Broadcast, Endpoint, OpenAIHead, OpenAIRequest, RequestError
+from outrider.actors.replica_calls import (
+    Broadcast,
+    Deadline,
+    Endpoint,
+    OpenAIHead,
+    OpenAIRequest,
+    ReplicaReply,
+    RequestError,
+    TokensUsed,
+)
+from outrider.actors.serving.access.guard import CALLER, Caller
+from outrider.actors.serving.access.owners import Owners, cache_salt, tenant_of
+from outrider.actors.serving.admission import Admission
+from outrider.actors.serving.draining import DRAIN, Draining
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
 from outrider.actors.serving.http.body import read_json_object
 from outrider.actors.serving.openai.door import REQUEST_ID_HEADER, to_openai_request
 from outrider.actors.serving.openai.errors import DONE, HttpError, HttpFailure, failure_of
 from outrider.actors.serving.running import retried
+from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.installed import VLLM, installed_version
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 
 HEALTH_TIMEOUT_S = 5.0
@@ -91,9 +106,6 @@ class HttpContext:
     num_speculative_tokens: int
     """K, 0 without a drafter."""
 
-    max_request_bytes: int
-    """Longest body that is read."""
-
     max_retries: int
     """How often a request is sent again whose replica is lost before it has begun to answer."""
 
@@ -105,6 +117,19 @@ class HttpContext:
     capacity: int | None = None
     """Requests that targets and queue hold together, which proxies are told; None: unknown."""
 
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    admission: Admission = field(default_factory=lambda: Admission(LimitsConfig()))
+    """The gRPC servicer's: both APIs are held together."""
+
+    owners: Owners = field(default_factory=Owners)
+    """Whose request is whose."""
+
+    isolates_tenants: bool = False
+    """Caches are a key's own."""
+
+    docs: bool = True
+    """Serve ``/openapi.json``."""
+
 
 def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
     for path, endpoint in _PATHS.items():
@@ -112,25 +137,40 @@ def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        return await ask(context.target, OpenAIRequest("models", _id(request)), context.max_retries)
+        return await ask(context.target, _question(context, "models", request), context.max_retries)
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str, request: Request) -> Response:
         if model != context.served_model_name:
             message = f"the model {model[:60]!r} is not served here; {context.served_model_name!r} is"
             return HttpFailure(404, message, "model").response()
-        return await ask(context.target, OpenAIRequest("models", _id(request), {"id": model}), context.max_retries)
+        return await ask(context.target, _question(context, "models", request, {"id": model}), context.max_retries)
 
-    @app.get("/openapi.json")
-    async def openapi(request: Request) -> Response:
-        return await ask(context.target, OpenAIRequest("openapi", _id(request)), context.max_retries)
+    if context.docs:
 
+        @app.get("/openapi.json")
+        async def openapi(request: Request) -> Response:
+            return await ask(context.target, _question(context, "openapi", request), context.max_retries)
+
+    async def ask_health() -> list[ReplicaReply]:
+        # Not an ordinary call: a queue that is full would refuse it, and a busy server is no sick one.
+        return await context.broadcast(context.target, "check_health", timeout_s=HEALTH_TIMEOUT_S)
+
+    poll = SharedPoll(ask_health)
+
+    @app.get("/livez", include_in_schema=False)
+    async def alive() -> Response:
+        """Proxy and ingress answer. What cannot serve now may be mending itself; see /readyz."""
+        return Response(status_code=200)
+
+    @app.get("/readyz", include_in_schema=False)
     @app.get("/health")
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        # Not an ordinary call: a queue that is full would refuse it, and a busy server is no sick one.
-        replies = await context.broadcast(context.target, "check_health", timeout_s=HEALTH_TIMEOUT_S)
+        if DRAIN.begun:
+            return HttpFailure(503, str(Draining())).response()
+        replies = await poll()
         if not any(reply.ok for reply in replies):
             return HttpFailure(503, f"no target replica answered within {HEALTH_TIMEOUT_S:g} s").response()
         return Response(status_code=200)
@@ -142,31 +182,58 @@ def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
 
 def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        body = await read_json_object(request, context.max_request_bytes)
+        body = await read_json_object(request, context.limits)
         checked = to_openai_request(
             endpoint,
             body,
             request.headers,
             num_speculative_tokens=context.num_speculative_tokens,
             request_id=uuid.uuid4().hex,
+            limits=context.limits,
         )
-        return await ask(context.target, checked, context.max_retries)
+        admission = context.admission if endpoint in ("chat", "completions") else None
+        if context.isolates_tenants:
+            checked = _of_tenant(checked, tenant_of(CALLER.get()))
+        return await ask(context.target, checked, context.max_retries, admission, context.owners)
 
     return answer
+
+
+def _of_tenant(request: OpenAIRequest, tenant: int) -> OpenAIRequest:
+    if request.endpoint not in ("chat", "completions") or not tenant:
+        return request
+    asked = request.body.get("cache_salt")
+    salt = cache_salt(tenant, asked if isinstance(asked, str) else None)
+    body = {**request.body, "cache_salt": salt} if asked is None or isinstance(asked, str) else request.body
+    return replace(request, body=body, round_options={**request.round_options, "tenant": tenant})
+
+
+def _question(
+    context: HttpContext, endpoint: Endpoint, request: Request, body: dict[str, Any] | None = None
+) -> OpenAIRequest:
+    deadline = Deadline.after(context.limits.control_timeout_s)
+    return OpenAIRequest(endpoint, _id(request), body or {}, deadline=deadline)
 
 
 def _id(request: Request) -> str:
     return request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
 
 
-async def ask(target: DeploymentHandle, request: OpenAIRequest, max_retries: int) -> Response:
+async def ask(
+    target: DeploymentHandle,
+    request: OpenAIRequest,
+    max_retries: int,
+    admission: Admission | None = None,
+    owners: Owners | None = None,
+) -> Response:
     """The whole answer, or a response that goes on as it is sent.
 
     target: the Target deployment. max_retries: how often a request is sent again whose replica is lost before it has
-    begun to answer. Raises HttpError.
+    begun to answer. admission: what it is counted in, for a generation. owners: of requests that can be aborted.
+    Raises HttpError.
     """
     note_request(request.request_id)
-    parts = _parts(target, request, max_retries)
+    parts = _counted(_parts(target, request, max_retries, admission), request, CALLER.get(), owners or Owners())
     try:
         head = await anext(parts)
         assert isinstance(head, OpenAIHead)
@@ -178,20 +245,39 @@ async def ask(target: DeploymentHandle, request: OpenAIRequest, max_retries: int
         raise HttpError(failure_of(error, request.request_id)) from None
 
 
-async def _parts(target: DeploymentHandle, request: OpenAIRequest, max_retries: int) -> Parts:
+async def _counted(
+    parts: AsyncGenerator[OpenAIHead | str | TokensUsed, None],
+    request: OpenAIRequest,
+    caller: Caller | None,
+    owners: Owners,
+) -> Parts:
+    """parts without the tokens, which the caller is charged for."""
+    with owners.hold(request.request_id, caller):
+        async with aclosing(parts):
+            async for part in parts:
+                if not isinstance(part, TokensUsed):
+                    yield part
+                elif caller is not None:
+                    caller.used(part.prompt, part.completion)
+
+
+async def _parts(
+    target: DeploymentHandle, request: OpenAIRequest, max_retries: int, admission: Admission | None
+) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
     """The deadline is watched here too, since a request may spend it waiting for a replica."""
     call = target.openai.options(stream=True)
 
     def send(avoid: tuple[str, ...]) -> Any:
         return call.remote(replace(request, avoid_replicas=avoid))
 
-    async with aclosing(retried(send, max_retries=max_retries, request_id=request.request_id)) as stream:
-        while True:
-            async with asyncio.timeout(request.seconds_left()):
-                part = await anext(stream, None)
-            if part is None:
-                return
-            yield part
+    with nullcontext() if admission is None else admission.hold(request):
+        async with aclosing(retried(send, max_retries=max_retries, request_id=request.request_id)) as stream:
+            while True:
+                async with asyncio.timeout(request.seconds_left()):
+                    part = await anext(stream, None)
+                if part is None:
+                    return
+                yield part
 
 
 async def _openai_events(parts: Parts, request_id: str) -> AsyncGenerator[str, None]:
@@ -205,12 +291,11 @@ async def _openai_events(parts: Parts, request_id: str) -> AsyncGenerator[str, N
             yield failure_of(error, request_id).event()
 
 
-def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: TokenTexts, max_request_bytes: int) -> None:
-    """max_request_bytes: longest body that is read."""
+def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: TokenTexts, limits: LimitsConfig) -> None:
 
     @app.post("/outrider/v1/stream", include_in_schema=False)
     async def stream(request: Request) -> Response:
-        message = to_message(await read_json_object(request, max_request_bytes), pb.GenerateStreamRequest())
+        message = to_message(await read_json_object(request, limits), pb.GenerateStreamRequest())
         call = RpcCall()
         answers = rpcs.GenerateStream(message, call)
         # Before the status line leaves, so that what is refused at the door gets a status of its own.
@@ -229,9 +314,10 @@ def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: Token
 
     @app.post("/outrider/v1/token_texts", include_in_schema=False)
     async def texts(request: Request) -> Response:
-        ids = to_token_ids(await read_json_object(request, max_request_bytes))
+        ids = to_token_ids(await read_json_object(request, limits))
         try:
-            known = await token_texts(ids)
+            async with asyncio.timeout(limits.control_timeout_s):
+                known = await token_texts(ids)
         except Exception as error:  # noqa: BLE001 - the kind of a replica's error is known once it is unpacked
             raise HttpError(failure_of(error, "token_texts")) from None
         return JSONResponse({"texts": known}, headers=_UNCACHED)

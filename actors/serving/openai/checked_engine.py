@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
@@ -15,19 +16,50 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.replica_calls import LIMITS, Deadline, RequestError
+from outrider.actors.grammars.bounds import FIX, Ending, Mode
+from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_requests import traced_generate
+from outrider.actors.vllm_seam.structured_outputs import checked
+
+CONSTRAINT = "structured_outputs"
+"""As vLLM calls it. A client that wrote response_format, or tools, is told of that: see serving.py."""
+
+
+class Tally:
+    """Tokens that one OpenAI request has cost so far, all its prompts and answers together."""
+
+    def __init__(self) -> None:
+        self._prompt = self._completion = 0
+
+    @property
+    def uncounted(self) -> int:
+        return self._prompt + self._completion
+
+    def add(self, output: RequestOutput, *, first: bool) -> None:
+        """output: a delta, or all of an answer at its end."""
+        if first:
+            self._prompt += len(output.prompt_token_ids or ())
+        self._completion += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def take(self) -> TokensUsed:
+        """Since the last time."""
+        used, self._prompt, self._completion = TokensUsed(self._prompt, self._completion), 0, 0
+        return used
+
+
+TALLY: ContextVar[Tally | None] = ContextVar("what the OpenAI request of this task has cost", default=None)
 
 
 class CheckedEngine:
     """Everything but ``generate`` is AsyncLLM's own."""
 
-    def __init__(self, llm: AsyncLLM, co_located: str | None = None) -> None:
-        """co_located: the method by which vLLM drafts in the engine itself; None where it does not."""
-        self._llm, self._co_located = llm, co_located
+    def __init__(self, llm: AsyncLLM, co_located: str | None = None, structured_output: Mode = "all") -> None:
+        """co_located: the method by which vLLM drafts in the engine itself; None where it does not. structured_output:
+        see ServingConfig."""
+        self._llm, self._co_located, self._structured_output = llm, co_located, structured_output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -38,10 +70,11 @@ class CheckedEngine:
         """As AsyncLLM's. Raises VLLMValidationError at once, and not with the first output, for what the ranks could
         not take."""
         check_for_ranks(sampling_params)
+        check_constraint(sampling_params, self._structured_output)
         if self._co_located is not None:
             check_for_co_located(sampling_params, self._co_located)
         params, deadline = _with_time_left(sampling_params)
-        return self._outputs(prompt, params, request_id, options, deadline)
+        return self._outputs(prompt, params, request_id, options, deadline, TALLY.get() or Tally())
 
     async def _outputs(
         self,
@@ -50,12 +83,14 @@ class CheckedEngine:
         request_id: str,
         options: dict[str, Any],
         deadline: Deadline | None,
+        tally: Tally,
     ) -> AsyncGenerator[RequestOutput, None]:
         started = False
         async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
             try:
                 async for output in outputs:
                     check_reasons(output, params, deadline)
+                    tally.add(output, first=not started)
                     started = True
                     yield output
             except EngineDeadError:
@@ -75,6 +110,19 @@ def check_for_ranks(params: SamplingParams) -> None:
         raise VLLMValidationError(str(error), parameter="speculation.verification") from None
 
 
+def check_constraint(params: SamplingParams, mode: Mode) -> None:
+    """Raises VLLMValidationError for a constraint that is not served. vLLM makes structural tags of tools: what is in
+    them is JSON schemas, which the mode ``json`` takes; one that a client writes is refused by serving.py."""
+    structured = params.structured_outputs
+    if structured is None or structured.all_constraints_none():
+        return
+    by_tools = mode == "json" and structured.structural_tag is not None
+    try:
+        checked(structured, CONSTRAINT, "all" if by_tools else mode)
+    except RequestError as error:
+        raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
+
+
 def check_for_co_located(params: SamplingParams, method: str) -> None:
     """Raises VLLMValidationError for what vLLM's own drafting would ignore or die of."""
     try:
@@ -84,8 +132,12 @@ def check_for_co_located(params: SamplingParams, method: str) -> None:
 
 
 def check_reasons(output: RequestOutput, params: SamplingParams, deadline: Deadline | None) -> None:
-    """vLLM's classes know one way in which the engine gives a request up. Raises for the two that are not its fault."""
+    """vLLM's classes know one way in which the engine gives a request up. Raises for those that are not its fault."""
     for completion in output.outputs:
+        if completion.finish_reason == "error" and (ending := Ending.of(completion.stop_reason)) is not None:
+            if not ending.is_clients:
+                raise RetryableRequestError(f"the constraint {ending.problem}")
+            raise VLLMValidationError(f"{ending.problem}; {FIX}", parameter=CONSTRAINT)
         if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
             raise VLLMValidationError(
                 f"{', '.join(asked)} left no token to choose, or the grammar could not go on", parameter=asked[0]

@@ -17,13 +17,17 @@ from outrider.actors.replica_calls import (
     Endpoint,
     OpenAIRequest,
     RequestError,
+    check_list,
+    check_max_tokens,
     check_num_speculative_tokens,
     check_range,
     check_request_id,
     check_seeds,
+    check_timeout,
     check_verification_under_grammar,
 )
 from outrider.actors.serving.openai.fields import BY_ENDPOINT, held_against
+from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.modes import BY_NAME
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -31,8 +35,6 @@ REQUEST_ID_HEADER = "x-request-id"
 
 MAX_ANSWERS = 256
 """Prompts times n of one request: each is a sequence in the engine."""
-
-MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 
 
 def to_openai_request(
@@ -42,26 +44,54 @@ def to_openai_request(
     *,
     num_speculative_tokens: int,
     request_id: str,
+    limits: LimitsConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> OpenAIRequest:
-    """num_speculative_tokens: K, 0 without a drafter. request_id: for a request that brings none.
+    """num_speculative_tokens: K, 0 without a drafter. request_id: for a request that brings none. limits None: the
+    defaults.
 
     Raises RequestError naming the first field, or header, that is wrong.
     """
+    limits = limits or LimitsConfig()
+    _check_lists(body, limits)
     kept = held_against(BY_ENDPOINT[endpoint], body)
     kept = {name: value for name, value in kept.items() if value is not None}
     request_id = _request_id(kept, headers, request_id)
     speculation = kept.pop("speculation", {})
     _check_ranges(kept)
     _check_answers(kept)
+    if endpoint in ("chat", "completions"):
+        _limit_tokens(endpoint, kept, limits)
     return OpenAIRequest(
         endpoint=endpoint,
         request_id=request_id,
         body=kept,
         round_options=_round_options(speculation, _is_structured(kept), num_speculative_tokens),
         trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
-        deadline=_deadline(headers, clock),
+        deadline=_deadline(endpoint, headers, limits, clock),
     )
+
+
+def _check_lists(body: Mapping[str, Any], limits: LimitsConfig) -> None:
+    """Before anything looks at what they hold, which whoever validates them does for every member."""
+    for name, most, most_chars in (
+        ("stop", limits.max_stop_strings, limits.max_stop_string_chars),
+        ("bad_words", limits.max_bad_words, limits.max_bad_word_chars),
+        ("stop_token_ids", limits.max_listed_token_ids, None),
+        ("logit_bias", limits.max_listed_token_ids, None),
+        ("tokens", limits.max_detokenize_ids, None),
+    ):
+        if isinstance(values := body.get(name), (list, dict, str)):
+            check_list(name, values, most, most_chars)
+
+
+def _limit_tokens(endpoint: Endpoint, body: dict[str, Any], limits: LimitsConfig) -> None:
+    """vLLM lets a chat's max_completion_tokens go before max_tokens, and has a default of its own for completions."""
+    asked = [name for name in ("max_completion_tokens", "max_tokens") if isinstance(body.get(name), int)]
+    for name in asked:
+        check_max_tokens(name, body[name], limits)
+    if not asked and endpoint == "chat" and limits.unasked_max_tokens is not None:
+        body["max_tokens"] = limits.unasked_max_tokens
 
 
 def _request_id(body: dict[str, Any], headers: Mapping[str, str], otherwise: str) -> str:
@@ -136,13 +166,16 @@ def _round_options(speculation: Mapping[str, Any], structured: bool, most: int) 
     return options
 
 
-def _deadline(headers: Mapping[str, str], clock: Callable[[], float]) -> Deadline | None:
+def _deadline(
+    endpoint: Endpoint, headers: Mapping[str, str], limits: LimitsConfig, clock: Callable[[], float]
+) -> Deadline:
     text = headers.get(TIMEOUT_HEADER)
     if text is None:
-        return None
+        generates = endpoint in ("chat", "completions")
+        return Deadline.after(limits.default_timeout_s if generates else limits.control_timeout_s, clock)
     timeout_ms = int(text) if text.isascii() and text.isdigit() and len(text) <= 12 else 0
-    if not 0 < timeout_ms <= MAX_TIMEOUT_MS:
-        raise RequestError(
-            TIMEOUT_HEADER, f"{text[:40]!r} is no time to answer in", f"send 1 to {MAX_TIMEOUT_MS} milliseconds"
-        )
+    if timeout_ms <= 0:
+        most = int(limits.greatest_timeout_s * 1000)
+        raise RequestError(TIMEOUT_HEADER, f"{text[:40]!r} is no time to answer in", f"send 1 to {most} milliseconds")
+    check_timeout(TIMEOUT_HEADER, timeout_ms, limits)
     return Deadline.after(timeout_ms / 1000, clock)

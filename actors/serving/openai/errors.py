@@ -6,13 +6,14 @@ What goes wrong, and the sentence for it, is outrider.actors.serving.failures' t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 from starlette.responses import JSONResponse
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.serving import failures
+from outrider.actors.serving.access.guard import Refused
 from outrider.actors.serving.failures import RETRY_AFTER_S, CallFailure, cause_of
 
 DONE = "data: [DONE]\n\n"
@@ -21,6 +22,7 @@ DONE = "data: [DONE]\n\n"
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
@@ -38,6 +40,8 @@ HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.FAILED_PRECONDITION: 400,
     grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.ALREADY_EXISTS: 409,
     grpc.StatusCode.ABORTED: 409,
@@ -98,6 +102,12 @@ def refused(error: RequestError) -> HttpFailure:
 
 def queue_full() -> HttpFailure:
     return HttpFailure.of_call(failures.queue_full())
+
+
+def refused_by_key(refused: Refused, headers: dict[str, str]) -> JSONResponse:
+    """headers: as the refusal has them."""
+    failure = HttpFailure.of_call(refused.failure())
+    return replace(failure, headers={**failure.headers, **headers}).response()
 
 
 def timed_out(request_id: str) -> HttpFailure:

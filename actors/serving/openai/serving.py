@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any, TypeVar
@@ -30,15 +31,26 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, ReplicaLost, RequestError, shortened
+from outrider.actors.grammars.bounds import check_kind
+from outrider.actors.replica_calls import (
+    OpenAIHead,
+    OpenAIRequest,
+    ReplicaLost,
+    RequestError,
+    TokensUsed,
+    shortened,
+)
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.serving.openai.checked_engine import CheckedEngine
+from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
 from outrider.actors.vllm_seam.prompts import configured_chat_template
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")
+
+COUNT_EVERY_TOKENS = 256
+"""A client that leaves in the middle has so many tokens at most that nobody has counted."""
 
 _ERROR_EVENT = 'data: {"error":'
 EVENTS = "text/event-stream"
@@ -52,7 +64,8 @@ class OpenAIServing:
     def __init__(self, llm: AsyncLLM, config: OutriderConfig, replica_id: str) -> None:
         """Raises ConfigError for a chat template or parser that cannot be had."""
         self._config, self._replica_id = config, replica_id
-        engine: Any = CheckedEngine(llm, config.co_located.method if config.co_located else None)
+        co_located = config.co_located.method if config.co_located else None
+        engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output)
         template, parsers = configured_chat_template(config), _parsers(config)
         self._models = OpenAIServingModels(engine, [BaseModelPath(config.served_model_name, config.target.model)])
         chat: dict[str, Any] = {
@@ -82,12 +95,15 @@ class OpenAIServing:
         for name in _STREAM_LOGGERS:
             logging.getLogger(name).addFilter(_is_news)
 
-    async def answer(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str, None]:
-        """A head, then the body's parts. Closing the generator, or cancelling it, aborts the request.
+    async def answer(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
+        """A head, then the body's parts, and in between what they have cost. Closing the generator, or cancelling it,
+        aborts the request.
 
         Raises ReplicaLost when the engine is gone before the answer has begun. Whatever else goes wrong is an answer
         too.
         """
+        tally = Tally()
+        TALLY.set(tally)
         try:
             result = await _within(request.seconds_left(), self._result(request))
         except TimeoutError:
@@ -95,11 +111,15 @@ class OpenAIServing:
         except (EngineDeadError, RetryableRequestError) as error:
             raise ReplicaLost(self._replica_id, str(error)) from None
         except Exception as error:  # noqa: BLE001 - the client gets a status and a sentence, the log the rest
-            failure = _failure_of(error, request.request_id)
+            failure = _by_its_name(_failure_of(error, request.request_id), request)
         else:
             async with aclosing(_parts(result, request, self._replica_id)) as parts:
                 async for part in parts:
                     yield part
+                    if tally.uncounted >= COUNT_EVERY_TOKENS:
+                        yield tally.take()
+            if tally.uncounted:
+                yield tally.take()
             return
         yield OpenAIHead(failure.status)
         yield json.dumps(failure.body())
@@ -144,6 +164,7 @@ class OpenAIServing:
         """vLLM's request, with what is ours in what becomes SamplingParams.extra_args."""
         if request.round_options and self._config.co_located is not None:
             raise RequestError("speculation", "this deployment drafts for every request alike", "leave it out")
+        self._check_structural_tag(request)
         parsed = validated(kind, request.body)
         ours = dict(request.round_options)
         if request.deadline is not None:
@@ -152,6 +173,24 @@ class OpenAIServing:
             parsed.vllm_xargs = {EXTRA_ARGS_KEY: ours}  # set past vLLM's validation
         return parsed
 
+    def _check_structural_tag(self, request: OpenAIRequest) -> None:
+        """vLLM makes one of tools, so CheckedEngine cannot tell who wrote it."""
+        response_format, structured = (request.body.get(name) for name in ("response_format", "structured_outputs"))
+        for field, written in (
+            ("response_format", isinstance(response_format, dict) and response_format.get("type") == "structural_tag"),
+            ("structured_outputs", isinstance(structured, dict) and structured.get("structural_tag") is not None),
+        ):
+            if written:
+                check_kind(field, "structural_tag", self._config.serving.structured_output)
+
+
+def _by_its_name(failure: HttpFailure, request: OpenAIRequest) -> HttpFailure:
+    """What is wrong with a constraint, under the field that the client sent: to vLLM all are structured_outputs."""
+    if failure.param is None or not failure.param.startswith(CONSTRAINT) or CONSTRAINT in request.body:
+        return failure
+    sent = next((name for name in ("response_format", "tools") if name in request.body), failure.param)
+    return replace(failure, param=sent)
+
 
 async def _parts(result: Any, request: OpenAIRequest, replica_id: str) -> AsyncGenerator[OpenAIHead | str, None]:
     if isinstance(result, AsyncGenerator):
@@ -159,7 +198,7 @@ async def _parts(result: Any, request: OpenAIRequest, replica_id: str) -> AsyncG
             async for event in events:
                 yield event
     elif isinstance(result, ErrorResponse):
-        failure = HttpFailure(result.error.code, result.error.message, result.error.param)
+        failure = _by_its_name(HttpFailure(result.error.code, result.error.message, result.error.param), request)
         yield OpenAIHead(failure.status)
         yield json.dumps(failure.body())
     else:
@@ -180,7 +219,7 @@ async def _events(
             if event is None:
                 return
             if event.startswith(_ERROR_EVENT):
-                failure = _failure_in(event, request.request_id)
+                failure = _by_its_name(_failure_in(event, request.request_id), request)
                 if started:
                     yield failure.event()
                     return

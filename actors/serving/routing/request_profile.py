@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
+from outrider.actors.replica_calls import BYTES_PER_TOKEN, GenerationRequest, OpenAIRequest
 
 USUAL_ANSWER_TOKENS = 256
 """Expected of an answer whose length is not limited, and the most that is expected of one that is."""
-
-BYTES_PER_TOKEN = 4
-"""Of text, roughly; of a token id, exactly."""
 
 BLOCK_SIZES = ((64, 128), (64, 1024), (64, 8192))
 """(blocks, bytes each), in order: fine at first, where prompts differ, coarse later. What lies beyond is not looked

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, gRPCOptions
 
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.deploy.client.sync_client import OutriderClient
-from outrider.deploy.ports import pick_free_port
 from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K, stand_in_target
+from tests.serving import Deployments
 
 
 @pytest.fixture(scope="package")
@@ -23,24 +21,13 @@ def meeting_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def address(meeting_point: Path) -> Iterator[str]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    port = pick_free_port()
-    try:
-        serve.start(
-            http_options=HTTPOptions(host="127.0.0.1", port=pick_free_port()),
-            grpc_options=gRPCOptions(
-                port=port, grpc_servicer_functions=["outrider.actors.serve_seam.grpc_proxy.add_services"]
-            ),
-        )
-        front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
-        serve.run(
-            front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE, broadcast=broadcast), name="outrider"
-        )
-        yield f"127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+def address(meeting_point: Path, deployments: Deployments) -> Iterator[str]:
+    port = deployments.cluster()
+    front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
+    app = front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE, broadcast=broadcast)
+    serve.run(app, name="outrider")
+    yield f"127.0.0.1:{port}"
+    serve.delete("outrider")
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from outrider.actors.serve_seam.broadcast import broadcast
-from outrider.actors.serving.grpc import servicer
 from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.link.frame import PROTOCOL_VERSION
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
@@ -104,11 +104,15 @@ def test_health_is_that_of_the_target(address: str, meeting_point: Path) -> None
         assert {name: each.status for name, each in statuses.items()} == {
             "": SERVING,
             "outrider.v1.GenerationService": SERVING,
+            "readiness": SERVING,
+            "liveness": SERVING,
         }
         watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_GUARD_S)
         assert next(watched).status == SERVING
         (meeting_point / "broken").touch()
         assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        broken = {name: each.status for name, each in health.List(health_pb2.HealthListRequest()).statuses.items()}
+        assert (broken["readiness"], broken["liveness"]) == (health_pb2.HealthCheckResponse.NOT_SERVING, SERVING)
         (meeting_point / "broken").unlink()
         assert next(watched).status == SERVING
         watched.cancel()
@@ -156,7 +160,7 @@ def test_a_single_application_needs_no_name_and_minds_no_wrong_one(address: str)
         assert client.generate("go").text == "one three"
 
 
-def test_a_target_that_does_not_answer_makes_no_status_call_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_does_not_answer_makes_no_status_call_hang() -> None:
     class Silent:
         generate = status = None
         cancelled = False
@@ -189,9 +193,9 @@ def test_a_target_that_does_not_answer_makes_no_status_call_hang(monkeypatch: py
 
         def set_trailing_metadata(self, metadata: Any) -> None: ...
 
-    monkeypatch.setattr(servicer, "CONTROL_TIMEOUT_S", 0.05)
     silent, context = Silent(), Context()
-    ingress = Ingress(silent, "pair", K, broadcast=broadcast)  # type: ignore[arg-type]
+    limits = LimitsConfig(control_timeout_s=0.05)
+    ingress = Ingress(silent, "pair", K, broadcast=broadcast, limits=limits)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
         asyncio.run(ingress.GetServerStatus(pb.GetServerStatusRequest(), context))  # type: ignore[arg-type]
     assert context.code() is grpc.StatusCode.UNAVAILABLE

@@ -8,7 +8,7 @@ from tests.browser import Browser
 from tests.serving import HANG_GUARD_S
 
 PROMPT = "Once upon a time there was a page that showed where every token came from. "
-LONG, SHORT = 600, 160
+LONG, SHORT = 240, 80
 SPECULATED, PLAIN = "#pane-speculated", "#pane-plain"
 
 SHOWN = """

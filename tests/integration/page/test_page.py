@@ -125,8 +125,8 @@ def test_cancelling(page: Browser, pair: Deployment, way: str) -> None:
     ("fields", "control", "message"),
     [
         ({"temperature": "9"}, "temperature", "sampling.temperature: 9.0 is out of range"),
-        ({"prompt": ""}, "prompt", "text: the prompt is empty"),
-        ({"drafts": str(K + 1)}, "drafts", "speculation.num_speculative_tokens"),
+        pytest.param({"prompt": ""}, "prompt", "text: the prompt is empty", marks=pytest.mark.exhaustive),
+        pytest.param({"drafts": str(K + 1)}, "drafts", "speculation.num_spec", marks=pytest.mark.exhaustive),
         ({"seed": "seven"}, "seed", "not a whole number"),
     ],
 )

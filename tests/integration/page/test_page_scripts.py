@@ -12,22 +12,21 @@ from tests.browser import Browser
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-ALIGNED = [
-    pytest.param(["ab", "c", "d"], ["abc", "d"], ["ab", "c", "d"], id="as they are"),
-    pytest.param(["\ufffd", "\ufffd", "!"], ["", "é!"], ["", "é", "!"], id="one character in two tokens"),
-    pytest.param(["a", "\ufffd", "\ufffd"], ["a", "", "🙂"], ["a", "", "🙂"], id="and nothing after it"),
-    pytest.param(["Hello", "world"], ["Hello world"], ["Hello", " world"], id="a space that single tokens lose"),
-    pytest.param(["a", "<|end|>"], ["a", ""], ["a", ""], id="a special token that the text leaves out"),
-    pytest.param(["<|a|>", "b"], ["", "b"], ["", "b"], id="one in front"),
-    pytest.param(["a", "b", "STOP"], ["a", "", "b"], ["a", "b", ""], id="a stop string that is held back and cut"),
-    pytest.param(["ab", "STOP!"], ["ab", "ST"], ["ab", "ST"], id="a token cut in the middle"),
-    pytest.param(["x", "y"], ["something else"], ["", "something else"], id="texts that do not fit at all"),
+ALIGNED: list[tuple[str, list[str], list[str], list[str]]] = [
+    ("as they are", ["ab", "c", "d"], ["abc", "d"], ["ab", "c", "d"]),
+    ("one character in two tokens", ["\ufffd", "\ufffd", "!"], ["", "é!"], ["", "é", "!"]),
+    ("and nothing after it", ["a", "\ufffd", "\ufffd"], ["a", "", "🙂"], ["a", "", "🙂"]),
+    ("a space that single tokens lose", ["Hello", "world"], ["Hello world"], ["Hello", " world"]),
+    ("a special token that the text leaves out", ["a", "<|end|>"], ["a", ""], ["a", ""]),
+    ("one in front", ["<|a|>", "b"], ["", "b"], ["", "b"]),
+    ("a stop string that is held back and cut", ["a", "b", "STOP"], ["a", "", "b"], ["a", "b", ""]),
+    ("a token cut in the middle", ["ab", "STOP!"], ["ab", "ST"], ["ab", "ST"]),
+    ("texts that do not fit at all", ["x", "y"], ["something else"], ["", "something else"]),
 ]
 
 
-@pytest.mark.parametrize(("own", "deltas", "expected"), ALIGNED)
-def test_token_texts_are_cut_out_of_the_answer(page: Browser, own: list[str], deltas: list[str], expected: Any) -> None:
-    """Tokens come spread over the messages; the last message has the rest of them."""
+def test_token_texts_are_cut_out_of_the_answer(page: Browser) -> None:
+    """Tokens come spread over the messages; the last message has the rest of them. Opened once for all cases."""
     script = """
         const { TokenAligner } = await import("/outrider/page/token_text.js");
         const [own, deltas] = [arguments[0], arguments[1]];
@@ -42,9 +41,10 @@ def test_token_texts_are_cut_out_of_the_answer(page: Browser, own: list[str], de
         });
         return [taken.map(([token, text]) => [token.id, text]), aligner.pending];
     """
-    taken, pending = page.module(script, own, deltas)
-    assert taken == [[i, text] for i, text in enumerate(expected)]
-    assert pending == ""
+    for case, own, deltas, expected in ALIGNED:
+        taken, pending = page.module(script, own, deltas)
+        assert taken == [[i, text] for i, text in enumerate(expected)], case
+        assert pending == "", case
 
 
 def test_texts_that_cannot_be_learned_lose_no_character(page: Browser) -> None:

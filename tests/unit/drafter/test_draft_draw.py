@@ -52,6 +52,31 @@ def test_noise_belongs_to_the_position_and_to_the_round_that_it_is_drawn_for(nam
     assert same == (name == "coupled")
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("only", [False, True])
+def test_biases_of_tokens_that_the_draft_model_lacks_are_dropped_and_the_others_count(mode, only):
+    """A target's vocabulary may be padded further than the drafter's."""
+    biases = ((3, 9.0), (VOCAB, 50.0), (VOCAB + 100, -INF), (7, -INF))
+    sampling = DraftSampling(mode, temperature=1.0, seed=1, top_n=8, biases=biases, only_biased=only)
+    known = DraftSampling(mode, temperature=1.0, seed=1, top_n=8, biases=(biases[0], biases[3]), only_biased=only)
+    logits = random_logits(30, 3)
+    found, wanted = (draw(logits, [draw_of(each, p) for p in range(30)]) for each in (sampling, known))
+    for one, expected in zip(found, wanted, strict=True):
+        assert (one.token, one.usable) == (expected.token, True)
+        assert only <= (one.token == 3)
+        if one.q_ids is not None:
+            assert one.q_ids.max() < VOCAB
+            assert one.q_probs.tolist() == expected.q_probs.tolist()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_row_that_may_draw_nothing_but_what_the_draft_model_lacks_has_no_draft(mode):
+    lacks = DraftSampling(mode, temperature=1.0, seed=1, top_n=8, biases=((VOCAB + 3, 1.0),), only_biased=True)
+    none, some = draw(random_logits(2), [draw_of(lacks), draw_of(SAMPLINGS["biased"])])
+    assert none == Drawn(-1, usable=False, bad_logits=False)
+    assert some.usable
+
+
 def test_nothing_to_draw_draws_nothing():
     assert draw(random_logits(0), []) == []
 

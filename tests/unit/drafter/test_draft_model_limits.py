@@ -2,10 +2,14 @@
 
 import itertools
 
+import pytest
+
+from outrider.actors.drafter.actor import Drafter
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary
+from outrider.cluster.link import LinkError, LinkInvitation
 from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, ProposalStatus
 from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, Bench, ids
 from tests.unit.drafting_engine import VOCAB, MemoryEngine
@@ -169,3 +173,46 @@ def test_a_thousand_requests_leave_nothing_behind():
     assert not engine.taken
     left = [loop.sequences, vocabulary._pinned_by, vocabulary._pins, strategy._gone, strategy._unread]
     assert not any(left)
+
+
+def test_no_step_draws_what_the_smallest_linked_target_lacks():
+    bench = Bench()
+    bench.open(KEY, range(10))
+    bench.settle()
+    assert {plan.num_drawable for plan in bench.engine.plans} == {None}
+    for size, expected in ((VOCAB + 5, VOCAB + 5), (VOCAB - 3, VOCAB - 3), (VOCAB, VOCAB - 3)):
+        bench.engine.plans.clear()
+        bench.strategy.limit_vocabulary(size)
+        bench.commit(KEY, [999])
+        bench.settle()
+        assert {plan.num_drawable for plan in bench.engine.plans} == {expected}
+
+
+def invitation(vocab_size):
+    return LinkInvitation(
+        epoch=1,
+        backend="gloo",
+        store_host="127.0.0.1",
+        store_port=1,  # nobody listens there
+        capacity_words=4096,
+        round_deadline_ms=10.0,
+        link_deadline_ms=100.0,
+        vocab_size=vocab_size,
+        num_speculative_tokens=4,
+        verifier_id="v",
+        sealed=False,
+    )
+
+
+def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_drawn(monkeypatch):
+    monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
+    strategy = DraftModelStrategy(MemoryEngine(), 16, vocabulary=DraftVocabulary(VOCAB, 20))
+    drafter = Drafter.__new__(Drafter)
+    drafter._loop, drafter._app_name = DraftLoop(strategy), "outrider"
+    for size in (VOCAB + 128, VOCAB - 128):
+        with pytest.raises(LinkError, match="no answer"):
+            drafter.accept_link(invitation(size), 0.1)
+    assert (strategy._num_drawable, strategy._vocabulary.vocab_size) == (VOCAB - 128, VOCAB - 128)
+    with pytest.raises(ValueError, match=r"drafter\.draft_vocab_size: the target has 19 tokens: 20 slots.*set fewer"):
+        drafter.accept_link(invitation(19), 0.1)
+    assert strategy._num_drawable == VOCAB - 128

@@ -171,6 +171,63 @@ def test_ids_outside_the_vocabulary_are_passed_over():
     vocabulary.unpin("a")
 
 
+def test_a_smaller_target_s_tokens_alone_stay():
+    vocabulary = DraftVocabulary(100, 6, always=[2, 90])
+    vocabulary.pin("a", [70, 5, 80])
+    vocabulary.observe([60, 61])
+    vocabulary.take_changes()
+    vocabulary.limit(50)
+    assert len(vocabulary.token_ids) == 6
+    assert max(vocabulary.token_ids) < 50
+    assert {2, 5} <= set(vocabulary.token_ids)
+    changed = vocabulary.take_changes()
+    assert {token for _, token in changed} <= set(vocabulary.token_ids)
+    assert all(vocabulary.token_ids[slot] == token for slot, token in changed)
+    vocabulary.observe([60, 44])
+    vocabulary.pin("b", [99, 43])
+    assert {43, 44} <= set(vocabulary.token_ids)
+    assert max(vocabulary.token_ids) < 50
+    vocabulary.unpin("a")
+    vocabulary.unpin("b")
+    vocabulary.limit(80)
+    assert vocabulary.vocab_size == 50, "it only goes down"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_limit_between_any_calls_leaves_a_vocabulary_that_goes_on(seed):
+    rng = random.Random(seed)
+    vocabulary, limit = DraftVocabulary(60, 9, always=[1, 58], half_life_tokens=5), 60
+    for turn in range(300):
+        if turn % 60 == 59:
+            limit -= rng.randrange(12)
+            vocabulary.limit(limit)
+        rng.choice(
+            (
+                lambda: vocabulary.pin(rng.randrange(4), rng.sample(range(60), 5)),
+                lambda: vocabulary.unpin(rng.randrange(4)),
+                lambda: vocabulary.observe([rng.randrange(60) for _ in range(3)]),
+            )
+        )()
+        tokens = vocabulary.token_ids
+        assert len(set(tokens)) == 9
+        assert max(tokens) < limit
+        assert all(token in vocabulary for token in tokens)
+    for key in range(4):
+        vocabulary.unpin(key)
+    fresh = rng.sample(range(limit), 8)
+    vocabulary.pin("last", fresh)
+    assert set(fresh) - {1} <= set(vocabulary.token_ids) | set(range(limit, 60))
+    assert not vocabulary._waiting.keys() & set(range(limit, 60))
+
+
+def test_more_slots_than_a_target_has_tokens_is_an_error_that_changes_nothing():
+    vocabulary = DraftVocabulary(100, 40)
+    before = vocabulary.token_ids
+    with pytest.raises(ValueError, match="40 slots, and only 39 tokens to fill them"):
+        vocabulary.limit(39)
+    assert (vocabulary.token_ids, vocabulary.vocab_size) == (before, 100)
+
+
 def test_what_it_holds_does_not_grow_with_the_text():
     vocabulary = DraftVocabulary(5000, 20, half_life_tokens=3)
     rng = random.Random(1)

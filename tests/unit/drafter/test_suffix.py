@@ -59,6 +59,31 @@ def test_a_finished_answer_helps_the_next_request():
     assert drafter.counters()["suffix_others_text_drafts"] == 1
 
 
+def test_a_tenants_answers_help_its_own_requests_and_nobody_elses():
+    drafter = strategy()
+    mine, theirs = DraftSampling(tenant=7), DraftSampling(tenant=2**62)
+    for number, (sampling, first) in enumerate(((mine, 50), (theirs, 80), (GREEDY, 110)), 1):
+        answer_all(drafter, (1, number), [1, 2, 3], range(first, first + 30), sampling)
+    asked = 10
+    for asking in (mine, theirs, GREEDY, DraftSampling(tenant=8)):
+        for answered, first in ((mine, 60), (theirs, 90), (GREEDY, 120)):
+            asked += 1
+            key = (2, asked)
+            drafter.open(key, [7, 8], 4, asking)
+            (told,) = drafter.commit(key, commit(key, 2, [first, first + 1, first + 2]))
+            assert told.token_ids == ([first + 3, first + 4, first + 5] if asking == answered else [])
+
+
+def test_a_draft_ends_where_another_tenants_answer_begins():
+    answers = SuffixAnswers(10, 4096, LIMITS)
+    for number, tenant in enumerate((5, 6, 0, 5), 1):
+        answers.add(AnswerPart(("x", number), array("i"), array("i", range(20, 40)), tenant=tenant))
+    for tenant in (5, 6, 0):
+        found = answers.path(list(range(20, 38)), 8, ("y", 1), None, tenant)
+        assert found.token_ids == [38, 39]
+        assert found.score <= 2
+
+
 def test_a_running_answer_helps_another_request():
     drafter = strategy()
     drafter.open(KEY, [1, 2, 3], 4, GREEDY)

@@ -153,5 +153,5 @@ def test_heartbeats_keep_an_idle_link(pair):
 
 
 def test_invitation_travels_by_pickle():
-    invitation = LinkInvitation(3, "gloo", "127.0.0.1", 1234, 4096, 100.0, 500.0, 32000, 4, "verifier-0")
+    invitation = LinkInvitation(3, "gloo", "127.0.0.1", 1234, 4096, 100.0, 500.0, 32000, 4, "verifier-0", True)
     assert pickle.loads(pickle.dumps(invitation)) == invitation

@@ -58,6 +58,7 @@ def sparse_q(k=2, n=3):
 EVERY_KIND = [
     open_request(),
     open_request(sampling=DraftSampling()),
+    open_request(sampling=DraftSampling(tenant=2**63 - 1)),
     open_request(sampling=drawn(seed=-(2**63)), request=MAX_INT31),
     open_request(sampling=drawn(seed=2**63 - 1, mode=Mode.BLOCK, top_n=MAX_TOP_N)),
     open_request(sampling=drawn(mode=Mode.COUPLED, top_k=MAX_INT31, min_p=1.0)),

@@ -96,17 +96,18 @@ def opening_words(**changes):
         ({"w10": -1}, "Open.biases"),
         ({"w10": MAX_INT31}, "Open.biases"),
         ({"w10": 3}, "Open.biases"),
-        ({"w14": 0x7FF80000}, "Open.temperature"),
-        ({"w14": 0, "w13": 0}, "Open.temperature"),
-        ({"w16": -1}, "Open.top_p"),
-        ({"w18": -1}, "Open.min_p"),
-        ({"w19": 6}, "Open.biases"),
-        ({"w19": -1}, "Open.biases"),
-        ({"w19": VOCAB}, "Open.biases"),
-        ({"w21": 0x7F800000}, "Open.biases"),
-        ({"w21": 0x7FA00000}, "Open.biases"),
-        ({"w9": 1, "w21": -0x800000, "w22": -0x800000}, "Open.only_biased"),
-        ({"w23": VOCAB}, "Open.token_ids"),
+        ({"w14": -1}, "Open.tenant"),
+        ({"w16": 0x7FF80000}, "Open.temperature"),
+        ({"w16": 0, "w15": 0}, "Open.temperature"),
+        ({"w18": -1}, "Open.top_p"),
+        ({"w20": -1}, "Open.min_p"),
+        ({"w21": 6}, "Open.biases"),
+        ({"w21": -1}, "Open.biases"),
+        ({"w21": VOCAB}, "Open.biases"),
+        ({"w23": 0x7F800000}, "Open.biases"),
+        ({"w23": 0x7FA00000}, "Open.biases"),
+        ({"w9": 1, "w23": -0x800000, "w24": -0x800000}, "Open.only_biased"),
+        ({"w25": VOCAB}, "Open.token_ids"),
     ],
 )
 def test_wrong_words_of_an_open_are_named(words, field):
@@ -117,7 +118,7 @@ def test_wrong_words_of_an_open_are_named(words, field):
 
 
 def test_an_open_that_is_all_biases_has_no_tokens():
-    payload = opening_words(w1=23)[:-1]
+    payload = opening_words(w1=25)[:-1]
     with pytest.raises(MessageError, match=r"Open\.token_ids: empty"):
         unpack(payload, VOCAB, K)
 

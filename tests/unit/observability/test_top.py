@@ -173,11 +173,11 @@ def test_a_server_that_stops_answering_keeps_its_last_picture_and_a_note():
 
 
 def test_nobody_there_is_one_line_and_status_1(monkeypatch, capsys):
-    def refused(address):
+    def refused(address, tls):
         raise OutriderError(grpc.StatusCode.UNAVAILABLE, f"no server answers at {address}")
 
     monkeypatch.setattr(top, "_status", refused)
-    monkeypatch.setattr(top, "scrape", lambda address: broken())
+    monkeypatch.setattr(top, "scrape", lambda address, tls: broken())
     assert main(["top", "127.0.0.1:1", "--once"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -193,7 +193,7 @@ def test_one_look_prints_and_exits_as_text_and_as_json(monkeypatch, capsys):
     ):
         looks = [BEFORE, NOW]
         asked = []
-        monkeypatch.setattr(top, "scrape", lambda address, a=asked, q=looks: (a.append(address), q.pop(0))[1])
+        monkeypatch.setattr(top, "scrape", lambda address, tls, a=asked, q=looks: (a.append(address), q.pop(0))[1])
         assert main(["top", "there:9000", "--once", "--interval", "0.1", *arguments]) == 0
         assert check(capsys.readouterr().out)
         assert asked == ["there:8000", "there:8000"]
@@ -203,7 +203,7 @@ def test_a_pipe_that_closes_is_no_error(monkeypatch):
     read, write = os.pipe()
     os.close(read)
     looks = [BEFORE, NOW]
-    monkeypatch.setattr(top, "scrape", lambda address: looks.pop(0))
+    monkeypatch.setattr(top, "scrape", lambda address, tls: looks.pop(0))
     with open(write, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
         assert main(["top", "there:9000", "--once", "--interval", "0.1"]) == 0

@@ -126,9 +126,22 @@ class Wanting(FixedLengths):
 class Engine:
     """One process's steps. answer: the rule of the drafter that is linked from the start; None: nobody is."""
 
-    def __init__(self, answer=None, *, round_deadline_ms=10.0, link_deadline_ms=60_000.0, lengths=None, **options):
+    def __init__(
+        self,
+        answer=None,
+        *,
+        round_deadline_ms=10.0,
+        round_deadline_steps=None,
+        link_deadline_ms=60_000.0,
+        lengths=None,
+        **options,
+    ):
         self.now, self._number = 0.0, 0
-        config = LinkConfig(round_deadline_ms=round_deadline_ms, link_deadline_ms=link_deadline_ms)
+        config = LinkConfig(
+            round_deadline_ms=round_deadline_ms,
+            round_deadline_steps=round_deadline_steps,
+            link_deadline_ms=link_deadline_ms,
+        )
         self.lengths = lengths or Wanting()
         self.verified = []
         """The drafts and q of each choice, by request."""

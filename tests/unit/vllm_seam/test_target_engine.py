@@ -41,7 +41,7 @@ class ScriptedLLM:
 def answers(llm: ScriptedLLM, asked: GenerationRequest) -> list[RoundOutput]:
     engine = object.__new__(TargetEngine)
     engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
-    engine._tokens = PromptTokenizer(None, VOCAB_SIZE, 10)
+    engine._tokens, engine._structured_output = PromptTokenizer(None, VOCAB_SIZE, 10), "all"
     engine._rounds, engine._load, engine._max_num_seqs = RoundLog(speculating=True), EngineLoad(), 4
 
     async def collect() -> list[RoundOutput]:
@@ -114,6 +114,7 @@ def test_errors_of_vllm_are_the_clients_only_where_they_are(script: list[Any], e
 
 def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
     engine = object.__new__(TargetEngine)
+    engine._structured_output = "all"
     engine._llm = ScriptedLLM(output(delta(3)), output(delta(4, finish_reason="stop"), finished=True))  # type: ignore[assignment]
     engine._max_model_len, engine._vocab_size, engine._max_num_seqs = 10, VOCAB_SIZE, 4
     engine._tokens, engine._load = PromptTokenizer(None, VOCAB_SIZE, 10), EngineLoad()

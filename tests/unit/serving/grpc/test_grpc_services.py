@@ -3,111 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from ray.serve._private.grpc_util import gRPCGenericServer
-from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from outrider.actors.serve_seam import grpc_proxy as grpc_services
-from outrider.actors.serve_seam.grpc_proxy import add_services
-from outrider.actors.serving.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA, CallFailure
-from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
+from outrider.actors.serving.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA
+from outrider.actors.serving.gate import CAPACITY_METADATA, Doors, Gates
+from outrider.actors.serving.grpc import door
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-
-FAILURE = CallFailure(grpc.StatusCode.ALREADY_EXISTS, "taken", "REQUEST_ID_IN_USE", request_id="r-1")
-BIG = "x" * 100_000
-HUGE = "x" * (12 << 20)
-
-
-class Proxy:
-    """Makes handlers the way Serve's proxy does. What they do is up to the request's id."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-        self.told: list[tuple[str, str]] = []
-        self.sent = 0
-        self.read = asyncio.Semaphore(10)
-        """Released by a client for each message of a "paced" answer."""
-
-        self.cancelled = asyncio.Event()
-
-    def make_handler(self, service_method: str, streaming_type: gRPCStreamingType) -> Any:
-        async def unary(request: Any, context: Any) -> bytes:
-            self.asked.append((service_method, request))
-            if getattr(request, "request_id", "") == "wait":
-                await self.read.acquire()
-            if getattr(request, "request_id", "") == "fail":
-                context.set_code(FAILURE.code)
-                context.set_details(FAILURE.packed())
-                return b""
-            context.set_trailing_metadata([("kept", "yes"), *self.told])
-            return b""
-
-        async def stream(request: Any, context: Any) -> AsyncGenerator[bytes, None]:
-            self.asked.append((service_method, request))
-            try:
-                if request.request_id in ("flood", "paced"):
-                    for _ in range(500):
-                        if request.request_id == "paced":
-                            await self.read.acquire()
-                        self.sent += 1
-                        yield pb.GenerateStreamResponse(text_delta=BIG).SerializeToString()
-                        await asyncio.sleep(0)
-                    await asyncio.sleep(60)
-                if request.request_id in ("fail", "fail at once"):
-                    yield pb.GenerateStreamResponse(text_delta="first").SerializeToString()
-                    if request.request_id == "fail at once":  # the message took the failure along
-                        context.set_trailing_metadata(FAILURE.trailing_metadata())
-                    context.set_code(FAILURE.code)
-                    context.set_details(FAILURE.packed())
-                    return
-                if request.request_id == "huge":
-                    for delta in ("small", HUGE, "last"):  # at once: the huge one waits behind the small one
-                        yield pb.GenerateStreamResponse(text_delta=delta).SerializeToString()
-                    return
-                if request.request_id in ("huge twice", "huge twice, then a stall"):
-                    for delta in (HUGE, HUGE):
-                        yield pb.GenerateStreamResponse(text_delta=delta).SerializeToString()
-                    if request.request_id == "huge twice":
-                        return
-                    await asyncio.sleep(60)
-                yield pb.GenerateStreamResponse(text_delta="whole").SerializeToString()
-                if request.request_id == "hang":
-                    await asyncio.sleep(60)
-            except asyncio.CancelledError:  # as Serve's: it ends the call for the replica and says so
-                self.cancelled.set()
-                if not context.code():
-                    context.set_code(grpc.StatusCode.CANCELLED)
-
-        streamed = streaming_type in (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM)
-        return stream if streamed else unary
-
-
-@asynccontextmanager
-async def serving(proxy: Proxy) -> AsyncIterator[grpc.aio.Channel]:
-    server = gRPCGenericServer(proxy.make_handler)
-    add_services(object_with_every_method(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        options = [("grpc.max_receive_message_length", 64 << 20)]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-            yield channel
-    finally:
-        await server.stop(None)
-
-
-def object_with_every_method() -> Any:
-    class Servicer(rpc.GenerationServiceServicer, health_pb2_grpc.HealthServicer): ...
-
-    return Servicer()
+from tests.unit.scripted_proxy import BIG, HUGE, Proxy, limit, serving
 
 
 async def ended(call: Any) -> None:
@@ -176,12 +87,12 @@ async def test_a_client_that_sends_nothing_is_not_left_waiting(way: str) -> None
 
 
 async def test_a_request_that_is_far_too_large_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_services, "MAX_REQUEST_BYTES", 1000)
+    limit(monkeypatch, max_request_bytes=1024)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError, match="1004 bytes are too many; send at most 1000") as caught:
-            await stub.Generate(pb.GenerateRequest(text="x" * 1001))
+        with pytest.raises(grpc.aio.AioRpcError, match="1028 bytes are too many; send at most 1024") as caught:
+            await stub.Generate(pb.GenerateRequest(text="x" * 1025))
         await stub.Generate(pb.GenerateRequest(text="x" * 900))
     assert reason(trailing(caught.value.trailing_metadata())) == "REQUEST_TOO_LARGE"
     assert len(proxy.asked) == 1
@@ -222,7 +133,7 @@ async def test_a_call_that_went_well_keeps_its_metadata() -> None:
 
 
 async def test_a_slow_reader_is_given_up_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_services, "MOST_UNREAD_BYTES", 4 << 20)
+    limit(monkeypatch, max_unread_bytes=1 << 20)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
@@ -238,7 +149,7 @@ async def test_a_slow_reader_is_given_up_before_it_fills_the_memory(monkeypatch:
 
 
 async def test_a_reader_that_keeps_up_may_read_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_services, "MAX_UNREAD_BYTES", 4 << 20)
+    limit(monkeypatch, max_unread_bytes=4 << 20)
     async with serving(proxy := Proxy()) as channel:
         call = rpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest(request_id="paced"))
         for _ in range(500):
@@ -248,10 +159,10 @@ async def test_a_reader_that_keeps_up_may_read_more_than_that(monkeypatch: pytes
         await asyncio.wait_for(proxy.cancelled.wait(), 30)
 
 
-@pytest.mark.parametrize("most", [None, 1000])
+@pytest.mark.parametrize("most", [None, 1 << 16])
 async def test_one_message_may_be_as_large_as_it_is(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if most is not None:
-        monkeypatch.setattr(grpc_services, "MOST_UNREAD_BYTES", most)
+        limit(monkeypatch, max_unread_bytes=most)
     async with serving(Proxy()) as channel:
         stub = rpc.GenerationServiceStub(channel)
         sizes = [len(m.text_delta) async for m in stub.GenerateStream(pb.GenerateStreamRequest(request_id="huge"))]
@@ -260,7 +171,7 @@ async def test_one_message_may_be_as_large_as_it_is(most: int | None, monkeypatc
 
 async def test_a_reader_that_stops_is_given_up_though_nothing_more_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transport takes the first few messages; what waits behind them does not become fewer."""
-    monkeypatch.setattr(grpc_services, "PATIENCE_S", 0.2)
+    limit(monkeypatch, unread_timeout_s=0.2)
     proxy = Proxy()
     async with serving(proxy) as channel:
         stub = rpc.GenerationServiceStub(channel)
@@ -274,13 +185,13 @@ async def test_a_reader_that_stops_is_given_up_though_nothing_more_is_written(mo
 async def test_a_reader_that_stops_is_given_up_when_the_answer_is_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
     gave_up = asyncio.Event()
 
-    class Watched(grpc_services._Unread):
+    class Watched(door.Unread):
         def _give_up(self) -> None:
             super()._give_up()
             gave_up.set()
 
-    monkeypatch.setattr(grpc_services, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(grpc_services, "_Unread", Watched)
+    limit(monkeypatch, unread_timeout_s=0.2)
+    monkeypatch.setattr(door, "Unread", Watched)
     async with serving(Proxy()) as channel:
         call = rpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest(request_id="huge twice"))
         await asyncio.wait_for(gave_up.wait(), 30)
@@ -296,7 +207,7 @@ async def test_a_backlog_that_shrinks_is_waited_for_and_one_that_does_not_is_not
         nonlocal slow
         slow += 1
 
-    unread = grpc_services._Unread(on_slow)
+    unread = door.Unread(on_slow, Doors(LimitsConfig()))
     for _ in range(3):
         unread.put(b"x" * (5 << 20))
     assert unread._judging is not None
@@ -324,7 +235,7 @@ async def test_a_client_that_leaves_is_noticed_while_nothing_is_written() -> Non
 async def test_beyond_the_capacity_that_an_answer_told_generations_are_refused_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grpc_services, "_GATES", Gates("grpc"))
+    monkeypatch.setattr(door, "_GATES", Gates("grpc"))
     proxy = Proxy()
     proxy.read = asyncio.Semaphore(0)
     proxy.told = [(CAPACITY_METADATA, "2")]
@@ -352,7 +263,7 @@ async def test_beyond_the_capacity_that_an_answer_told_generations_are_refused_h
 
 @pytest.mark.parametrize("way", ["Generate", "GenerateStream"])
 async def test_a_client_that_has_not_sent_its_request_takes_no_place(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(grpc_services, "_GATES", Gates("grpc"))
+    monkeypatch.setattr(door, "_GATES", Gates("grpc"))
     proxy = Proxy()
     proxy.told = [(CAPACITY_METADATA, "2")]
     sending = asyncio.Event()

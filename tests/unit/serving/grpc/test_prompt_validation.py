@@ -16,9 +16,11 @@ from outrider.actors.serving.grpc.validation import (
     to_token_ids,
     to_tokenize_request,
 )
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 
 SERVED = ServedModel("pair", 4, 100)
+LIMITS = LimitsConfig()
 
 
 def chat(*said: tuple[str, str], **fields: Any) -> pb.Chat:
@@ -103,10 +105,10 @@ def test_tokenizing_needs_a_prompt_which_may_be_empty_text() -> None:
 
 
 def test_ids_to_detokenize_are_in_the_vocabulary() -> None:
-    assert to_token_ids(pb.DetokenizeRequest(token_ids=[1, 99]), 100) == (1, 99)
-    assert to_token_ids(pb.DetokenizeRequest(token_ids=[2**32 - 1]), None) == (2**32 - 1,)
+    assert to_token_ids(pb.DetokenizeRequest(token_ids=[1, 99]), 100, LIMITS) == (1, 99)
+    assert to_token_ids(pb.DetokenizeRequest(token_ids=[2**32 - 1]), None, LIMITS) == (2**32 - 1,)
     with pytest.raises(RequestError, match=r"^token_ids: 100 is not in the vocabulary"):
-        to_token_ids(pb.DetokenizeRequest(token_ids=[1, 100]), 100)
+        to_token_ids(pb.DetokenizeRequest(token_ids=[1, 100]), 100, LIMITS)
 
 
 @pytest.mark.parametrize("message", [pb.TokenizeRequest(model="x"), pb.DetokenizeRequest(model="x")])

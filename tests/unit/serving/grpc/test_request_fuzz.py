@@ -23,6 +23,7 @@ from outrider.actors.serving.grpc.validation import (
 )
 from outrider.actors.vllm_seam.engine_requests import refusal, sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
@@ -177,7 +178,7 @@ async def test_tokens_to_detokenize_are_taken_or_refused_by_name(tokens: PromptT
     taken = 0
     for message in requests(pb.DetokenizeRequest):
         try:
-            await tokens.detokenize(to_token_ids(message, None), message.skip_special_tokens)
+            await tokens.detokenize(to_token_ids(message, None, LimitsConfig()), message.skip_special_tokens)
         except RequestError:
             continue
         taken += 1

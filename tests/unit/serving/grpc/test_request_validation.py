@@ -39,7 +39,9 @@ def speculation(**fields: Any) -> pb.GenerateRequest:
 
 
 def test_a_bare_prompt_sets_nothing_else() -> None:
-    assert translate(pb.GenerateRequest(text="hello")) == GenerationRequest(request_id="r-1", prompt_text="hello")
+    assert translate(pb.GenerateRequest(text="hello")) == GenerationRequest(
+        request_id="r-1", prompt_text="hello", deadline=Deadline(4600.0)
+    )
 
 
 def test_only_what_the_client_set_is_passed_on_and_zero_counts_as_set() -> None:
@@ -79,8 +81,10 @@ def test_every_field_arrives(message_type: type[GenerationMessage]) -> None:
                 enabled=True, num_speculative_tokens=3, verification=pb.VERIFICATION_BLOCK
             ),
             timeout_ms=1500,
+            cache_salt="mine",
         )
     )
+    assert request.cache_salt == "mine"
     assert request.prompt_token_ids == (0, 99)
     assert request.prompt_text is None
     assert request.sampling == chosen
@@ -110,6 +114,8 @@ def test_speculation_can_be_switched_off_and_the_template_asked_for() -> None:
         ("model", pb.GenerateRequest(text="x", model="other")),
         ("model", pb.GenerateRequest(text="x", model="")),
         ("timeout_ms", pb.GenerateRequest(text="x", timeout_ms=0)),
+        ("cache_salt", pb.GenerateRequest(text="x", cache_salt="")),
+        ("cache_salt", pb.GenerateRequest(text="x", cache_salt="x" * 129)),
         ("sampling.temperature", sampling(temperature=-0.1)),
         ("sampling.temperature", sampling(temperature=2.1)),
         ("sampling.temperature", sampling(temperature=math.nan)),

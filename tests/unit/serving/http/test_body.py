@@ -6,6 +6,10 @@ from starlette.requests import Request
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.serving.http.body import MAX_DEPTH, decode_json_object, read_json_object
 from outrider.actors.serving.openai.errors import HttpError
+from outrider.cluster.limits import LimitsConfig
+
+LIMITS = LimitsConfig(max_request_bytes=1024)
+VALUES = 200_000
 
 
 @pytest.mark.parametrize(
@@ -27,7 +31,7 @@ from outrider.actors.serving.openai.errors import HttpError
 )
 def test_what_is_no_json_object(raw, words):
     with pytest.raises(RequestError, match=words) as caught:
-        decode_json_object(raw)
+        decode_json_object(raw, VALUES)
     assert caught.value.field == "body"
 
 
@@ -45,7 +49,7 @@ def test_what_is_no_json_object(raw, words):
 )
 def test_values_that_no_model_takes(raw, field):
     with pytest.raises(RequestError) as caught:
-        decode_json_object(raw.encode())
+        decode_json_object(raw.encode(), VALUES)
     assert caught.value.field == field
     str(caught.value).encode()
 
@@ -58,10 +62,12 @@ def test_takes_what_is_at_the_limits():
         "bool": [True, False, None],
         "deep": json.loads("[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)),
     }
-    assert decode_json_object(json.dumps(body).encode()) == body
+    assert decode_json_object(json.dumps(body).encode(), VALUES) == body
 
 
-def request(body, **headers):
+def request(body, content_type="application/json", **headers):
+    if content_type is not None:
+        headers["content_type"] = content_type
     chunks = iter([body[:5], body[5:]])
 
     async def receive():
@@ -73,27 +79,33 @@ def request(body, **headers):
 
 
 async def test_reads_in_chunks():
-    assert await read_json_object(request(b'{"a": "bcdef"}'), 100) == {"a": "bcdef"}
+    assert await read_json_object(request(b'{"a": "bcdef"}'), LIMITS) == {"a": "bcdef"}
 
 
-@pytest.mark.parametrize("headers", [{}, {"content_length": "13"}, {"content_length": "999999999999999999999999"}])
+@pytest.mark.parametrize("headers", [{}, {"content_length": "1029"}, {"content_length": "999999999999999999999999"}])
 async def test_too_long(headers):
     with pytest.raises(HttpError) as caught:
-        await read_json_object(request(b'{"a": "bcde"}', **headers), 12)
+        await read_json_object(request(b'{"a": "%s"}' % (b"b" * 1020), **headers), LIMITS)
     assert caught.value.failure.status == 413
-    assert "serving.max_request_bytes" in caught.value.failure.message
+    assert "limits.max_request_bytes" in caught.value.failure.message
 
 
 @pytest.mark.parametrize(
     "headers",
-    [{"content_type": "text/plain"}, {"content_type": "multipart/form-data; boundary=x"}, {"content_encoding": "gzip"}],
+    [
+        {"content_type": None},
+        {"content_type": "text/plain"},
+        {"content_type": "text/x+json"},
+        {"content_type": "multipart/form-data; boundary=x"},
+        {"content_encoding": "gzip"},
+    ],
 )
 async def test_what_is_not_declared_as_json(headers):
     with pytest.raises(HttpError) as caught:
-        await read_json_object(request(b"{}", **headers), 100)
+        await read_json_object(request(b"{}", **headers), LIMITS)
     assert caught.value.failure.status == 415
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
 async def test_what_is_declared_as_json(kind):
-    assert await read_json_object(request(b"{}", content_type=kind), 100) == {}
+    assert await read_json_object(request(b"{}", content_type=kind), LIMITS) == {}

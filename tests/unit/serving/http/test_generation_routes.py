@@ -16,6 +16,7 @@ from outrider.actors.replica_calls import RequestError
 from outrider.actors.serving.failures import CallFailure
 from outrider.actors.serving.http.app import add_error_handlers
 from outrider.actors.serving.http.routes import MAX_TOKEN_TEXTS, EventStream, add_generation_routes, event
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 
 STREAM = "/outrider/v1/stream"
@@ -76,7 +77,7 @@ def servicer() -> Servicer:
 def client(servicer: Servicer) -> TestClient:
     app = FastAPI(openapi_url=None)
     add_error_handlers(app)
-    add_generation_routes(app, servicer, token_texts, MAX_BYTES)
+    add_generation_routes(app, servicer, token_texts, LimitsConfig(max_request_bytes=MAX_BYTES))
     return TestClient(app, raise_server_exceptions=False)
 
 

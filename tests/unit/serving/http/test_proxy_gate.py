@@ -13,9 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from outrider.actors.serve_seam.http_proxy import GENERATIONS, ProxyGate, middlewares
+from outrider.actors.serve_seam.http_proxy import middlewares
+from outrider.actors.serving.access.calls import GuardedHttp
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.http.app import TellCapacity
+from outrider.actors.serving.http.door import GENERATIONS, HttpDoor
+from outrider.actors.serving.http.error_faces import ErrorFaces
 
 CAPACITY = 2
 
@@ -41,7 +44,7 @@ class Server:
             Route(before + end, self.generate, methods=["POST"]) for before in ("", "/b") for end in GENERATIONS
         ]
         others = [Route(path, self.other, methods=["GET", "POST"]) for path in ("/health", "/b/health", "/tokenize")]
-        app = ProxyGate(TellCapacity(Starlette(routes=[*generations, *others]), CAPACITY))
+        app = HttpDoor(TellCapacity(Starlette(routes=[*generations, *others]), CAPACITY))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
             yield client
 
@@ -101,5 +104,5 @@ async def test_a_client_that_leaves_gives_its_place_back(server: Server) -> None
 def test_serve_gets_a_list_of_middlewares() -> None:
     from ray.serve._private.http_util import validate_http_proxy_callback_return
 
-    (middleware,) = validate_http_proxy_callback_return(middlewares())
-    assert middleware.cls is ProxyGate
+    found = [middleware.cls for middleware in validate_http_proxy_callback_return(middlewares())]
+    assert found == [ErrorFaces, HttpDoor, GuardedHttp]  # the last is the first that a request meets

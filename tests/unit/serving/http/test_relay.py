@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, ReplicaLost
 from outrider.actors.serving.http.app import add_error_handlers
 from outrider.actors.serving.http.routes import HttpContext, add_openai_routes, ask
+from outrider.cluster.limits import LimitsConfig
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 EVENTS = OpenAIHead(200, "text/event-stream")
@@ -60,7 +61,7 @@ class Target:
 def client(target):
     app = FastAPI()
     add_error_handlers(app)
-    add_openai_routes(app, HttpContext(target, "tiny", 4, 1000, 1, None, None))
+    add_openai_routes(app, HttpContext(target, "tiny", 4, 1, None, None, limits=LimitsConfig(max_request_bytes=1024)))
     return TestClient(app, raise_server_exceptions=False)
 
 
@@ -177,14 +178,17 @@ async def test_a_client_that_leaves_before_the_head_cancels_the_call():
         (b"{", {}, 400, "body"),
         (b'{"prompt": "\xff"}', {}, 400, "body"),
         (b'{"promt": "a"}', {}, 400, "promt"),
-        (b'{"prompt": "' + b"a" * 1000 + b'"}', {}, 413, None),
+        (b'{"prompt": "' + b"a" * 1024 + b'"}', {}, 413, None),
         (b"{}", {"content-type": "text/plain"}, 415, None),
+        (b"{}", {"content-type": ""}, 415, None),
         (b'{"prompt": "a"}', {"x-request-timeout-ms": "0"}, 400, "x-request-timeout-ms"),
     ],
 )
 def test_what_never_reaches_the_target(body, headers, status, param):
     target = Target()
-    response = client(target).post("/v1/completions", content=body, headers=headers)
+    response = client(target).post(
+        "/v1/completions", content=body, headers={"content-type": "application/json", **headers}
+    )
     assert (response.status_code, error(response)["code"], error(response)["param"]) == (status, status, param)
     assert target.requests == []
 

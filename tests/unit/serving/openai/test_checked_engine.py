@@ -10,8 +10,8 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.replica_calls import Deadline
-from outrider.actors.serving.openai.checked_engine import CheckedEngine
+from outrider.actors.replica_calls import Deadline, TokensUsed
+from outrider.actors.serving.openai.checked_engine import TALLY, CheckedEngine, Tally
 
 
 class Llm:
@@ -28,7 +28,8 @@ class Llm:
             for step in self._script:
                 if isinstance(step, Exception):
                     raise step
-                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=step)])
+                completion = SimpleNamespace(finish_reason=step, stop_reason=None, token_ids=[7])
+                yield SimpleNamespace(outputs=[completion], prompt_token_ids=[1, 2])
         finally:
             self.closed = True
 
@@ -45,6 +46,16 @@ def wrapped(cause):
     error = EngineGenerateError()
     error.__cause__ = cause
     return error
+
+
+async def test_tokens_are_added_up_for_whoever_asks():
+    tally = Tally()
+    TALLY.set(tally)
+    await collect(generate(Llm(None, "stop")))
+    await collect(generate(Llm("stop")))
+    assert tally.uncounted == 7
+    assert tally.take() == TokensUsed(prompt=4, completion=3)
+    assert tally.uncounted == 0
 
 
 async def test_outputs_and_attributes_pass_through():

@@ -24,7 +24,7 @@ def test_plain_request():
     assert request.body == {**CHAT, "temperature": 0}
     assert request.request_id == "made"
     assert request.round_options == {}
-    assert request.seconds_left() is None
+    assert request.deadline == Deadline(4600.0)
 
 
 def test_request_id_is_the_bodys_then_the_headers():

@@ -13,7 +13,7 @@ from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.replica_calls import Deadline, OpenAIHead, OpenAIRequest, ReplicaLost
+from outrider.actors.replica_calls import Deadline, OpenAIHead, OpenAIRequest, ReplicaLost, TokensUsed
 from outrider.actors.serving.openai.serving import OpenAIServing
 from outrider.cluster.config import ConfigError, parse_config
 from tests.serving import CHAT_TEMPLATE
@@ -111,10 +111,20 @@ def serving(llm, shared_serving):
 
 
 async def answer(serving, endpoint, body, **options):
-    """Head and body parts."""
+    """Head and body parts, without what they have cost."""
     head, *parts = [part async for part in serving.answer(OpenAIRequest(endpoint, "r", body, **options))]
     assert isinstance(head, OpenAIHead)
-    return head, parts
+    return head, [part for part in parts if not isinstance(part, TokensUsed)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_what_an_answer_has_cost_is_told_at_its_end(serving, llm, endpoint, stream):
+    body = {**(CHAT if endpoint == "chat" else {"prompt": "hi"}), "stream": stream}
+    parts = [part async for part in serving.answer(OpenAIRequest(endpoint, "r", body))]
+    told = [part for part in parts if isinstance(part, TokensUsed)]
+    prompt = len("user: hi\nassistant: ") if endpoint == "chat" else len("hi")
+    assert told == parts[-1:] == [TokensUsed(prompt, completion=len("Hello"))]
 
 
 async def whole(serving, endpoint, body, **options):

@@ -5,6 +5,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from outrider.actors.replica_calls import RequestError
+from outrider.actors.serving.openai import schema
 from outrider.actors.serving.openai.schema import openapi, validated
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -58,3 +59,26 @@ def test_openapi_has_what_is_taken():
     text = str(openapi("1"))
     references = {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}
     assert references <= set(schemas)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": ["wrong"] * 10_000}, "stop_token_ids.0"),
+        (CompletionRequest, {"prompt": ["x", *[[1.5]] * 1_000]}, "prompt"),
+        (ChatCompletionRequest, chat(logit_bias=dict.fromkeys(map(str, range(10_000)), "wrong")), "logit_bias.0"),
+    ],
+)
+def test_the_first_wrong_member_ends_it(kind, body, field, monkeypatch):
+    """A million of them, each described, would take a gigabyte."""
+    explain, described = schema._explain, []
+
+    def count(error, body):
+        described.append(error.error_count())
+        return explain(error, body)
+
+    monkeypatch.setattr(schema, "_explain", count)
+    with pytest.raises(RequestError) as caught:
+        validated(kind, body)
+    assert caught.value.field.startswith(field)
+    assert described[0] < 20

@@ -1,0 +1,64 @@
+"""Where Serve's proxies listen, and in which language: ``serving.host`` and TLS on the gRPC and HTTP ports themselves.
+
+Serve's gRPC proxy binds every interface and knows plain text only, and its HTTP proxy reads certificates once and asks
+clients for none. Both look up what their server is made with when they start it, which is after they have asked for
+middlewares (http_proxy.py): there ours is put in its place.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from ray.serve._private import default_impl, http_util
+
+from outrider.actors.serve_seam import leans_on
+from outrider.actors.serving.access.files import Reloading
+from outrider.actors.serving.access.process import stale_gauge
+from outrider.actors.serving.access.settings import ProxyAccess
+from outrider.actors.serving.access.tls import Certificates, grpc_credentials, rotate
+from outrider.cluster.config import ConfigError
+
+
+def listen_as_configured(access: ProxyAccess) -> None:
+    """Before a proxy starts its servers. Raises ConfigError for certificates that cannot be used."""
+    leans_on.LISTENING.check()
+    certificates = access.certificates()
+    if certificates is not None:
+        certificates.on_look = stale_gauge("certificate", certificates)
+
+    def add_grpc_address(server: Any, address: str) -> None:
+        """address: Serve's, every interface and the port."""
+        bind_grpc(server, access.host, int(address.rpartition(":")[2]), certificates)
+
+    class Config(uvicorn.Config):
+        """Of the HTTP server."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if certificates is not None and not self.is_ssl:
+                raise ConfigError(
+                    "serving.ssl_certfile: Serve's HTTP options have no ssl_certfile; give the same there"
+                )
+
+        def load(self) -> None:
+            super().load()
+            if certificates is not None and self.ssl is not None:
+                rotate(self.ssl, certificates)
+
+    default_impl.add_grpc_address = add_grpc_address
+    # Ray brings the proxy's class with the names of its module as they were: a function replaced there is not found.
+    http_util.uvicorn = SimpleNamespace(Config=Config, Server=uvicorn.Server)
+
+
+def bind_grpc(server: Any, host: str, port: int, certificates: Reloading[Certificates] | None) -> int:
+    """The port of a grpc.aio server, and no other: who speaks plain text to a port with TLS is not understood. Returns
+    its number. Raises ConfigError for an address that cannot be had."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if certificates is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, grpc_credentials(certificates)))
+    except RuntimeError as error:
+        raise ConfigError(f"serving.host, serving.grpc_port: cannot listen on {address}: {error}") from None

@@ -1,0 +1,79 @@
+"""The guard of this process: a proxy's, whose settings come by its environment, or the ingress's.
+
+Proxies hold each key to its requests a minute and its concurrent requests as far
+as they see them, one process a node; the ingress is one process, sees them all, and counts tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ray.util.metrics import Counter, Gauge
+
+from outrider.actors.observability.metrics import METRICS
+from outrider.actors.serving.access.files import Reloading
+from outrider.actors.serving.access.guard import Guard
+from outrider.actors.serving.access.keys import KeyRing, load_keys
+from outrider.actors.serving.access.settings import proxy_access
+from outrider.actors.serving.access.tls import Certificates
+
+
+def reloading_keys(path: str) -> Reloading[KeyRing]:
+    """Raises ConfigError."""
+    return Reloading([path], lambda: load_keys(path))
+
+
+@functools.cache
+def proxy_guard() -> Guard | None:
+    """Of this process. None: no key is asked for. Raises ConfigError."""
+    access = proxy_access()
+    if access is None or access.keys_file is None:
+        return None
+    description = "Calls that a proxy refused for their key, by the key's name in the file ('-': none is known)."
+    refusals = Counter("outrider_proxy_key_refusals", description, ("api", "key", "reason"))
+
+    def count(api: str, key: str, reason: str) -> None:
+        refusals.inc(tags={"api": api, "key": key, "reason": reason})
+
+    keys = reloading_keys(access.keys_file)
+    keys.on_look = stale_gauge("keys", keys)
+    return Guard(keys, on_refusal=count)
+
+
+def stale_gauge(what: str, files: Reloading[KeyRing] | Reloading[Certificates]) -> functools.partial[None]:
+    """Tells Ray's metrics whether the files on disk are in use."""
+    description = "1 while changed files of keys or certificates cannot be used, and older ones are."
+    gauge = Gauge("outrider_proxy_access_stale", description, ("files",))
+    gauge.set_default_tags({"files": what})
+    gauge.set(0.0)
+    return functools.partial(_tell, gauge, files)
+
+
+def _tell(gauge: Gauge, files: Reloading[KeyRing] | Reloading[Certificates]) -> None:
+    gauge.set(float(files.problem is not None))
+
+
+_ingress: list[Guard] = []
+
+
+def guard_ingress(keys_file: str | None) -> None:
+    """For the ingress, before its first call. Raises ConfigError."""
+    _ingress.clear()
+    METRICS.keys = None
+    if keys_file is None:
+        return
+    keys = reloading_keys(keys_file)
+    METRICS.keys = keys
+    _ingress.append(
+        Guard(
+            keys,
+            on_refusal=lambda api, key, reason: METRICS.key_refused(key, reason),
+            on_request=METRICS.key_request,
+            on_tokens=METRICS.key_tokens,
+        )
+    )
+
+
+def ingress_guard() -> Guard | None:
+    """None: no key is asked for."""
+    return _ingress[0] if _ingress else None

@@ -1,0 +1,396 @@
+"""What happens to a gRPC call in Serve's proxy, before and behind the ingress.
+
+Serve's own handlers would do, but for these things:
+
+- Serve passes a client's cancellation on only while the proxy waits for a message; one that arrives while the proxy
+  writes a message is lost, and the engine goes on generating for nobody. So streams are read by a task of their own,
+  which only ever waits for messages.
+- That task would pile up what a slow client does not read, and a client that reads nothing would hold its place for
+  ever. Both are given up (see Unread). gRPC has no time limit for the response of a call that is not a stream; so every
+  call is answered as a stream is, which is the same on the wire.
+- A request that does not decode would end as UNKNOWN, with protobuf's own words; one that takes too much memory would
+  be decoded to find that out.
+- A client that ends its side without having sent a request would be left waiting for ever: gRPC's asyncio server
+  forgets it. One that sends nothing and stays would hold its call for ever. So requests are read here, as if they were
+  streams of one, and within a time.
+- Failures lose their google.rpc details on the way (see outrider.actors.serving.failures).
+- A full queue is told too late when many come at once, and calls beside generations have no limit of their own (see
+  outrider.actors.serving.gate).
+
+``outrider.actors.serve_seam.grpc_proxy`` mounts this on Serve's proxies; nothing here knows of Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from outrider.actors.serving.failures import (
+    STATUS_DETAILS_METADATA,
+    CallFailure,
+    made_by_serve,
+    queue_full,
+    sentence_of,
+    trailing_of,
+    usable_request_id,
+)
+from outrider.actors.serving.gate import (
+    CAPACITY_METADATA,
+    Arrival,
+    Doors,
+    Gate,
+    Gates,
+    Guest,
+    Lane,
+    LaneFull,
+    NotAwaited,
+    RequestLate,
+    doors,
+)
+from outrider.actors.serving.grpc.wire import SMALL_BYTES, num_values
+
+SHARE_OF_MOST = 4
+"""So many times max_unread_bytes are never kept of one answer, the largest message not counted."""
+
+SLOWEST_BYTES = 1 << 20
+"""A larger message has unread_timeout_s once more for each so many bytes."""
+
+STANDSTILL_S = 1.0
+"""A message that has not left for so long waits for its reader rather than for the network."""
+
+_SERVICE = "/outrider.v1.GenerationService/"
+_GENERATIONS = (f"{_SERVICE}Generate", f"{_SERVICE}GenerateStream")
+"""Calls that take a place. The others have turns of their own, and are to be answered when the queue is full too."""
+
+_LANES: dict[str, Callable[[Doors], Lane]] = {
+    "/grpc.health.v1.Health/Watch": lambda doors: doors.watch,
+    "/grpc.health.v1.Health/Check": lambda doors: doors.health,
+    "/grpc.health.v1.Health/List": lambda doors: doors.health,
+    f"{_SERVICE}Tokenize": lambda doors: doors.tokenize,
+    f"{_SERVICE}Detokenize": lambda doors: doors.tokenize,
+    f"{_SERVICE}AbortRequest": lambda doors: doors.abort,
+}
+"""Of the others; whatever is not named is a call for status."""
+
+_APPLICATION_METADATA = "application"
+"""By which a client tells Serve which application it means, where there are several."""
+
+_GATES = Gates("grpc")
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+Handler = Callable[..., Any]
+"""Serve's, of one method: takes the request and the context. Returns a coroutine of bytes, or a generator of them."""
+
+ProxiedCall = Callable[[AsyncIterator[Any], Any], Coroutine[Any, Any, None]]
+"""What the server calls: with the client's messages and the context. Responses are written to the context."""
+
+
+def proxied_call(method: str, handler: Handler, *, streams: bool) -> ProxiedCall:
+    """handler as the server should have it. method: ``/package.Service/Name``. streams: it gives several responses."""
+
+    async def call(requests: AsyncIterator[Any], context: Any) -> None:
+        metadata = dict(context.invocation_metadata() or ())  # all that is known of the call before its message is read
+        here = doors()
+        request = await _received(requests, here)
+        if isinstance(request, CallFailure):
+            _fail(context, request)
+            return
+        gate = _GATES.of(str(metadata.get(_APPLICATION_METADATA, "")))
+        place = await _place(method, gate, context, here)
+        if isinstance(place, CallFailure):
+            _GATES.count_refusal()
+            _fail(context, place)
+            return
+        try:
+            await _Answer(handler, streams, context, here, place).give(request)
+            for key, value in context.trailing_metadata() or ():
+                if key == CAPACITY_METADATA:
+                    gate.learn(value)
+        finally:
+            place.leave()
+
+    return call
+
+
+def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Like deserialize, but what cannot be used becomes the failure that its call is to end with."""
+    message = deserialize.__self__.DESCRIPTOR  # type: ignore[attr-defined]  # a class's FromString
+
+    def decode(data: bytes) -> Any:
+        limits = doors().limits
+        if len(data) > limits.max_request_bytes:
+            sentence = f"request: {len(data)} bytes are too many; send at most {limits.max_request_bytes}"
+            return _refusal(f"{sentence} (limits.max_request_bytes)", "REQUEST_TOO_LARGE")
+        most = limits.max_request_values
+        if len(data) > SMALL_BYTES and num_values(data, message, most) > most:
+            sentence = f"request: holds too many values; send at most {most} (limits.max_request_values)"
+            return _refusal(sentence, "REQUEST_TOO_LARGE")
+        try:
+            return deserialize(data)
+        except DecodeError:
+            sentence = f"request: what was sent is no {message.full_name}; send one that the published .proto describes"
+            return _refusal(sentence, "UNDECODABLE_REQUEST")
+
+    return decode
+
+
+def _refusal(sentence: str, reason: str) -> CallFailure:
+    field, _, problem = sentence.partition(": ")
+    return CallFailure(grpc.StatusCode.INVALID_ARGUMENT, sentence, reason, {field: problem})
+
+
+async def _received(requests: AsyncIterator[Any], here: Doors) -> Any:
+    """The request that a client sent; a CallFailure for one that cannot be used, or does not come."""
+    reading = asyncio.ensure_future(anext(aiter(requests), None))
+    try:
+        await Arrival(here).wait_for(reading)
+    except RequestLate:
+        timeout_s = here.limits.receive_timeout_s
+        sentence = f"request: none came within {timeout_s:g} s; send it right after the call is opened"
+        return CallFailure(grpc.StatusCode.DEADLINE_EXCEEDED, sentence, "REQUEST_TIMEOUT")
+    except NotAwaited:
+        sentence = "too many calls wait for their request to come; send it right after the call is opened"
+        return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "REQUEST_TIMEOUT")
+    if (request := reading.result()) is None:
+        return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
+    return request
+
+
+class _Place:
+    """What a call holds while it is answered: room for a generation, or the turn of any other call."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave: Callable[[], None] | None = leave
+
+    def leave(self) -> None:
+        """May be called again."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
+async def _place(method: str, gate: Gate, context: Any, here: Doors) -> _Place | CallFailure:
+    if method in _GENERATIONS:
+        return _Place(gate.leave) if gate.enter() else queue_full()
+    lane = _LANES.get(method, lambda doors: doors.status)(here)
+    try:
+        await lane.take(_address(context))
+    except LaneFull as full:
+        return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, str(full), "TOO_MANY_CALLS")
+    return _Place(lane.leave)
+
+
+def _address(context: Any) -> str:
+    """Of the caller, without its port."""
+    return str(context.peer()).rpartition(":")[0]
+
+
+class _Answer:
+    """What Serve's handler answers, on its way to the client."""
+
+    def __init__(self, handler: Handler, streams: bool, context: Any, here: Doors, place: _Place) -> None:
+        self._handler, self._streams, self._context, self._place = handler, streams, context, place
+        self._here = here
+        self._unread = Unread(self._give_up, here)
+        self._reading: asyncio.Task[None] | None = None
+
+    async def give(self, request: Any) -> None:
+        self._reading = asyncio.create_task(self._read(request))
+        try:
+            while (message := await self._unread.get()) is not None:
+                with self._unread.leaving(message):
+                    # Of a reader that has been given up gRPC keeps one message, until that is read or the reader has
+                    # left. There is no way to take it back, nor to say anything before; nothing else is held for it.
+                    await self._context.write(message)
+            await asyncio.wait([self._reading])
+            if not self._unread.given_up:
+                self._reading.result()
+            _finish(self._context, getattr(request, "request_id", ""))
+        finally:
+            self._unread.stop_watching()
+            # The handler still uses the context on its way out, which crashes the process once the call is over.
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+
+    async def _read(self, request: Any) -> None:
+        try:
+            if self._streams:
+                async for message in self._handler(request, self._context):
+                    self._unread.put(message)
+            else:
+                message = await self._handler(request, self._context)
+                if not _code(self._context):
+                    self._unread.put(message)
+        finally:
+            self._unread.close()
+            self._place.leave()  # what is left to do is its reader's
+
+    def _give_up(self) -> None:
+        _fail(self._context, _slow_reader(self._here))
+        # Serve tells the replica when its handler is cancelled while it waits for the next message.
+        assert self._reading is not None
+        self._reading.cancel()
+
+
+class Unread:
+    """Messages of one call that its client has not read.
+
+    The client is slow when one message has not left within unread_timeout_s; when, over max_unread_bytes, they do not
+    become fewer within that; when they are over SHARE_OF_MOST times as many without the largest of them; and when all
+    clients who stand still together leave too much unread, and it has stood still for longest. One message's size is
+    never held against the client.
+    """
+
+    def __init__(self, on_slow: Callable[[], None], here: Doors) -> None:
+        """on_slow: called once; nothing is kept from then on."""
+        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._on_slow, self._room, self._limits = on_slow, here.unread, here.limits
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
+        self._most_bytes = 0
+        """At a time, since the backlog was last judged."""
+
+        self._judging: asyncio.TimerHandle | None = None
+        self._standing: asyncio.TimerHandle | None = None
+        self._guest: Guest | None = None
+        self._closed = False
+        self.given_up = False
+
+    def put(self, message: bytes) -> None:
+        if self.given_up:
+            return
+        most = SHARE_OF_MOST * self._limits.max_unread_bytes
+        if self._bytes > most and self._bytes - max(self._sizes) > most:
+            self._give_up()
+            return
+        self._bytes += len(message)
+        self._sizes.append(len(message))
+        self._most_bytes = max(self._most_bytes, self._bytes)
+        self._messages.put_nowait(message)
+        if self._bytes > self._limits.max_unread_bytes and self._judging is None:
+            self._watch()
+        if self._guest is not None:
+            self._room.holds(self._guest, self._bytes)
+
+    @contextmanager
+    def leaving(self, message: bytes) -> Iterator[None]:
+        """Around the writing of a message."""
+        loop = asyncio.get_running_loop()
+        self._standing = loop.call_later(STANDSTILL_S, self._stands_still, len(message))
+        try:
+            yield
+        finally:
+            self._standing.cancel()
+            self._leave_room()
+
+    def _stands_still(self, num_bytes: int) -> None:
+        timeout_s = self._limits.unread_timeout_s * (1 + num_bytes / SLOWEST_BYTES)
+        left_s = max(0.0, timeout_s - STANDSTILL_S)
+        self._standing = asyncio.get_running_loop().call_later(left_s, self._give_up)
+        self._guest = self._room.enter(self._give_up)
+        self._room.holds(self._guest, self._bytes + num_bytes)
+
+    def _leave_room(self) -> None:
+        if self._guest is not None:
+            self._room.leave(self._guest)
+            self._guest = None
+
+    def stop_watching(self) -> None:
+        for timer in (self._judging, self._standing):
+            if timer is not None:
+                timer.cancel()
+        self._leave_room()
+
+    def _watch(self) -> None:
+        self._most_bytes = self._bytes
+        self._judging = asyncio.get_running_loop().call_later(self._limits.unread_timeout_s, self._judge)
+
+    def _judge(self) -> None:
+        self._judging = None
+        if self._bytes <= self._limits.max_unread_bytes:
+            return
+        if self._bytes < self._most_bytes:
+            self._watch()
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self.given_up:
+            return
+        self.given_up = True
+        self._leave_room()
+        while not self._messages.empty():
+            self._messages.get_nowait()
+        self._sizes.clear()
+        self._bytes = 0
+        if self._closed:
+            self._messages.put_nowait(None)
+        self._on_slow()
+
+    def close(self) -> None:
+        """There will be no more."""
+        self._closed = True
+        self._messages.put_nowait(None)
+
+    async def get(self) -> bytes | None:
+        """None at the end."""
+        message = await self._messages.get()
+        if message is not None:
+            self._bytes -= self._sizes.popleft()
+        return message
+
+
+def _slow_reader(here: Doors) -> CallFailure:
+    limits = here.limits
+    sentence = (
+        f"the answer is not read: more than {limits.max_unread_bytes} bytes wait (limits.max_unread_bytes), or nothing "
+        f"was read for {limits.unread_timeout_s:g} s (limits.unread_timeout_s); read faster, or ask for less with each "
+        "token"
+    )
+    return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "SLOW_READER")
+
+
+def _fail(context: grpc.aio.ServicerContext, failure: CallFailure, given: Sequence[Any] = ()) -> None:
+    """given: trailing metadata to keep."""
+    trailing = failure.trailing_metadata()
+    named = {key for key, _ in trailing}
+    context.set_code(failure.code)
+    context.set_details(failure.message)
+    context.set_trailing_metadata((*((key, value) for key, value in given if key not in named), *trailing))
+
+
+def _finish(context: grpc.aio.ServicerContext, request_id: str = "") -> None:
+    """Give a call that Serve or the ingress let fail the details it should have. request_id: its sender's, if any."""
+    code = _code(context)
+    if code is None:
+        return
+    details = context.details() or ""
+    details = details.decode() if isinstance(details, bytes) else details
+    given = context.trailing_metadata() or ()
+    if any(key == STATUS_DETAILS_METADATA for key, _ in given):
+        # Serve sends the ingress's context along with each message, as it is when the message leaves. A call that
+        # fails right behind a message has its metadata kept after all, and its details packed all the same.
+        context.set_details(sentence_of(details))
+        return
+    if (failure := made_by_serve(code, details, usable_request_id(request_id))) is not None:
+        _fail(context, failure, given)
+        return
+    trailing = trailing_of(code, details)
+    named = {key for key, _ in trailing}
+    kept = [(key, value) for key, value in given if key not in named]
+    context.set_details(sentence_of(details))
+    context.set_trailing_metadata((*kept, *trailing))
+
+
+def _code(context: Any) -> grpc.StatusCode | None:
+    """None when it has not failed."""
+    code = context.code()
+    code = _CODES.get(code) if isinstance(code, int) else code
+    return None if code is grpc.StatusCode.OK else code

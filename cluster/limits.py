@@ -1,0 +1,142 @@
+"""What one caller, and all of them together, may take of a server: times, numbers and sizes, each a key of ``limits``.
+
+The proxies hold callers to most of them, in front of every application of theirs, so they get them through their
+environment (to_environment, from_environment); where nobody set it, as on a cluster that was started by other means,
+the defaults hold.
+"""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import Field, ValidationError, model_validator
+
+from outrider.cluster.config_section import ConfigError, Section
+
+LIMITS_VARIABLE = "OUTRIDER_LIMITS"
+"""In the environment of Serve's proxies: these limits as JSON."""
+
+
+class LimitsConfig(Section):
+    receive_timeout_s: float = Field(30.0, gt=0, le=3600)
+    """Time for a request to come in: for a connection's first bytes and an HTTP header, for a body, and for the message
+    of a gRPC call. Who is later gets 408 or DEADLINE_EXCEEDED, or is hung up on."""
+
+    unread_timeout_s: float = Field(30.0, gt=0, le=3600)
+    """Time in which a reader must read something of what waits for it. Who stands still for longer loses the request
+    and its place (SLOW_READER; over HTTP the connection)."""
+
+    max_unread_bytes: int = Field(8 << 20, ge=1 << 16)
+    """Of one gRPC answer: what its reader may have before it for a moment. It must become less within
+    unread_timeout_s, and four times as much is never kept, the largest message not counted."""
+
+    connection_idle_timeout_s: float = Field(300.0, ge=1, le=86400)
+    """A connection without a request for so long is closed. Clients open a new one by themselves."""
+
+    control_timeout_s: float = Field(5.0, gt=0, le=300)
+    """Time for calls beside generations (status, health, tokenising, aborting): for their turn, and then for an
+    answer."""
+
+    default_timeout_s: float = Field(3600.0, gt=0, le=604800)
+    """Deadline of a generation whose caller sets none."""
+
+    greatest_timeout_s: float = Field(86400.0, gt=0, le=604800)
+    """Longest deadline that a caller may set."""
+
+    max_streams_per_connection: int = Field(512, ge=1, le=100000)
+    """gRPC calls at once on one connection. Clients hold back what is more."""
+
+    max_awaited_requests: int = Field(256, ge=1)
+    """Requests of which a proxy has not got all yet. Beyond this the one that has been awaited longest is given up, so
+    that a newcomer, whose request is on its way, is served."""
+
+    max_awaited_bytes: int = Field(64 << 20, ge=1 << 20)
+    """Likewise, in bytes: of HTTP bodies that are on their way, and of answers that nobody has read yet."""
+
+    max_watch_streams: int = Field(256, ge=1)
+    """``Health/Watch`` streams at once in a proxy."""
+
+    max_control_calls_per_s: float = Field(20.0, gt=0, le=10000)
+    """Health checks a second that a proxy passes on, and as many other calls for status, info and pages. More wait for
+    their turn, callers by turns, up to control_timeout_s, and are refused then."""
+
+    max_tokenize_calls: int = Field(4, ge=1)
+    """Calls to tokenise and detokenise at once. More wait likewise."""
+
+    max_request_bytes: int = Field(8 << 20, ge=1024, le=1 << 30)
+    """Longest HTTP body and longest gRPC message, decompressed, in bytes."""
+
+    max_request_values: int = Field(1 << 18, ge=1024)
+    """Most values in one request: members of lists and objects, token ids. Bounds what a small body makes of memory."""
+
+    max_sequences: int = Field(1024, ge=1)
+    """Answers that an ingress has running and waiting at once: each of a request's ``n`` and of its prompts counts.
+    A request beyond it is refused like one that finds the queue full, unless it is the only one."""
+
+    max_tokens_in_flight: int = Field(8 << 20, ge=1)
+    """Likewise, in tokens: of prompts (text is estimated) and the longest answers that were asked for."""
+
+    default_max_tokens: int | None = Field(None, ge=1)
+    """Longest answer of a generation whose caller sets no max_tokens. None: what max_model_len leaves."""
+
+    greatest_max_tokens: int | None = Field(None, ge=1)
+    """Largest max_tokens that a caller may set. None: what max_model_len leaves."""
+
+    max_stop_strings: int = Field(16, ge=1)
+    """Stop strings of one request; OpenAI's endpoints take 4 in any case."""
+
+    max_stop_string_chars: int = Field(1024, ge=1)
+    """Characters of one stop string."""
+
+    max_bad_words: int = Field(256, ge=1)
+    """Bad words of one request."""
+
+    max_bad_word_chars: int = Field(256, ge=1)
+    """Characters of one bad word: each is tokenised while others wait."""
+
+    max_listed_token_ids: int = Field(1024, ge=1)
+    """``stop_token_ids``, and tokens in ``logit_bias``, of one request."""
+
+    max_detokenize_ids: int = Field(131072, ge=1)
+    """Token ids of one call to detokenise."""
+
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names that browsers may call this server by, e.g. ``chat.example.com`` or ``*.example.com``; ``*``: any.
+    Addresses, names without a dot and names that no stranger can register (``.internal``, ``.local`` …) need no entry:
+    this is what keeps other people's pages from reaching the server under a name of theirs."""
+
+    allowed_origins: tuple[str, ...] = ()
+    """Pages of other origins that may send requests, e.g. ``https://chat.example.com``; ``*``: any. Pages that this
+    server serves, under the name in their request's Host, need no entry."""
+
+    @model_validator(mode="after")
+    def _defaults_are_within(self) -> LimitsConfig:
+        if self.default_timeout_s > self.greatest_timeout_s:
+            raise ValueError(
+                f"default_timeout_s ({self.default_timeout_s:g}) is above greatest_timeout_s "
+                f"({self.greatest_timeout_s:g}); lower the first or raise the second"
+            )
+        default, greatest = self.default_max_tokens, self.greatest_max_tokens
+        if default is not None and greatest is not None and default > greatest:
+            raise ValueError(
+                f"default_max_tokens ({default}) is above greatest_max_tokens ({greatest}); lower the first or raise "
+                "the second"
+            )
+        return self
+
+    @property
+    def unasked_max_tokens(self) -> int | None:
+        """Of a generation whose caller sets none; None: what max_model_len leaves."""
+        return self.greatest_max_tokens if self.default_max_tokens is None else self.default_max_tokens
+
+    def to_environment(self) -> dict[str, str]:
+        """For processes that run Serve's proxies."""
+        return {LIMITS_VARIABLE: self.model_dump_json()}
+
+
+def from_environment() -> LimitsConfig:
+    """Of this process. Raises ConfigError for a variable that holds no limits."""
+    try:
+        return LimitsConfig.model_validate_json(os.environ.get(LIMITS_VARIABLE, "{}"))
+    except ValidationError as error:
+        raise ConfigError(f"{LIMITS_VARIABLE}: {error.errors()[0]['msg']}; set it as outrider serve does") from None

@@ -1,0 +1,212 @@
+"""`outrider serve` on SIGTERM: what runs is finished, or cut when it takes too long, and nothing new is taken. And what
+a running server listens on."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.ports import pick_free_port
+from outrider.v1 import generation_pb2 as pb
+from tests.integration.test_cli import ENDS_WITHIN_S
+from tests.security.outrider_serve import Served, outrider_serve
+from tests.serving import HANG_GUARD_S, Models, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+PROMPT = list(b"round and round and round it goes")
+MAX_TOKENS = 900
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Streams:
+    """Answers that run, each on a thread of its own."""
+
+    def __init__(self, server: Served, count: int) -> None:
+        self._client = OutriderClient(server.grpc)
+        self.messages: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.ends: list[Any] = [None] * count
+        """Of each: its finish reason, or the code it failed with."""
+
+        self._threads = [threading.Thread(target=self._read, args=(index,)) for index in range(count)]
+        for thread in self._threads:
+            thread.start()
+        for _ in range(3 * count):
+            self.messages.get(timeout=HANG_GUARD_S)
+
+    def _read(self, index: int) -> None:
+        try:
+            arguments = {"temperature": 1.0, "seed": index, "ignore_eos": True, "max_tokens": MAX_TOKENS}
+            for message in self._client.stream(PROMPT, speculation=False, **arguments):
+                self.messages.put(index)
+                self.ends[index] = pb.FinishReason.Name(message.finish_reason) if message.finish_reason else None
+        except OutriderError as error:
+            self.ends[index] = error.code
+
+    def join(self) -> list[Any]:
+        for thread in self._threads:
+            thread.join(HANG_GUARD_S)
+        self._client.close()
+        return self.ends
+
+
+@pytest.fixture(scope="module")
+def admin_port() -> int:
+    return pick_free_port()
+
+
+@pytest.fixture(scope="module")
+def server(models: Models, tmp_path_factory: pytest.TempPathFactory, admin_port: int) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("drain")
+    with outrider_serve(models, directory, serving={"drain_s": HANG_GUARD_S, "admin_port": admin_port}) as served:
+        yield served
+
+
+KINDS = {
+    "RankProc": "Verifier",
+    "Verifier": "Verifier",
+    "Drafter": "Drafter",
+    "gcs_server": "gcs_server",
+    "ServeReplica": "ServeReplica",
+    "dashboard/dashboard.py": "dashboard",
+}
+"""By a part of their command lines. A busy actor is called by what it does."""
+
+
+def kind_of(process: psutil.Process) -> str:
+    line = " ".join(process.cmdline()) or process.name()
+    return next((kind for part, kind in KINDS.items() if part in line), process.name())
+
+
+def listening(server: Served) -> dict[str, set[tuple[str, int]]]:
+    """By kind of process: every address it listens on."""
+    found: dict[str, set[tuple[str, int]]] = {}
+    for process in server.tree():
+        for each in process.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN:
+                found.setdefault(kind_of(process), set()).add((each.laddr.ip, each.laddr.port))
+    return found
+
+
+def test_what_listens_beyond_this_machine_is_what_the_page_says(server: Served, admin_port: int) -> None:
+    found = listening(server)
+    print(found)
+    beyond = {kind: {each for each in where if each[0] != "127.0.0.1"} for kind, where in found.items()}
+    for rank in ("Verifier", "Drafter"):
+        # Ray's own port of a worker. Stores, vLLM's groups and links are on loopback, where there is one machine.
+        assert len(beyond[rank]) == 1, found[rank]
+    assert found["dashboard"] - beyond["dashboard"], "its page is for this machine; what else it has is Ray's own"
+    assert ("127.0.0.1", admin_port) in found["ServeReplica"]
+
+
+def test_ray_s_ports_and_the_replicas_refuse_who_has_no_token(server: Served, admin_port: int) -> None:
+    for kind in ("gcs_server", "ServeReplica"):
+        answers = answers_to_strangers(server, kind)
+        print(kind, answers)
+        assert "UNAUTHENTICATED" in answers
+        assert answers <= {"UNAUTHENTICATED", "UNAVAILABLE", "UNIMPLEMENTED"}, "a method that is not there runs nothing"
+
+
+def test_metrics_and_status_are_on_the_admin_port_alone(server: Served, admin_port: int) -> None:
+    with httpx.Client(trust_env=False, timeout=HANG_GUARD_S) as client:
+        for path, there, here in (
+            ("/metrics", 404, 200),
+            ("/outrider/v1/status", 404, 200),
+            ("/livez", 200, 200),
+            ("/readyz", 200, 200),
+            ("/v1/models", 200, 404),
+        ):
+            assert client.get(f"http://{server.http}{path}").status_code == there, path
+            assert client.get(f"http://127.0.0.1:{admin_port}{path}").status_code == here, path
+
+
+def test_running_answers_are_finished_and_new_ones_refused(server: Served, admin_port: int) -> None:
+    streams = Streams(server, 4)
+    with grpc.insecure_channel(server.grpc) as channel, httpx.Client(trust_env=False) as http:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        def status(service: str) -> int:
+            return health.Check(health_pb2.HealthCheckRequest(service=service), timeout=HANG_GUARD_S).status
+
+        assert [status(service) for service in ("", "readiness", "liveness")] == [SERVING] * 3
+        watched: list[int] = []
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        watching = threading.Thread(target=lambda: watched.extend(each.status for each in watch))
+        watching.start()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: status("") == NOT_SERVING, HANG_GUARD_S, "not ready")
+        assert [status(service) for service in ("readiness", "liveness")] == [NOT_SERVING, SERVING]
+        codes = [http.get(f"http://{server.http}/{path}").status_code for path in ("readyz", "livez")]
+        assert codes == [503, 200]
+        with OutriderClient(server.grpc) as late, pytest.raises(OutriderError) as refused:
+            late.generate(PROMPT, max_tokens=4, timeout_s=HANG_GUARD_S)
+        assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+        assert None in streams.ends, "they were still running"
+        assert streams.join() == ["FINISH_REASON_LENGTH"] * 4
+        watching.join(HANG_GUARD_S)
+        assert watched == [SERVING, NOT_SERVING]
+    assert server.process.wait(ENDS_WITHIN_S) == 0
+    drained = [line for line in server.said() if "left" in line]
+    print(drained)
+    assert "4 answers left: refusing new ones" in drained[0]
+
+
+def test_what_takes_longer_is_cut_and_told_so(models: Models, tmp_path: Path) -> None:
+    """On a Ray whose processes speak TLS with each other: see also what its ports say to one that does not."""
+    with outrider_serve(models, tmp_path, tls_environment(tmp_path), serving={"drain_s": 0.5}) as server:
+        for kind in ("gcs_server", "ServeReplica"):
+            assert answers_to_strangers(server, kind) == {"UNAVAILABLE"}, "plain text gets as far as to be answered"
+        streams = Streams(server, 4)
+        server.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        ends = streams.join()
+        assert server.process.wait(ENDS_WITHIN_S) == 0
+        print(f"ended {time.monotonic() - began:.1f} s after the signal")
+        assert set(ends) <= {grpc.StatusCode.UNAVAILABLE, "FINISH_REASON_LENGTH"}
+        assert grpc.StatusCode.UNAVAILABLE in ends, "none was cut"
+        assert any("cut after" in line for line in server.said())
+
+
+def tls_environment(directory: Path) -> dict[str, str]:
+    """Of a Ray that uses TLS, with certificates of a CA of its own."""
+    from ray._common.tls_utils import generate_self_signed_tls_certs
+
+    certificate, key = generate_self_signed_tls_certs()
+    files = {"RAY_TLS_SERVER_CERT": certificate, "RAY_TLS_SERVER_KEY": key, "RAY_TLS_CA_CERT": certificate}
+    paths = {}
+    for name, text in files.items():
+        path = directory / f"{name.lower()}.pem"
+        path.touch(mode=0o600)
+        path.write_text(text)
+        paths[name] = str(path)
+    return {"RAY_USE_TLS": "1", **paths}
+
+
+STRANGERS_CALLS = ("/ray.rpc.NodeInfoGcsService/CheckAlive", "/ray.serve.ASGIService/HandleRequest")
+"""One that GCS answers, one that has a Serve replica unpickle what it is sent."""
+
+
+def answers_to_strangers(server: Served, kind: str) -> set[str]:
+    """What the ports of such processes say to calls of somebody who only reaches them: a status code of gRPC's each."""
+    answers = set()
+    for _, port in listening(server)[kind]:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for method in STRANGERS_CALLS:
+                try:
+                    channel.unary_unary(method)(b"", timeout=30)
+                    answers.add("OK")
+                except grpc.RpcError as error:
+                    answers.add(error.code().name)
+    return answers

@@ -1,0 +1,70 @@
+"""The engine of one of two replicas is stopped in the middle of its steps: it neither ends nor answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+
+from outrider.deploy.client.sync_client import OutriderError
+from tests.serving import HANG_GUARD_S, Deployment, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+STREAMS = 12
+
+
+def core_of(replica: int) -> int:
+    """The process of the engine's core, a child of the replica's."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == replica and b"EngineCore" in path.read_bytes():
+                return int(path.parent.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no engine core beneath {replica}")
+
+
+def test_its_requests_are_told_and_the_replica_is_replaced(two_replicas: Deployment) -> None:
+    begun: set[int] = set()
+    errors: dict[int, OutriderError] = {}
+
+    def stream(number: int) -> None:
+        prompt = [(number * 11 + position * 5) % 250 for position in range(40)]
+        try:
+            for _ in two_replicas.client.stream(prompt, temperature=0.0, max_tokens=900, ignore_eos=True):
+                begun.add(number)
+        except OutriderError as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=stream, args=(number,), daemon=True) for number in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(begun) >= STREAMS - 2, HANG_GUARD_S, "streams on both replicas")
+    victim, pid = sorted(two_replicas.replicas().items())[0]
+    core = core_of(pid)
+    os.kill(core, signal.SIGSTOP)
+    try:
+        for thread in threads:
+            thread.join(HANG_GUARD_S)
+        assert not any(thread.is_alive() for thread in threads), "a request hangs"
+        assert errors, "nothing ran on the replica that stands still"
+        for error in errors.values():
+            assert error.code is grpc.StatusCode.UNAVAILABLE, error
+            assert error.request_id
+        answer = two_replicas.client.generate([65] * 20, max_tokens=5, ignore_eos=True)
+        assert len(answer.token_ids) == 5
+        wait_until(
+            lambda: len(two_replicas.replicas()) == 2 and victim not in two_replicas.replicas(),
+            HANG_GUARD_S,
+            "another replica in its place",
+        )
+        wait_until(lambda: not Path(f"/proc/{core}").exists(), HANG_GUARD_S, "the stopped engine is gone")
+    finally:
+        if Path(f"/proc/{core}").exists():
+            os.kill(core, signal.SIGCONT)

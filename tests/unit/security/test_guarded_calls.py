@@ -1,0 +1,188 @@
+"""The guard in front of real calls, in a proxy's gRPC server and in ASGI, before anything of a request is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from outrider.actors.observability.metrics import IngressMetrics
+from outrider.actors.serving.access import process
+from outrider.actors.serving.access.calls import GuardedHttp, let_in
+from outrider.actors.serving.access.guard import CALLER, Refused
+from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
+from outrider.actors.serving.access.process import guard_ingress, ingress_guard, proxy_guard
+from outrider.actors.serving.access.settings import ProxyAccess, proxy_access
+from outrider.actors.serving.openai.errors import refused_by_key
+from outrider.cluster.config import ConfigError, ServingConfig
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc as rpc
+from tests.unit.scripted_proxy import Proxy, serving
+
+SECRETS = {"ci": new_secret(), "ops": new_secret()}
+SCOPES = {"ci": ("generate",), "ops": ("status",)}
+GENERATE = "/outrider.v1.GenerationService/GenerateStream"
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    entries = (Key(name=name, hash=hash_of(s.encode()), scopes=SCOPES[name]) for name, s in SECRETS.items())
+    path.write_text("".join(map(as_entry, entries)))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def guarded(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is a proxy that asks for keys."""
+    access = ProxyAccess.of(ServingConfig(keys_file=str(keys_file)))
+    for name, value in access.environment().items():
+        monkeypatch.setenv(name, value)
+    proxy_access.cache_clear()
+    process.proxy_guard.cache_clear()
+    yield
+    proxy_access.cache_clear()
+    process.proxy_guard.cache_clear()
+
+
+def bearer(name: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {SECRETS.get(name, name)}"),)
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_a_proxy_lets_a_call_with_its_key_through_and_no_other(guarded):
+    proxy = Proxy()
+    async with serving(proxy) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        request = pb.GenerateRequest()
+        assert await code_of(stub.Generate(request, metadata=bearer("ci"))) is grpc.StatusCode.OK
+        assert len(proxy.asked) == 1
+        assert await code_of(stub.Generate(request)) is grpc.StatusCode.UNAUTHENTICATED
+        assert await code_of(stub.Generate(request, metadata=bearer("wrong"))) is grpc.StatusCode.UNAUTHENTICATED
+        assert await code_of(stub.Generate(request, metadata=bearer("ops"))) is grpc.StatusCode.PERMISSION_DENIED
+        assert len(proxy.asked) == 1
+
+
+async def test_a_call_without_a_key_ends_before_its_message_has_come(guarded):
+    never = asyncio.Event()
+
+    async def messages() -> AsyncIterator[bytes]:
+        await never.wait()
+        yield b""
+
+    async with serving(Proxy()) as channel:
+        call = channel.stream_stream(GENERATE)(messages(), timeout=20)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "no key was sent" in await call.details()
+        never.set()
+
+
+async def _app(scope: Any, receive: Any, send: Any) -> None:
+    body = await Request(scope, receive).body()
+    caller = CALLER.get()
+    answer = {"bytes": len(body), "caller": caller and caller.key.name}
+    await JSONResponse(answer)(scope, receive, send)
+
+
+def asgi(guard: Any, *, in_proxy: bool) -> httpx.AsyncClient:
+    app = GuardedHttp(_app, failed=refused_by_key, guard=guard, in_proxy=in_proxy)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def test_over_http_a_body_is_not_read_without_a_key(guarded):
+    read = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(3):
+            read += 1
+            yield b"x" * 1000
+
+    async with asgi(proxy_guard, in_proxy=True) as client:
+        app = client._transport.app
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            raise AssertionError("the body was asked for")
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": ("10.0.0.1", 1)}
+        await app(scope, receive, send)
+        assert sent[0]["status"] == 401
+        assert (b"connection", b"close") in sent[0]["headers"]
+        authorised = dict(bearer("ci"))
+        answer = await client.post("/v1/completions", content=body(), headers=authorised)
+        assert (answer.status_code, answer.json()["bytes"]) == (200, 3000)
+        assert (await client.post("/v1/completions", headers=dict(bearer("ops")))).status_code == 403
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_the_ingress_asks_again_whatever_a_proxy_has_done(keys_file, monkeypatch):
+    counted = IngressMetrics()
+    monkeypatch.setattr(process, "METRICS", counted)  # the process's own has counted for other tests
+    guard_ingress(str(keys_file))
+    try:
+        async with asgi(ingress_guard, in_proxy=False) as client:
+            assert (await client.get("/v1/models")).status_code == 401
+            answer = await client.get("/v1/models", headers=dict(bearer("ci")))
+            assert answer.json()["caller"] == "ci"
+        with let_in(Context(bearer("ci")), "Generate"):
+            assert CALLER.get().key.name == "ci"
+            CALLER.get().used(2, 3)
+        with pytest.raises(Refused, match="no key was sent"), let_in(Context(()), "Generate"):
+            pass
+        text = counted.text()
+        assert 'outrider:key_requests_total{key="ci"} 2' in text
+        assert 'outrider:key_tokens_total{key="ci",kind="completion"} 3' in text
+        assert 'outrider:key_refusals_total{key="-",reason="NO_KEY"} 2' in text
+        assert "outrider:keys_stale 0" in text
+    finally:
+        guard_ingress(None)
+    with let_in(Context(()), "Generate"):
+        pass
+
+
+class Context:
+    def __init__(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.1:1"
+
+
+async def test_without_settings_nobody_is_asked():
+    proxy_access.cache_clear()
+    process.proxy_guard.cache_clear()
+    assert proxy_guard() is None
+    async with serving(Proxy()) as channel:
+        assert await code_of(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest())) is grpc.StatusCode.OK
+
+
+def test_settings_reach_a_proxy_whole_and_wrong_ones_end_it(tmp_path):
+    serving_section = ServingConfig(host="0.0.0.0", keys_file="k.yaml", ssl_certfile="c", ssl_keyfile="k")
+    access = ProxyAccess.of(serving_section)
+    assert Path(access.keys_file).is_absolute()
+    assert ProxyAccess.from_environment(access.environment()) == access
+    assert ProxyAccess.from_environment({}) is None
+    with pytest.raises(ConfigError, match="OUTRIDER_ACCESS"):
+        ProxyAccess.from_environment({"OUTRIDER_ACCESS": "{}"})

@@ -1,0 +1,161 @@
+"""Connections to the HTTP door that are held and not used, on a real server: half a header, half a body, no reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from outrider.actors.serve_seam import http_proxy
+from outrider.actors.serve_seam.http_proxy import TimedProtocol
+from outrider.actors.serving.gate import Doors
+from outrider.actors.serving.http import door
+from outrider.actors.serving.http.app import TellCapacity
+from outrider.actors.serving.http.door import HttpDoor
+from outrider.cluster.limits import LimitsConfig
+
+CAPACITY = 2
+PATH = "/v1/completions"
+HALF = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{{".encode()
+CHUNK = "x" * (1 << 16)
+
+
+@dataclass
+class Server:
+    port: int
+    doors: Doors
+    generated: int = 0
+    left: int = 0
+
+    async def generate(self, request: Request) -> Response:
+        if (await request.body()) != b"flood":
+            self.generated += 1
+            return JSONResponse({"text": "whole"})
+
+        async def flood() -> AsyncIterator[str]:
+            try:
+                while True:
+                    yield CHUNK
+                    await asyncio.sleep(0)
+            finally:
+                self.left += 1
+
+        return StreamingResponse(flood())
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        with suppress(ConnectionResetError):  # it may have been hung up on by now, which is seen by reading
+            await writer.drain()
+        return reader, writer
+
+    async def status(self, body: bytes = b"{}", path: str = PATH, more: bytes = b"connection: close\r\n") -> int:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n".encode()
+        reader, writer = await self.send(head + more + b"\r\n" + body)
+        line = await asyncio.wait_for(reader.readline(), 30)
+        writer.close()
+        return int(line.split()[1])
+
+
+@asynccontextmanager
+async def serving(monkeypatch: pytest.MonkeyPatch, **limits: float) -> AsyncIterator[Server]:
+    doors = Doors(LimitsConfig(**limits))
+    for module in (door, http_proxy):
+        monkeypatch.setattr(module, "doors", lambda: doors)
+    server = Server(0, doors)
+    routes = [Route(PATH, server.generate, methods=["POST"]), Route("/ping", server.health, methods=["POST"])]
+    app = HttpDoor(TellCapacity(Starlette(routes=routes), CAPACITY))
+    http = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, http=TimedProtocol, lifespan="off", log_level="critical")
+    )
+    task = asyncio.create_task(http.serve())
+    while not http.started:  # noqa: ASYNC110 - uvicorn's own flag
+        await asyncio.sleep(0.01)
+    server.port = http.servers[0].sockets[0].getsockname()[1]
+    try:
+        assert await server.status(path="/ping") == 200  # teaches the capacity
+        yield server
+    finally:
+        http.should_exit = http.force_exit = True
+        await task
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the other side hangs up."""
+    try:
+        return await asyncio.wait_for(reader.read(), 30)
+    except ConnectionResetError:
+        return b""
+
+
+async def test_four_hundred_half_sent_posts_and_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, max_awaited_requests=100) as server:
+        half = await asyncio.gather(*(server.send(HALF) for _ in range(400)))
+        while len(server.doors.awaited) < 100:  # noqa: ASYNC110 - the door's own count
+            await asyncio.sleep(0.01)
+        assert await server.status() == 200
+        assert server.generated == 1
+        refused = await asyncio.wait_for(half[0][0].readline(), 30)
+        assert refused.split()[1] == b"429"
+        for _, writer in half:
+            writer.close()
+
+
+async def test_half_a_body_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, receive_timeout_s=0.3) as server:
+        reader, _writer = await server.send(HALF)
+        answer = await asyncio.wait_for(reader.read(), 30)  # to the end: it is hung up on
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"limits.receive_timeout_s" in answer
+        assert not server.doors.awaited.num_bytes
+
+
+@pytest.mark.parametrize("data", [b"", b"POST /v1/comp", HALF.partition(b"content-length")[0], b"\r\n\r\n"])
+async def test_half_a_header_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    async with serving(monkeypatch, receive_timeout_s=0.3) as server:
+        reader, _writer = await server.send(data)
+        assert await rest(reader) == b""
+
+
+async def test_nor_is_that_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, receive_timeout_s=0.3) as server:
+        whole = b"POST /ping HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+        reader, writer = await server.send(whole)
+        assert (await asyncio.wait_for(reader.readline(), 30)).split()[1] == b"200"
+        await asyncio.sleep(0.6)
+        writer.write(whole)
+        while b"200" not in await asyncio.wait_for(reader.readline(), 30):
+            pass  # a connection that waits between requests is kept
+        writer.write(whole[:20])
+        assert b"200" not in await rest(reader)
+
+
+async def test_bodies_on_their_way_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, max_awaited_bytes=4 << 20) as server:
+        large = HALF.replace(b"100\r\n", b"3000000\r\n") + b" " * 2_500_000
+        sent = [await server.send(large) for _ in range(3)]
+        assert (await asyncio.wait_for(sent[0][0].readline(), 30)).split()[1] == b"429"
+        assert server.doors.awaited.num_bytes <= 4 << 20
+        assert await server.status() == 200
+
+
+async def test_who_reads_nothing_loses_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, unread_timeout_s=0.5) as server:
+        flood = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nflood".encode()
+        unread = [await server.send(flood) for _ in range(CAPACITY)]
+        while await server.status() == 429 or server.left < CAPACITY:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert await server.status() == 200
+        for _, writer in unread:
+            writer.close()

@@ -1,0 +1,126 @@
+"""Defaults that depend on the device: chosen where nothing is written, and nowhere else."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from outrider.cluster.config import OutriderConfig, parse_config
+from outrider.cluster.device_defaults import choices, with_device_defaults
+from outrider.cluster.placement import placement_of
+from outrider.deploy.app import ReplicaPlan, build_app
+
+DRAFT_MODEL = {"method": "draft_model", "model": "d"}
+ON_GPU = {
+    "target.max_num_seqs": 128,
+    "serving.max_ongoing_requests": 256,
+    "drafter.max_num_seqs": 128,
+    "drafter.prefill_chunk_tokens": 1024,
+    "drafter.draft_vocab_size": 0,
+    "link.round_deadline_steps": 2.0,
+    "link.round_deadline_ms": 250.0,
+    "link.link_deadline_ms": 1000.0,
+}
+WRITTEN = {
+    "target.max_num_seqs": 16,
+    "serving.max_ongoing_requests": 64,
+    "drafter.max_num_seqs": 3,
+    "drafter.prefill_chunk_tokens": 128,
+    "drafter.draft_vocab_size": None,
+    "link.round_deadline_steps": None,
+    "link.round_deadline_ms": 1000.0,
+    "link.link_deadline_ms": 5000.0,
+}
+"""Most of it what the CPU's default is: who writes it means it."""
+
+
+def config(*, drafter: dict[str, Any] | None = None, **sections: Any) -> OutriderConfig:
+    target = {"model": "t", **sections.pop("target", {})}
+    return parse_config({"target": target, "drafter": drafter, **sections})
+
+
+def values(config: OutriderConfig, fields: Any = ON_GPU) -> dict[str, Any]:
+    found = {}
+    for field in fields:
+        section, _, key = field.partition(".")
+        found[field] = getattr(getattr(config, section), key)
+    return found
+
+
+def written() -> OutriderConfig:
+    tree: dict[str, Any] = {"target": {"model": "t"}, "drafter": dict(DRAFT_MODEL)}
+    for field, value in WRITTEN.items():
+        section, _, key = field.partition(".")
+        tree.setdefault(section, {})[key] = value
+    return parse_config(tree)
+
+
+def test_a_gpu_gets_its_own():
+    assert values(with_device_defaults(config(drafter=DRAFT_MODEL), gpu=True)) == ON_GPU
+
+
+def test_a_cpu_keeps_what_it_had():
+    for served in (config(drafter=DRAFT_MODEL), config(drafter={"method": "ngram"}), config()):
+        assert with_device_defaults(served, gpu=False) is served
+
+
+def test_what_is_written_is_never_overridden():
+    for gpu in (True, False):
+        assert values(with_device_defaults(written(), gpu)) == WRITTEN
+        assert all(choice.written for choice in choices(written(), gpu))
+
+
+@pytest.mark.parametrize("field", WRITTEN)
+def test_one_field_that_is_written_leaves_the_others_to_the_device(field):
+    section, _, key = field.partition(".")
+    tree: dict[str, Any] = {"target": {"model": "t"}, "drafter": dict(DRAFT_MODEL)}
+    tree.setdefault(section, {})[key] = WRITTEN[field]
+    expected = {**ON_GPU, field: WRITTEN[field]}
+    if field == "link.round_deadline_ms":
+        expected |= {"link.round_deadline_steps": None, "link.link_deadline_ms": 2000.0}
+    assert values(with_device_defaults(parse_config(tree), gpu=True)) == expected
+
+
+def test_what_is_chosen_is_valid_and_stays_chosen():
+    for sections in ({}, {"link": {"round_deadline_ms": 3000}}, {"link": {"link_deadline_ms": 1001}}):
+        chosen = with_device_defaults(config(drafter=DRAFT_MODEL, **sections), gpu=True)
+        again = parse_config(chosen.model_dump(mode="json"))
+        assert again == chosen
+        assert with_device_defaults(again, gpu=True) is again
+        assert with_device_defaults(pickle.loads(pickle.dumps(chosen)), gpu=True) == chosen
+
+
+def test_without_a_drafter_actor_there_is_no_link_to_choose_for():
+    co_located = {"placement": "co_located", "method": "ngram"}
+    for drafter in (None, co_located):
+        chosen = with_device_defaults(config(drafter=drafter), gpu=True)
+        assert values(chosen, [field for field in ON_GPU if field.startswith("link")]) == {
+            "link.round_deadline_steps": None,
+            "link.round_deadline_ms": 1000.0,
+            "link.link_deadline_ms": 5000.0,
+        }
+        assert chosen.target.max_num_seqs == 128
+        parse_config(chosen.model_dump())  # co-located drafting refuses a link that is not the default
+
+
+def test_every_choice_has_a_reason():
+    for gpu in (True, False):
+        found = choices(config(drafter=DRAFT_MODEL), gpu)
+        assert [choice.field for choice in found] == list(ON_GPU)
+        assert all(choice.why.startswith("GPU: " if gpu else "CPU: ") for choice in found)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_what_is_deployed_has_the_device_s(gpu):
+    served = config(drafter={"method": "ngram"})
+    from outrider.cluster.placement import plan_cores
+
+    cores = None if gpu else plan_cores(served, range(4))
+    ingress = build_app(served, ReplicaPlan(placement_of(served, gpu, cores), cores))._bound_deployment
+    (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
+    deployed = target.init_args[0]
+    assert deployed.target.max_num_seqs == (128 if gpu else 16)
+    assert deployed.link.link_deadline_ms == (1000 if gpu else 5000)
+    assert target._deployment_config.max_ongoing_requests > deployed.serving.max_ongoing_requests

@@ -1,0 +1,94 @@
+"""What the draft model's forward pass is given on a GPU, by the values that are set: the graphs themselves need one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import _get_padding_mask
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from outrider.actors.drafter.engine import StepRow
+from outrider.actors.vllm_seam.paged_forward import PagedForward, _PiecewiseGraphs
+
+MOST_TOKENS, VOCAB = 16, 100
+
+
+class Model:
+    """Notes what a router finds in the forward context, and what one in a captured graph reads: the runner's buffer."""
+
+    def __init__(self, runner):
+        self.runner, self.fed = runner, []
+
+    def __call__(self, input_ids, positions, **_):
+        count = len(input_ids)
+        mode = get_forward_context().cudagraph_runtime_mode
+        masks = _get_padding_mask(count), self.runner.is_padding[:count]
+        self.fed.append((mode, input_ids.tolist(), positions.tolist(), *(mask.tolist() for mask in masks)))
+        return torch.zeros(count, 4)
+
+
+@pytest.fixture
+def runner():
+    """As vLLM's V1 runner is after capturing graphs for 1, 2, 4 and 8 tokens: dummy runs are nothing but padding."""
+    config = VllmConfig()
+    compilation = config.compilation_config
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 2, 4, 8], 8
+    dispatcher = CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE, 1)
+    config.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+    runner = SimpleNamespace(
+        vllm_config=config,
+        device=torch.device("cpu"),
+        kv_caches=[],
+        kv_cache_config=SimpleNamespace(num_blocks=4),
+        attn_groups=[[]],
+        input_batch=SimpleNamespace(block_table=[SimpleNamespace(block_size=16)]),
+        cudagraph_dispatcher=dispatcher,
+        input_ids=SimpleNamespace(gpu=torch.full((MOST_TOKENS,), 7, dtype=torch.int32)),
+        positions=torch.full((MOST_TOKENS,), 5),
+        is_padding=torch.ones(MOST_TOKENS, dtype=torch.bool),
+    )
+    runner.model = Model(runner)
+    return runner
+
+
+def feed(forward, *rows):
+    return forward([StepRow(tokens, start, ([0],), draws=[None]) for tokens, start in rows])
+
+
+@pytest.mark.parametrize(("count", "padded"), [(1, 1), (3, 4), (8, 8), (9, 9)])
+def test_a_router_takes_no_token_for_padding(runner, count, padded):
+    forward = PagedForward(runner)
+    forward._graphs = _PiecewiseGraphs(runner)
+    for _ in range(2):
+        feed(forward, (list(range(count)), 0))
+        runner.is_padding.logical_not_()  # whatever the last step left there
+    for mode, tokens, positions, eager, captured in runner.model.fed:
+        assert mode is (CUDAGraphMode.PIECEWISE if padded <= 8 else CUDAGraphMode.NONE)
+        assert tokens[:count] == positions[:count] == list(range(count))
+        assert positions[count:] == [0] * (padded - count)
+        assert eager == captured == [False] * count + [True] * (padded - count)
+
+
+def test_without_graphs_nothing_is_padding(runner):
+    seen = []
+    runner.model = lambda input_ids, **_: (
+        seen.append(get_forward_context().is_padding) or torch.zeros(len(input_ids), 4)
+    )
+    feed(PagedForward(runner), ([1, 2], 0))
+    assert seen == [None]
+
+
+def test_tokens_of_a_target_that_the_draft_model_has_no_row_for_are_fed_as_its_last(runner):
+    fed = []
+    forward = PagedForward(runner)
+    forward._forward = lambda tokens, positions, *_: fed.append(tokens) or torch.zeros(len(tokens), 4)
+    feed(forward, ([VOCAB - 1, VOCAB, 3, VOCAB + 27], 0), ([2, VOCAB], 0))
+    feed(forward, ([VOCAB + 1], 4), ([5], 4))
+    assert [tokens.tolist() for tokens in fed] == [[99, 99, 3, 99, 2, 99], [99, 5]]
+    assert {tokens.dtype for tokens in fed} == {np.dtype(np.int32)}
