@@ -359,10 +359,16 @@ def _slow_reader(here: Doors) -> CallFailure:
 
 def _fail(context: grpc.aio.ServicerContext, failure: CallFailure, given: Sequence[Any] = ()) -> None:
     """given: trailing metadata to keep."""
-    trailing = failure.trailing_metadata()
-    named = {key for key, _ in trailing}
     context.set_code(failure.code)
     context.set_details(failure.message)
+    _trail(context, given, failure.trailing_metadata())
+
+
+def _trail(
+    context: grpc.aio.ServicerContext, given: Sequence[Any], trailing: Sequence[tuple[str, str | bytes]]
+) -> None:
+    """Trailing metadata: what is given, but for what trailing says anew."""
+    named = {key for key, _ in trailing}
     context.set_trailing_metadata((*((key, value) for key, value in given if key not in named), *trailing))
 
 
@@ -382,11 +388,8 @@ def _finish(context: grpc.aio.ServicerContext, request_id: str = "") -> None:
     if (failure := made_by_serve(code, details, usable_request_id(request_id))) is not None:
         _fail(context, failure, given)
         return
-    trailing = trailing_of(code, details)
-    named = {key for key, _ in trailing}
-    kept = [(key, value) for key, value in given if key not in named]
     context.set_details(sentence_of(details))
-    context.set_trailing_metadata((*kept, *trailing))
+    _trail(context, given, trailing_of(code, details))
 
 
 def _code(context: Any) -> grpc.StatusCode | None:
