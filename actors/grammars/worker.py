@@ -18,6 +18,7 @@ import gc
 import json
 import mmap
 import os
+import re
 import resource
 import signal
 import socket
@@ -94,6 +95,14 @@ class _Keeper:
                 del self._rooms[room]
 
 
+_COMPILER_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+
+
+def said_by(error: Exception) -> str:
+    """What the compiler says of a constraint, on one line, without its clock and the line of its own source."""
+    return _COMPILER_PLACE.sub("", " ".join(str(error).split()))[:2000]
+
+
 class _Room:
     """One constraint."""
 
@@ -122,7 +131,7 @@ class _Room:
         except MemoryError:
             return
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is about the constraint
-            send(self._own, {"invalid": str(error)[:2000]})
+            send(self._own, {"invalid": said_by(error)})
             return
         grown = max(grammar.memory_size_bytes, own_bytes() - before)
         if grown > self._bounds.keep_bytes:

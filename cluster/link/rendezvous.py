@@ -170,9 +170,12 @@ def _connect(
     try:
         handshake = _meet(store, rank, invitation, secret, local_host, deadline)
         transport = _transport(store, rank, invitation, local_host, max(deadline - time.monotonic(), 0.001), device)
-        # Both are done with the store, which goes with the verifier's own end of it.
-        store.set(f"{role}/connected", "")
+        # The store goes with the verifier's own end of it, so the last word there is the drafter's, who reads no more.
+        if rank == VERIFIER_RANK:
+            store.set(f"{role}/connected", "")
         store.wait([f"{peer}/connected"], _until(deadline))
+        if rank == DRAFTER_RANK:
+            store.set(f"{role}/connected", "")
     except RuntimeError as error:
         if transport is not None:
             transport.abort()

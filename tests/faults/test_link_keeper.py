@@ -151,4 +151,4 @@ def test_a_registry_that_was_made_anew_does_not_grant_epochs_again(
     wait_until(is_gone, HANG_GUARD_S, "the registry's end")
     with_replica()
     link.abort("three")
-    assert links.get(timeout=HANG_GUARD_S).epoch == link.epoch + 1
+    assert links.get(timeout=HANG_GUARD_S).epoch > link.epoch

@@ -29,6 +29,36 @@ def test_drafter_whose_verifier_never_completes():
     del complete
 
 
+def test_drafter_that_is_slow_to_look(monkeypatch):
+    """The verifier leaves with its store as soon as it may; the drafter must have read what it needs by then."""
+    import torch.distributed
+
+    class SlowToLook(torch.distributed.PrefixStore):
+        def wait(self, keys, *timeout):
+            if keys == ["verifier/connected"]:
+                time.sleep(0.5)
+            super().wait(keys, *timeout)
+
+    monkeypatch.setattr(torch.distributed, "PrefixStore", SlowToLook)
+    invitation, complete = invite(1, "hasty")
+    outcome = queue.SimpleQueue()
+
+    def joins():
+        try:
+            outcome.put(join_link(invitation, SECRET, HANG_S))
+        except LinkError as error:
+            outcome.put(error)
+
+    drafter = threading.Thread(target=joins)
+    drafter.start()
+    transport = complete(HANG_S)
+    drafter.join(HANG_S)
+    joined = outcome.get_nowait()
+    assert not isinstance(joined, LinkError), joined
+    joined.abort()
+    transport.abort()
+
+
 def test_host_that_is_not_ours():
     with pytest.raises(LinkError, match=r"'192\.0\.2\.1': cannot listen there"):
         invite(1, "v", host="192.0.2.1")
