@@ -305,7 +305,8 @@ class Link(Generic[T]):
     def join(self, timeout_s: float = 2 * _JOIN_TIMEOUT_S) -> bool:
         """Wait until a link that has ended has freed its wire and both its threads are gone. Returns whether that is
         so. Returns at once where it cannot be waited for: from the link's own callbacks, and before the end."""
-        reaper = self._reaper
+        with self._lock:  # under which it is started
+            reaper = self._reaper
         if reaper is None or threading.current_thread() in self._threads:
             return False
         reaper.join(timeout_s)

@@ -95,6 +95,7 @@ def host_link(
         if not store:
             raise LinkError(f"link of {verifier_id}, epoch {epoch}: this invitation was used up; host a new link")
         server = store.pop()
+        _check_device(invitation)
         # A transport keeps its store for as long as it lives. This one is a client, so that the server can go.
         try:
             client = _client(server.host, server.port, timeout_s)
@@ -108,6 +109,7 @@ def host_link(
 def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float, device: str | None = None) -> Transport:
     """Drafter's side: answer an invitation. secret: of the application. Raises LinkError when the verifier is not there
     in time or does not hold the secret, and for frames without a MAC from another machine."""
+    _check_device(invitation)
     host, port = invitation.store_host, invitation.store_port
     if not invitation.sealed and not ipaddress.ip_address(host).is_loopback:
         raise LinkError(f"{_who(invitation)}: frames without a MAC are for one machine, not for a verifier at {host}")
@@ -120,6 +122,13 @@ def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float, devic
     except (OSError, RuntimeError) as error:
         raise LinkError(f"{_who(invitation)}: no answer at {host}:{port}: {_first_line(error)}") from error
     return _connect(store, DRAFTER_RANK, invitation, secret, local_host, deadline - time.monotonic(), device)
+
+
+def _check_device(invitation: LinkInvitation) -> None:
+    if invitation.backend == "nccl":
+        from outrider.cluster.link.transport import NcclTransport
+
+        NcclTransport.check_device()
 
 
 def _client(host: str, port: int, timeout_s: float) -> TCPStore:

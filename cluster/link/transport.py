@@ -158,8 +158,6 @@ class NcclTransport:
         send_timeout_s: float,
     ) -> None:
         """Blocks until both directions carried one buffer, `connect_timeout_s` at most; raises TransportError."""
-        if not torch.cuda.is_available():
-            raise TransportError("nccl needs a CUDA device on both ends; use link.backend: gloo")
         self._device = torch.device(device)
         self._peer = 1 - rank
         self._send_timeout_s = send_timeout_s
@@ -168,6 +166,13 @@ class NcclTransport:
         ways = [_OneWay(store, f"nccl/from{sender}", rank, self._device, capacity_words) for sender in (0, 1)]
         self._out, self._in = ways[rank], ways[1 - rank]
         self._connect(rank, capacity_words, connect_timeout_s)
+
+    @staticmethod
+    def check_device() -> None:
+        """Raises TransportError where there is no CUDA. Asked before the peer is met, so that either end says this, and
+        not that the other went away."""
+        if not torch.cuda.is_available():
+            raise TransportError("nccl needs a CUDA device on both ends; use link.backend: gloo")
 
     def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
         return functools.partial(self.send, buffer)
