@@ -19,6 +19,7 @@ import itertools
 import json
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ PARTS: dict[str, Sections] = {
 
 DRAFTERS = {"usual": 1.0, "slow": 4.0}
 """Times as long a draft step as the profile's."""
+
+STARTS_AT_ONCE = 2
 
 _LOOK_EVERY_S = 0.5
 
@@ -108,11 +111,21 @@ def compare(args: argparse.Namespace, a: Server, others: list[Server], directory
     most = max(args.batches)
     for number, (profile, drafter, text) in enumerate(itertools.product(args.profiles, args.drafters, args.texts)):
         cells = [Cell(profile, drafter, text, batch, t) for batch in args.batches for t in args.temperatures]
+
+        def start(server: Server, place: Path, cell: Cell = cells[0]) -> contextlib.ExitStack:
+            place.mkdir()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(server.up(place, cell, args.k, most, args.dilation))
+                return stack.pop_all()
+
         with contextlib.ExitStack() as stack:
-            for server in (a, *others):
-                place = directory / f"{number}-{server.name}"
-                place.mkdir()
-                stack.enter_context(server.up(place, cells[0], args.k, most, args.dilation))
+            with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
+                starts = [pool.submit(start, server, directory / f"{number}-{server.name}") for server in (a, *others)]
+            started = [future for future in starts if future.exception() is None]
+            for future in started:
+                stack.enter_context(future.result())
+            for future in starts:
+                future.result()  # raises what kept one from starting
             for cell in cells:
                 yield from _in_turns(args, a, others, cell)
 
