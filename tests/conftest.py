@@ -46,6 +46,13 @@ FIRST_HALF = {
 }  # fmt: skip
 """What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long."""
 
+IN_FULL_RUNS_ONLY = {
+    "small_kv", "co_located", "no_drafter", "both_tp2", "wide_target",
+    "test_draft_engine", "test_drain", "test_served_distribution", "test_tenants", "test_tls", "test_vllm_bench",
+}  # fmt: skip
+"""Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
+all of them are marked exhaustive."""
+
 MOST_TIES = 8
 """Differences from the references that may be put down to rounding, over a whole session."""
 
@@ -54,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--half", type=int, choices=(1, 2), help="only this half; tests of one deployment stay together")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of one deployment run together, after those with no part in the cluster: some of these start one of their
     own, which one process could not beside the other."""
@@ -72,6 +80,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return 2 + DEPLOYMENTS.index(name)
         return int("deployments" in fixtures(item))
 
+    for item in items:
+        if not IN_FULL_RUNS_ONLY.isdisjoint((room(item), item.path.stem)):
+            item.add_marker("exhaustive")
     if (half := config.getoption("half")) is not None:
         chosen = [item for item in items if (room(item) in FIRST_HALF) == (half == 1)]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

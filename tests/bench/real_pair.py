@@ -108,13 +108,16 @@ def main() -> None:
     parser.add_argument("--concurrency", type=numbers, default=[1])
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=2, help="a turn, times the concurrency")
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=numbers, default=[48], help="one number, or one for each concurrency")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--k", type=int, default=4, help="num_speculative_tokens, where --a and --b say nothing else")
     parser.add_argument("--out", type=Path, help="every turn as JSON")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if len(args.max_tokens) not in (1, len(args.concurrency)):
+        parser.error("--max-tokens: one number, or as many as --concurrency has")
+    lengths = args.max_tokens * (len(args.concurrency) if len(args.max_tokens) == 1 else 1)
     servers = contenders(parser, args)
     engine = {"dtype": args.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 29}
     common = {
@@ -136,14 +139,14 @@ def main() -> None:
         print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
         turns = sum(concurrency * args.prompts * (args.pairs + 1) for concurrency in args.concurrency)
         texts = iter(prompts(args.dataset, turns))
-        for concurrency in args.concurrency:
+        for concurrency, max_tokens in zip(args.concurrency, lengths, strict=True):
             found: dict[str, list[Turn]] = {name: [] for name in clients}
             for pair in range(args.pairs + 1):
                 asked = [text for text, _ in zip(texts, range(concurrency * args.prompts), strict=False)]
                 if len(asked) < concurrency * args.prompts:
                     raise SystemExit(f"--dataset: {turns} prompts are needed for so many pairs")
                 for name, client in clients.items():
-                    turn = answer(client, asked, concurrency, args.max_tokens, args.temperature)
+                    turn = answer(client, asked, concurrency, max_tokens, args.temperature)
                     if pair:  # the first is to warm up, and to learn from
                         found[name].append(turn)
             speeds = {name: [turn.tokens / turn.seconds for turn in of] for name, of in found.items()}

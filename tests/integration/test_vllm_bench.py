@@ -14,7 +14,7 @@ LAUNCHER = Path(__file__).parent.parent / "vllm_bench_serve.py"
 REQUESTS = 20
 
 
-@pytest.mark.parametrize("backend", ["openai", pytest.param("openai-chat", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_twenty_requests(pair, tmp_path, backend):
     endpoint = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}[backend]
     options = {

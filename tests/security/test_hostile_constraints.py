@@ -101,7 +101,12 @@ def refused(deployment: Deployment, **constraint: Any) -> OutriderError:
     return error.value
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+QUICKEST = "schema of 50 KB"
+
+
+@pytest.mark.parametrize(
+    "bomb", [QUICKEST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in BOMBS if name != QUICKEST)]
+)
 def test_a_bomb_is_refused_by_its_field_while_another_clients_stream_goes_on(pair: Deployment, bomb: str) -> None:
     most = allowance_s(pair, PROMPT) + Bounds().step_wait_s
     list(pair.client.stream(PROMPT, max_tokens=20, json_schema={"type": "object"}))
@@ -117,6 +122,7 @@ def test_a_bomb_is_refused_by_its_field_while_another_clients_stream_goes_on(pai
     wait_until(lambda: resident_bytes(pair) - before <= 64 << 20, HANG_GUARD_S, "its memory is what it was")
 
 
+@pytest.mark.exhaustive
 def test_over_http_it_is_a_400_with_the_field_it_came_in(pair: Deployment) -> None:
     schema = BOMBS["schema of 50 KB"]["json_schema"]
     body = {
@@ -139,6 +145,7 @@ def test_over_http_it_is_a_400_with_the_field_it_came_in(pair: Deployment) -> No
     assert answer.json()["error"]["param"].startswith("structured_outputs")
 
 
+@pytest.mark.exhaustive
 def test_what_is_slow_only_where_a_prompt_leads_ends_its_own_request(pair: Deployment) -> None:
     """And one with a constraint of its own beside it goes on to its end."""
     most = allowance_s(pair, PROMPT) + Bounds().step_wait_s

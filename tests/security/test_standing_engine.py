@@ -11,11 +11,13 @@ import grpc
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
+from tests.integration.test_replicas import rounds
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-STREAMS = 8
+STREAMS = 12
+"""More than one replica takes."""
 
 
 def core_of(replica: int) -> int:
@@ -48,7 +50,14 @@ def test_its_requests_are_told_and_the_replica_is_replaced(two_replicas: Deploym
     threads = [threading.Thread(target=stream, args=(number,), daemon=True) for number in range(STREAMS)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(begun) == STREAMS, HANG_GUARD_S, "streams on both replicas")
+    wait_until(lambda: begun, HANG_GUARD_S, "the first stream")
+    before = rounds(two_replicas)
+
+    def both_work() -> bool:
+        now = rounds(two_replicas)
+        return len(now) == 2 and all(now[replica] > before.get(replica, 0) for replica in now)
+
+    wait_until(both_work, HANG_GUARD_S, "rounds on both replicas")
     victim, pid = sorted(two_replicas.replicas().items())[0]
     core = core_of(pid)
     os.kill(core, signal.SIGSTOP)
