@@ -42,12 +42,14 @@ FOLDERS = ("ingress", "page")
 """Of tests that run together, like those of a file."""
 
 FIRST_HALF = {
-    "pair", "test_draft_engine", "test_link_gloo", "test_link_rendezvous", "test_listening", "test_target_sampler",
+    "pair", "small_kv", "co_located", "no_drafter", "wide_target", "wide_drafter", "test_drain",
+    "test_draft_engine", "test_link_gloo", "test_link_rendezvous", "test_listening", "test_target_sampler",
 }  # fmt: skip
-"""What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long."""
+"""What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long, in
+either command."""
 
 IN_FULL_RUNS_ONLY = {
-    "small_kv", "co_located", "no_drafter", "both_tp2", "wide_target",
+    "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target",
     "test_draft_engine", "test_drain", "test_served_distribution", "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
 """Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
