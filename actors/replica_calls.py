@@ -493,6 +493,12 @@ def check_seeds(field: str, seed: int, n: int) -> None:
         )
 
 
+def check_chars(field: str, chars: int, most: int) -> None:
+    """Raises RequestError."""
+    if chars > most:
+        raise RequestError(field, f"has {chars} characters", f"send {most} at most")
+
+
 def check_list(field: str, values: Any, most: int, most_chars: int | None = None) -> None:
     """values: a list of a request's, of texts where they have a most_chars. What is none is somebody else's to refuse.
     Raises RequestError."""

@@ -97,6 +97,10 @@ class LimitsConfig(Section):
     max_listed_token_ids: int = Field(1024, ge=1)
     """``stop_token_ids``, and tokens in ``logit_bias``, of one request."""
 
+    max_tokenize_chars: int = Field(1 << 20, ge=1024)
+    """Characters of one call to tokenise: a processor's second or so, and 150 MiB for a moment. Texts longer than
+    max_model_len tokens can spell are refused besides."""
+
     max_detokenize_ids: int = Field(131072, ge=1)
     """Token ids of one call to detokenise."""
 

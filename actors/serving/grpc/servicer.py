@@ -344,7 +344,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         with answering(grpc_context, "Tokenize"):
             check_model(request, self._served)
             tokens = await _within(
-                self._limits.control_timeout_s, self._target.tokenize.remote(to_tokenize_request(request))
+                self._limits.control_timeout_s, self._target.tokenize.remote(to_tokenize_request(request, self._limits))
             )
             return pb.TokenizeResponse(
                 token_ids=tokens.token_ids,

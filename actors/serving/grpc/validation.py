@@ -24,6 +24,7 @@ from outrider.actors.replica_calls import (
     GenerationRequest,
     RequestError,
     TokenizeRequest,
+    check_chars,
     check_list,
     check_max_tokens,
     check_num_speculative_tokens,
@@ -372,11 +373,13 @@ def _plain(value: struct_pb2.Value, field: str, depth: int) -> Any:
     return None if kind in (None, "null_value") else getattr(value, kind)
 
 
-def to_tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
+def to_tokenize_request(message: pb.TokenizeRequest, limits: LimitsConfig) -> TokenizeRequest:
     """Raises RequestError."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError("prompt", "is missing", "send text or chat")
+    chars = len(message.text) if kind == "text" else sum(len(said.content) for said in message.chat.messages)
+    check_chars(kind, chars, limits.max_tokenize_chars)
     return TokenizeRequest(
         text=message.text if kind == "text" else None,
         chat=to_chat_prompt(message.chat) if kind == "chat" else None,

@@ -17,6 +17,7 @@ from outrider.actors.replica_calls import (
     Endpoint,
     OpenAIRequest,
     RequestError,
+    check_chars,
     check_list,
     check_max_tokens,
     check_num_speculative_tokens,
@@ -54,6 +55,9 @@ def to_openai_request(
     """
     limits = limits or LimitsConfig()
     _check_lists(body, limits)
+    if endpoint == "tokenize":
+        for name in ("prompt", "messages"):
+            check_chars(name, num_chars(body.get(name)), limits.max_tokenize_chars)
     kept = held_against(BY_ENDPOINT[endpoint], body)
     kept = {name: value for name, value in kept.items() if value is not None}
     request_id = _request_id(kept, headers, request_id)
@@ -83,6 +87,18 @@ def _check_lists(body: Mapping[str, Any], limits: LimitsConfig) -> None:
     ):
         if isinstance(values := body.get(name), (list, dict, str)):
             check_list(name, values, most, most_chars)
+
+
+def num_chars(value: Any) -> int:
+    """Of all texts in a value of JSON."""
+    chars, left = 0, [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, str):
+            chars += len(found)
+        elif isinstance(found, (list, dict)):
+            left.extend(found.values() if isinstance(found, dict) else found)
+    return chars
 
 
 def _limit_tokens(endpoint: Endpoint, body: dict[str, Any], limits: LimitsConfig) -> None:

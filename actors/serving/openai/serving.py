@@ -42,9 +42,10 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
+from outrider.actors.serving.openai.door import num_chars
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
-from outrider.actors.vllm_seam.prompts import configured_chat_template
+from outrider.actors.vllm_seam.prompts import check_can_fit, configured_chat_template
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")
@@ -64,6 +65,7 @@ class OpenAIServing:
     def __init__(self, llm: AsyncLLM, config: OutriderConfig, replica_id: str) -> None:
         """Raises ConfigError for a chat template or parser that cannot be had."""
         self._config, self._replica_id = config, replica_id
+        self._renderer = llm.renderer
         co_located = config.co_located.method if config.co_located else None
         engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output)
         template, parsers = configured_chat_template(config), _parsers(config)
@@ -133,7 +135,10 @@ class OpenAIServing:
             case "completions":
                 return await self._completions.create_completion(self._request(CompletionRequest, request), raw)
             case "tokenize":
-                kind = TokenizeChatRequest if "messages" in request.body else TokenizeCompletionRequest
+                field = "messages" if "messages" in request.body else "prompt"
+                kind = TokenizeChatRequest if field == "messages" else TokenizeCompletionRequest
+                config, tokenizer = self._models.model_config, self._renderer.get_tokenizer()
+                check_can_fit(field, num_chars(request.body.get(field)), config.max_model_len, tokenizer)
                 return await self._tokenization.create_tokenize(validated(kind, request.body), raw)
             case "detokenize":
                 return await self._tokenization.create_detokenize(self._detokenize_request(request), raw)

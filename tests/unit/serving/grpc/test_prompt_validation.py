@@ -97,11 +97,21 @@ def test_a_request_may_be_a_conversation() -> None:
 
 def test_tokenizing_needs_a_prompt_which_may_be_empty_text() -> None:
     with pytest.raises(RequestError, match=r"^prompt: is missing"):
-        to_tokenize_request(pb.TokenizeRequest())
-    made = to_tokenize_request(pb.TokenizeRequest(text=""))
+        to_tokenize_request(pb.TokenizeRequest(), LIMITS)
+    made = to_tokenize_request(pb.TokenizeRequest(text=""), LIMITS)
     assert (made.text, made.chat, made.add_special_tokens) == ("", None, None)
-    made = to_tokenize_request(pb.TokenizeRequest(chat=chat(("user", "a")), add_special_tokens=False))
+    made = to_tokenize_request(pb.TokenizeRequest(chat=chat(("user", "a")), add_special_tokens=False), LIMITS)
     assert (made.text, made.add_special_tokens) == (None, False)
+
+
+def test_a_long_text_is_not_tokenized() -> None:
+    limits = LimitsConfig(max_tokenize_chars=2000)
+    longest = "x" * 2000
+    assert to_tokenize_request(pb.TokenizeRequest(text=longest), limits).text == longest
+    with pytest.raises(RequestError, match=r"^text: has 2001 characters; send 2000 at most"):
+        to_tokenize_request(pb.TokenizeRequest(text=longest + "y"), limits)
+    with pytest.raises(RequestError, match=r"^chat: has 2001 characters"):
+        to_tokenize_request(pb.TokenizeRequest(chat=chat(("user", longest), ("user", "y"))), limits)
 
 
 def test_ids_to_detokenize_are_in_the_vocabulary() -> None:

@@ -167,7 +167,7 @@ async def test_prompts_to_tokenize_are_taken_or_refused_by_name(tokens: PromptTo
     taken = 0
     for message in requests(pb.TokenizeRequest):
         try:
-            await tokens.tokenize(to_tokenize_request(message))
+            await tokens.tokenize(to_tokenize_request(message, LimitsConfig()))
         except RequestError:
             continue
         taken += 1

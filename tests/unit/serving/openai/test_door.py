@@ -2,6 +2,7 @@ import pytest
 
 from outrider.actors.replica_calls import Deadline, RequestError
 from outrider.actors.serving.openai.door import MAX_ANSWERS, to_openai_request
+from outrider.cluster.limits import LimitsConfig
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -149,3 +150,13 @@ def test_answers_of_one_request_are_limited():
     assert door(body, endpoint="completions").body == body
     assert refused({**body, "n": 2}, endpoint="completions").field == "prompt"
     door({"prompt": [1] * 2 * MAX_ANSWERS}, endpoint="completions")  # one prompt of so many ids
+
+
+def test_a_long_text_is_not_tokenized():
+    most = LimitsConfig().max_tokenize_chars
+    longest = "x" * most
+    assert door({"prompt": longest}, endpoint="tokenize").body["prompt"] == longest
+    error = refused({"prompt": longest + "y"}, endpoint="tokenize")
+    assert (error.field, error.problem) == ("prompt", f"has {most + 1} characters")
+    parts = [{"type": "text", "text": longest}]
+    assert refused({"messages": [{"role": "user", "content": parts}]}, endpoint="tokenize").field == "messages"
