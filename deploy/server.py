@@ -19,12 +19,12 @@ from pathlib import Path
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER, leans_on
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT, leans_on
 from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.installed import import_early
@@ -222,23 +222,10 @@ class Server:
     def _start_serve(self) -> None:
         leans_on.SERVER.check()
         serving = self._config.serving
-        access = ProxyAccess.of(serving)
         try:
             serve.start(
                 proxy_location="EveryNode" if self._address else "HeadOnly",
-                http_options=HTTPOptions(
-                    host=serving.host,
-                    port=serving.http_port,
-                    ssl_certfile=access.ssl_certfile,
-                    ssl_keyfile=access.ssl_keyfile,
-                    ssl_ca_certs=access.ssl_ca_certs,
-                    keep_alive_timeout_s=int(self._config.limits.connection_idle_timeout_s),
-                ),
-                grpc_options=gRPCOptions(
-                    port=serving.grpc_port,
-                    grpc_servicer_functions=[SERVICER],
-                    enable_reflection=serving.reflection,
-                ),
+                **proxy_options(serving, self._config.limits),
                 logging_config=serve_logging(serving),
             )
         except (RuntimeError, TimeoutError) as error:

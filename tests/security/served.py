@@ -11,10 +11,10 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, gRPCOptions
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serving.access.settings import VARIABLE, ProxyAccess
 from outrider.actors.serving.http.app import Front
 from outrider.cluster.config import ServingConfig
@@ -50,18 +50,7 @@ def served(meeting_point: Path, **settings: Any) -> Iterator[Server]:
     os.environ.update({**PROXY_ENVIRONMENT, **access.environment()})
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
     try:
-        serve.start(
-            http_options=HTTPOptions(
-                host=serving.host,
-                port=serving.http_port,
-                ssl_certfile=access.ssl_certfile,
-                ssl_keyfile=access.ssl_keyfile,
-                ssl_ca_certs=access.ssl_ca_certs,
-            ),
-            grpc_options=gRPCOptions(
-                port=serving.grpc_port, grpc_servicer_functions=[SERVICER], enable_reflection=serving.reflection
-            ),
-        )
+        serve.start(**proxy_options(serving))
         front = serve.deployment(Front, name="Ingress", max_ongoing_requests=100)
         app = front.bind(
             stand_in_target(str(meeting_point)),
