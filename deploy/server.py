@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
@@ -196,17 +197,9 @@ class Server:
         else:
             self._progress.say("starting Ray")
             needed = plan.placement.total("CPU") * self._config.serving.num_replicas
-            context = ray.init(
-                "local",  # never an unrelated cluster that happens to run here
-                namespace=NAMESPACE,
-                # Logical: ranks that share cores still need a bundle each.
-                num_cpus=max(os.cpu_count() or 1, math.ceil(needed)),
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=True,  # `ray list actors` asks it
-                dashboard_host="127.0.0.1",
-                log_to_driver=self._verbose,
-                logging_level=level,
-            )
+            # Logical: ranks that share cores still need a bundle each.
+            num_cpus = max(os.cpu_count() or 1, math.ceil(needed))
+            context = ray.init(**cluster_of_its_own(num_cpus), log_to_driver=self._verbose, logging_level=level)
             self._logs = Path(context.address_info["session_dir"]) / "logs"
             self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}
         self._stop.install()
@@ -293,6 +286,18 @@ class Server:
         serve.delete(self._config.serving.app_name)
         if self._address and not serve.status().applications:
             serve.shutdown()
+
+
+def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:
+    """For ray.init: a cluster that ends with this process, and what of it listens where."""
+    return {
+        "address": "local",  # never an unrelated cluster that happens to run here
+        "namespace": NAMESPACE,
+        "num_cpus": num_cpus,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": True,  # `ray list actors` asks it
+        "dashboard_host": "127.0.0.1",
+    }
 
 
 def _states(app: ApplicationStatusOverview | None) -> str:

@@ -22,7 +22,7 @@ from outrider.actors.serve_seam.listening import listen_as_configured
 from outrider.actors.serving.access.calls import GuardedHttp
 from outrider.actors.serving.access.process import proxy_guard
 from outrider.actors.serving.access.settings import proxy_access
-from outrider.actors.serving.connections import Address, Limit, sentence
+from outrider.actors.serving.connections import Address, Limit, address_of, sentence
 from outrider.actors.serving.failures import RETRY_AFTER_S
 from outrider.actors.serving.gate import doors
 from outrider.actors.serving.http.door import HttpDoor
@@ -53,8 +53,8 @@ class TimedProtocol(HttpToolsProtocol):
     _address: Address
 
     def connection_made(self, transport: Any) -> None:
-        peername = transport.get_extra_info("peername") or ("", 0)
-        self._address = str(peername[0]), int(peername[1])
+        host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
+        self._address = address_of(host, port)
         limit = doors().connections["http"].admit(self._address)
         if limit is not None:
             transport.write(_too_many_connections(limit))

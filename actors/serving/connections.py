@@ -95,23 +95,26 @@ class Connections:
         return [address for address in there if self.admit(address) is not None]
 
 
+def address_of(host: str, port: int) -> Address:
+    """One spelling, whoever tells it: no zone behind an address, no IPv4 in IPv6."""
+    host = host.partition("%")[0]
+    return host.removeprefix("::ffff:") if "." in host else host, port
+
+
 def peer_of(address: Address) -> str:
     """Whom a connection counts for: its address, of IPv6 the network of 64 bits that one site has to itself."""
-    text = address[0].partition("%")[0]
     try:
-        ip = ip_address(text)
+        ip = ip_address(address[0])
     except ValueError:
-        return text
-    if isinstance(ip, IPv6Address):
-        return str(ip.ipv4_mapped or IPv6Network((ip, 64), strict=False))
-    return str(ip)
+        return address[0]
+    return str(IPv6Network((ip, 64), strict=False)) if isinstance(ip, IPv6Address) else str(ip)
 
 
 def address_of_call(peer: str) -> Address | None:
     """peer: as gRPC names it, ``ipv4:127.0.0.1:40000`` or ``ipv6:%5B::1%5D:40000``. None for what is neither."""
     kind, _, address = unquote(peer).partition(":")
     host, _, port = address.rpartition(":")
-    return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
+    return address_of(host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
 
 
 def sentence(limit: Limit) -> str:
@@ -198,7 +201,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 def _other_end(own: socket.socket) -> Address:
     """Raises OSError for one that is not connected, as one that listens."""
     host, port = own.getpeername()[:2]
-    return host.removeprefix("::ffff:") if "." in host else host, port
+    return address_of(host, port)
 
 
 def connections_of(limits: LimitsConfig) -> dict[str, Connections]:

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.actors.serving import connections
-from outrider.actors.serving.connections import Connections, address_of_call, peer_of
+from outrider.actors.serving.connections import Connections, address_of, address_of_call, peer_of
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
@@ -191,8 +191,8 @@ def test_one_is_counted_once_however_often_it_is_seen():
 def test_a_site_is_one_peer_and_its_neighbours_are_others():
     assert peer_of(("2001:db8:1:2::5", 1)) == peer_of(("2001:db8:1:2:ffff::9", 2))
     assert peer_of(("2001:db8:1:3::5", 1)) != peer_of(("2001:db8:1:2::5", 1))
-    assert peer_of(("::ffff:10.0.0.1", 1)) == peer_of(("10.0.0.1", 2)) == "10.0.0.1"
-    assert peer_of(("fe80::1%eth0", 1)) == "fe80::/64"
+    assert peer_of(address_of("::ffff:10.0.0.1", 1)) == peer_of(("10.0.0.1", 2)) == "10.0.0.1"
+    assert peer_of(address_of("fe80::1%eth0", 1)) == "fe80::/64"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,7 @@ def test_a_site_is_one_peer_and_its_neighbours_are_others():
         ("ipv4:127.0.0.1:40000", ("127.0.0.1", 40000)),
         ("ipv6:%5B2001:db8::1%5D:443", ("2001:db8::1", 443)),
         ("ipv6:[::1]:7", ("::1", 7)),
+        ("ipv6:%5Bfe80::1%25eth0%5D:7", ("fe80::1", 7)),
         ("unix:/tmp/socket", None),
         ("", None),
     ],
