@@ -26,7 +26,7 @@ class Refusals:
         with self._counting:
             self._counts[reason] += 1
 
-    def counts(self) -> dict[Reason, int]:
+    def counts(self) -> dict[str, int]:
         """Every reason."""
         with self._counting:
             return {reason: self._counts[reason] for reason in REASONS}

@@ -41,9 +41,7 @@ logger = logging.getLogger("ray.serve.outrider.proxy")
 class Connections:
     """Of one port. Pure."""
 
-    def __init__(
-        self, api: str, limits: LimitsConfig, on_refused: Callable[[str, Limit], object] | None = None
-    ) -> None:
+    def __init__(self, api: str, limits: LimitsConfig, on_refused: Callable[[str, Limit], object]) -> None:
         """on_refused: called with api and limit, once for each connection."""
         self._api, self._most, self._most_per_peer = api, limits.max_connections, limits.most_connections_per_peer
         self._on_refused = on_refused
