@@ -163,7 +163,8 @@ async def test_connections_that_never_finish_a_handshake_count_too(monkeypatch, 
             silent = [await connect(port) for _ in range(2)]
             await becomes(lambda api=api: told.get(api) == 2, "two are counted")
             await is_hung_up_on(await connect(port))
-            for _, writer in silent:
+            for reader, writer in silent:
+                assert not reader.at_eof(), "the newest was given up, and not all for taking so long"
                 writer.close()
             await becomes(lambda api=api: told.get(api) == 0, "they have left")
         context = ssl.create_default_context(cadata=authority.certificate.decode())
