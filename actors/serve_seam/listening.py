@@ -8,6 +8,7 @@ middlewares (http_proxy.py): there ours is put in its place.
 
 from __future__ import annotations
 
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from outrider.actors.serving.access.files import Reloading
 from outrider.actors.serving.access.process import proxy_guard, stale_gauge
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.actors.serving.access.tls import Certificates, grpc_credentials, rotate
-from outrider.actors.serving.connections import Watch, tell_open
+from outrider.actors.serving.connections import Watch, tell_open, warn_of_few_files
 from outrider.actors.serving.gate import doors
 from outrider.cluster.config import ConfigError
 
@@ -32,6 +33,7 @@ def listen_as_configured(access: ProxyAccess | None) -> Watch:
     certificates = None if access is None else access.certificates()
     if certificates is not None:
         certificates.on_look = stale_gauge("certificate", certificates)
+    warn_of_few_files(doors().limits, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     watch = Watch(doors().connections, tell_open)
 
     def add_grpc_address(server: Any, address: str) -> None:

@@ -124,6 +124,20 @@ def sentence(limit: Limit) -> str:
     )
 
 
+def warn_of_few_files(limits: LimitsConfig, files: int) -> None:
+    """files: how many this process may have open, sockets among them. Beyond that nobody is let in, nor told why."""
+    needed = 3 * limits.max_connections  # gRPC's server takes twice as many for a moment
+    if files < needed:
+        logger.warning(
+            "limits.max_connections: %d on each port may need %d open files, and this process may have %d; lower it to "
+            "%d, or raise 'ulimit -n' before Ray starts",
+            limits.max_connections,
+            needed,
+            files,
+            files // 3,
+        )
+
+
 class Watch:
     """Looks a process's connections up, and hangs up on those that are too many. For one event loop."""
 

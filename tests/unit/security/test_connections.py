@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.actors.serving import connections
-from outrider.actors.serving.connections import Connections, address_of, address_of_call, peer_of
+from outrider.actors.serving.connections import Connections, address_of, address_of_call, peer_of, warn_of_few_files
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
@@ -222,3 +222,12 @@ async def test_limits_that_contradict_each_other_are_refused():
     with pytest.raises(ValidationError, match=r"max_connections_per_peer \(9\) is above max_connections \(8\)"):
         LimitsConfig(max_connections=8, max_connections_per_peer=9)
     assert LimitsConfig(max_connections=1).most_connections_per_peer == 1
+
+
+def test_more_connections_than_open_files_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    limits = LimitsConfig(max_connections=2048)
+    warn_of_few_files(limits, 6144)
+    assert not caplog.records
+    warn_of_few_files(limits, 1024)
+    assert "limits.max_connections: 2048 on each port may need 6144 open files" in caplog.text
+    assert "lower it to 341, or raise 'ulimit -n'" in caplog.text
