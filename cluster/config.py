@@ -194,7 +194,8 @@ class ServingConfig(Section):
     what ``cached_tokens`` tells."""
 
     reflection: bool = True
-    """gRPC server reflection, by which tools such as grpcurl find the calls. It takes no key."""
+    """gRPC server reflection, by which tools such as grpcurl find the calls. With keys_file it takes a key of the
+    scope ``status``."""
 
     docs: bool = True
     """``/openapi.json``."""

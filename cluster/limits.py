@@ -43,6 +43,14 @@ class LimitsConfig(Section):
     greatest_timeout_s: float = Field(86400.0, gt=0, le=604800)
     """Longest deadline that a caller may set."""
 
+    max_connections: int = Field(2048, ge=1, le=1_000_000)
+    """Connections to the gRPC port of a proxy, and as many to its HTTP port. The newest are hung up on, over HTTP with
+    a 503."""
+
+    max_connections_per_peer: int | None = Field(None, ge=1)
+    """Of these, from one address (of IPv6: one network of 64 bits). None: half of max_connections. Behind a load
+    balancer, from which all come, it is to be as large as max_connections."""
+
     max_streams_per_connection: int = Field(512, ge=1, le=100000)
     """gRPC calls at once on one connection. Clients hold back what is more."""
 
@@ -114,11 +122,16 @@ class LimitsConfig(Section):
     server serves, under the name in their request's Host, need no entry."""
 
     @model_validator(mode="after")
-    def _defaults_are_within(self) -> LimitsConfig:
+    def _fit_each_other(self) -> LimitsConfig:
         if self.default_timeout_s > self.greatest_timeout_s:
             raise ValueError(
                 f"default_timeout_s ({self.default_timeout_s:g}) is above greatest_timeout_s "
                 f"({self.greatest_timeout_s:g}); lower the first or raise the second"
+            )
+        if self.max_connections_per_peer is not None and self.max_connections_per_peer > self.max_connections:
+            raise ValueError(
+                f"max_connections_per_peer ({self.max_connections_per_peer}) is above max_connections "
+                f"({self.max_connections}); lower the first or raise the second"
             )
         default, greatest = self.default_max_tokens, self.greatest_max_tokens
         if default is not None and greatest is not None and default > greatest:
@@ -127,6 +140,12 @@ class LimitsConfig(Section):
                 "the second"
             )
         return self
+
+    @property
+    def most_connections_per_peer(self) -> int:
+        if self.max_connections_per_peer is None:
+            return max(1, self.max_connections // 2)
+        return self.max_connections_per_peer
 
     @property
     def unasked_max_tokens(self) -> int | None:

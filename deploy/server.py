@@ -16,15 +16,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER, leans_on
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT, leans_on
 from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.installed import import_early
@@ -196,17 +197,9 @@ class Server:
         else:
             self._progress.say("starting Ray")
             needed = plan.placement.total("CPU") * self._config.serving.num_replicas
-            context = ray.init(
-                "local",  # never an unrelated cluster that happens to run here
-                namespace=NAMESPACE,
-                # Logical: ranks that share cores still need a bundle each.
-                num_cpus=max(os.cpu_count() or 1, math.ceil(needed)),
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=True,  # `ray list actors` asks it
-                dashboard_host="127.0.0.1",
-                log_to_driver=self._verbose,
-                logging_level=level,
-            )
+            # Logical: ranks that share cores still need a bundle each.
+            num_cpus = max(os.cpu_count() or 1, math.ceil(needed))
+            context = ray.init(**cluster_of_its_own(num_cpus), log_to_driver=self._verbose, logging_level=level)
             self._logs = Path(context.address_info["session_dir"]) / "logs"
             self._daemons = {each.pid: name for each in descendants() if (name := each.name()) in RAY_DAEMONS}
         self._stop.install()
@@ -222,23 +215,10 @@ class Server:
     def _start_serve(self) -> None:
         leans_on.SERVER.check()
         serving = self._config.serving
-        access = ProxyAccess.of(serving)
         try:
             serve.start(
                 proxy_location="EveryNode" if self._address else "HeadOnly",
-                http_options=HTTPOptions(
-                    host=serving.host,
-                    port=serving.http_port,
-                    ssl_certfile=access.ssl_certfile,
-                    ssl_keyfile=access.ssl_keyfile,
-                    ssl_ca_certs=access.ssl_ca_certs,
-                    keep_alive_timeout_s=int(self._config.limits.connection_idle_timeout_s),
-                ),
-                grpc_options=gRPCOptions(
-                    port=serving.grpc_port,
-                    grpc_servicer_functions=[SERVICER],
-                    enable_reflection=serving.reflection,
-                ),
+                **proxy_options(serving, self._config.limits),
                 logging_config=serve_logging(serving),
             )
         except (RuntimeError, TimeoutError) as error:
@@ -306,6 +286,18 @@ class Server:
         serve.delete(self._config.serving.app_name)
         if self._address and not serve.status().applications:
             serve.shutdown()
+
+
+def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:
+    """For ray.init: a cluster that ends with this process, and what of it listens where."""
+    return {
+        "address": "local",  # never an unrelated cluster that happens to run here
+        "namespace": NAMESPACE,
+        "num_cpus": num_cpus,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": True,  # `ray list actors` asks it
+        "dashboard_host": "127.0.0.1",
+    }
 
 
 def _states(app: ApplicationStatusOverview | None) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 import ray
 from ray import serve
 from ray.core.generated import gcs_pb2
-from ray.serve.config import HTTPOptions, gRPCOptions
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER
-from outrider.cluster.config import DraftModelConfig, OutriderConfig, parse_config
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT
+from outrider.actors.serve_seam.options import proxy_options
+from outrider.cluster.config import DraftModelConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.placement import NAMESPACE, available_cores
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient
@@ -340,10 +340,7 @@ class Deployments:
             log_to_driver=False,
             object_store_memory=256 << 20,
         )
-        serve.start(
-            http_options=HTTPOptions(host="127.0.0.1", port=self._http_port),
-            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER]),
-        )
+        serve.start(**proxy_options(ServingConfig(grpc_port=port, http_port=self._http_port)))
         return port
 
 

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 EXCHANGE_EVERY_S = 1.0
 PARTS_AT_ONCE = 256
 _CALL_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 120.0
+"""For the first answer of a pool that has just been looked up: it may have to start, a process that imports this
+package, while models load beside it."""
+
 _LONGEST_PAUSE_S = 30.0
 _IDLE_LIFE_S = 120.0
 """A pool that nobody has asked for so long ends itself: its application is gone."""
@@ -107,30 +111,38 @@ class Pool(Protocol):
 class RayPool:
     """The application's pool, made by whichever drafter asks first."""
 
-    def __init__(self, app_name: str, max_tokens: int) -> None:
+    def __init__(
+        self, app_name: str, max_tokens: int, get: Callable[..., Any] = ray.get, find: Callable[[], Any] | None = None
+    ) -> None:
+        """get: as ray.get. find: returns the actor's handle, which may still be starting."""
         self._name, self._max_tokens = f"SuffixPool:{app_name}", max_tokens
+        self._get, self._find = get, find or self._get_or_create
         self._actor: Any = None
 
     def exchange(self, drafter: str, cursor: tuple[str, int] | None, parts: list[AnswerPart]) -> Exchange:
         """Raises RayError or GetTimeoutError; the next call looks the pool up anew."""
-        if self._actor is None:
-            self._actor = (
-                ray.remote(SuffixPool)
-                .options(
-                    name=self._name,
-                    namespace=NAMESPACE,
-                    get_if_exists=True,
-                    lifetime="detached",
-                    # Not on the bundles of the replica that happens to ask first: they go when that replica goes.
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(None),
-                    num_cpus=0,
-                )
-                .remote(self._max_tokens)
-            )
         actor, self._actor = self._actor, None
-        answer: Exchange = ray.get(actor.exchange.remote(drafter, cursor, parts), timeout=_CALL_TIMEOUT_S)
+        timeout_s = _CALL_TIMEOUT_S
+        if actor is None:
+            actor, timeout_s = self._find(), _START_TIMEOUT_S
+        answer: Exchange = self._get(actor.exchange.remote(drafter, cursor, parts), timeout=timeout_s)
         self._actor = actor
         return answer
+
+    def _get_or_create(self) -> Any:
+        return (
+            ray.remote(SuffixPool)
+            .options(
+                name=self._name,
+                namespace=NAMESPACE,
+                get_if_exists=True,
+                lifetime="detached",
+                # Not on the bundles of the replica that happens to ask first: they go when that replica goes.
+                scheduling_strategy=PlacementGroupSchedulingStrategy(None),
+                num_cpus=0,
+            )
+            .remote(self._max_tokens)
+        )
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outrider.actors.replica_calls import RequestError
+from outrider.actors.grammars.refusals import Reason, refused
 
 Mode = Literal["off", "json", "all"]
 
@@ -81,11 +81,15 @@ class Ending:
     """Why a request's constraint ended it. It travels from the engine's process as the answer's stop_reason."""
 
     problem: str
-    is_clients: bool = True
-    """False: not the constraint's fault but the server's; worth a retry."""
+    reason: Reason
+
+    @property
+    def is_clients(self) -> bool:
+        """False: not the constraint's fault but the server's; worth a retry."""
+        return self.reason != "server"
 
     def stop_reason(self) -> str:
-        return _ENDING + json.dumps([self.problem, self.is_clients])
+        return _ENDING + json.dumps([self.problem, self.reason])
 
     @classmethod
     def of(cls, stop_reason: object) -> Ending | None:
@@ -107,28 +111,30 @@ def check_size(field: str, kind: str, value: Any) -> None:
     for part in _texts(value):
         size += len(part) if part.isascii() else len(part.encode(errors="surrogatepass"))
         if size > MAX_CONSTRAINT_BYTES:
-            raise RequestError(
-                field, f"is larger than {MAX_CONSTRAINT_BYTES} bytes", "send a shorter one, or split the request"
-            )
+            fix = "send a shorter one, or split the request"
+            raise refused("size", field, f"is larger than {MAX_CONSTRAINT_BYTES} bytes", fix)
     if isinstance(value, str) and kind in ("regex", "grammar") and _brackets(value) > MAX_NESTING:
-        raise RequestError(field, f"nests brackets deeper than {MAX_NESTING} levels", FIX)
+        raise refused("nesting", field, f"nests brackets deeper than {MAX_NESTING} levels", FIX)
     if isinstance(value, str) and kind in ("json", "structural_tag"):
         most = MAX_NESTING if kind == "json" else MAX_NESTING + TAG_NESTING
         if _brackets(value) > most:  # those inside strings counted as well
             _check_depth(field, value, most)
     if isinstance(value, dict) and _depth(value) > MAX_NESTING:
-        raise RequestError(field, f"is nested deeper than {MAX_NESTING} levels", FIX)
+        raise refused("nesting", field, f"is nested deeper than {MAX_NESTING} levels", FIX)
 
 
 def check_kind(field: str, kind: str, mode: Mode) -> None:
     """What ``serving.structured_output`` lets in. Raises RequestError."""
     if mode == "off":
-        raise RequestError(
-            field, "is not served here: serving.structured_output is off", "ask for JSON in the prompt instead"
+        raise refused(
+            "kind", field, "is not served here: serving.structured_output is off", "ask for JSON in the prompt instead"
         )
     if mode == "json" and kind not in JSON_KINDS:
-        raise RequestError(
-            field, f"is not served here: serving.structured_output is json, and this is a {kind}", "send a JSON schema"
+        raise refused(
+            "kind",
+            field,
+            f"is not served here: serving.structured_output is json, and this is a {kind}",
+            "send a JSON schema",
         )
 
 
@@ -181,6 +187,6 @@ def _check_depth(field: str, text: str, most: int) -> None:
     except RecursionError:
         too_deep = True
     except ValueError as error:
-        raise RequestError(field, f"is not JSON: {error}", "send a JSON document as text") from None
+        raise refused("invalid", field, f"is not JSON: {error}", "send a JSON document as text") from None
     if too_deep:
-        raise RequestError(field, f"is nested deeper than {most} levels", FIX)
+        raise refused("nesting", field, f"is nested deeper than {most} levels", FIX)

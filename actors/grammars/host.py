@@ -192,7 +192,7 @@ class GrammarHost:
                 result = error.ending
             except Exception:  # this thread must live; the request hears that it was not its fault
                 logger.exception("compiling a constraint failed")
-                result = Ending("could not be compiled: the server's log says why", is_clients=False)
+                result = Ending("could not be compiled: the server's log says why", "server")
             self._resolve(job, result)
 
     def _resolve(self, job: _Job, result: Room | Ending | None) -> None:
@@ -248,7 +248,7 @@ class GrammarHost:
                 if self._closed or not job.is_wanted():
                     break
                 if self._clock() > give_up:
-                    result = Ending("was not compiled in time: the server is too busy; retry", is_clients=False)
+                    result = Ending("was not compiled in time: the server is too busy; retry", "server")
                     break
                 continue
             answer, _ = receive(own)
@@ -261,12 +261,16 @@ class GrammarHost:
                 room.close_later = lambda: keeper.close(job.number)
                 return room
             elif "invalid" in answer:
-                result = Ending(f"does not compile: {answer['invalid']}")
+                result = Ending(f"does not compile: {answer['invalid']}", "invalid")
+                break
+            elif "no_memory" in answer:
+                result = Ending(f"takes more than {bounds.compile_bytes >> 20} MiB to compile", "compile_memory")
                 break
             elif "too_large" in answer:
                 result = Ending(
                     f"is too large when compiled: {answer['too_large'] >> 20} MiB, and {bounds.keep_bytes >> 20} are "
-                    "the most"
+                    "the most",
+                    "compile_memory",
                 )
                 break
             else:
@@ -280,21 +284,20 @@ class GrammarHost:
         """Of a room that ended by a bound, in whatever phase."""
         bounds = self.bounds
         if not keeper.alive:
-            return Ending("was not compiled: the process that does it ended; retry", is_clients=False)
+            return Ending("was not compiled: the process that does it ended; retry", "server")
         if compiled:
             return Ending(
                 "leaves too much to try at each token: choosing among the next tokens takes over "
-                f"{bounds.mask_burst_s * 1000:g} ms of processor time"
+                f"{bounds.mask_burst_s * 1000:g} ms of processor time",
+                "mask_time",
             )
-        return Ending(
-            f"takes more than {bounds.compile_s:g} s of processor time, or {bounds.compile_bytes >> 20} MiB, to compile"
-        )
+        return Ending(f"takes more than {bounds.compile_s:g} s of processor time to compile", "compile_time")
 
     def _running_keeper(self) -> _Keeper:
         """Raises ConstraintEnded."""
         with self._starting:
             if self._closed:
-                raise ConstraintEnded(Ending("was not compiled: the server is shutting down", is_clients=False))
+                raise ConstraintEnded(Ending("was not compiled: the server is shutting down", "server"))
             if self._keeper is None or not self._keeper.alive:
                 self._keeper = _Keeper(self._vocabulary(), self.bounds)
             return self._keeper
@@ -337,7 +340,7 @@ class _Keeper:
         if not started or receive(self._control)[0] is None:
             self.end()
             logger.error("the process that compiles constraints did not start")
-            raise ConstraintEnded(Ending("was not compiled: the process that does it did not start", is_clients=False))
+            raise ConstraintEnded(Ending("was not compiled: the process that does it did not start", "server"))
 
     @property
     def alive(self) -> bool:
@@ -475,20 +478,21 @@ class Matcher:
             bounds = self._host.bounds
             self.ending = Ending(
                 "is too costly where this answer has got to: choosing among the next tokens took over "
-                f"{bounds.mask_burst_s * 1000:g} ms of processor time, or {bounds.matcher_bytes >> 20} MiB"
+                f"{bounds.mask_burst_s * 1000:g} ms of processor time, or {bounds.matcher_bytes >> 20} MiB",
+                "step",
             )
         elif "refused" in answer:
-            self.ending = Ending(f"does not allow token {answer['refused']}, which was chosen", is_clients=False)
+            self.ending = Ending(f"does not allow token {answer['refused']}, which was chosen", "server")
         else:
             return answer
         return None
 
     def late(self) -> None:
         """It did not answer while a step could wait."""
-        self.ending = Ending("took too long on a busy server; retry", is_clients=False)
+        self.ending = Ending("took too long on a busy server; retry", "server")
 
     def _lost(self) -> None:
-        self.ending = Ending("was lost with the process that had it; retry", is_clients=False)
+        self.ending = Ending("was lost with the process that had it; retry", "server")
 
 
 def gather(matchers: Iterable[Matcher], seconds: float) -> dict[Matcher, dict[str, Any]]:

@@ -103,6 +103,11 @@ def said_by(error: Exception) -> str:
     return _COMPILER_PLACE.sub("", " ".join(str(error).split()))[:2000]
 
 
+def lacks_memory(error: Exception) -> bool:
+    """The compiler's own errors come through with no type of theirs."""
+    return isinstance(error, MemoryError) or "std::bad_alloc" in str(error)
+
+
 class _Room:
     """One constraint."""
 
@@ -128,10 +133,8 @@ class _Room:
         set_timer(self._bounds.compile_s)
         try:
             grammar = compiled(xgrammar, self._vocabulary, message["kind"], spec, message["any_whitespace"])
-        except MemoryError:
-            return
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is about the constraint
-            send(self._own, {"invalid": said_by(error)})
+            send(self._own, {"no_memory": True} if lacks_memory(error) else {"invalid": said_by(error)})
             return
         grown = max(grammar.memory_size_bytes, own_bytes() - before)
         if grown > self._bounds.keep_bytes:

@@ -7,6 +7,7 @@ see a stand-in for the server, which puts the door in front of the handlers that
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -15,9 +16,10 @@ from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from outrider.actors.serve_seam import leans_on
-from outrider.actors.serving.access.calls import guarded_rpc
+from outrider.actors.serving.access.calls import guarded_rpc, guarded_stream
+from outrider.actors.serving.access.guard import Guard
 from outrider.actors.serving.access.process import proxy_guard
-from outrider.actors.serving.grpc.door import ProxiedCall, proxied_call, tolerant
+from outrider.actors.serving.grpc.door import ProxiedCall, of_counted_connection, proxied_call, tolerant
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2_grpc
 
@@ -35,6 +37,8 @@ def limit_server(limits: LimitsConfig) -> None:
     global _limited
     ours = {
         _RECEIVE: 2 * limits.max_request_bytes,
+        # Beyond limits.max_connections, which connections.Watch sees to; this is for what comes between two looks.
+        "grpc.max_allowed_incoming_connections": 2 * limits.max_connections,
         "grpc.max_concurrent_streams": limits.max_streams_per_connection,
         "grpc.max_connection_idle_ms": int(limits.connection_idle_timeout_s * 1000),
         "grpc.server_handshake_timeout_ms": int(limits.receive_timeout_s * 1000),
@@ -57,6 +61,49 @@ def add_services(servicer: Any, server: Any) -> None:
     mount = _Mount(server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, mount)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, mount)
+
+
+SERVES_OWN = "/ray.serve.RayServeAPIService/"
+
+
+def guard_serves_own(server: Any, guard: Guard | None) -> None:
+    """Serve's own service, and what it answers by itself, which is reflection: both ask for a key, as ours do. Before
+    Serve adds any service to the server. guard None: no key is asked for."""
+    if guard is None:
+        return
+    make_handler, answers_itself = server.service_handler_factory, server.add_passthrough_service
+    add_generic, add_registered = server.add_generic_rpc_handlers, server.add_registered_method_handlers
+    by_itself: set[str] = set()
+
+    def make_guarded(service_method: str, streaming_type: gRPCStreamingType) -> Any:
+        handler = make_handler(service_method=service_method, streaming_type=streaming_type)
+        is_serves = service_method.startswith(SERVES_OWN) and streaming_type is gRPCStreamingType.UNARY_UNARY
+        return guarded_rpc(service_method, handler, guard) if is_serves else handler
+
+    def add_passthrough_service(service_name: str) -> None:
+        by_itself.add(service_name)
+        answers_itself(service_name)
+
+    def add_registered_method_handlers(service_name: str, method_handlers: dict[str, Any]) -> None:
+        if service_name in by_itself:
+            method_handlers = {
+                name: handler._replace(
+                    stream_stream=guarded_stream(f"/{service_name}/{name}", handler.stream_stream, guard)
+                )
+                for name, handler in method_handlers.items()
+            }
+            add_generic((grpc.method_handlers_generic_handler(service_name, method_handlers),))
+        add_registered(service_name, method_handlers)
+
+    def add_generic_rpc_handlers(generic_rpc_handlers: Sequence[Any]) -> None:
+        """Those above come a second time, by name."""
+        if generic_rpc_handlers[0].service_name() not in by_itself:
+            add_generic(generic_rpc_handlers)
+
+    server.service_handler_factory = make_guarded
+    server.add_passthrough_service = add_passthrough_service
+    server.add_registered_method_handlers = add_registered_method_handlers
+    server.add_generic_rpc_handlers = add_generic_rpc_handlers
 
 
 class _Mount:
@@ -84,7 +131,7 @@ class _Mount:
             several = streams[service_method]
             kind = gRPCStreamingType.UNARY_STREAM if several else gRPCStreamingType.UNARY_UNARY
             call = proxied_call(service_method, make_handler(service_method, kind), streams=several)
-            return guarded_rpc(service_method, call, guard)
+            return of_counted_connection(guarded_rpc(service_method, call, guard))
 
         self._server.service_handler_factory = make_call
         try:

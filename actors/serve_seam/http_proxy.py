@@ -22,10 +22,12 @@ from outrider.actors.serve_seam.listening import listen_as_configured
 from outrider.actors.serving.access.calls import GuardedHttp
 from outrider.actors.serving.access.process import proxy_guard
 from outrider.actors.serving.access.settings import proxy_access
+from outrider.actors.serving.connections import Address, Limit, address_of, sentence
+from outrider.actors.serving.failures import RETRY_AFTER_S
 from outrider.actors.serving.gate import doors
 from outrider.actors.serving.http.door import HttpDoor
 from outrider.actors.serving.http.error_faces import ErrorFaces
-from outrider.actors.serving.openai.errors import refused_by_key
+from outrider.actors.serving.openai.errors import HttpFailure, refused_by_key
 
 
 def middlewares() -> list[Middleware]:
@@ -33,8 +35,7 @@ def middlewares() -> list[Middleware]:
     leans_on.HTTP_PROXY.check()
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
-    if (access := proxy_access()) is not None:
-        listen_as_configured(access)
+    listen_as_configured(proxy_access())
     # The last is the first that a request meets.
     return [
         Middleware(ErrorFaces),
@@ -44,16 +45,27 @@ def middlewares() -> list[Middleware]:
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """A connection whose client must send a header in time, and read something in time of what waits for it."""
+    """A connection whose client must send a header in time, and read something in time of what waits for it; and which
+    is not one too many."""
 
     _header: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
+    _address: Address
 
     def connection_made(self, transport: Any) -> None:
+        host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
+        self._address = address_of(host, port)
+        limit = doors().connections["http"].admit(self._address)
+        if limit is not None:
+            transport.write(_too_many_connections(limit))
+            transport.close()
+            return
         super().connection_made(transport)
         self._await_header()
 
     def data_received(self, data: bytes) -> None:
+        if self.transport is None:  # refused above
+            return
         super().data_received(data)
         if self._is_idle() and self.timeout_keep_alive_task is None:  # it was alive, and began something
             self._await_header()
@@ -77,6 +89,9 @@ class TimedProtocol(HttpToolsProtocol):
         self._forget_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        doors().connections["http"].leave(self._address)
+        if self.transport is None:
+            return
         self._forget_header()
         self._forget_reader()
         super().connection_lost(exc)
@@ -102,3 +117,10 @@ class TimedProtocol(HttpToolsProtocol):
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
+
+
+def _too_many_connections(limit: Limit) -> bytes:
+    headers = {"Retry-After": str(RETRY_AFTER_S), "connection": "close"}
+    answer = HttpFailure(503, sentence(limit), headers=headers).response()
+    fields = b"".join(name + b": " + value + b"\r\n" for name, value in answer.raw_headers)
+    return b"HTTP/1.1 503 Service Unavailable\r\n" + fields + b"\r\n" + bytes(answer.body)

@@ -99,6 +99,14 @@ GRPC_PROXY = Table(
             f"{_GRPC_SERVER}.add_registered_method_handlers", "adds them", exactly=("service_name", "method_handlers")
         ),
         Borrowed(
+            f"{_GRPC_SERVER}.add_passthrough_service", "says what Serve answers itself", exactly=("service_name",)
+        ),
+        Borrowed(
+            "ray.serve._private.grpc_util:add_RayServeAPIServiceServicer_to_server",
+            "adds Serve's own service",
+            read_by=("ray.serve._private.grpc_util:start_grpc_server",),
+        ),
+        Borrowed(
             "ray.serve._private.proxy_request_response:gRPCStreamingType",
             "which of Serve's handlers",
             also=("UNARY_UNARY", "UNARY_STREAM"),
@@ -139,7 +147,7 @@ LISTENING = Table(
     (
         Borrowed(
             "ray.serve._private.default_impl:add_grpc_address",
-            "replaced: serving.host and TLS",
+            "replaced: serving.host, TLS, keys for what Serve adds afterwards",
             exactly=("grpc_server", "server_address"),
             read_by=("ray.serve._private.grpc_util:start_grpc_server",),
         ),

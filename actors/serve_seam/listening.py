@@ -1,4 +1,5 @@
 """Where Serve's proxies listen, and in which language: ``serving.host`` and TLS on the gRPC and HTTP ports themselves.
+And whom: its own services ask for keys, and both ports' connections are counted.
 
 Serve's gRPC proxy binds every interface and knows plain text only, and its HTTP proxy reads certificates once and asks
 clients for none. Both look up what their server is made with when they start it, which is after they have asked for
@@ -7,6 +8,7 @@ middlewares (http_proxy.py): there ours is put in its place.
 
 from __future__ import annotations
 
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,23 +16,32 @@ import uvicorn
 from ray.serve._private import default_impl, http_util
 
 from outrider.actors.serve_seam import leans_on
+from outrider.actors.serve_seam.grpc_proxy import guard_serves_own
 from outrider.actors.serving.access.files import Reloading
-from outrider.actors.serving.access.process import stale_gauge
+from outrider.actors.serving.access.process import proxy_guard, stale_gauge
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.actors.serving.access.tls import Certificates, grpc_credentials, rotate
+from outrider.actors.serving.connections import Watch, tell_open, warn_of_few_files
+from outrider.actors.serving.gate import doors
 from outrider.cluster.config import ConfigError
 
 
-def listen_as_configured(access: ProxyAccess) -> None:
-    """Before a proxy starts its servers. Raises ConfigError for certificates that cannot be used."""
+def listen_as_configured(access: ProxyAccess | None) -> Watch:
+    """Before a proxy starts its servers. access None: where Serve has them listen, in plain text. Returns what counts
+    their connections, once they listen. Raises ConfigError for certificates that cannot be used."""
     leans_on.LISTENING.check()
-    certificates = access.certificates()
+    certificates = None if access is None else access.certificates()
     if certificates is not None:
         certificates.on_look = stale_gauge("certificate", certificates)
+    warn_of_few_files(doors().limits, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    watch = Watch(doors().connections, tell_open)
 
     def add_grpc_address(server: Any, address: str) -> None:
         """address: Serve's, every interface and the port."""
-        bind_grpc(server, access.host, int(address.rpartition(":")[2]), certificates)
+        guard_serves_own(server, proxy_guard())
+        port = int(address.rpartition(":")[2])
+        bind_grpc(server, "::" if access is None else access.host, port, certificates)
+        watch.add("grpc", port)
 
     class Config(uvicorn.Config):
         """Of the HTTP server."""
@@ -44,12 +55,14 @@ def listen_as_configured(access: ProxyAccess) -> None:
 
         def load(self) -> None:
             super().load()
+            watch.add("http", self.port)
             if certificates is not None and self.ssl is not None:
                 rotate(self.ssl, certificates)
 
     default_impl.add_grpc_address = add_grpc_address
     # Ray brings the proxy's class with the names of its module as they were: a function replaced there is not found.
     http_util.uvicorn = SimpleNamespace(Config=Config, Server=uvicorn.Server)
+    return watch
 
 
 def bind_grpc(server: Any, host: str, port: int, certificates: Reloading[Certificates] | None) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 
 from ray.util.metrics import Counter
 
+from outrider.actors.serving.connections import connections_of
 from outrider.cluster.limits import LimitsConfig, from_environment
 
 CAPACITY_METADATA = "outrider-capacity"
@@ -289,6 +290,7 @@ class Doors:
 
     def __init__(self, limits: LimitsConfig) -> None:
         self.limits = limits
+        self.connections = connections_of(limits)
         self.awaited = Room(limits.max_awaited_requests, limits.max_awaited_bytes)
         self.unread = Room(limits.max_awaited_requests, limits.max_awaited_bytes)
         patience_s, per_s = limits.control_timeout_s, limits.max_control_calls_per_s

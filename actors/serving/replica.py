@@ -20,6 +20,7 @@ import ray
 from ray import serve
 
 from outrider.actors.drafter.actor import DrafterStatus, launch_drafter
+from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
@@ -239,11 +240,12 @@ class Target:
         # Not through self, which a replica's shutdown must be able to free.
         name, drafter, engine = self._config.served_model_name, self._drafter_status, self._engine
         if drafter is None:
-            return ReplicaMetrics(name, None, None)
+            return ReplicaMetrics(name, None, None, refused_constraints=REFUSALS.counts)
         return ReplicaMetrics(
             name,
             lambda: _ask_rank_0(engine, "round_metrics"),
             lambda: drafter.ask(ANSWER_WITHIN_S),
+            refused_constraints=REFUSALS.counts,
         )
 
     def _drafter_name(self) -> str | None:

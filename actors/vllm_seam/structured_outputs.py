@@ -26,7 +26,7 @@ from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely
 
 from outrider.actors.grammars.bounds import FIX, Bounds, Ending, Mode, check_kind, check_size
 from outrider.actors.grammars.host import Constraint, ConstraintEnded, GrammarHost, Matcher, Room, gather
-from outrider.actors.replica_calls import RequestError
+from outrider.actors.grammars.refusals import REFUSALS, refused
 from outrider.actors.vllm_seam import leans_on
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def checked(params: StructuredOutputsParams, field: str, mode: Mode) -> None:
     if kind == "json":
         schema = _parsed(field, value)
         if isinstance(schema, dict) and has_xgrammar_unsupported_json_features(schema):
-            raise RequestError(
+            raise refused(
+                "invalid",
                 field,
                 "uses what the compiler of schemas does not know",
                 "leave out multipleOf, uniqueItems and the like",
@@ -60,13 +61,13 @@ def checked(params: StructuredOutputsParams, field: str, mode: Mode) -> None:
     elif kind == "structural_tag":
         _parsed(field, value)
     elif kind == "regex" and "\0" in value:
-        raise RequestError(field, "contains a NUL character", "remove it")
+        raise refused("invalid", field, "contains a NUL character", "remove it")
     elif kind == "choice" and not value:
-        raise RequestError(field, "there is nothing to choose from", "send at least one value")
+        raise refused("invalid", field, "there is nothing to choose from", "send at least one value")
     elif kind == "grammar" and not value.strip():
-        raise RequestError(field, "the grammar is empty", "send a grammar in EBNF or Lark")
+        raise refused("invalid", field, "the grammar is empty", "send a grammar in EBNF or Lark")
     elif kind == "json_object" and not value:
-        raise RequestError(field, "false is no constraint", "send true or leave it out")
+        raise refused("invalid", field, "false is no constraint", "send true or leave it out")
 
 
 def kind_of(params: StructuredOutputsParams) -> str:
@@ -79,13 +80,15 @@ def _parsed(field: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise RequestError(field, f"is not JSON: {error}", "send a JSON document as text") from None
+        raise refused("invalid", field, f"is not JSON: {error}", "send a JSON document as text") from None
 
 
 def refusal_of(ending: Ending, field: str) -> Exception:
-    """What a request that was ended by its constraint raises. ConnectionError where the constraint is not to blame."""
+    """What a request that was ended by its constraint raises. ConnectionError where the constraint is not to blame.
+    Counts."""
     if ending.is_clients:
-        return RequestError(field, ending.problem, FIX)
+        return refused(ending.reason, field, ending.problem, FIX)
+    REFUSALS.count(ending.reason)
     return ConnectionError(f"{field} {ending.problem}")
 
 
@@ -150,7 +153,7 @@ class GuardedStructuredOutputs(StructuredOutputManager):
         mine = self._requests[request.request_id] = _OfRequest(grammar)
         host = self._host
         if host is None:
-            mine.fail(Ending("is not served here", is_clients=True))
+            mine.fail(Ending("is not served here", "kind"))
             return
         stop_ids = request.sampling_params.all_stop_token_ids if request.sampling_params is not None else ()
         mine.compiling = host.compile(self._constraint(structured.params))

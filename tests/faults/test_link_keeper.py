@@ -15,11 +15,14 @@ from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import get_or_create_registry, registry_name
-from tests.serving import HANG_GUARD_S, Deployments, wait_until
+from tests.serving import Deployments, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 APP, REPLICA, DRAFTER = "keeper-test", "r1", "Drafter:keeper-test"
+LINKED_S = 90.0
+"""For a link, or a process, that is made anew: both come within seconds, and the keeper tries every other second."""
+
 CAPACITY, VOCAB, K = 4096, 1000, 4
 
 
@@ -76,7 +79,7 @@ def registry(drafter: Any) -> Iterator[Any]:
 def with_replica() -> Any:
     """The registry, made when it is missing, with the replica in it: what every replica sees to."""
     registry = get_or_create_registry(APP)
-    ray.get(registry.renew.remote(REPLICA, DRAFTER, 600.0), timeout=HANG_GUARD_S)
+    ray.get(registry.renew.remote(REPLICA, DRAFTER, 600.0), timeout=LINKED_S)
     return registry
 
 
@@ -102,9 +105,17 @@ def links(registry: Any) -> Iterator[queue.SimpleQueue[Link]]:
 
 def pid_of(drafter: Any) -> int | None:
     try:
-        return int(ray.get(drafter.pid.remote(), timeout=HANG_GUARD_S))
+        return int(ray.get(drafter.pid.remote(), timeout=LINKED_S))
     except ray.exceptions.RayActorError:
         return None  # between two lives
+
+
+def next_link(links: queue.SimpleQueue[Link], what: str) -> Link:
+    """Fails with what was waited for, long before the runner's own limit, which would tell nothing."""
+    try:
+        return links.get(timeout=LINKED_S)
+    except queue.Empty:
+        pytest.fail(f"{what}: no link within {LINKED_S:g} s")
 
 
 def hang(link: Link) -> None:
@@ -116,39 +127,39 @@ def test_a_drafter_that_hangs_on_two_links_in_a_row_is_restarted_and_not_before(
     links: queue.SimpleQueue[Link], drafter: Any
 ) -> None:
     first = pid_of(drafter)
-    hang(links.get(timeout=HANG_GUARD_S))
-    second_link = links.get(timeout=HANG_GUARD_S)
+    hang(next_link(links, "the first"))
+    second_link = next_link(links, "one after a hang")
     assert pid_of(drafter) == first, "one hang may be the link's"
     hang(second_link)
-    wait_until(lambda: pid_of(drafter) not in (None, first), HANG_GUARD_S, "a new process of the drafter's")
-    links.get(timeout=HANG_GUARD_S)
+    wait_until(lambda: pid_of(drafter) not in (None, first), LINKED_S, "a new process of the drafter's")
+    next_link(links, "one to the new process")
 
 
 def test_links_that_end_otherwise_cost_no_drafter(links: queue.SimpleQueue[Link], drafter: Any) -> None:
     first = pid_of(drafter)
     for _ in range(3):
-        links.get(timeout=HANG_GUARD_S).abort("a cable was cut")
-    links.get(timeout=HANG_GUARD_S)
+        next_link(links, "one after a cable was cut").abort("a cable was cut")
+    next_link(links, "one after a cable was cut")
     assert pid_of(drafter) == first
 
 
 def test_a_registry_that_was_made_anew_does_not_grant_epochs_again(
     links: queue.SimpleQueue[Link], registry: Any
 ) -> None:
-    links.get(timeout=HANG_GUARD_S).abort("one")
-    links.get(timeout=HANG_GUARD_S).abort("two")
-    link = links.get(timeout=HANG_GUARD_S)
+    next_link(links, "the first").abort("one")
+    next_link(links, "the second").abort("two")
+    link = next_link(links, "the third")
     assert link.epoch >= 3
     ray.kill(registry)
 
     def is_gone() -> bool:
         try:
-            ray.get(registry.links.remote(), timeout=HANG_GUARD_S)
+            ray.get(registry.links.remote(), timeout=LINKED_S)
         except ray.exceptions.RayActorError:
             return True
         return False
 
-    wait_until(is_gone, HANG_GUARD_S, "the registry's end")
+    wait_until(is_gone, LINKED_S, "the registry's end")
     with_replica()
     link.abort("three")
-    assert links.get(timeout=HANG_GUARD_S).epoch > link.epoch
+    assert next_link(links, "one that the new registry granted").epoch > link.epoch

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import HANG_GUARD_S, K, wait_until_idle
+from tests.serving import HANG_GUARD_S, K, wait_until, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -216,14 +216,23 @@ def test_nothing_is_held_when_nothing_runs(pair):
 def test_a_proposal_takes_little_room_on_the_link(pair, verification, limit):
     """Bytes a round and request at K=5, frame header included: top-64 q, or ids alone."""
     how = {"temperature": 0.0} if verification == "greedy" else {"temperature": 1.0, "verification": verification}
+    wait_until(lambda: pair.status().link.state == pb.LINK_STATE_UP, HANG_GUARD_S, "the link is up")
     before = pair.status().rounds
-    answer = pair.client.generate(list(PROMPTS[2]), max_tokens=NUM_TOKENS, num_speculative_tokens=5, **how)
+    drafted = []
+
+    def is_drafted_for():
+        """On a busy machine a whole answer may be made before the drafter has read its prompt."""
+        answer = pair.client.generate(list(PROMPTS[2]), max_tokens=NUM_TOKENS, num_speculative_tokens=5, **how)
+        drafted.append(answer.metrics.speculative_decoding)
+        return drafted[-1].num_spec_steps
+
+    wait_until(is_drafted_for, HANG_GUARD_S, "an answer with drafts")
     after = pair.status().rounds
     count = after.proposals - before.proposals
     num_bytes = after.proposal_bytes - before.proposal_bytes
     size = num_bytes / count
     print(f"{verification}: {size:.0f} bytes a proposal over {count} rounds")
-    assert count >= answer.metrics.speculative_decoding.num_spec_steps > 0
+    assert count >= sum(each.num_spec_steps for each in drafted) > 0
     assert size <= limit
-    a_draft = num_bytes / answer.metrics.speculative_decoding.num_draft_tokens
+    a_draft = num_bytes / sum(each.num_draft_tokens for each in drafted)
     assert (a_draft > 512) == (verification in ("rejection", "block")), "64 ids and probabilities each"

@@ -11,13 +11,14 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, gRPCOptions
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT, SERVICER
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serving.access.settings import VARIABLE, ProxyAccess
 from outrider.actors.serving.http.app import Front
 from outrider.cluster.config import ServingConfig
+from outrider.cluster.limits import LIMITS_VARIABLE, LimitsConfig
 from outrider.deploy.ports import pick_free_port
 from outrider.deploy.probe import Probe
 from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K, stand_in_target
@@ -42,26 +43,16 @@ class Server:
 
 
 @contextmanager
-def served(meeting_point: Path, **settings: Any) -> Iterator[Server]:
+def served(meeting_point: Path, limits: LimitsConfig | None = None, **settings: Any) -> Iterator[Server]:
     """settings: keys of ``serving``."""
+    limits = limits or LimitsConfig()
     serving = ServingConfig(grpc_port=pick_free_port(), http_port=pick_free_port(), **settings)
     access = ProxyAccess.of(serving)
-    before = {name: os.environ.get(name) for name in (VARIABLE, *PROXY_ENVIRONMENT)}
-    os.environ.update({**PROXY_ENVIRONMENT, **access.environment()})
+    before = {name: os.environ.get(name) for name in (VARIABLE, LIMITS_VARIABLE, *PROXY_ENVIRONMENT)}
+    os.environ.update({**PROXY_ENVIRONMENT, **access.environment(), **limits.to_environment()})
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
     try:
-        serve.start(
-            http_options=HTTPOptions(
-                host=serving.host,
-                port=serving.http_port,
-                ssl_certfile=access.ssl_certfile,
-                ssl_keyfile=access.ssl_keyfile,
-                ssl_ca_certs=access.ssl_ca_certs,
-            ),
-            grpc_options=gRPCOptions(
-                port=serving.grpc_port, grpc_servicer_functions=[SERVICER], enable_reflection=serving.reflection
-            ),
-        )
+        serve.start(**proxy_options(serving, limits))
         front = serve.deployment(Front, name="Ingress", max_ongoing_requests=100)
         app = front.bind(
             stand_in_target(str(meeting_point)),

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 from openai import AuthenticationError, InternalServerError, OpenAI, RateLimitError
+from ray.serve.generated import serve_pb2
 
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
@@ -129,6 +130,23 @@ def test_a_scope_is_for_its_calls_alone(keyed):
     assert keyed.get("/metrics", "alice").status_code == 403
     assert keyed.get("/metrics", "ops").status_code == 200
     assert keyed.post("/outrider/v1/stream", {"text": "x"}, "ops").status_code == 403
+
+
+def test_what_serve_adds_itself_takes_a_key_for_status(keyed):
+    request = serve_pb2.ListApplicationsRequest().SerializeToString()
+
+    def listed(name: str | None) -> list[str]:
+        metadata = () if name is None else (("authorization", f"Bearer {keyed.secrets[name]}"),)
+        with grpc.insecure_channel(keyed.server.grpc_address) as channel:
+            call = channel.unary_unary("/ray.serve.RayServeAPIService/ListApplications")
+            answer = call(request, metadata=metadata, timeout=30)
+        return list(serve_pb2.ListApplicationsResponse.FromString(answer).application_names)
+
+    for name, code in ((None, CODE.UNAUTHENTICATED), ("alice", CODE.PERMISSION_DENIED)):
+        with pytest.raises(grpc.RpcError) as refused:
+            listed(name)
+        assert refused.value.code() is code
+    assert listed("ops") == listed("root") == ["outrider"]
 
 
 def test_a_key_over_its_limits_is_refused_and_others_are_not(keyed):

@@ -10,6 +10,7 @@ from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity, SilentLinks
 from outrider.cluster.link.link import LinkCounters
+from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import Homing, LinkReport, Membership
 
 SOON_S = 10.0
@@ -123,6 +124,15 @@ def test_a_drafter_that_is_silent_on_two_links_is_restarted(keeper):
         assert keeper.restarted.empty()
         lose(keeper, keeper.next_link(), set(), HANG)
     assert keeper.restarted.get(timeout=SOON_S) == "D1"
+
+
+def test_a_restart_ends_the_drafters_process_and_ray_begins_another(monkeypatch):
+    """The keeper's own, which the scripted one above has in its place. tests/faults has it with real processes."""
+    killed = []
+    monkeypatch.setattr(link_keeper.ray, "get_actor", lambda name, namespace: (name, namespace))
+    monkeypatch.setattr(link_keeper.ray, "kill", lambda actor, no_restart: killed.append((actor, no_restart)))
+    LinkKeeper._restart(ScriptedKeeper(), "Drafter:r1")
+    assert killed == [(("Drafter:r1", NAMESPACE), False)]
 
 
 def silent_links(deadline_s, *heard):

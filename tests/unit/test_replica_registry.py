@@ -65,8 +65,10 @@ async def test_the_loop_goes_on_while_ray_waits_for_its_gcs(monkeypatch: pytest.
     gcs = Gcs(new)
     monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
     renewal = asyncio.ensure_future(target(Registry(DEAD))._renew_lease(10.0))
-    while not gcs.asked:  # noqa: ASYNC110 - it is asked in a thread
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while not (gcs.asked or renewal.done()):  # noqa: ASYNC110 - it is asked in a thread
+            await asyncio.sleep(0.001)
+    assert gcs.asked, "no other registry is looked for"
     gcs.back.set()  # only a loop that goes on comes here
     await renewal
     assert new.renewed == [("r-1", None, 10.0)]

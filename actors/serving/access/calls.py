@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from outrider.actors.serving.access.process import ingress_guard
 AUTHORIZATION = "authorization"
 
 ProxiedCall = Callable[[AsyncIterator[Any], Any], Coroutine[Any, Any, Any]]
+StreamingCall = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
 
 
 def guarded_rpc(method: str, call: ProxiedCall, guard: Guard | None) -> ProxiedCall:
@@ -36,13 +37,32 @@ def guarded_rpc(method: str, call: ProxiedCall, guard: Guard | None) -> ProxiedC
             with guard.admit(Asked("grpc", method, _shown_key(context), context.peer(), need)):
                 return await call(requests, context)
         except Refused as refused:
-            failure = refused.failure()
-            context.set_code(failure.code)
-            context.set_details(failure.message)
-            context.set_trailing_metadata(tuple(failure.trailing_metadata()))
+            _refuse(context, refused)
             return b""
 
     return guarded
+
+
+def guarded_stream(method: str, call: StreamingCall, guard: Guard) -> StreamingCall:
+    """Likewise, of a call that is a generator."""
+    need = need_of_rpc(method)
+
+    async def guarded(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
+        try:
+            with guard.admit(Asked("grpc", method, _shown_key(context), context.peer(), need)):
+                async for message in call(requests, context):
+                    yield message
+        except Refused as refused:
+            _refuse(context, refused)
+
+    return guarded
+
+
+def _refuse(context: grpc.aio.ServicerContext, refused: Refused) -> None:
+    failure = refused.failure()
+    context.set_code(failure.code)
+    context.set_details(failure.message)
+    context.set_trailing_metadata(tuple(failure.trailing_metadata()))
 
 
 @contextmanager

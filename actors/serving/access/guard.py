@@ -63,8 +63,13 @@ GRPC_CALLS = {
     "/outrider.v1.GenerationService/Detokenize": Need(_GENERATE),
     "/outrider.v1.GenerationService/GetServerStatus": Need(_STATUS),
     "/grpc.health.v1.Health/Check": OPEN,
+    # What tells of the server rather than of one's requests.
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Need(_STATUS),
+    "/ray.serve.RayServeAPIService/ListApplications": Need(_STATUS),
+    "/ray.serve.RayServeAPIService/Healthz": Need(_STATUS),
 }
-"""By path. Of the health service's calls, Check alone costs nothing that is worth guarding."""
+"""By path. Of the health service's calls, Check alone costs nothing that is worth guarding. Serve's own is no standard
+that probes know."""
 
 HTTP_CALLS = {
     "/v1/chat/completions": Need(_GENERATE, generates=True),

@@ -31,6 +31,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from outrider.actors.serving.connections import address_of_call, sentence
 from outrider.actors.serving.failures import (
     STATUS_DETAILS_METADATA,
     CallFailure,
@@ -117,6 +118,20 @@ def proxied_call(method: str, handler: Handler, *, streams: bool) -> ProxiedCall
             place.leave()
 
     return call
+
+
+def of_counted_connection(call: ProxiedCall) -> ProxiedCall:
+    """call, but not for a connection that is one too many, which will be hung up on in a moment."""
+
+    async def counted(requests: AsyncIterator[Any], context: Any) -> None:
+        address, connections = address_of_call(context.peer()), doors().connections["grpc"]
+        limit = connections.admit(address) if address is not None and connections.are_watched else None
+        if limit is None:
+            await call(requests, context)
+        else:
+            _fail(context, CallFailure(grpc.StatusCode.UNAVAILABLE, sentence(limit), "TOO_MANY_CONNECTIONS"))
+
+    return counted
 
 
 def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

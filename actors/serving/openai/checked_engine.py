@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.grammars.bounds import FIX, Ending, Mode
+from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.serving.co_located import check_co_located_params
@@ -135,6 +136,7 @@ def check_reasons(output: RequestOutput, params: SamplingParams, deadline: Deadl
     """vLLM's classes know one way in which the engine gives a request up. Raises for those that are not its fault."""
     for completion in output.outputs:
         if completion.finish_reason == "error" and (ending := Ending.of(completion.stop_reason)) is not None:
+            REFUSALS.count(ending.reason)
             if not ending.is_clients:
                 raise RetryableRequestError(f"the constraint {ending.problem}")
             raise VLLMValidationError(f"{ending.problem}; {FIX}", parameter=CONSTRAINT)

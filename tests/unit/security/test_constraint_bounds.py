@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import StructuredOutputsParams
 
 from outrider.actors.grammars.bounds import MAX_CONSTRAINT_BYTES, MAX_NESTING, Allowance, Ending, check_size
+from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.replica_calls import GenerationRequest, RequestError
-from outrider.actors.serving.openai.checked_engine import check_constraint
-from outrider.actors.vllm_seam.engine_requests import sampling_params
+from outrider.actors.round.origins import RoundLog
+from outrider.actors.serving.openai.checked_engine import check_constraint, check_reasons
+from outrider.actors.vllm_seam.engine_requests import round_outputs, sampling_params
 
 DEEP: dict[str, Any] = {}
 for _ in range(MAX_NESTING + 1):
@@ -50,6 +54,45 @@ def test_a_bomb_is_refused_by_size_or_depth_with_its_field(constraint: dict[str,
     with pytest.raises(VLLMValidationError) as told:
         check_constraint(SamplingParams(structured_outputs=StructuredOutputsParams(**constraint)), "all")
     assert told.value.parameter == f"structured_outputs.{next(iter(constraint))}"
+
+
+def counted(doing: Callable[[], object], error: type[Exception]) -> dict[str, int]:
+    """Which reasons are counted, while it is refused."""
+    before = REFUSALS.counts()
+    with pytest.raises(error):
+        doing()
+    return {reason: count - before[reason] for reason, count in REFUSALS.counts().items() if count != before[reason]}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "mode", "reason"),
+    [
+        (BOMBS["2 MB regex"], "all", "size"),
+        (BOMBS["wide schema"], "all", "size"),
+        *((BOMBS[name], "all", "nesting") for name in BOMBS if name.startswith("deep")),
+        ({"regex": "a"}, "json", "kind"),
+        ({"json": "{}"}, "off", "kind"),
+        ({"json": "{"}, "all", "invalid"),
+        ({"choice": []}, "all", "invalid"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_each_refusal_is_counted_once_by_its_reason(constraint: dict[str, Any], mode: Any, reason: str) -> None:
+    assert counted(lambda: sampling_params(asked(constraint), 1, 100, mode), RequestError) == {reason: 1}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+    assert counted(lambda: check_constraint(params, mode), VLLMValidationError) == {reason: 1}
+
+
+@pytest.mark.parametrize("reason", ["compile_time", "compile_memory", "mask_time", "step", "server"])
+def test_what_the_engine_ends_is_counted_where_its_client_is_told(reason: Any) -> None:
+    stop_reason = Ending("is too much", reason).stop_reason()
+    answer = CompletionOutput(0, "", [], None, None, finish_reason="error", stop_reason=stop_reason)
+    output = RequestOutput("r", "a", [1], None, [answer], finished=True)
+    request = asked({"regex": "a"})
+    told = ConnectionError if reason == "server" else RequestError
+    assert counted(lambda: round_outputs(output, request, {}, RoundLog(True)), told) == {reason: 1}
+    over_http = RetryableRequestError if reason == "server" else VLLMValidationError
+    assert counted(lambda: check_reasons(output, SamplingParams(), None), over_http) == {reason: 1}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +158,7 @@ def test_an_allowance_lasts_for_ever_at_its_refill_and_not_above() -> None:
 
 
 def test_an_ending_travels_as_a_stop_reason_and_nothing_else_is_taken_for_one() -> None:
-    for ending in (Ending("is too large"), Ending("is lost", is_clients=False)):
+    for ending, is_clients in ((Ending("is too large", "compile_memory"), True), (Ending("is lost", "server"), False)):
         assert Ending.of(ending.stop_reason()) == ending
+        assert ending.is_clients == is_clients
     assert [Ending.of(other) for other in (None, 7, "stop", "")] == [None] * 4

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.actors.grammars.bounds import Bounds
+from outrider.actors.grammars.bounds import Bounds, Ending
 from outrider.actors.grammars.host import Constraint, ConstraintEnded, GrammarHost, Matcher, Room, gather
 from tests.security_vocabulary import EOS, serialised, vocabulary
 
@@ -38,11 +38,11 @@ def host() -> Iterator[GrammarHost]:
     host.close()
 
 
-def problem(future: Future[Room]) -> str:
+def ending(future: Future[Room]) -> Ending:
     with pytest.raises(ConstraintEnded) as ended:
         future.result(HANG_GUARD_S)
     assert ended.value.ending.is_clients
-    return ended.value.ending.problem
+    return ended.value.ending
 
 
 def room(host: GrammarHost, kind: str, spec: str) -> Room:
@@ -95,25 +95,36 @@ def test_tokens_before_the_grammar_begins_are_none_of_its(host: GrammarHost) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec", "why"),
+    ("kind", "spec", "why", "reason"),
     [
-        ("ebnf", BOMB, "leaves too much to try at each token"),
-        ("json", OPTIONAL, "to compile"),
-        ("regex", UNFOLDS, "leaves too much to try at each token"),
-        ("ebnf", 'root ::= "x', "does not compile: EBNF lexer error at line 1, column 12"),
-        ("regex", "(", "does not compile: Regex parsing error"),
+        ("ebnf", BOMB, "leaves too much to try at each token", "mask_time"),
+        ("json", OPTIONAL, "takes more than 1 s of processor time to compile", "compile_time"),
+        ("regex", UNFOLDS, "leaves too much to try at each token", "mask_time"),
+        ("ebnf", 'root ::= "x', "does not compile: EBNF lexer error at line 1, column 12", "invalid"),
+        ("regex", "(", "does not compile: Regex parsing error", "invalid"),
     ],
     ids=["bomb", "optional properties", "regex", "no grammar", "no regex"],
 )
-def test_a_bomb_is_refused_with_its_reason(host: GrammarHost, kind: str, spec: str, why: str) -> None:
-    said = problem(host.compile(Constraint(kind, spec)))
-    assert why in said
-    assert "\n" not in said
+def test_a_bomb_is_refused_with_its_reason(host: GrammarHost, kind: str, spec: str, why: str, reason: str) -> None:
+    refused = ending(host.compile(Constraint(kind, spec)))
+    assert why in refused.problem
+    assert "\n" not in refused.problem
+    assert refused.reason == reason
+    assert Ending.of(refused.stop_reason()) == refused
+
+
+def test_memory_is_another_reason_than_time() -> None:
+    host = GrammarHost(serialised, WORDS, 1, Bounds(compile_s=3000.0, compile_bytes=4 << 20))
+    try:
+        refused = ending(host.compile(Constraint("json", OPTIONAL)))
+    finally:
+        host.close()
+    assert refused == Ending("takes more than 4 MiB to compile", "compile_memory")
 
 
 def test_a_refusal_is_remembered(host: GrammarHost) -> None:
     constraint = Constraint("ebnf", 'root ::= "unclosed')
-    problem(host.compile(constraint))
+    ending(host.compile(constraint))
     assert host.compile(constraint).done(), "nothing is compiled a second time"
 
 
@@ -130,7 +141,7 @@ def test_a_bomb_that_shows_only_where_a_prompt_leads_ends_its_own_request_alone(
         if hostile.ending is not None:
             break
     assert hostile.ending is not None, "nothing ended it"
-    assert hostile.ending.is_clients
+    assert hostile.ending.reason == "step"
     assert allowed(neighbour)[0] == {ord("{")}
     assert allowed(room(host, "ebnf", CORNER).matcher([EOS])), "others may still send the same"
 

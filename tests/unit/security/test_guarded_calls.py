@@ -10,6 +10,9 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
+from ray.serve.generated import serve_pb2
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -24,6 +27,7 @@ from outrider.actors.serving.openai.errors import refused_by_key
 from outrider.cluster.config import ConfigError, ServingConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
+from tests.unit.proxy_servers import proxy_servers
 from tests.unit.scripted_proxy import Proxy, serving
 
 SECRETS = {"ci": new_secret(), "ops": new_secret()}
@@ -102,6 +106,55 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 def asgi(guard: Any, *, in_proxy: bool) -> httpx.AsyncClient:
     app = GuardedHttp(_app, failed=refused_by_key, guard=guard, in_proxy=in_proxy)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@pytest.mark.parametrize(
+    ("method", "request_type"),
+    [
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", reflection_pb2.ServerReflectionRequest),
+        ("/ray.serve.RayServeAPIService/ListApplications", serve_pb2.ListApplicationsRequest),
+        ("/ray.serve.RayServeAPIService/Healthz", serve_pb2.HealthzRequest),
+    ],
+)
+async def test_what_serve_adds_itself_takes_a_key_for_status(keys_file, monkeypatch, method, request_type):
+    streams = "ServerReflection" in method
+    request = request_type(list_services="*") if streams else request_type()
+
+    async def code(channel: grpc.aio.Channel, *metadata: Any) -> grpc.StatusCode:
+        kind = channel.stream_stream if streams else channel.unary_unary
+        call = kind(method, request_serializer=request_type.SerializeToString)
+        answer = call(iter([request]) if streams else request, metadata=metadata, timeout=60)
+        return await code_of(_all_of(answer) if streams else answer)
+
+    async with (
+        proxy_servers(monkeypatch, keys_file=str(keys_file)) as (serving, _),
+        grpc.aio.insecure_channel(f"127.0.0.1:{serving.grpc_port}") as channel,
+    ):
+        assert await code(channel) is grpc.StatusCode.UNAUTHENTICATED
+        assert await code(channel, *bearer("wrong")) is grpc.StatusCode.UNAUTHENTICATED
+        assert await code(channel, *bearer("ci")) is grpc.StatusCode.PERMISSION_DENIED
+        assert await code(channel, *bearer("ops")) is grpc.StatusCode.OK
+        health = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await code_of(health(b"", timeout=60)) is grpc.StatusCode.OK, "probes have no key"
+
+
+async def test_reflection_says_what_it_said_without_keys(keys_file, monkeypatch):
+    async def listed(metadata: Any, **settings: Any) -> list[str]:
+        async with (
+            proxy_servers(monkeypatch, **settings) as (serving, _),
+            grpc.aio.insecure_channel(f"127.0.0.1:{serving.grpc_port}") as channel,
+        ):
+            request = reflection_pb2.ServerReflectionRequest(list_services="*")
+            call = ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), metadata=metadata, timeout=60)
+            return [service.name async for answer in call for service in answer.list_services_response.service]
+
+    names = await listed(bearer("ops"), keys_file=str(keys_file))
+    assert "outrider.v1.GenerationService" in names
+    assert names == await listed(())
+
+
+async def _all_of(answers: AsyncIterator[Any]) -> None:
+    assert [answer async for answer in answers]
 
 
 async def test_over_http_a_body_is_not_read_without_a_key(guarded):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
 from outrider.cluster.config import ConfigError
 from outrider.deploy import ray_access
+from outrider.deploy.server import cluster_of_its_own
 
 
 @pytest.fixture
@@ -18,6 +20,14 @@ def tls(tmp_path: Path) -> dict[str, str]:
         file.write_text("pem")
         file.chmod(0o600)
     return {"RAY_USE_TLS": "1", **{name: str(file) for name, file in files.items()}}
+
+
+def test_the_dashboard_of_a_cluster_of_its_own_is_asked_for_on_this_machine_alone() -> None:
+    """What then listens, tests/security/test_drain.py looks up on a running server."""
+    options = cluster_of_its_own(2)
+    assert options["include_dashboard"]
+    assert ip_address(options["dashboard_host"]).is_loopback
+    assert options["address"] == "local", "no cluster that happens to run here is taken for it"
 
 
 @pytest.mark.parametrize("environment", [{}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"}])

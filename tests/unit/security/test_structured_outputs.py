@@ -205,7 +205,7 @@ class Scheduler(GrammarScheduling, Books): ...
 def test_the_scheduler_ends_what_its_constraint_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[list[str]] = []
     added: list[str] = []
-    ending = Ending("is too costly")
+    ending = Ending("is too costly", "step")
     grammars = SimpleNamespace(
         ended=lambda: ["a"],
         ending_of=lambda request_id: ending if request_id == "a" else None,

@@ -16,11 +16,10 @@ import psutil
 import pytest
 from ray.serve._private import default_impl, http_util
 from ray.serve._private.grpc_util import start_grpc_server
-from ray.serve.config import HTTPOptions, gRPCOptions
-from starlette.responses import PlainTextResponse
+from ray.serve.config import HTTPOptions
 
-from outrider.actors.serve_seam import SERVICER
 from outrider.actors.serve_seam.listening import listen_as_configured
+from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import ConfigError, ServingConfig
 from outrider.deploy.ports import pick_free_port
@@ -28,13 +27,13 @@ from outrider.deploy.probe import Probe
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.certificates import Authority, Signed
+from tests.unit.proxy_servers import proxy_servers
 from tests.unit.scripted_proxy import Proxy
 
 OURS, FOREIGN = Authority("ours"), Authority("foreign")
 
 
-async def _app(scope: Any, receive: Any, send: Any) -> None:
-    await PlainTextResponse("hello")(scope, receive, send)
+async def _app(scope: Any, receive: Any, send: Any) -> None: ...
 
 
 @dataclass
@@ -66,29 +65,8 @@ class Started:
 
 @asynccontextmanager
 async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Started]:
-    serving = ServingConfig(grpc_port=pick_free_port(), http_port=pick_free_port(), **settings)
-    access = ProxyAccess.of(serving)
-    for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # what it was comes back
-    listen_as_configured(access)
-    loop = asyncio.get_running_loop()
-    http_options = HTTPOptions(
-        host=serving.host,
-        port=serving.http_port,
-        ssl_certfile=access.ssl_certfile,
-        ssl_keyfile=access.ssl_keyfile,
-        ssl_ca_certs=access.ssl_ca_certs,
-    )
-    http_task, http_server = await http_util.start_asgi_http_server(_app, http_options, event_loop=loop)
-    grpc_options = gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=[SERVICER])
-    grpc_task, grpc_server = await start_grpc_server(Proxy().make_handler, grpc_options, event_loop=loop)
-    try:
+    async with proxy_servers(monkeypatch, **settings) as (serving, _):
         yield Started(serving)
-    finally:
-        http_server.should_exit = True
-        await http_task
-        await grpc_server.stop(None)
-        await grpc_task
 
 
 def listening(*ports: int) -> set[tuple[str, int]]:
@@ -116,11 +94,13 @@ def _until_listening(*ports: int) -> None:
 
 async def test_serves_own_ports_are_found_out(monkeypatch):
     """Without our functions, gRPC listens everywhere: start-up refuses."""
+    serves = default_impl.add_grpc_address
     async with started(monkeypatch) as server:
         loop, port = asyncio.get_running_loop(), pick_free_port()
-        monkeypatch.undo()
-        options = gRPCOptions(port=port, grpc_servicer_functions=[SERVICER])
-        task, serves_own = await start_grpc_server(Proxy().make_handler, options, event_loop=loop)
+        options = proxy_options(ServingConfig(grpc_port=port))["grpc_options"]
+        with monkeypatch.context() as patch:
+            patch.setattr(default_impl, "add_grpc_address", serves)
+            task, serves_own = await start_grpc_server(Proxy().make_handler, options, event_loop=loop)
         try:
             wrong = Probe(server.serving.model_copy(update={"grpc_port": port}))
             with pytest.raises(ConfigError, match=rf"serving.host: is 127.0.0.1, but serving.grpc_port \({port}\)"):
