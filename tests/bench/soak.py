@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
+import signal
 import sys
 import tempfile
 import time
@@ -23,13 +23,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
 from outrider.cluster.placement import available_cores
+from tests.bench.machine import machine
 from tests.bench.soak_attacks import CREWS, Victim
 from tests.bench.soak_load import Client, Load, clients, differing, longest_gap_s, request_id, tokens_between
 from tests.bench.soak_report import GRAMMARS, Sample, Soak, Turn, phases, report, told
@@ -296,18 +296,11 @@ async def soak(served: Served, victim: Victim, friend: str, seconds: float, targ
     return result
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-    versions = ", ".join(f"{name} {version(name)}" for name in ("vllm", "ray", "grpcio"))
-    cores = len(available_cores())
-    return f"{datetime.now(UTC):%d %B %Y}: {cores} cores of {model}, Python {platform.python_version()}, {versions}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="of load, alone and beside attackers together")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and the server with it
     say(machine())
     load = clients()
     names = [request_id(client.name, number) for client in load for number in range(MOST_NAMES)]
