@@ -18,6 +18,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ BATCHES = (1, 8, 32)
 APIS = ("gRPC", "HTTP")
 MESSAGES, MESSAGE = 64, b"m" * 160
 """Of one answer, and about as long as a round's."""
+
+ALL, ONE = b"a" * 200, b"1" * 200
+"""Requests: for MESSAGES messages, and for one."""
 
 PAUSE_S = 0.002
 """Between two of them: each is a record and a system call of its own, as in rounds."""
@@ -124,8 +128,8 @@ class Side(ABC):
 
 class GrpcSide(Side):
     async def start(self) -> None:
-        async def stream(_: Any, context: Any) -> None:
-            for _ in range(MESSAGES):
+        async def stream(requests: Any, context: Any) -> None:
+            for _ in range(MESSAGES if await anext(aiter(requests)) == ALL else 1):
                 await context.write(MESSAGE)
                 await asyncio.sleep(PAUSE_S)
 
@@ -149,14 +153,13 @@ class GrpcSide(Side):
         await self._server.stop(0)
 
     async def stream(self) -> None:
-        async for _ in self._channel.stream_stream(METHOD)(iter([b"x" * 200])):
+        async for _ in self._channel.stream_stream(METHOD)(iter([ALL])):
             pass
 
     async def connect(self) -> None:
         async with self._open() as channel:
-            call = channel.stream_stream(METHOD)(iter([b"x" * 200]))
-            await call.read()
-            call.cancel()
+            async for _ in channel.stream_stream(METHOD)(iter([ONE])):
+                pass
 
 
 class HttpSide(Side):
@@ -164,12 +167,13 @@ class HttpSide(Side):
 
     async def start(self) -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while await reader.read(200):
-                for _ in range(MESSAGES):
-                    writer.write(MESSAGE)
-                    await writer.drain()
-                    await asyncio.sleep(PAUSE_S)
-            writer.close()
+            with suppress(ConnectionError):  # its client has hung up
+                while request := await reader.read(len(ALL)):
+                    for _ in range(MESSAGES if request == ALL else 1):
+                        writer.write(MESSAGE)
+                        await writer.drain()
+                        await asyncio.sleep(PAUSE_S)
+            await _close(writer)
 
         context = None
         if self._certificates is not None:
@@ -184,19 +188,26 @@ class HttpSide(Side):
         return await asyncio.open_connection("localhost", self._port, ssl=context)
 
     async def stop(self) -> None:
-        self._connection[1].transport.abort()
+        await _close(self._connection[1])
         self._server.close()
+        await self._server.wait_closed()
 
     async def stream(self) -> None:
         reader, writer = self._connection
-        writer.write(b"x" * 200)
+        writer.write(ALL)
         await reader.readexactly(MESSAGES * len(MESSAGE))
 
     async def connect(self) -> None:
         reader, writer = await self._open()
-        writer.write(b"x" * 200)
+        writer.write(ONE)
         await reader.readexactly(len(MESSAGE))
-        writer.transport.abort()
+        await _close(writer)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(ConnectionError, ssl.SSLError):
+        await writer.wait_closed()
 
 
 async def tls_us(turns: int, times: int) -> dict[str, float]:

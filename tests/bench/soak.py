@@ -56,6 +56,7 @@ KINDS = {
     "Verifier": "target rank 0",
     "Drafter": "drafter",
     "grammars.worker": "grammars",
+    "ServeController": "controller",
 }
 """Processes that are watched, by a part of their command lines: the first that fits."""
 
@@ -92,7 +93,8 @@ class Watched:
         return samples
 
     def _grammars(self) -> Sample:
-        keeper = psutil.Process(min(self.pids[GRAMMARS]))
+        known = self.pids[GRAMMARS]
+        keeper = next(each for each in map(psutil.Process, known) if each.ppid() not in known)
         memory = files = number = 0
         for process in (keeper, *keeper.children(recursive=True)):
             try:
