@@ -37,6 +37,7 @@ from tests.certificates import Authority
 from tests.reference import Reference
 from tests.security.outrider_serve import Served, outrider_serve
 from tests.serving import K, Models, build_models, engine
+from tests.tiny_models import EOS
 
 SETTLES_WITHIN_S = 60.0
 """In which what the attackers held is given back, once they have left."""
@@ -277,7 +278,8 @@ async def soak(served: Served, victim: Victim, friend: str, seconds: float, targ
         for client in load:
             for answer in client.alone:
                 assert answer.ended, f"{client.name} alone: {answer}"
-        say(f"{len(load)} clients have been answered alone; the JSON is {bytes(load[-1].alone[0].tokens)!r}")
+        written = bytes(token for token in load[-1].alone[0].tokens if token != EOS)
+        say(f"{len(load)} clients have been answered alone; {load[-1].name}: {written.decode()}")
         attackers = await Attackers.start(victim)
         running.start()
         await asyncio.sleep(WARM_UP_S)
