@@ -34,7 +34,7 @@ def middlewares() -> list[Middleware]:
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
     if (access := proxy_access()) is not None:
-        listen_as_configured(access)
+        listen_as_configured(access, doors().limits.receive_timeout_s)
     # The last is the first that a request meets.
     return [
         Middleware(ErrorFaces),

@@ -1,12 +1,15 @@
 """Where Serve's proxies listen, and in which language: ``serving.host`` and TLS on the gRPC and HTTP ports themselves.
 
-Serve's gRPC proxy binds every interface and knows plain text only, and its HTTP proxy reads certificates once and asks
-clients for none. Both look up what their server is made with when they start it, which is after they have asked for
-middlewares (http_proxy.py): there ours is put in its place.
+Serve's gRPC proxy binds every interface and knows plain text only, and its HTTP proxy reads certificates once, asks
+clients for none, and waits a minute for a handshake. Both look up what their server is made with when they start it,
+which is after they have asked for middlewares (http_proxy.py): there ours is put in its place.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +24,9 @@ from outrider.actors.serving.access.tls import Certificates, grpc_credentials, r
 from outrider.cluster.config import ConfigError
 
 
-def listen_as_configured(access: ProxyAccess) -> None:
-    """Before a proxy starts its servers. Raises ConfigError for certificates that cannot be used."""
+def listen_as_configured(access: ProxyAccess, handshake_timeout_s: float) -> None:
+    """Before a proxy starts its servers. handshake_timeout_s: for TLS over HTTP, with which a connection begins; gRPC's
+    is an option of its server. Raises ConfigError for certificates that cannot be used."""
     leans_on.LISTENING.check()
     certificates = access.certificates()
     if certificates is not None:
@@ -47,9 +51,22 @@ def listen_as_configured(access: ProxyAccess) -> None:
             if certificates is not None and self.ssl is not None:
                 rotate(self.ssl, certificates)
 
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """uvicorn has no option for this: a client that never begins its handshake is kept for a minute."""
+            loop = asyncio.get_running_loop()
+            if self.config.is_ssl:
+                loop.create_server = partial(  # type: ignore[method-assign]
+                    loop.create_server, ssl_handshake_timeout=handshake_timeout_s
+                )
+            try:
+                await super().startup(sockets)
+            finally:
+                vars(loop).pop("create_server", None)
+
     default_impl.add_grpc_address = add_grpc_address
     # Ray brings the proxy's class with the names of its module as they were: a function replaced there is not found.
-    http_util.uvicorn = SimpleNamespace(Config=Config, Server=uvicorn.Server)
+    http_util.uvicorn = SimpleNamespace(Config=Config, Server=Server)
 
 
 def bind_grpc(server: Any, host: str, port: int, certificates: Reloading[Certificates] | None) -> int:

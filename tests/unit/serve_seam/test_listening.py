@@ -65,12 +65,14 @@ class Started:
 
 
 @asynccontextmanager
-async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Started]:
+async def started(
+    monkeypatch: pytest.MonkeyPatch, *, handshake_timeout_s: float = 30.0, **settings: Any
+) -> AsyncIterator[Started]:
     serving = ServingConfig(grpc_port=pick_free_port(), http_port=pick_free_port(), **settings)
     access = ProxyAccess.of(serving)
     for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
         monkeypatch.setattr(module, name, getattr(module, name))  # what it was comes back
-    listen_as_configured(access)
+    listen_as_configured(access, handshake_timeout_s)
     loop = asyncio.get_running_loop()
     http_options = HTTPOptions(
         host=serving.host,
@@ -152,12 +154,26 @@ async def test_both_ports_speak_tls_and_ask_for_certificates_that_change(monkeyp
         assert await server.http(tmp_path, stranger) == 200
 
 
+async def test_a_handshake_that_is_not_begun_is_not_waited_for_for_ever(monkeypatch, tmp_path):
+    """Half of one neither; others come in meanwhile."""
+    certificate, key = OURS.sign().write(tmp_path, "server")
+    files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    async with started(monkeypatch, handshake_timeout_s=1.0, **files) as server:
+        assert await server.http(tmp_path, None) == 200
+        for said in (b"", bytes.fromhex("1603010200010001fc0303")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.serving.http_port)
+            writer.write(said)
+            assert await asyncio.wait_for(reader.read(), 30) == b""  # sooner than a handshake's usual minute
+            writer.close()
+        assert await server.http(tmp_path, None) == 200
+
+
 async def test_tls_that_serves_http_options_do_not_have_is_refused(monkeypatch, tmp_path):
     certificate, key = OURS.sign().write(tmp_path, "server")
     access = ProxyAccess(host="127.0.0.1", ssl_certfile=str(certificate), ssl_keyfile=str(key))
     for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
         monkeypatch.setattr(module, name, getattr(module, name))
-    listen_as_configured(access)
+    listen_as_configured(access, 30.0)
     options = HTTPOptions(host="127.0.0.1", port=pick_free_port())
     with pytest.raises(ConfigError, match=r"serving.ssl_certfile: Serve's HTTP options have no ssl_certfile"):
         await http_util.start_asgi_http_server(_app, options, event_loop=asyncio.get_running_loop())
