@@ -31,6 +31,7 @@ from outrider.v1 import generation_pb2 as pb
 from tests.security.test_doors import BODIES, MESSAGES
 from tests.security.test_hostile_constraints import BOMBS, CORNER
 
+UNMEANT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 HELD = "held"
 HUNG_UP = "hung up"
 PATIENCE_S = 25.0
@@ -109,27 +110,24 @@ class Hands:
         gzip: bool = False,
     ) -> str:
         """message None: none ever comes. unread_s: so long nothing is read."""
-
-        async def messages() -> AsyncIterator[bytes]:
-            if message is None:
-                await asyncio.Event().wait()
-            yield message.SerializeToString() if isinstance(message, Message) else message or b""
-
         method = rpc if rpc.startswith("/") else SERVICE + rpc
         channel = self._channels[0 if message is None or unread_s or method.endswith("Watch") else 1]
         compression = grpc.Compression.Gzip if gzip else grpc.Compression.NoCompression
-        stream = channel.stream_stream(method)(
-            messages(), metadata=self._metadata(key), timeout=timeout_s, compression=compression
-        )
+        options = {"metadata": self._metadata(key), "timeout": timeout_s, "compression": compression}
+        if message is None:
+            stream = channel.stream_stream(method)(_silence(), **options)
+        else:
+            sent = message.SerializeToString() if isinstance(message, Message) else message
+            stream = channel.unary_stream(method)(sent, **options)
         try:
             if unread_s:
                 await asyncio.sleep(unread_s)
             async for _ in stream:
                 pass
         except grpc.aio.AioRpcError as error:
-            return error.code().name
-        except (grpc.aio.UsageError, asyncio.InvalidStateError):  # sending to a call that the server has ended
-            return (await stream.code()).name
+            code = error.code()
+            # Codes that nobody should see: the table tells what they say.
+            return f"{code.name}: {error.details()}"[:120] if code in UNMEANT else code.name
         finally:
             stream.cancel()
         return "OK"
@@ -164,12 +162,19 @@ class Hands:
         plain.setblocking(False)
         if unread_s:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader = writer = None
         try:
             await asyncio.get_running_loop().sock_connect(plain, self.victim.place(api))
-            context = self.victim.context if tls else None
-            name = "localhost" if tls else None
-            reader, writer = await asyncio.open_connection(sock=plain, ssl=context, server_hostname=name, limit=1024)
+        except BaseException as error:
+            plain.close()
+            if isinstance(error, OSError):
+                return HUNG_UP
+            raise
+        context = self.victim.context if tls else None
+        writer = None
+        try:  # the socket is the transport's from here on
+            reader, writer = await asyncio.open_connection(
+                sock=plain, ssl=context, server_hostname="localhost" if tls else None, limit=1024
+            )
             writer.write(data)
             await writer.drain()
             if unread_s:
@@ -178,18 +183,22 @@ class Hands:
                 return _status(await reader.read(-1 if unread_s else 64), whole=bool(unread_s))
         except TimeoutError:
             return "no answer"
-        except (OSError, asyncio.IncompleteReadError):
+        except OSError:
             return HUNG_UP
         finally:
             if writer is not None:
                 writer.transport.abort()
-            plain.close()
 
     def head(self, path: str = COMPLETIONS, key: str | None = "open", length: int = 99) -> bytes:
         """Of a POST."""
         lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
         lines += [f"{name}: {value}" for name, value in self._metadata(key)]
         return "\r\n".join([*lines, f"content-length: {length}", "", ""]).encode()
+
+
+async def _silence() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
 
 
 def _status(answer: bytes, *, whole: bool) -> str:
