@@ -73,7 +73,10 @@ class Watched:
     def of(cls, served: Served) -> Watched:
         found: dict[str, list[int]] = {}
         for process in served.tree():
-            line = " ".join(process.cmdline()) or process.name()
+            try:
+                line = " ".join(process.cmdline()) or process.name()
+            except psutil.NoSuchProcess:  # of a constraint that is over
+                continue
             kind = next((kind for part, kind in KINDS.items() if part in line), None)
             if kind is not None:
                 found.setdefault(kind, []).append(process.pid)
