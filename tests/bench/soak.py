@@ -97,8 +97,7 @@ class Watched:
         return samples
 
     def _grammars(self) -> Sample:
-        known = self.pids[GRAMMARS]
-        keeper = next(each for each in map(psutil.Process, known) if each.ppid() not in known)
+        keeper = psutil.Process(self.pids[GRAMMARS][0])  # the parent of the others
         memory = files = number = 0
         for process in (keeper, *keeper.children(recursive=True)):
             try:
