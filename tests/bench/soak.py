@@ -32,7 +32,7 @@ from outrider.cluster.placement import available_cores
 from tests.bench.machine import machine
 from tests.bench.soak_attacks import CREWS, Victim
 from tests.bench.soak_load import Client, Load, clients, differing, longest_gap_s, request_id, tokens_between
-from tests.bench.soak_report import GRAMMARS, Sample, Soak, Turn, phases, report, told
+from tests.bench.soak_report import GRAMMARS, Phase, Sample, Soak, Turn, phases, report, told
 from tests.certificates import Authority
 from tests.reference import Reference
 from tests.security.outrider_serve import Served, outrider_serve
@@ -141,8 +141,8 @@ class Attackers:
             assert await process.stdout.readline() == b"ready\n", "an attacker did not start"
         return self
 
-    def go(self) -> None:
-        self._tell("go")
+    def go(self, row: str = "") -> None:
+        self._tell(f"go {row}")
 
     async def stop(self) -> None:
         self._tell("stop")
@@ -222,18 +222,18 @@ def configuration(models: Models, directory: Path, authority: Authority) -> dict
 
 
 async def run_turns(
-    load: Load, watched: Watched, attackers: Attackers, seconds: float
+    load: Load, watched: Watched, attackers: Attackers, planned: Sequence[Phase]
 ) -> tuple[list[Turn], list[dict[str, Sample]]]:
     """The phases, and samples after each minute."""
     minutes: list[dict[str, Sample]] = []
     began = time.monotonic()
     sampling = asyncio.create_task(_each_minute(watched, minutes, began))
     turns = []
-    for phase in phases(seconds):
+    for phase in planned:
         turn = Turn(phase, time.monotonic())
         before = _cpu_s(watched, attackers)
         if phase.beside:
-            attackers.go()
+            attackers.go(phase.row)
         await asyncio.sleep(began + phase.end_s - time.monotonic())
         if phase.beside:
             await attackers.stop()
@@ -274,7 +274,9 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-async def soak(served: Served, victim: Victim, friend: str, seconds: float, target: Path, load: list[Client]) -> Soak:
+async def soak(
+    served: Served, victim: Victim, friend: str, planned: Sequence[Phase], target: Path, load: list[Client]
+) -> Soak:
     async with Load(served.grpc, served.http, victim.authority, friend, load) as running:
         await running.alone()
         for client in load:
@@ -290,7 +292,7 @@ async def soak(served: Served, victim: Victim, friend: str, seconds: float, targ
         start = watched.sample()
         say(f"start   {told(start)}")
         running.start()
-        turns, minutes = await run_turns(running, watched, attackers, seconds)
+        turns, minutes = await run_turns(running, watched, attackers, planned)
         await attackers.leave()
         await running.stop()
         end = await settled(watched, start)
@@ -305,9 +307,12 @@ async def soak(served: Served, victim: Victim, friend: str, seconds: float, targ
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="of load, alone and beside attackers together")
+    parser.add_argument("--one-by-one", action="store_true", help="a phase for each row of attacks, to see which costs")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and the server with it
     say(machine())
+    rows = list(dict.fromkeys(attack.row for crew in CREWS.values() for attack in crew))
+    planned = phases(args.seconds, rows if args.one_by_one else ())
     load = clients()
     names = [request_id(client.name, number) for client in load for number in range(MOST_NAMES)]
     with tempfile.TemporaryDirectory(prefix="outrider-soak-") as temporary:
@@ -318,7 +323,7 @@ def main() -> None:
         with outrider_serve(models, directory / "serve", **changes) as served:
             theirs = {name: secret for name, secret in keys.items() if name != "friend"}
             victim = Victim(served.grpc, served.http, authority.certificate.decode(), theirs, names)
-            result = asyncio.run(soak(served, victim, keys["friend"], args.seconds, models.target, load))
+            result = asyncio.run(soak(served, victim, keys["friend"], planned, models.target, load))
     sys.exit(0 if all(goal.is_met for goal in result.goals()) else 1)
 
 

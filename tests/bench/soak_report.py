@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.bench.soak_attacks import CREWS
@@ -26,12 +26,18 @@ class Phase:
     beside: bool
     """Attackers are there."""
 
+    row: str = ""
+    """Those alone that do this. Empty: all."""
 
-def phases(seconds: float) -> list[Phase]:
-    """Alone and beside by turns, as often each, some PHASE_S long."""
-    number = max(4, 2 * round(seconds / PHASE_S / 2))
+
+def phases(seconds: float, rows: Sequence[str] = ()) -> list[Phase]:
+    """Alone and beside by turns, as often each, some PHASE_S long. rows: of attacks, one after the other."""
+    number = 2 * len(rows) or max(4, 2 * round(seconds / PHASE_S / 2))
     length = seconds / number
-    return [Phase(turn * length, (turn + 1) * length, bool(turn % 2)) for turn in range(number)]
+    return [
+        Phase(turn * length, (turn + 1) * length, bool(turn % 2), rows[turn // 2] if rows and turn % 2 else "")
+        for turn in range(number)
+    ]
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,9 @@ class Turn:
 
     def __str__(self) -> str:
         cores = ", ".join(f"{who} {used / (self.end_s - self.start_s):.2f}" for who, used in self.cpu_s.items())
+        who = self.phase.row or ("beside" if self.phase.beside else "alone")
         return (
-            f"{'beside' if self.phase.beside else 'alone':6} {self.tokens_per_s:7.1f} tok/s, longest gap "
+            f"{who:6} {self.tokens_per_s:7.1f} tok/s, longest gap "
             f"{self.longest_gap_s:5.2f} s, cores: {cores}"
         )
 
@@ -98,7 +105,7 @@ class Soak:
 
     @property
     def ratio(self) -> float:
-        return self.tokens_per_s(beside=True) / self.tokens_per_s(beside=False)
+        return self.tokens_per_s(beside=True) / max(self.tokens_per_s(beside=False), 1e-9)
 
     def ratios(self) -> list[float]:
         """Of each phase beside attackers to those alone around it."""
@@ -106,7 +113,7 @@ class Soak:
         for before, turn, after in zip(self.turns, self.turns[1:], [*self.turns[2:], None], strict=False):
             if turn.phase.beside:
                 around = [each.tokens_per_s for each in (before, after) if each is not None]
-                found.append(turn.tokens_per_s * len(around) / sum(around))
+                found.append(turn.tokens_per_s * len(around) / max(sum(around), 1e-9))
         return found
 
     def goals(self) -> list[Goal]:
