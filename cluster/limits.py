@@ -19,8 +19,8 @@ LIMITS_VARIABLE = "OUTRIDER_LIMITS"
 
 class LimitsConfig(Section):
     receive_timeout_s: float = Field(30.0, gt=0, le=3600)
-    """Time for a request to come in: for a connection's first bytes and an HTTP header, for a body, and for the message
-    of a gRPC call. Who is later gets 408 or DEADLINE_EXCEEDED, or is hung up on."""
+    """Time for a request to come in: for a TLS handshake, for a connection's first bytes and an HTTP header, for a
+    body, and for the message of a gRPC call. Who is later gets 408 or DEADLINE_EXCEEDED, or is hung up on."""
 
     unread_timeout_s: float = Field(30.0, gt=0, le=3600)
     """Time in which a reader must read something of what waits for it. Who stands still for longer loses the request

@@ -123,9 +123,15 @@ _PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 
 HTTP_PROXY = Table(
     Project("uvicorn", ("uvicorn",), "0."),
-    "actors/serve_seam/http_proxy.py",
+    "actors/serve_seam/http_proxy.py and listening.py",
     (
         Borrowed("uvicorn.protocols.http.auto:AutoHTTPProtocol", "replaced: connections have time limits"),
+        Borrowed(
+            "uvicorn.server:Server.startup",
+            "overridden: so have TLS handshakes",
+            exactly=("sockets",),
+            read_by=("uvicorn.server:Server._serve",),
+        ),
         Borrowed(f"{_PROTOCOL}.connection_made", "overridden", exactly=("transport",)),
         Borrowed(f"{_PROTOCOL}.connection_lost", "overridden", exactly=("exc",)),
         Borrowed(f"{_PROTOCOL}.data_received", "overridden", exactly=("data",)),
@@ -153,7 +159,7 @@ LISTENING = Table(
         ),
         Borrowed(
             "ray.serve._private.http_util:uvicorn",
-            "replaced: certificates that change, and clients'",
+            "replaced: certificates that change, and clients', and how long a handshake may take",
             read_by=("ray.serve._private.http_util:start_asgi_http_server",),
         ),
         Borrowed(

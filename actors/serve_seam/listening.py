@@ -1,14 +1,17 @@
 """Where Serve's proxies listen, and in which language: ``serving.host`` and TLS on the gRPC and HTTP ports themselves.
 And whom: its own services ask for keys, and both ports' connections are counted.
 
-Serve's gRPC proxy binds every interface and knows plain text only, and its HTTP proxy reads certificates once and asks
-clients for none. Both look up what their server is made with when they start it, which is after they have asked for
-middlewares (http_proxy.py): there ours is put in its place.
+Serve's gRPC proxy binds every interface and knows plain text only, and its HTTP proxy reads certificates once, asks
+clients for none, and waits a minute for a handshake. Both look up what their server is made with when they start it,
+which is after they have asked for middlewares (http_proxy.py): there ours is put in its place.
 """
 
 from __future__ import annotations
 
+import asyncio
 import resource
+import socket
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +36,8 @@ def listen_as_configured(access: ProxyAccess | None) -> Watch:
     certificates = None if access is None else access.certificates()
     if certificates is not None:
         certificates.on_look = stale_gauge("certificate", certificates)
-    warn_of_few_files(doors().limits, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    limits = doors().limits
+    warn_of_few_files(limits, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     watch = Watch(doors().connections, tell_open)
 
     def add_grpc_address(server: Any, address: str) -> None:
@@ -59,9 +63,22 @@ def listen_as_configured(access: ProxyAccess | None) -> Watch:
             if certificates is not None and self.ssl is not None:
                 rotate(self.ssl, certificates)
 
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """uvicorn has no option for this: a client that never begins its handshake is kept for a minute."""
+            loop = asyncio.get_running_loop()
+            if self.config.is_ssl:
+                loop.create_server = partial(  # type: ignore[method-assign]
+                    loop.create_server, ssl_handshake_timeout=limits.receive_timeout_s
+                )
+            try:
+                await super().startup(sockets)
+            finally:
+                vars(loop).pop("create_server", None)
+
     default_impl.add_grpc_address = add_grpc_address
     # Ray brings the proxy's class with the names of its module as they were: a function replaced there is not found.
-    http_util.uvicorn = SimpleNamespace(Config=Config, Server=uvicorn.Server)
+    http_util.uvicorn = SimpleNamespace(Config=Config, Server=Server)
     return watch
 
 

@@ -1,44 +1,74 @@
-"""``python -m tests.bench.access_cost``: what a key check, a wrong key and TLS add to a call, as ratios.
+"""``python -m tests.bench.access_cost``: what keys, TLS and links' MACs take of a round, and of a request.
 
-On a real grpc.aio server with a handler that does nothing: against an engine's round each of them is a small part of
-what is printed here. Sides take turns, and the medians of their turns are compared: in processor time of this process,
-client and server together, which another program on the machine does not stretch as it does the clock's.
+Each part is measured by itself: keys on the ingress' own guard, TLS on real servers whose handlers do nothing but send
+a message now and then, as rounds do, MACs on a round's frames (`frame_mac`). Sides take turns, and the medians of their
+turns are compared: in processor time of this process, both ends together, which another program on the machine does not
+stretch as it does the clock's. What is compared with is a round of ROUND_MS milliseconds of one core, and a request of
+TOKENS tokens all of whose drafts were right: the fewest rounds, so that what is paid once weighs most.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
+import logging
+import ssl
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import uvloop
 
 from outrider.actors.serve_seam.listening import bind_grpc
-from outrider.actors.serving.access.calls import guarded_rpc
-from outrider.actors.serving.access.files import Reloading
 from outrider.actors.serving.access.guard import GRPC_CALLS, Asked, Guard, Refused
-from outrider.actors.serving.access.keys import Key, KeyRing, hash_of, new_secret
+from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
+from outrider.actors.serving.access.process import guard_ingress, ingress_guard
 from outrider.actors.serving.access.tls import reloading_certificates
+from tests.bench.frame_mac import TOP_N, Cost, K, cost
+from tests.bench.machine import machine
 from tests.certificates import Authority
 
 METHOD = "/outrider.v1.GenerationService/Generate"
+ROUND_MS, TOKENS = 25.0, 64
+GOAL = 0.01
+"""Of a round."""
+
+BATCHES = (1, 8, 32)
+APIS = ("gRPC", "HTTP")
+MESSAGES, MESSAGE = 64, b"m" * 160
+"""Of one answer, and about as long as a round's."""
+
+ALL, ONE = b"a" * 200, b"1" * 200
+"""Requests: for MESSAGES messages, and for one."""
+
+PAUSE_S = 0.002
+"""Between two of them: each is a record and a system call of its own, as in rounds."""
 
 
-def guard_of(number: int) -> tuple[Guard, str]:
+def guard_of(number: int, directory: str) -> tuple[Guard, str]:
+    """The ingress', with metrics, and the last one's secret."""
     secrets = [new_secret() for _ in range(number)]
     keys = [
-        Key(name=f"k{n}", hash=hash_of(secret.encode()), scopes=("generate",), requests_per_minute=10**9)
+        Key(
+            name=f"k{n}", hash=hash_of(secret.encode()), scopes=("generate",), requests_per_minute=10**9,
+            tokens_per_minute=10**9,
+        )
         for n, secret in enumerate(secrets)
-    ]
-    ring = KeyRing(keys)
-    return Guard(Reloading([os.devnull], lambda: ring)), secrets[-1]
+    ]  # fmt: skip
+    path = Path(directory) / f"{number}.yaml"
+    path.touch(mode=0o600)
+    path.write_text("".join(map(as_entry, keys)))
+    guard_ingress(str(path))
+    guard = ingress_guard()
+    assert guard is not None
+    return guard, secrets[-1]
 
 
 def check_us(guard: Guard, header: str, times: int = 20_000) -> float:
@@ -53,84 +83,225 @@ def check_us(guard: Guard, header: str, times: int = 20_000) -> float:
     return (time.process_time() - begun) / times * 1e6
 
 
-async def serve(guard: Guard | None, certificates: Any) -> tuple[Any, int]:
-    async def call(requests: Any, context: Any) -> Any:
-        async for _ in requests:
-            return b"answer"
-        return b""
-
-    handler = grpc.stream_unary_rpc_method_handler(guarded_rpc(METHOD, call, guard))
-    server = grpc.aio.server()
-    services = {"Generate": handler}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("outrider.v1.GenerationService", services),))
-    port = bind_grpc(server, "127.0.0.1", 0, certificates)
-    await server.start()
-    return server, port
+def count_us(guard: Guard, header: str, times: int = 20_000) -> float:
+    """What a message's tokens are counted with."""
+    with guard.admit(Asked("grpc", METHOD, header, "peer", GRPC_CALLS[METHOD])) as caller:
+        assert caller is not None
+        begun = time.process_time()
+        for _ in range(times):
+            caller.used(0, 3)
+        return (time.process_time() - begun) / times * 1e6
 
 
-async def calls_us(channel: Any, header: str | None, times: int) -> float:
-    call = channel.unary_unary(METHOD)
-    metadata = (("authorization", header),) if header else ()
-    begun = time.process_time()
-    for _ in range(times):
-        await call(b"x" * 200, metadata=metadata)
-    return (time.process_time() - begun) / times * 1e6
+class Side(ABC):
+    """A server and a client of it, with TLS or without."""
+
+    def __init__(self, certificates: Any, authority: bytes) -> None:
+        """certificates: as its server takes them; None: plain text. authority: that signed them, PEM."""
+        self._certificates, self._authority = certificates, authority
+
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def stop(self) -> None: ...
+
+    @abstractmethod
+    async def stream(self) -> None:
+        """One request, and MESSAGES messages in answer."""
+
+    @abstractmethod
+    async def connect(self) -> None:
+        """A connection of its own, and one message over it."""
+
+    async def message_us(self) -> float:
+        begun = time.process_time()
+        await self.stream()
+        return (time.process_time() - begun) / MESSAGES * 1e6
+
+    async def connection_us(self) -> float:
+        begun = time.process_time()
+        await self.connect()
+        return (time.process_time() - begun) * 1e6
 
 
-async def measure(turns: int, times: int) -> dict[str, float]:
-    guard, secret = guard_of(1000)
-    header = f"Bearer {secret}"
+class GrpcSide(Side):
+    async def start(self) -> None:
+        async def stream(requests: Any, context: Any) -> None:
+            for _ in range(MESSAGES if await anext(aiter(requests)) == ALL else 1):
+                await context.write(MESSAGE)
+                await asyncio.sleep(PAUSE_S)
+
+        self._server = grpc.aio.server()
+        handler = grpc.stream_stream_rpc_method_handler(stream)
+        service = grpc.method_handlers_generic_handler("outrider.v1.GenerationService", {"Generate": handler})
+        self._server.add_generic_rpc_handlers((service,))
+        self._port = bind_grpc(self._server, "127.0.0.1", 0, self._certificates)
+        await self._server.start()
+        self._channel = self._open()
+
+    def _open(self) -> grpc.aio.Channel:
+        options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+        if self._certificates is None:
+            return grpc.aio.insecure_channel(f"localhost:{self._port}", options)
+        credentials = grpc.ssl_channel_credentials(self._authority)
+        return grpc.aio.secure_channel(f"localhost:{self._port}", credentials, options)
+
+    async def stop(self) -> None:
+        await self._channel.close()
+        await self._server.stop(0)
+
+    async def stream(self) -> None:
+        async for _ in self._channel.stream_stream(METHOD)(iter([ALL])):
+            pass
+
+    async def connect(self) -> None:
+        async with self._open() as channel:
+            async for _ in channel.stream_stream(METHOD)(iter([ONE])):
+                pass
+
+
+class HttpSide(Side):
+    """asyncio's streams, which are what uvicorn's connections are made of."""
+
+    async def start(self) -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):  # its client has hung up
+                while request := await reader.read(len(ALL)):
+                    for _ in range(MESSAGES if request == ALL else 1):
+                        writer.write(MESSAGE)
+                        await writer.drain()
+                        await asyncio.sleep(PAUSE_S)
+            await _close(writer)
+
+        context = None
+        if self._certificates is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(*self._certificates)
+        self._server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+        self._port = self._server.sockets[0].getsockname()[1]
+        self._connection = await self._open()
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        context = ssl.create_default_context(cadata=self._authority.decode()) if self._certificates else None
+        return await asyncio.open_connection("localhost", self._port, ssl=context)
+
+    async def stop(self) -> None:
+        await _close(self._connection[1])
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def stream(self) -> None:
+        reader, writer = self._connection
+        writer.write(ALL)
+        await reader.readexactly(MESSAGES * len(MESSAGE))
+
+    async def connect(self) -> None:
+        reader, writer = await self._open()
+        writer.write(ONE)
+        await reader.readexactly(len(MESSAGE))
+        await _close(writer)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(ConnectionError, ssl.SSLError):
+        await writer.wait_closed()
+
+
+async def tls_us(turns: int) -> dict[str, float]:
+    """What TLS adds to a message and to a connection, by API."""
     authority = Authority()
-    options = [("grpc.enable_http_proxy", 0)]
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         certificate, key = authority.sign().write(Path(directory), "server")
-        certificates = reloading_certificates(str(certificate), str(key))
-        sides: dict[str, tuple[Any, str | None]] = {}
-        servers = []
-        for name, keyed, tls in (("plain", None, None), ("keys", guard, None), ("tls", None, certificates)):
-            server, port = await serve(keyed, tls)
-            servers.append(server)
-            address = f"localhost:{port}"
-            if tls is None:
-                channel = grpc.aio.insecure_channel(address, options=options)
-            else:
-                credentials = grpc.ssl_channel_credentials(authority.certificate)
-                channel = grpc.aio.secure_channel(address, credentials, options=options)
-            sides[name] = channel, header if keyed else None
-            await calls_us(*sides[name], times)
-        taken: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(turns):
-            for name, side in sides.items():
-                taken[name].append(await calls_us(*side, times))
-        for channel, _ in sides.values():
-            await channel.close()
-        for server in servers:
-            await server.stop(0)
-    plain = statistics.median(taken["plain"])
-    right, wrong = check_us(guard, header), check_us(guard_of(1000)[0], "Bearer outrider_wrong")
-    few = guard_of(1)
-    return {
-        "call_cpu_us": plain,
-        "call_with_a_key_ratio": statistics.median(taken["keys"]) / plain,
-        "call_over_tls_ratio": statistics.median(taken["tls"]) / plain,
-        "check_of_1000_keys_cpu_us": right,
-        "check_of_1_key_cpu_us": check_us(few[0], f"Bearer {few[1]}"),
-        "check_of_a_wrong_key_cpu_us": wrong,
-        "check_per_call_ratio": right / plain,
-    }
+        files = str(certificate), str(key)
+        sides: dict[str, tuple[Side, Side]] = {
+            "gRPC": (GrpcSide(None, b""), GrpcSide(reloading_certificates(*files), authority.certificate)),
+            "HTTP": (HttpSide(None, b""), HttpSide(files, authority.certificate)),
+        }
+        for api, pair in sides.items():
+            for side in pair:
+                await side.start()
+                await side.message_us()
+                await side.connection_us()
+            messages = [[await side.message_us() for side in pair] for _ in range(turns)]
+            connections = [[await side.connection_us() for side in pair] for _ in range(turns)]
+            for side in pair:
+                await side.stop()
+            for what, taken in (("message", messages), ("connection", connections)):
+                found[f"{api} {what}"] = statistics.median(secure - plain for plain, secure in taken)
+                found[f"{api} {what}, without"] = statistics.median(plain for plain, _ in taken)
+    return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of them adds, in microseconds of processor time. request_us: once a request; round_us: to each round of
+    a batch."""
+
+    name: str
+    batch: int
+    round_us: float
+    request_us: float = 0.0
+
+    @property
+    def share_of_round(self) -> float:
+        return self.round_us / (ROUND_MS * 1000)
+
+    @property
+    def share_of_request(self) -> float:
+        """Of one core, for as long as the request's rounds take. Its own share of what its batch pays together."""
+        rounds = -(-TOKENS // (K + 1))
+        return (self.request_us + rounds * self.round_us / self.batch) / (rounds * ROUND_MS * 1000)
+
+
+def parts(check: float, count: float, tls: dict[str, float], macs: dict[tuple[int, int], Cost]) -> list[Part]:
+    """check, count: of a key, at one place; macs: by batch and tokens of q."""
+    found = []
+    for batch in BATCHES:
+        # The proxy looks at a key, and the ingress again; TLS has the request's message besides the rounds'.
+        found.append(Part("keys", batch, batch * count, 2 * check))
+        found += [Part(f"TLS, {api}", batch, batch * tls[f"{api} message"], tls[f"{api} message"]) for api in APIS]
+        for top_n in (0, TOP_N):
+            name = f"MAC, q of {top_n} tokens" if top_n else "MAC, drafts without q"
+            found.append(Part(name, batch, macs[batch, top_n].added_us))
+    return found
+
+
+def table(rows: list[Part]) -> Iterator[str]:
+    head = f"{'part':22} {'batch':>5} {'a round':>10} {f'of {ROUND_MS:g} ms':>9}"
+    yield f"{head} {'a request':>10} {f'of {TOKENS} tokens':>13}"
+    for part in rows:
+        mark = "" if part.share_of_round <= GOAL else "  more than the goal"
+        yield (
+            f"{part.name:22} {part.batch:5} {part.round_us:7.1f} us {part.share_of_round:8.3%} "
+            f"{part.request_us:7.1f} us {part.share_of_request:13.3%}{mark}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--times", type=int, default=200, help="calls a turn")
+    parser.add_argument("--turns", type=int, default=200, help="answers, and connections, of each side")
     args = parser.parse_args()
-    import logging
-
     logging.disable(logging.WARNING)  # a wrong key a microsecond is a line each
-    found = asyncio.run(measure(args.turns, args.times))
-    about = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-    print(json.dumps({**about, "grpc": grpc.__version__, **{name: round(x, 3) for name, x in found.items()}}, indent=1))
+    print(machine())
+    with tempfile.TemporaryDirectory() as directory:
+        few = guard_of(1, directory)
+        check_of_one = check_us(few[0], f"Bearer {few[1]}")
+        guard, secret = guard_of(1000, directory)
+        header = f"Bearer {secret}"
+        check, count = check_us(guard, header), count_us(guard, header)
+        wrong = check_us(guard, "Bearer outrider_wrong")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray's actors have it
+        tls = runner.run(tls_us(args.turns))
+    macs = {(batch, top_n): cost(batch, top_n) for batch in BATCHES for top_n in (0, TOP_N)}
+    print(f"a key, of 1,000: {check:.1f} us; of 1: {check_of_one:.1f}; a wrong one: {wrong:.1f}; counting: {count:.2f}")
+    for name, value in tls.items():
+        print(f"TLS, {name}: {value:.1f} us")
+    print()
+    for line in table(parts(check, count, tls, macs)):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from outrider.actors.serve_seam.listening import listen_as_configured
 from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import ConfigError, ServingConfig
+from outrider.cluster.limits import LimitsConfig
 from outrider.deploy.ports import pick_free_port
 from outrider.deploy.probe import Probe
 from outrider.v1 import generation_pb2 as pb
@@ -64,8 +65,10 @@ class Started:
 
 
 @asynccontextmanager
-async def started(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Started]:
-    async with proxy_servers(monkeypatch, **settings) as (serving, _):
+async def started(
+    monkeypatch: pytest.MonkeyPatch, limits: LimitsConfig | None = None, **settings: Any
+) -> AsyncIterator[Started]:
+    async with proxy_servers(monkeypatch, limits, **settings) as (serving, _):
         yield Started(serving)
 
 
@@ -130,6 +133,20 @@ async def test_both_ports_speak_tls_and_ask_for_certificates_that_change(monkeyp
         assert await server.http(tmp_path, friend) is None
         assert await server.grpc(stranger) is grpc.StatusCode.OK
         assert await server.http(tmp_path, stranger) == 200
+
+
+async def test_a_handshake_that_is_not_begun_is_not_waited_for_for_ever(monkeypatch, tmp_path):
+    """Half of one neither; others come in meanwhile."""
+    certificate, key = OURS.sign().write(tmp_path, "server")
+    files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    async with started(monkeypatch, LimitsConfig(receive_timeout_s=1.0), **files) as server:
+        assert await server.http(tmp_path, None) == 200
+        for said in (b"", bytes.fromhex("1603010200010001fc0303")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.serving.http_port)
+            writer.write(said)
+            assert await asyncio.wait_for(reader.read(), 30) == b""  # sooner than a handshake's usual minute
+            writer.close()
+        assert await server.http(tmp_path, None) == 200
 
 
 async def test_tls_that_serves_http_options_do_not_have_is_refused(monkeypatch, tmp_path):
