@@ -34,6 +34,18 @@ def configured_chat_template(config: OutriderConfig) -> str | None:
     return template
 
 
+def check_length(field: str, num_characters: int, tokenizer: Any, max_model_len: int) -> None:
+    """Whether so long a text can fit at all, before seconds are spent on finding out. No token spells more characters
+    than the longest one. Raises RequestError."""
+    most = max_model_len * tokenizer.max_chars_per_token
+    if num_characters > most:
+        raise RequestError(
+            field,
+            f"{num_characters} characters are more than max_model_len = {max_model_len} tokens can spell",
+            f"send at most {most} characters",
+        )
+
+
 class PromptTokenizer:
     """renderer: AsyncLLM's, whose tokenizer may be used by several threads. vocab_size: the model's rows, which may be
     more than the tokenizer has tokens. chat_template: in place of the tokenizer's own."""
@@ -127,15 +139,7 @@ class PromptTokenizer:
         return list(tokens["prompt_token_ids"])
 
     def _check_length(self, num_characters: int) -> None:
-        """Whether so long a text can fit at all, before seconds are spent on finding out. No token spells more
-        characters than the longest one."""
-        most = self._max_model_len * self._renderer.get_tokenizer().max_chars_per_token
-        if num_characters > most:
-            raise RequestError(
-                "prompt",
-                f"{num_characters} characters are more than max_model_len = {self._max_model_len} tokens can spell",
-                f"send at most {most} characters",
-            )
+        check_length("prompt", num_characters, self._renderer.get_tokenizer(), self._max_model_len)
 
     def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
         worst = max(token_ids, default=0)

@@ -44,7 +44,7 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
-from outrider.actors.vllm_seam.prompts import configured_chat_template
+from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")
@@ -90,6 +90,7 @@ class OpenAIServing:
         self._completions = OpenAIServingCompletion(
             engine, self._models, online_renderer=renderer, request_logger=None, enable_prompt_tokens_details=True
         )
+        self._renderer = llm.renderer
         self._tokenization = ServingTokenization(self._models, renderer, **chat)
         self._parses_tools = config.openai.tool_call_parser is not None
         for name in _STREAM_LOGGERS:
@@ -133,8 +134,7 @@ class OpenAIServing:
             case "completions":
                 return await self._completions.create_completion(self._request(CompletionRequest, request), raw)
             case "tokenize":
-                kind = TokenizeChatRequest if "messages" in request.body else TokenizeCompletionRequest
-                return await self._tokenization.create_tokenize(validated(kind, request.body), raw)
+                return await self._tokenization.create_tokenize(self._tokenize_request(request), raw)
             case "detokenize":
                 return await self._tokenization.create_detokenize(self._detokenize_request(request), raw)
             case "models":
@@ -151,6 +151,17 @@ class OpenAIServing:
                 "this deployment does not know how its model calls tools (openai.tool_call_parser)",
                 "send tool_choice none, or no tools",
             )
+        return parsed
+
+    def _tokenize_request(self, request: OpenAIRequest) -> TokenizeChatRequest | TokenizeCompletionRequest:
+        """vLLM bounds what it is to answer, and not what it is only to tokenise."""
+        if "messages" in request.body:
+            parsed: TokenizeChatRequest | TokenizeCompletionRequest = validated(TokenizeChatRequest, request.body)
+            field, length = "messages", _characters(request.body["messages"])
+        else:
+            parsed = validated(TokenizeCompletionRequest, request.body)
+            field, length = "prompt", _characters(request.body["prompt"])
+        check_length(field, length, self._renderer.get_tokenizer(), self._models.model_config.max_model_len)
         return parsed
 
     def _detokenize_request(self, request: OpenAIRequest) -> DetokenizeRequest:
@@ -182,6 +193,15 @@ class OpenAIServing:
         ):
             if written:
                 check_kind(field, "structural_tag", self._config.serving.structured_output)
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a message, whatever its shape."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
 def _by_its_name(failure: HttpFailure, request: OpenAIRequest) -> HttpFailure:
