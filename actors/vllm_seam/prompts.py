@@ -34,7 +34,7 @@ def configured_chat_template(config: OutriderConfig) -> str | None:
     return template
 
 
-def check_can_fit(field: str, num_characters: int, max_model_len: int, tokenizer: Any) -> None:
+def check_length(field: str, num_characters: int, tokenizer: Any, max_model_len: int) -> None:
     """Whether so long a text can fit at all, before seconds are spent on finding out. No token spells more characters
     than the longest one. Raises RequestError."""
     most = max_model_len * tokenizer.max_chars_per_token
@@ -139,7 +139,7 @@ class PromptTokenizer:
         return list(tokens["prompt_token_ids"])
 
     def _check_length(self, num_characters: int) -> None:
-        check_can_fit("prompt", num_characters, self._max_model_len, self._renderer.get_tokenizer())
+        check_length("prompt", num_characters, self._renderer.get_tokenizer(), self._max_model_len)
 
     def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
         worst = max(token_ids, default=0)

@@ -190,7 +190,7 @@ def write_keys(path: Path) -> dict[str, str]:
         "friend": {"scopes": status_too},
         "open": {"scopes": status_too},
         # What is valid work takes what work takes: who may send how much of it is for limits to say.
-        "glutton": {"scopes": ("generate",), "concurrent_requests": 1, "tokens_per_minute": 3000},
+        "glutton": {"scopes": ("generate",), "concurrent_requests": 1, "tokens_per_minute": 1000},
         "old": {"scopes": ("generate",), "expires": datetime.now(UTC) - timedelta(hours=1)},
         "ops": {"scopes": ("status",)},
     }
@@ -216,8 +216,15 @@ def configuration(models: Models, directory: Path, authority: Authority) -> dict
             "ssl_certfile": str(certificate),
             "ssl_keyfile": str(key),
         },
-        # So that what they end is seen to end within a phase; and no answer of the glutton's is longer than others'.
-        "limits": {"receive_timeout_s": 8, "unread_timeout_s": 4, "greatest_max_tokens": 256},
+        # Times, so that what they end is seen to end within a phase. Numbers, as an operator fits them to two cores and
+        # an engine that bears some ten answers at once.
+        "limits": {
+            "receive_timeout_s": 8,
+            "unread_timeout_s": 4,
+            "greatest_max_tokens": 256,
+            "max_sequences": 32,
+            "max_control_calls_per_s": 5,
+        },
     }
 
 

@@ -332,15 +332,18 @@ CREWS: dict[str, list[Attack]] = {
         Attack("half-sent POSTs without a key", IDLE, 1.0, 100, lambda h: h.send(h.head(key=None) + b"{")),
         Attack("connections that say nothing, HTTP", IDLE, 0.5, 50, lambda h: h.send(b"", tls=False)),
         Attack("connections that say nothing, gRPC", IDLE, 0.5, 50, lambda h: h.send(b"", "grpc", tls=False)),
-        Attack("unread gRPC streams", UNREAD, 4.0, 4, lambda h: h.call("GenerateStream", UNREAD_STREAM, unread_s=9.0)),
-        Attack("unread gRPC answers", UNREAD, 4.0, 4, lambda h: h.call("Generate", LONG_PROMPT, unread_s=UNREAD_S)),
         Attack(
-            "unread HTTP answers", UNREAD, 4.0, 4,
+            "unread gRPC streams", UNREAD, 15.0, 4,
+            lambda h: h.call("GenerateStream", UNREAD_STREAM, unread_s=UNREAD_S),
+        ),
+        Attack("unread gRPC answers", UNREAD, 15.0, 4, lambda h: h.call("Generate", LONG_PROMPT, unread_s=UNREAD_S)),
+        Attack(
+            "unread HTTP answers", UNREAD, 15.0, 4,
             lambda h: h.send(h.head(length=len(UNREAD_BODY)) + UNREAD_BODY, unread_s=UNREAD_S),
         ),
-        Attack("status pollers, gRPC", POLLS, 0.05, 100, lambda h: h.call("GetServerStatus", STATUS)),
+        Attack("status pollers, gRPC", POLLS, 0.1, 100, lambda h: h.call("GetServerStatus", STATUS)),
         Attack("status pollers, HTTP", POLLS, 0.2, 100, lambda h: h.ask("/outrider/v1/status")),
-        Attack("Watch streams", POLLS, 0.05, 300, lambda h: h.call(WATCH, CHECK, timeout_s=None)),
+        Attack("Watch streams", POLLS, 0.1, 300, lambda h: h.call(WATCH, CHECK, timeout_s=None)),
     ],
     "bombers": [
         send_message(SIZES, "zeros", gzip=True),

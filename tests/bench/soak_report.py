@@ -68,10 +68,7 @@ class Turn:
     def __str__(self) -> str:
         cores = ", ".join(f"{who} {used / (self.end_s - self.start_s):.2f}" for who, used in self.cpu_s.items())
         who = self.phase.row or ("beside" if self.phase.beside else "alone")
-        return (
-            f"{who:6} {self.tokens_per_s:7.1f} tok/s, longest gap "
-            f"{self.longest_gap_s:5.2f} s, cores: {cores}"
-        )
+        return f"{who:6} {self.tokens_per_s:7.1f} tok/s, longest gap {self.longest_gap_s:5.2f} s, cores: {cores}"
 
 
 @dataclass

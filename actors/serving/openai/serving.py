@@ -45,7 +45,7 @@ from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, Che
 from outrider.actors.serving.openai.door import num_chars
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
-from outrider.actors.vllm_seam.prompts import check_can_fit, configured_chat_template
+from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")
@@ -65,7 +65,6 @@ class OpenAIServing:
     def __init__(self, llm: AsyncLLM, config: OutriderConfig, replica_id: str) -> None:
         """Raises ConfigError for a chat template or parser that cannot be had."""
         self._config, self._replica_id = config, replica_id
-        self._renderer = llm.renderer
         co_located = config.co_located.method if config.co_located else None
         engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output)
         template, parsers = configured_chat_template(config), _parsers(config)
@@ -92,6 +91,7 @@ class OpenAIServing:
         self._completions = OpenAIServingCompletion(
             engine, self._models, online_renderer=renderer, request_logger=None, enable_prompt_tokens_details=True
         )
+        self._renderer = llm.renderer
         self._tokenization = ServingTokenization(self._models, renderer, **chat)
         self._parses_tools = config.openai.tool_call_parser is not None
         for name in _STREAM_LOGGERS:
@@ -135,11 +135,7 @@ class OpenAIServing:
             case "completions":
                 return await self._completions.create_completion(self._request(CompletionRequest, request), raw)
             case "tokenize":
-                field = "messages" if "messages" in request.body else "prompt"
-                kind = TokenizeChatRequest if field == "messages" else TokenizeCompletionRequest
-                config, tokenizer = self._models.model_config, self._renderer.get_tokenizer()
-                check_can_fit(field, num_chars(request.body.get(field)), config.max_model_len, tokenizer)
-                return await self._tokenization.create_tokenize(validated(kind, request.body), raw)
+                return await self._tokenization.create_tokenize(self._tokenize_request(request), raw)
             case "detokenize":
                 return await self._tokenization.create_detokenize(self._detokenize_request(request), raw)
             case "models":
@@ -156,6 +152,17 @@ class OpenAIServing:
                 "this deployment does not know how its model calls tools (openai.tool_call_parser)",
                 "send tool_choice none, or no tools",
             )
+        return parsed
+
+    def _tokenize_request(self, request: OpenAIRequest) -> TokenizeChatRequest | TokenizeCompletionRequest:
+        """vLLM bounds what it is to answer, and not what it is only to tokenise."""
+        if "messages" in request.body:
+            parsed: TokenizeChatRequest | TokenizeCompletionRequest = validated(TokenizeChatRequest, request.body)
+            field, length = "messages", num_chars(request.body["messages"])
+        else:
+            parsed = validated(TokenizeCompletionRequest, request.body)
+            field, length = "prompt", num_chars(request.body["prompt"])
+        check_length(field, length, self._renderer.get_tokenizer(), self._models.model_config.max_model_len)
         return parsed
 
     def _detokenize_request(self, request: OpenAIRequest) -> DetokenizeRequest:

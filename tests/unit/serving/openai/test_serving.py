@@ -293,6 +293,25 @@ async def test_tokenize_models_and_schema(serving):
     assert "/v1/completions" in (await whole(serving, "openapi", {}))[1]["paths"]
 
 
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("prompt", {"prompt": "x" * 100_000}),
+        ("messages", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 100_000}]}]}),
+    ],
+)
+async def test_a_text_that_cannot_fit_is_not_tokenised(serving, monkeypatch, field, body):
+    """Millions of tokens are seconds of everybody's time in this process, and hundreds of bytes each."""
+    tokenised = []
+    tokenizer = serving._renderer.get_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *args, **options: tokenised.append(args))
+    status, answer = await whole(serving, "tokenize", body)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert "more than max_model_len = 256 tokens can spell" in answer["error"]["message"]
+    assert not tokenised
+
+
 @pytest.mark.parametrize("openai", [{"tool_call_parser": "nothing"}, {"reasoning_parser": "nothing"}])
 def test_a_parser_that_does_not_exist_stops_the_start(llm, model, openai):
     with pytest.raises(ConfigError, match=r"openai\."):
