@@ -23,6 +23,7 @@ from outrider.actors.serving.access.calls import GuardedHttp
 from outrider.actors.serving.access.process import proxy_guard
 from outrider.actors.serving.access.settings import proxy_access
 from outrider.actors.serving.gate import doors
+from outrider.actors.serving.heap import return_large_blocks
 from outrider.actors.serving.http.door import HttpDoor
 from outrider.actors.serving.http.error_faces import ErrorFaces
 from outrider.actors.serving.openai.errors import refused_by_key
@@ -31,6 +32,7 @@ from outrider.actors.serving.openai.errors import refused_by_key
 def middlewares() -> list[Middleware]:
     """For Serve's proxies, which ask for them before they start their servers."""
     leans_on.HTTP_PROXY.check()
+    return_large_blocks()
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
     if (access := proxy_access()) is not None:
