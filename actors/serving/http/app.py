@@ -32,6 +32,7 @@ from outrider.actors.serving.access.calls import GuardedHttp
 from outrider.actors.serving.access.process import ingress_guard
 from outrider.actors.serving.gate import CAPACITY_METADATA
 from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.actors.serving.heap import return_large_blocks
 from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
 from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
@@ -80,6 +81,7 @@ class Front(Ingress):
     ) -> None:
         """args, kwargs: Ingress's own. docs: serve ``/openapi.json``. admin: where metrics and status are, alone; None:
         with the rest."""
+        return_large_blocks()
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
             target,
