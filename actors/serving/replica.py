@@ -311,10 +311,15 @@ class Target:
     async def _find_registry(self) -> Any:
         """In a thread, one at a time: Ray waits for its GCS here, for as long as that takes to come back. Raises
         RayError or TimeoutError."""
-        if self._finding is None or self._finding.done():
+        if self._finding is None:
             found = asyncio.to_thread(get_or_create_registry, self._config.serving.app_name)
             self._finding = asyncio.ensure_future(found)
-        return await asyncio.wait_for(asyncio.shield(self._finding), _CONTROL_TIMEOUT_S)
+        finding = self._finding
+        try:
+            return await asyncio.wait_for(asyncio.shield(finding), _CONTROL_TIMEOUT_S)
+        finally:
+            if finding.done():  # what came when nobody waited any more is for who asks next
+                self._finding = None
 
     @staticmethod
     async def _keep_membership(this: weakref.ref[Target]) -> None:

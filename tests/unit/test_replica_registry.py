@@ -90,6 +90,23 @@ async def test_a_search_that_takes_long_is_not_begun_again(monkeypatch: pytest.M
     assert new.renewed == [("r-1", None, 10.0)]
 
 
+async def test_what_a_search_finds_when_nobody_waits_any_more_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 0.01)
+    new = Registry()
+    gcs = Gcs(new)
+    monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
+    searching = target(Registry(DEAD))
+    with pytest.raises(TimeoutError):
+        await searching._renew_lease(10.0)
+    gcs.back.set()
+    async with asyncio.timeout(60):
+        while not searching._finding.done():  # noqa: ASYNC110 - it is found in a thread
+            await asyncio.sleep(0.001)
+    monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 30.0)
+    await searching._renew_lease(10.0)
+    assert (gcs.asked, new.renewed) == (1, [("r-1", None, 10.0)])
+
+
 async def test_a_search_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     new = Registry()
     gcs = Gcs(DEAD, new)

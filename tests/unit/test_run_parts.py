@@ -21,7 +21,8 @@ NO_OTHER_PLUGINS = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST
 def test_the_first_half_is_of_things_that_exist() -> None:
     """What it does not know runs in the second."""
     tests = Path(run_parts.__file__).parent
-    files = {path.stem for folder in ("integration", "faults") for path in (tests / folder).glob("test_*.py")}
+    folders = ("integration", "faults", "security")
+    files = {path.stem for folder in folders for path in (tests / folder).glob("test_*.py")}
     assert conftest.FIRST_HALF - files - {*conftest.DEPLOYMENTS, *conftest.FOLDERS} == set()
     assert all((tests / "integration" / folder).is_dir() for folder in conftest.FOLDERS)
 
@@ -30,7 +31,7 @@ def test_the_first_half_is_of_things_that_exist() -> None:
 def test_the_status_and_the_last_lines(tmp_path: Path, unit: str) -> None:
     """test_draft_engine.py is one of the first half's files."""
     for path, source in (
-        ("pytest.ini", "[pytest]\n"),
+        ("pytest.ini", "[pytest]\nmarkers =\n    exhaustive\n"),
         ("tests/conftest.py", (Path(run_parts.__file__).parent / "conftest.py").read_text()),
         ("tests/unit/test_unit.py", unit),
         ("tests/integration/test_draft_engine.py", PASSES),
