@@ -42,8 +42,7 @@ FOLDERS = ("ingress", "page")
 """Of tests that run together, like those of a file."""
 
 FIRST_HALF = {
-    "pair", "small_kv", "co_located", "no_drafter", "wide_target", "wide_drafter", "test_drain",
-    "test_draft_engine", "test_link_gloo", "test_link_rendezvous", "test_listening", "test_target_sampler",
+    "pair", "small_kv", "co_located", "no_drafter", "wide_target", "wide_drafter", "test_drain", "test_draft_engine",
 }  # fmt: skip
 """What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long, in
 either command."""
