@@ -3,10 +3,11 @@
 What the bounds come to. *Compiling* takes `Bounds.compile_s` of one core at most, in `compilers()` processes at a time,
 smaller constraints first; the kernel ends what takes longer, and what nobody waits for any more is ended too. *A step*
 waits for the masks of all of its requests, which are made at the same time: a request whose masks use up
-`Bounds.mask_burst_s` of processor time is ended by the kernel, alone, and slow requests give way to the others. So one
-hostile grammar can hold a step up by mask_burst_s once, A of them at the same time by A × mask_burst_s / cores, and
-never by more than `Bounds.step_wait_s` from the first answer on (ten times that where the machine is too busy for any;
-a second such wait where drafts are checked before the masks). A sender who goes on can do so with each of its requests:
+`Bounds.mask_burst_s` of processor time is ended by the kernel, alone. None gives way to the others: the step waits for
+it, and where it waited for a core, so would they all. So one hostile grammar can hold a step up by mask_burst_s once, A
+of them at the same time by A × mask_burst_s / cores, and never by more than `Bounds.step_wait_s` from the first answer
+on (ten times that where the machine is too busy for any; a second such wait where drafts are checked before the masks).
+A sender who goes on can do so with each of its requests:
 what a grammar shows on walks of its own is refused before it gets here, what shows only where a prompt leads it is
 found in the step.
 """

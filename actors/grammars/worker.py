@@ -40,9 +40,6 @@ WALKS, TOKENS_A_WALK = 3, 24
 PROBE_S = 0.25
 """Processor time after which the trying out ends, whatever it has seen."""
 
-SLOW_S = 0.02
-"""A matcher that takes so long gives way to the others from then on."""
-
 
 def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
@@ -236,8 +233,6 @@ class _Matcher:
                 self._spent_s = 0.0
                 if not enough:
                     return
-            if used_s > SLOW_S:
-                os.nice(5)
             send(self._own, answer)
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
