@@ -74,12 +74,17 @@ async def test_the_loop_goes_on_while_ray_waits_for_its_gcs(monkeypatch: pytest.
     assert new.renewed == [("r-1", None, 10.0)]
 
 
-async def test_a_search_that_takes_long_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Gcs, Registry]:
+    """A replica that has lost its registry and waits for nothing, where it looks, and what is found there."""
     monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 0.01)
     new = Registry()
     gcs = Gcs(new)
     monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
-    searching = target(Registry(DEAD))
+    return target(Registry(DEAD)), gcs, new
+
+
+async def test_a_search_that_takes_long_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    searching, gcs, new = impatient(monkeypatch)
     for _ in range(2):
         with pytest.raises(TimeoutError):
             await searching._renew_lease(10.0)
@@ -91,11 +96,7 @@ async def test_a_search_that_takes_long_is_not_begun_again(monkeypatch: pytest.M
 
 
 async def test_what_a_search_finds_when_nobody_waits_any_more_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 0.01)
-    new = Registry()
-    gcs = Gcs(new)
-    monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
-    searching = target(Registry(DEAD))
+    searching, gcs, new = impatient(monkeypatch)
     with pytest.raises(TimeoutError):
         await searching._renew_lease(10.0)
     gcs.back.set()
