@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.actors.grammars.bounds import FIX, Bounds, Ending
+from outrider.actors.grammars.bounds import Bounds, Ending
 from outrider.actors.grammars.worker import SMALL_MESSAGE, receive, send
 
 logger = logging.getLogger(__name__)
@@ -521,6 +521,3 @@ def gather(matchers: Iterable[Matcher], seconds: float) -> dict[Matcher, dict[st
                 matcher.late()
             break
     return answers
-
-
-__all__ = ["FIX", "Constraint", "ConstraintEnded", "GrammarHost", "Matcher", "Room", "gather"]
