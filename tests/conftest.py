@@ -49,8 +49,8 @@ either command."""
 
 IN_FULL_RUNS_ONLY = {
     "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target",
-    "test_co_located", "test_draft_engine", "test_drain", "test_served_distribution", "test_tenants", "test_tls",
-    "test_vllm_bench",
+    "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain", "test_served_distribution",
+    "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
 """Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
 all of them are marked exhaustive."""

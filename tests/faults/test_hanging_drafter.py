@@ -46,6 +46,7 @@ def test_it_loses_its_link_then_its_process(ngram_pair):
     assert answer.metrics.speculative_decoding.num_draft_tokens > 0
 
 
+@pytest.mark.exhaustive
 def test_its_loop_raises(ngram_pair):
     """An exception ends the process, not silently the loop: Ray starts a new one."""
 

@@ -72,6 +72,7 @@ def test_the_drafter_is_killed(ngram_pair, fault):
     fault.check_gaps(traffic)
 
 
+@pytest.mark.exhaustive
 def test_the_drafter_is_stopped_for_ten_seconds(ngram_pair, fault):
     with Traffic(ngram_pair, PROMPT, MAX_TOKENS) as traffic:
         stopped = ngram_pair.signal_drafter(signal.SIGSTOP)

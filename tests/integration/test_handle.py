@@ -87,6 +87,7 @@ def is_running(pair: Deployment) -> bool:
     return status.target.running == status.drafter.running == 1
 
 
+@pytest.mark.exhaustive
 async def test_a_second_application_gets_the_same_tokens_whole_and_round_by_round(
     pair: Deployment, caller: DeploymentHandle
 ) -> None:
@@ -107,6 +108,7 @@ async def test_a_closed_stream_frees_the_engine(caller: DeploymentHandle, freed:
     assert await caller.first_messages.remote(3, PROMPT, temperature=0.0, ignore_eos=True) == 3
 
 
+@pytest.mark.exhaustive
 async def test_cancelling_the_second_application_s_own_caller_frees_the_engine(
     pair: Deployment, caller: DeploymentHandle, freed: None
 ) -> None:

@@ -136,7 +136,8 @@ def test_a_schema_is_kept_to(client):
 NAMED = {"type": "function", "function": {"name": "paint"}}
 
 
-@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # test_a_schema_is_kept_to has a schema, test_tools_that_need_not_be_called has tools
+@pytest.mark.parametrize("choice", ["required", NAMED])
 def test_tools(client, choice):
     options = {"tools": [TOOL], "tool_choice": choice, "logit_bias": NO_SPACE, "seed": 2, "max_tokens": 300}
     options["parallel_tool_calls"] = False

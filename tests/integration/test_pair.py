@@ -102,7 +102,7 @@ def test_a_request_s_own_limit_caps_its_drafts(pair):
     assert speculative.num_draft_tokens == speculative.num_spec_steps > 0
 
 
-@pytest.mark.parametrize("speculation", [False, True])
+@pytest.mark.parametrize("speculation", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_seed_reproduces_an_answer_under_the_same_speculation(pair, speculation):
     """With drafts this holds for runs that drafted the same rounds: which rounds come too late is up to the clock,
     and vLLM's sampler draws for each draft it is shown."""

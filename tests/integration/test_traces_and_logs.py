@@ -83,6 +83,7 @@ def test_a_grpc_request_is_one_trace_with_a_span_a_round(ngram_pair, collector):
     assert any(round_["outrider.origin"] != "none" for round_ in drafted)
 
 
+@pytest.mark.exhaustive
 def test_an_http_request_is_one_too(ngram_pair, collector):
     trace_id = "22222222222222222222222222222222"
     body = json.dumps({"model": ngram_pair.config.served_model_name, "prompt": PROMPT, "max_tokens": 8})

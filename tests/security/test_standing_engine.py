@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -20,16 +21,24 @@ STREAMS = 12
 """More than one replica takes."""
 
 
+def children_of(replica: int) -> dict[int, str]:
+    """State and command line, by process."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == replica:
+                command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(path.parent.name)] = f"{state} {command}"
+    return found
+
+
 def core_of(replica: int) -> int:
     """The process of the engine's core, a child of the replica's."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == replica and b"EngineCore" in path.read_bytes():
-                return int(path.parent.name)
-        except OSError:
-            continue
-    raise AssertionError(f"no engine core beneath {replica}")
+    children = children_of(replica)
+    cores = [pid for pid, command in children.items() if "EngineCore" in command]
+    assert len(cores) == 1, f"beneath {replica} are {children}"
+    return cores[0]
 
 
 def test_its_requests_are_told_and_the_replica_is_replaced(two_replicas: Deployment) -> None:
@@ -53,13 +62,14 @@ def test_its_requests_are_told_and_the_replica_is_replaced(two_replicas: Deploym
     wait_until(lambda: begun, HANG_GUARD_S, "the first stream")
     before = rounds(two_replicas)
 
-    def both_work() -> bool:
-        now = rounds(two_replicas)
-        return len(now) == 2 and all(now[replica] > before.get(replica, 0) for replica in now)
+    def those_that_work() -> list[str]:
+        """Two, or nobody yet. A replica that is on its way has no engine to stop."""
+        working = [replica for replica, count in rounds(two_replicas).items() if count > before.get(replica, 0)]
+        return sorted(working) if len(working) == 2 else []
 
-    wait_until(both_work, HANG_GUARD_S, "rounds on both replicas")
-    victim, pid = sorted(two_replicas.replicas().items())[0]
-    core = core_of(pid)
+    victim = wait_until(those_that_work, HANG_GUARD_S, "rounds on both replicas")[0]
+    assert not errors
+    core = core_of(two_replicas.replicas()[victim])
     os.kill(core, signal.SIGSTOP)
     try:
         wait_until(lambda: bool(errors), HANG_GUARD_S, "word of the replica that stands still")

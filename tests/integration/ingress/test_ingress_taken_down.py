@@ -61,6 +61,7 @@ def test_serve_lets_an_answer_end_and_a_watch_does_not_hold_it_up(
         wait_for(lambda: APP not in serve.status().applications)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_taken_down_finishes_what_it_has_and_cuts_it_in_the_end(
     second: OutriderClient, address: str, meeting_point: Path
 ) -> None:

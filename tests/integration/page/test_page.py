@@ -63,7 +63,7 @@ def test_tokens_stream_in_marked_by_origin(page: Browser, pair: Deployment) -> N
     assert page.text("#server-drafter").startswith("Drafter:")
 
 
-@pytest.mark.parametrize("order", ["in-turn", "at-once"])
+@pytest.mark.parametrize("order", ["in-turn", pytest.param("at-once", marks=pytest.mark.exhaustive)])
 def test_side_by_side_with_plain_decoding(page: Browser, order: str) -> None:
     """A seed gives the same tokens with speculation and without."""
     set_form(page, temperature="1")
@@ -97,7 +97,7 @@ def test_different_answers_are_told(page: Browser) -> None:
     assert "without a seed" in page.text("#verdict")
 
 
-@pytest.mark.parametrize("way", ["button", "keys"])
+@pytest.mark.parametrize("way", ["button", pytest.param("keys", marks=pytest.mark.exhaustive)])
 def test_cancelling(page: Browser, pair: Deployment, way: str) -> None:
     from selenium.webdriver.common.keys import Keys
 
