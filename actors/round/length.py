@@ -83,7 +83,7 @@ _STEP_KEEP, _WAIT_ROUNDS = 1 - 1 / 100, 32
 _PRIOR_ACCEPTANCE, _PRIOR_TRIES, _LEVEL_TRIES, _POSITION_TRIES = 0.7, 8.0, 8.0, 16.0
 _PRIOR_ELASTICITY = 0.1  # before it is known: a step of twice the tokens takes so much longer
 _PROBE, _PROBED, _PROBE_ROUNDS, _PROBE_AFTER, _PROBE_AFTER_MAX = 2, 4, 4, 16, 512
-_FIRST_ROUNDS, _EVERY = 9, 3  # of the first rounds with drafts every third has none: what a token costs is a difference
+_FIRST_ROUNDS, _EVERY = 6, 3  # of the first rounds with drafts every third has none: what a token costs is a difference
 _PROBE_SHARE, _FIRST_PROBE_SHARE = 0.01, 0.04  # of the time: in the long run; at first, where they promise much
 
 
