@@ -113,7 +113,7 @@ class LengthController:
         self._max_tokens = max_tokens
         self._deployment, self._came = np.zeros((2, max_tokens)), np.zeros((2, max_tokens))
         self._origins = {DraftOrigin.MAIN_LINE: 5.0, DraftOrigin.SIDE_BRANCH: 1.8, DraftOrigin.MISS: 1.2}
-        # Faded sums over steps: of 1, and of w, tokens, tokens^2, seconds, tokens * seconds, each times w = 1 / seconds^2.
+        # Faded sums over steps of 1, then of w = 1 / seconds^2 times 1, tokens, tokens^2, seconds, tokens * seconds.
         self._steps = np.zeros(6)
         self._draft_step_s = self._last_step_s = self._off_s = self._probe_cost_s = 0.0
         self._late_s = {False: 0.0, True: 0.0}  # measured wait less the expected one, by whether a miss was waited for
