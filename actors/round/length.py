@@ -83,7 +83,9 @@ _STEP_KEEP, _WAIT_ROUNDS = 1 - 1 / 100, 32
 _PRIOR_ACCEPTANCE, _PRIOR_TRIES, _LEVEL_TRIES, _POSITION_TRIES = 0.7, 8.0, 8.0, 16.0
 _PRIOR_ELASTICITY = 0.1  # before it is known: a step of twice the tokens takes so much longer
 _PROBE, _PROBED, _PROBE_ROUNDS, _PROBE_AFTER, _PROBE_AFTER_MAX = 2, 4, 4, 16, 512
-_FIRST_ROUNDS, _EVERY = 6, 3  # of the first rounds with drafts every third has none: what a token costs is a difference
+# Plain rounds in a row, of which those after the first show a step beside which nobody drafts: after a few rounds with
+# drafts, and again after many where the gain is small.
+_HUSH_ROUNDS, _HUSH_FIRST, _HUSH_AFTER, _HUSH_GAIN = 3, 4, 128, 1.3
 _PROBE_SHARE, _FIRST_PROBE_SHARE = 0.01, 0.04  # of the time: in the long run; at first, where they promise much
 
 
@@ -111,7 +113,8 @@ class LengthController:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._deployment, self._came = np.zeros((2, max_tokens)), np.zeros((2, max_tokens))
+        # [2, K] each, as of an Estimate: accepted; came on hits, and on misses that were waited for.
+        self._deployment, self._came, self._came_late = (np.zeros((2, max_tokens)) for _ in range(3))
         self._origins = {DraftOrigin.MAIN_LINE: 5.0, DraftOrigin.SIDE_BRANCH: 1.8, DraftOrigin.MISS: 1.2}
         # Faded sums over steps of 1, then of w = 1 / seconds^2 times 1, tokens, tokens^2, seconds, tokens * seconds.
         self._steps = np.zeros(6)
@@ -122,7 +125,9 @@ class LengthController:
         self._members: list[Estimate] = []  # of the round that runs
         self._rounds_left = self._probe_left = self._switches = self._probes = 0
         self._probe_after, self._speculating, self._probing = _PROBE_AFTER, True, False
-        self._first_rounds = _FIRST_ROUNDS
+        self._hush_left, self._until_hush = 0, _HUSH_FIRST
+        self._plain_rounds = 0  # in a row
+        self._quiet = 0.0, 0.0  # tokens and seconds of steps beside which nobody drafts
         self._rate = self._plain_rate = 0.0
         self._promise = 0.0  # what drafting would gain if drafts came at once
         self._histogram: Counter[int] = Counter()
@@ -152,6 +157,10 @@ class LengthController:
         sums = np.array((1.0, num_tokens, num_tokens**2, step_s, num_tokens * step_s)) / step_s**2
         self._steps += (1.0, *sums.tolist())
         self._last_step_s = step_s
+        if self._plain_rounds > 1:
+            tokens, seconds = self._quiet
+            weight = 0.3 if seconds else 1.0
+            self._quiet = tokens + weight * (num_tokens - tokens), seconds + weight * (step_s - seconds)
 
     def observe_answer(
         self, estimate: Estimate, origin: DraftOrigin, num_tokens: int, draft_step_s: float, wait_s: float
@@ -167,6 +176,8 @@ class LengthController:
             self._draft_step_s += (draft_step_s - self._draft_step_s) * (weight if self._draft_step_s else 1.0)
         if origin.is_hit:
             _add(self._came, wanted.k, min(max(num_tokens, 0), wanted.k), _DEPLOYMENT_KEEP)
+        elif wanted.k_miss:
+            _add(self._came_late, wanted.k_miss, min(max(num_tokens, 0), wanted.k_miss), _DEPLOYMENT_KEEP)
         if estimate.before.k:  # else nobody had a reason to draft ahead
             for other in self._origins:
                 self._origins[other] *= _DEPLOYMENT_KEEP
@@ -186,15 +197,13 @@ class LengthController:
             self._rounds_left = min(_PLAN_ROUNDS, 1 + sum(self._waits.values()) // 4)
             self._plan([estimate for estimate in members if estimate.most])
         self._rounds_left -= 1
-        plain = False
-        if self._first_rounds and self._steps[0] and any(estimate.planned.k for estimate in members):
-            self._first_rounds -= 1
-            plain = self._first_rounds % _EVERY == 0
+        plain = self._hush(any(estimate.planned.k for estimate in members))
         for estimate in members:
             estimate.before, estimate.chosen = estimate.chosen, _OFF if plain else estimate.planned
         self._probing = False
         if members and not self._speculating:
             self._probe([estimate for estimate in members if estimate.most])
+        self._plain_rounds = 0 if any(estimate.chosen.k for estimate in members) else self._plain_rounds + 1
         self._histogram.update(estimate.chosen.k for estimate in members if estimate.most)
         return [estimate.chosen for estimate in members]
 
@@ -231,6 +240,14 @@ class LengthController:
         slope = (products - tokens * mean_s + prior * _PRIOR_ELASTICITY * mean_s / mean_tokens) / spread
         slope = min(max(slope, 0.0), mean_s / mean_tokens)
         return mean_s - slope * mean_tokens, slope
+
+    def _plain_s(self, num_requests: int) -> float:
+        """A step without drafts, nor a drafter at work beside it: where both share a memory that slows the target, and
+        what is measured while drafting says too little for plain decoding. The line's shape, through what was seen."""
+        fixed_s, per_token_s = self._line()
+        tokens, seconds = self._quiet
+        scale = seconds / (fixed_s + per_token_s * tokens) if seconds else 1.0
+        return min(scale, 1.0) * (fixed_s + per_token_s * num_requests)
 
     def _survival(self, drafting: list[Estimate]) -> np.ndarray:
         """[requests, K] Probability that drafts 1..j are all accepted; 0 beyond what a request may have."""
@@ -284,7 +301,7 @@ class LengthController:
             return
         fixed_s, per_token_s = self._line()
         num = len(self._members)
-        self._plain_rate = num / (fixed_s + per_token_s * num)
+        self._plain_rate = num / self._plain_s(num)
         survival = self._survival(drafting)
         lengths, self._rate = self._best(survival)
         step_s = fixed_s + per_token_s * (num + survival.size)
@@ -311,11 +328,12 @@ class LengthController:
         """
         num_drafting, max_tokens = survival.shape
         num, (fixed_s, per_token_s), positions = len(self._members), self._line(), np.arange(max_tokens)
-        came, hit_rate = np.minimum.accumulate(_rates(self._came, 1.0)), 1.0 - self._miss_share()
+        came, late = (np.minimum.accumulate(_rates(counts, 1.0)) for counts in (self._came, self._came_late))
+        hit_rate = 1.0 - self._miss_share()
         some_miss = 1.0 - hit_rate**num_drafting
         best, best_rate, best_value = np.zeros((2, num_drafting), int), 0.0, 0.0
         for k_miss in range(max_tokens + 1 if num_drafting <= _MANY else 1):
-            on_miss = positions < k_miss
+            on_miss = (positions < k_miss) * late
             comes = np.maximum(came, on_miss) * hit_rate + on_miss * (1.0 - hit_rate)
             missed = some_miss * (k_miss > 0)
             wait_s = missed * self._wait_s(k_miss, True) + (1.0 - missed) * self._wait_s(k_miss, False)
@@ -333,6 +351,20 @@ class LengthController:
 
     def _miss_share(self) -> float:
         return self._origins[DraftOrigin.MISS] / sum(self._origins.values())
+
+    def _hush(self, drafting: bool) -> bool:
+        """Whether this round is plain to see how long that takes, though drafts are planned."""
+        if self._hush_left:
+            self._hush_left -= 1
+            self._rounds_left = min(self._rounds_left, self._hush_left)  # judge it after the last
+            return True
+        if not drafting or not self._steps[0]:
+            return False
+        self._until_hush -= 1
+        if self._until_hush > 0 or (self._quiet[1] and self._rate > _HUSH_GAIN * self._plain_rate):
+            return False
+        self._until_hush, self._hush_left = _HUSH_AFTER, _HUSH_ROUNDS - 1
+        return True
 
     def _probe(self, drafting: list[Estimate]) -> None:
         """While everything is off: now and then a few rounds of a few tokens, within a share of the time."""
@@ -356,7 +388,8 @@ class LengthController:
 
     def _doubt(self, drafting: list[Estimate]) -> None:
         """Old evidence must not outweigh a probe: what was measured while everything stalled ends with the stall."""
-        counts_of = [(self._deployment, 12.0), (self._came, 4.0), *((one.accepted, 2.0) for one in drafting)]
+        counts_of = [(self._deployment, 12.0), (self._came, 4.0), (self._came_late, 4.0)]
+        counts_of += [(one.accepted, 2.0) for one in drafting]
         for counts, most in counts_of:
             counts *= min(1.0, most / max(float(counts[0, 0]), 1e-9))
         fade = min(1.0, 4.0 / sum(self._origins.values()))

@@ -51,6 +51,20 @@ def test_where_every_token_costs_a_step_of_its_own_it_is_soon_known_and_not_paid
     assert sum(speeds) / len(speeds) > 0.97 * pair.plain_rate(batch)
 
 
+def test_a_drafter_that_slows_the_target_down_by_its_work_is_weighed_against_a_target_alone():
+    """Both on cores that share a memory: every step that is measured while drafting is slower than plain decoding's."""
+    pair = Pair((0.43, 0.30), (0.17, 0.10), noise=0.05, contention=0.25)
+    speeds = [rounds_of(pair, TEXTS["code"], 1, LengthController(4), seed, 300, max_tokens=4) for seed in range(8)]
+    assert sum(each.run(300).rate for each in speeds) / len(speeds) > 0.98 * pair.plain_rate(1)
+
+
+def test_drafts_that_come_after_the_deadline_are_not_waited_for_round_after_round():
+    pair = Pair((0.45, 0.40), (0.6, 0.1), deadline_s=1.0)
+    simulation = rounds_of(pair, TEXTS["hopeless"], 8, rounds=300)
+    simulation.run(100)
+    assert simulation.run(200).rate > 0.97 * pair.plain_rate(8)
+
+
 @pytest.mark.parametrize("pair", [GPU, CPU])
 def test_a_slow_drafter_costs_less_than_three_per_cent(pair):
     simulation = rounds_of(pair.slower_drafter(40.0), GOOD, 4)

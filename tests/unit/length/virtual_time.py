@@ -51,6 +51,9 @@ class Pair:
     compute_bound: tuple[float, float] = (1e9, 0.0)
     """Tokens beyond which a target step costs more, and how much more for each."""
 
+    contention: float = 0.0
+    """How much longer the target's steps take while a drafter is at work, as where both share a memory."""
+
     def step_s(self, tokens: float) -> float:
         knee, steep = self.compute_bound
         return self.target_s[0] + self.target_s[1] * (tokens - 1) + steep * max(0.0, tokens - knee)
@@ -178,6 +181,7 @@ class VirtualRounds:
         """The target's step over what was proposed, the commit, the next choice, and the wait for drafts."""
         scheduled = self.batch + int(self._drafts.sum())
         step_s = self.pair.step_s(scheduled) * self._noise[self.total.rounds % len(self._noise)] + self.pair.host_s
+        step_s *= 1.0 + self.pair.contention * bool(self._wanted.any())
         if self._load is not None:
             self.controller.observe_step(*self._load)
         self._load = self.batch, scheduled, step_s
