@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -266,6 +267,17 @@ def _problems(side: Side, name: str, value: Any, own_keys: Collection[str]) -> I
         yield Problem((name,), f"is not passed on to vLLM: {reason}", {})
     elif (problem := _wrong_value(name, value)) is not None:
         yield problem
+
+
+def about(error: str, given: Mapping[Side, Mapping[str, Any]]) -> str | None:
+    """Dotted path of the argument that an engine's error is about: its name, or its value, stands in the error's words.
+    None: none of them does. given: each section's ``engine_args``."""
+    for side, arguments in given.items():
+        for name, value in arguments.items():
+            words = [name.replace("_", "[_ -]"), *([re.escape(value)] if value and isinstance(value, str) else [])]
+            if re.search(rf"(?<!\w)(?:{'|'.join(words)})(?!\w)", error, re.IGNORECASE):
+                return f"{side}.engine_args.{name}"
+    return None
 
 
 def _wrong_value(name: str, value: Any) -> Problem | None:

@@ -5,7 +5,6 @@ Also the one that asks which of vLLM's platforms this process runs on, since mos
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -14,6 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
+from outrider.cluster.engine_args import about
 from outrider.cluster.placement import RankPlacement
 
 
@@ -152,13 +152,9 @@ def _create(made_by: type[EngineArgs], args: dict[str, Any], placement_group: An
 
 
 def _refusal(error: Exception, config: EngineConfig) -> str:
-    """In vLLM's words, under the name of the engine argument that they are about where they name one."""
+    """In vLLM's words, under the name of the engine argument that they are about where that can be told."""
     text = _first_lines(error) or type(error).__name__
-    named = next((name for name in config.engine_args if re.search(rf"\b{name}\b", str(error))), None)
-    if named is not None:
-        return f"{config.side}.engine_args.{named}: {text}"
-    given = ", ".join(config.engine_args)
-    return f"{config.side}: {text}{f' (with engine_args {given})' if given else ''}"
+    return f"{about(str(error), {config.side: config.engine_args}) or config.side}: {text}"
 
 
 def _first_lines(error: Exception) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, TargetConfig, parse_config
-from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, Side, reason_against, schema
+from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, Side, about, reason_against, schema
+from outrider.deploy.progress import Progress
+from outrider.deploy.server import Server, StopSignal
 from tests.unit.test_start_up import heavy_after
 
 SECTIONS = {"target": TargetConfig, "drafter": DraftModelConfig}
@@ -149,3 +153,35 @@ from outrider.cluster.config import parse_config
 parse_config({"target": {"model": "t", "engine_args": {"kv_cache_dtype": "fp8", "attention_config": {}}}})
 """
     assert heavy_after(code) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "path"),
+    [
+        ("ValueError: Load format `flash` is not supported", "target.engine_args.load_format"),
+        ("NotImplementedError: FP8 KV cache on CPU requires x86 with AVX-512", "drafter.engine_args.kv_cache_dtype"),
+        (
+            "1 validation error for CacheConfig block_size Input should be greater than 0",
+            "target.engine_args.block_size",
+        ),
+        ("ValueError: no room for 12 KV blocks", None),
+        ("a flashy error", None),
+    ],
+)
+def test_an_engines_error_is_told_under_the_argument_that_it_is_about(error: str, path: str | None) -> None:
+    given: dict[Side, dict[str, Any]] = {
+        "target": {"load_format": "flash", "block_size": 0, "hf_overrides": {"a": 12}},
+        "drafter": {"kv_cache_dtype": "fp8"},
+    }
+    assert about(error, given) == path
+
+
+def test_a_server_that_does_not_start_names_it() -> None:
+    data = {"target": {"model": "t", "engine_args": {"load_format": "flash"}}}
+    server = Server(parse_config(data), StopSignal(), Progress(io.StringIO()))
+    failed = SimpleNamespace(
+        message="ray.exceptions.RayTaskError: actor\nValueError: Load format `flash` is not supported",
+        status=SimpleNamespace(name="DEPLOY_FAILED"),
+    )
+    text = server._explain_failure(SimpleNamespace(deployments={"Target": failed}, message=""))  # type: ignore[arg-type]
+    assert text.startswith("target.engine_args.load_format: ValueError: Load format `flash` is not supported")

@@ -119,11 +119,12 @@ def test_they_reach_a_draft_models_engine(checkpoint):
     ("arguments", "message"),
     [
         ({"block_size": 0}, r"target\.engine_args\.block_size: .*greater than 0"),
-        ({"num_gpu_blocks_override": -1}, r"target\.engine_args\.num_gpu_blocks_override: "),
-        ({"load_format": "flash"}, r"target\.engine_args\.load_format: .*flash"),
-        ({"tokenizer_revision": "x", "hf_config_path": "/nowhere"}, r"target.*nowhere"),
+        ({"enable_chunked_prefill": False}, r"target: .*max_num_batched_tokens"),
+        ({"moe_backend": "triton", "hf_config_path": "/nowhere"}, r"target\.engine_args\.hf_config_path: .*/nowhere"),
     ],
 )
 def test_what_vllm_refuses_when_the_engine_is_made_is_told_by_name(checkpoint, arguments, message):
+    config = of_target(checkpoint, **arguments)
+    config = config.model_copy(update={"target": config.target.model_copy(update={"max_num_batched_tokens": 64})})
     with pytest.raises(ConfigError, match=message):
-        target_vllm_config(of_target(checkpoint, **arguments), RANKS, None)
+        target_vllm_config(config, RANKS, None)
