@@ -138,7 +138,9 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
     return _create(EngineArgs, args, placement_group, config)
 
 
-_REFUSALS = (ValueError, OSError, TypeError, NotImplementedError, AssertionError, ImportError)
+_REFUSALS = (
+    ValueError, OSError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError, ImportError,
+)  # fmt: skip
 """With which vLLM ends for settings that do not go together, or that this machine does not have."""
 
 
@@ -153,8 +155,13 @@ def _create(made_by: type[EngineArgs], args: dict[str, Any], placement_group: An
 
 def _refusal(error: Exception, config: EngineConfig) -> str:
     """In vLLM's words, under the name of the engine argument that they are about where that can be told."""
-    text = _first_lines(error) or type(error).__name__
-    return f"{about(str(error), {config.side: config.engine_args}) or config.side}: {text}"
+    text = _first_lines(error)
+    if not isinstance(error, ValueError | OSError):  # words that were not meant for an operator
+        text = f"{type(error).__name__}: {text}"
+    if (path := about(str(error), {config.side: config.engine_args})) is not None:
+        return f"{path}: {text}"
+    given = f" (with engine_args {', '.join(config.engine_args)})" if config.engine_args else ""
+    return f"{config.side}: {text}{given}"
 
 
 def _first_lines(error: Exception) -> str:

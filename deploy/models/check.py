@@ -229,12 +229,14 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
 
 
 def _overridden(document: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """As vLLM does it: a mapping changes the keys it names of a nested configuration."""
+    """As vLLM does it: of a model's configuration inside the model's the keys that are named change, anything else is
+    put in the place of what is there."""
     changed = dict(document)
     for key, value in overrides.items():
-        nested = changed.get(key)
-        both = isinstance(nested, dict) and isinstance(value, Mapping)
-        changed[key] = _overridden(nested, value) if both else value
+        inner = changed.get(key)
+        is_model = key.endswith("_config") and key != "quantization_config"
+        both = is_model and isinstance(inner, dict) and isinstance(value, Mapping)
+        changed[key] = _overridden(inner, value) if both else value
     return changed
 
 

@@ -90,7 +90,10 @@ def test_they_reach_the_targets_engine(checkpoint):
         "block_size": 64,
         "prefix_caching_hash_algo": "sha256_cbor",
         "load_format": "safetensors",
-        "hf_overrides": {"rope_theta": 12345.0, "max_position_embeddings": 4096},
+        "hf_overrides": {
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+            "max_position_embeddings": 4096,
+        },
         "enable_chunked_prefill": True,
         "kv_cache_metrics": True,
     }
@@ -98,6 +101,7 @@ def test_they_reach_the_targets_engine(checkpoint):
     assert (made.cache_config.block_size, made.cache_config.prefix_caching_hash_algo) == (64, "sha256_cbor")
     assert made.load_config.load_format == "safetensors"
     assert made.model_config.max_model_len == 4096
+    assert made.model_config.hf_config.rope_parameters["rope_theta"] == 100.0
     assert made.observability_config.kv_cache_metrics
     assert made.additional_config["outrider"]["target"]["engine_args"] == arguments, "and its ranks know them"
 
@@ -119,7 +123,11 @@ def test_they_reach_a_draft_models_engine(checkpoint):
     ("arguments", "message"),
     [
         ({"block_size": 0}, r"target\.engine_args\.block_size: .*greater than 0"),
-        ({"enable_chunked_prefill": False}, r"target: .*max_num_batched_tokens"),
+        ({"enable_chunked_prefill": False}, r"target: .*max_num_batched_tokens .*\(with engine_args enable_chunked"),
+        (
+            {"hf_overrides": {"rope_parameters": {"rope_theta": 1.0}}},
+            r"target: KeyError: 'rope_type' \(with engine_args hf_overrides\)",
+        ),
         ({"moe_backend": "triton", "hf_config_path": "/nowhere"}, r"target\.engine_args\.hf_config_path: .*/nowhere"),
     ],
 )
