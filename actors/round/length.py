@@ -83,6 +83,7 @@ _STEP_KEEP, _WAIT_ROUNDS = 1 - 1 / 100, 32
 _PRIOR_ACCEPTANCE, _PRIOR_TRIES, _LEVEL_TRIES, _POSITION_TRIES = 0.7, 8.0, 8.0, 16.0
 _PRIOR_ELASTICITY = 0.1  # before it is known: a step of twice the tokens takes so much longer
 _PROBE, _PROBED, _PROBE_ROUNDS, _PROBE_AFTER, _PROBE_AFTER_MAX = 2, 4, 4, 16, 512
+_FIRST_ROUNDS, _EVERY = 6, 3  # of the first rounds with drafts every third has none: what a token costs is a difference
 _PROBE_SHARE, _FIRST_PROBE_SHARE = 0.01, 0.04  # of the time: in the long run; at first, where they promise much
 
 
@@ -119,7 +120,8 @@ class LengthController:
         self._answered: list[tuple[DraftOrigin, float]] = []
         self._members: list[Estimate] = []  # of the round that runs
         self._rounds_left = self._probe_left = self._switches = self._probes = 0
-        self._probe_after, self._speculating = _PROBE_AFTER, True
+        self._probe_after, self._speculating, self._probing = _PROBE_AFTER, True, False
+        self._first_rounds = _FIRST_ROUNDS
         self._rate = self._plain_rate = 0.0
         self._promise = 0.0  # what drafting would gain if drafts came at once
         self._histogram: Counter[int] = Counter()
@@ -143,6 +145,8 @@ class LengthController:
         fixed_s, per_token_s = self._line()
         if fixed_s + per_token_s > 0:  # one stall says little, a lasting change is believed after some twenty steps
             step_s = min(step_s, 2.0 * (fixed_s + per_token_s * num_tokens))
+            if self._probing:
+                self._probe_cost_s += max(0.0, step_s - fixed_s - per_token_s * num_requests)
         self._steps *= _STEP_KEEP
         self._steps += (1.0, num_tokens, num_tokens**2, step_s, num_tokens * step_s)
         self._last_step_s = step_s
@@ -180,8 +184,13 @@ class LengthController:
             self._rounds_left = min(_PLAN_ROUNDS, 1 + sum(self._waits.values()) // 4)
             self._plan([estimate for estimate in members if estimate.most])
         self._rounds_left -= 1
+        plain = False
+        if self._first_rounds and self._steps[0] and any(estimate.planned.k for estimate in members):
+            self._first_rounds -= 1
+            plain = self._first_rounds % _EVERY == 0
         for estimate in members:
-            estimate.before, estimate.chosen = estimate.chosen, estimate.planned
+            estimate.before, estimate.chosen = estimate.chosen, _OFF if plain else estimate.planned
+        self._probing = False
         if members and not self._speculating:
             self._probe([estimate for estimate in members if estimate.most])
         self._histogram.update(estimate.chosen.k for estimate in members if estimate.most)
@@ -281,7 +290,8 @@ class LengthController:
         if speculating != self._speculating:
             self._speculating, self._off_s, self._probe_left = speculating, 0.0, 0
             rounds = 1 if self._draft_step_s > self._last_step_s else _PROBE_ROUNDS
-            self._probe_cost_s = rounds * self._draft_step_s
+            tokens = _PROBE * min(_PROBED, len(drafting))
+            self._probe_cost_s = rounds * (self._draft_step_s + per_token_s * tokens)
             self._switches += 1
         elif speculating:
             self._probe_after = _PROBE_AFTER
@@ -332,7 +342,7 @@ class LengthController:
             self._probe_after = min(2 * self._probe_after, _PROBE_AFTER_MAX)
             self._probes += min(_PROBED, len(drafting))
             self._doubt(drafting)
-        self._probe_left -= 1
+        self._probe_left, self._probing = self._probe_left - 1, True
         if not self._probe_left:
             self._rounds_left = 0  # judge it at once
         # Where hits are rare it would see no draft without waiting for one.

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, required=True, help="JSONL with a field prompt, .gz or not")
     add_contenders(parser)
     parser.add_argument("--concurrency", type=numbers, default=[1])
-    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--pairs", type=numbers, default=[8], help="one number, or one for each concurrency")
     parser.add_argument("--prompts", type=int, default=2, help="a turn, times the concurrency")
     parser.add_argument("--max-tokens", type=numbers, default=[48], help="one number, or one for each concurrency")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -115,9 +115,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="every turn as JSON")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if len(args.max_tokens) not in (1, len(args.concurrency)):
-        parser.error("--max-tokens: one number, or as many as --concurrency has")
-    lengths = args.max_tokens * (len(args.concurrency) if len(args.max_tokens) == 1 else 1)
+    for name, found in (("--max-tokens", args.max_tokens), ("--pairs", args.pairs)):
+        if len(found) not in (1, len(args.concurrency)):
+            parser.error(f"{name}: one number, or as many as --concurrency has")
+    lengths, num_pairs = (of * (len(args.concurrency) if len(of) == 1 else 1) for of in (args.max_tokens, args.pairs))
+    cells = list(zip(args.concurrency, lengths, num_pairs, strict=True))
     servers = contenders(parser, args)
     engine = {"dtype": args.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 29}
     common = {
@@ -137,11 +139,11 @@ def main() -> None:
             clients[server.name] = stack.enter_context(served.serving(config, directory, server.name, server.tree))
             served.wait_until_drafting(clients[server.name], max(args.concurrency))
         print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
-        turns = sum(concurrency * args.prompts * (args.pairs + 1) for concurrency in args.concurrency)
+        turns = sum(concurrency * args.prompts * (pairs + 1) for concurrency, _, pairs in cells)
         texts = iter(prompts(args.dataset, turns))
-        for concurrency, max_tokens in zip(args.concurrency, lengths, strict=True):
+        for concurrency, max_tokens, pairs in cells:
             found: dict[str, list[Turn]] = {name: [] for name in clients}
-            for pair in range(args.pairs + 1):
+            for pair in range(pairs + 1):
                 asked = [text for text, _ in zip(texts, range(concurrency * args.prompts), strict=False)]
                 if len(asked) < concurrency * args.prompts:
                     raise SystemExit(f"--dataset: {turns} prompts are needed for so many pairs")
@@ -155,8 +157,8 @@ def main() -> None:
                 done.append(Compared(name, concurrency, ratio, found["a"], found[name]))
                 print(line(done[-1]), flush=True)
             if args.out:
-                cells = [asdict(compared) for compared in done]
-                args.out.write_text(json.dumps({"settings": vars(args), "cells": cells}, indent=1, default=str))
+                document = {"settings": vars(args), "cells": [asdict(compared) for compared in done]}
+                args.out.write_text(json.dumps(document, indent=1, default=str))
 
 
 if __name__ == "__main__":

@@ -75,11 +75,15 @@ BAD = {
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_request_is_refused_by_field_and_the_server_goes_on(pair, case, streaming):
+def test_a_bad_request_is_refused_by_field_and_the_server_goes_on(ngram_pair, case, streaming):
     prompt, options, field = BAD[case]
 
     def ask():
-        return list(pair.client.stream(prompt, **options)) if streaming else pair.client.generate(prompt, **options)
+        return (
+            list(ngram_pair.client.stream(prompt, **options))
+            if streaming
+            else ngram_pair.client.generate(prompt, **options)
+        )
 
     with pytest.raises(OutriderError) as caught:
         ask()
@@ -89,16 +93,16 @@ def test_a_bad_request_is_refused_by_field_and_the_server_goes_on(pair, case, st
     assert ";" in error.message, "the fix comes after the problem"
     assert "Traceback" not in error.message
     assert "\n" not in error.message
-    answer = pair.client.generate(PROMPT, temperature=0.0, max_tokens=4)
-    pair.reference.check(PROMPT, answer.token_ids, label=case)
+    answer = ngram_pair.client.generate(PROMPT, temperature=0.0, max_tokens=4)
+    ngram_pair.reference.check(PROMPT, answer.token_ids, label=case)
 
 
-def test_nothing_of_them_is_left(pair):
-    assert is_idle(pair.status())
+def test_nothing_of_them_is_left(ngram_pair):
+    assert is_idle(ngram_pair.status())
 
 
-def test_the_longest_prompt_there_is_room_for_is_served(pair):
+def test_the_longest_prompt_there_is_room_for_is_served(ngram_pair):
     prompt = [65 + i % 26 for i in range(MAX_MODEL_LEN - 1)]
-    answer = pair.client.generate(prompt, temperature=0.0)
+    answer = ngram_pair.client.generate(prompt, temperature=0.0)
     assert answer.usage.total_tokens == MAX_MODEL_LEN
-    pair.reference.check(prompt, answer.token_ids, label="longest prompt")
+    ngram_pair.reference.check(prompt, answer.token_ids, label="longest prompt")

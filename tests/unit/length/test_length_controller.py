@@ -8,7 +8,7 @@ import pytest
 
 from outrider.actors.round.length import Estimate, FixedLengths, LengthController, Lengths
 from outrider.cluster.link.messages import DraftOrigin
-from tests.unit.length.virtual_time import PAIRS, TEXTS, Text, VirtualRounds
+from tests.unit.length.virtual_time import PAIRS, TEXTS, Pair, Text, VirtualRounds
 
 CPU, GPU, SMALL = PAIRS["qwen-cpu"], PAIRS["70b-8b"], PAIRS["32b-0.6b"]
 GOOD = Text((0.9,), 0.7, 0.2)
@@ -40,6 +40,15 @@ def test_a_hopeless_drafter_costs_less_than_three_per_cent_and_is_not_asked(pair
     simulation = rounds_of(PAIRS[pair], TEXTS["hopeless"], batch)
     assert simulation.run(800).rate > 0.97 * PAIRS[pair].plain_rate(batch)
     assert not simulation.controller.snapshot()["speculating"]
+
+
+@pytest.mark.parametrize("text", ["stated", "hopeless"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_where_every_token_costs_a_step_of_its_own_it_is_soon_known_and_not_paid_for(batch, text):
+    """Matrix products of a processor without instructions for the weights' type."""
+    pair = Pair((0.45, 0.40), (0.11, 0.08), noise=0.05)
+    speeds = [rounds_of(pair, TEXTS[text], batch, seed=seed, rounds=200).run(200).rate for seed in range(4)]
+    assert sum(speeds) / len(speeds) > 0.97 * pair.plain_rate(batch)
 
 
 @pytest.mark.parametrize("pair", [GPU, CPU])
@@ -130,14 +139,15 @@ def test_a_request_never_gets_more_than_it_may_have():
     for _ in range(100):
         chosen = controller.choose(requests)
         short, none, negative, long, unknown = chosen
-        assert (short.k, none.k, negative.k, unknown.k) == (1, 0, 0, 0)
+        assert (none.k, negative.k, unknown.k) == (0, 0, 0)
+        assert short.k <= 1
         assert long.k <= 8
         for request, lengths in zip(requests, chosen, strict=True):
             assert lengths.k_miss <= lengths.k
             controller.observe_answer(request, DraftOrigin.MAIN_LINE, lengths.k, 0.0001, 0.0)
             controller.observe_round(request, lengths.k, lengths.k)
         controller.observe_step(5, 5 + sum(lengths.k for lengths in chosen), 0.025)
-    assert long.k == 8
+    assert (short.k, long.k) == (1, 8)
 
 
 def test_nothing_is_kept_of_requests_that_are_gone():
