@@ -137,6 +137,8 @@ each other) vLLM itself refuses when the engine is made. An n-gram or suffix dra
 
 «Never run» means that no test of Outrider's has run an engine with it: it goes to vLLM like the others, and whether
 vLLM and Outrider's worker, scheduler and executor agree on it is not known. Compare answers before you rely on it.
+What an argument makes vLLM do, such as the ports that a connector of `kv_transfer_config` opens or code that
+`model_class_overrides` names, no limit, key or check of Outrider's stands before ([security.md](security.md)).
 
 This page is written from the code (`python -m outrider.cluster.config_reference`), and tests hold it, and the types,
 against the installed vLLM.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, TargetConfig, parse_config
 from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, Side, about, reason_against, schema
+from outrider.deploy.app import describe
+from outrider.deploy.preset import Overrides, resolve_config
 from outrider.deploy.progress import Progress
 from outrider.deploy.server import Server, StopSignal
 from tests.unit.test_start_up import heavy_after
@@ -145,6 +148,17 @@ def test_one_in_the_targets_engine_is_sent_there() -> None:
     drafter = {"method": "ngram", "placement": "co_located", "engine_args": {}}
     with pytest.raises(ConfigError, match=r"drafter\.engine_args: .*target\.engine_args"):
         parse_config({"target": {"model": "t"}, "drafter": drafter})
+
+
+def test_the_line_that_serve_and_doctor_show_has_them() -> None:
+    text = describe(parsed("drafter", {"kv_cache_dtype": "fp8"}))
+    assert text == "t (tensor parallel 1), drafted for by d (tensor parallel 1, kv_cache_dtype: fp8)"
+
+
+def test_an_override_of_the_checkpoint_keeps_them(tmp_path: Path, outrider_home: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("target: {model: org/m, engine_args: {block_size: 64}}")
+    assert resolve_config(str(file), Overrides(target="org/n")).target.engine_args == {"block_size": 64}
 
 
 def test_checking_them_imports_no_engine() -> None:
