@@ -87,7 +87,7 @@ class EngineConfig(Section):
                 cls.__name__,
                 [
                     InitErrorDetails(
-                        type=PydanticCustomError("engine_args", problem.text),  # type: ignore[arg-type]
+                        type=PydanticCustomError("engine_args", problem.text),
                         loc=problem.path,
                         input=problem.found,
                     )

@@ -235,8 +235,9 @@ def _overridden(document: dict[str, Any], overrides: Mapping[str, Any]) -> dict[
     for key, value in overrides.items():
         inner = changed.get(key)
         is_model = key.endswith("_config") and key != "quantization_config"
-        both = is_model and isinstance(inner, dict) and isinstance(value, Mapping)
-        changed[key] = _overridden(inner, value) if both else value
+        if is_model and isinstance(inner, dict) and isinstance(value, Mapping):
+            value = _overridden(inner, value)
+        changed[key] = value
     return changed
 
 
