@@ -167,8 +167,8 @@ def _engine_args_rows(model: type[EngineConfig]) -> Iterator[str]:
     yield _row("own key", own, f"write it into `{side}` itself")
     shown = set(own)
     for outcome, table in (("Outrider's", OWNED), ("refused", REFUSED)):
-        for kept in table[side]:
-            here = [name for name in kept.names if name not in shown]
+        for withheld in table[side]:
+            here = [name for name in withheld.names if name not in shown]
             shown.update(here)
             if here:
                 yield _row(outcome, here, reason_against(side, here[0]) or "")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ SCHEMA_PATH = Path(__file__).with_name("engine_args.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Withheld:
     """Arguments that are not passed on, and why, with what to do instead."""
 
     names: tuple[str, ...]
@@ -70,48 +70,48 @@ _MEDIA = (
     "enable_shm_tensor_arena", "disable_chunked_mm_input", "ec_transfer_config", "ec_manager_config",
 )  # fmt: skip
 
-OWNED: dict[Side, tuple[Kept, ...]] = {
+OWNED: dict[Side, tuple[Withheld, ...]] = {
     "target": (
-        Kept(
+        Withheld(
             ("worker_cls", "worker_extension_cls"),
             "the ranks' worker is Outrider's, it has the round built in; leave it out",
         ),
-        Kept(
+        Withheld(
             ("scheduler_cls", "scheduling_policy"),
             "the scheduler is Outrider's; set serving.max_overtaking_s for the order of requests",
         ),
-        Kept(
+        Withheld(
             ("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"),
             "Outrider's scheduler sets a long prompt's share anew in each step; set target.max_num_batched_tokens",
         ),
-        Kept(("async_scheduling",), "Outrider decides whether the engine's steps overlap; leave it out"),
-        Kept(
+        Withheld(("async_scheduling",), "Outrider decides whether the engine's steps overlap; leave it out"),
+        Withheld(
             _PLACES,
             "ranks are Ray actors where Outrider places them; set target.tensor_parallel_size and target.cores",
         ),
-        Kept(_PARALLEL_REPLICAS, "replicas are Outrider's; set serving.num_replicas"),
-        Kept(
+        Withheld(_PARALLEL_REPLICAS, "replicas are Outrider's; set serving.num_replicas"),
+        Withheld(
             ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
             "speculation is Outrider's; write the drafter and speculation sections",
         ),
-        Kept(
+        Withheld(
             ("per_request_spec_decode_metrics", "disable_log_stats"),
             "answers, routing and /metrics are made of these counts; leave it out",
         ),
-        Kept(("additional_config",), "it carries Outrider's own settings to the ranks; leave it out"),
-        Kept(("served_model_name",), "it has its key in another section; set serving.served_model_name"),
-        Kept(("otlp_traces_endpoint",), "it has its key in another section; set serving.otlp_traces_endpoint"),
-        Kept(
+        Withheld(("additional_config",), "it carries Outrider's own settings to the ranks; leave it out"),
+        Withheld(("served_model_name",), "it has its key in another section; set serving.served_model_name"),
+        Withheld(("otlp_traces_endpoint",), "it has its key in another section; set serving.otlp_traces_endpoint"),
+        Withheld(
             ("structured_outputs_config",),
             "constraints are compiled by processes of Outrider's; set serving.structured_output",
         ),
-        Kept(("reasoning_parser",), "it has its key in another section; set openai.reasoning_parser"),
-        Kept(
+        Withheld(("reasoning_parser",), "it has its key in another section; set openai.reasoning_parser"),
+        Withheld(
             ("max_num_queued_reqs", "max_num_queued_tokens"),
             "the queue is Outrider's; set serving.max_queued_requests",
         ),
-        Kept(("shutdown_timeout",), "a server ends in Outrider's own order; set serving.drain_s"),
-        Kept(
+        Withheld(("shutdown_timeout",), "a server ends in Outrider's own order; set serving.drain_s"),
+        Withheld(
             ("logging_config", "log_level", "log_config_file"),
             "every process logs in one form; set serving.log_format, and VLLM_LOGGING_LEVEL in the environment",
         ),
@@ -119,56 +119,56 @@ OWNED: dict[Side, tuple[Kept, ...]] = {
 }  # fmt: skip
 """Decided by Outrider, or by a key elsewhere in the configuration."""
 
-REFUSED: dict[Side, tuple[Kept, ...]] = {
+REFUSED: dict[Side, tuple[Withheld, ...]] = {
     "target": (
-        Kept(
+        Withheld(
             ("pipeline_parallel_size", "prefill_context_parallel_size"),
             "a model is split over tensor-parallel ranks only; set target.tensor_parallel_size",
         ),
-        Kept(_ADAPTERS, "a request has no way to name an adapter; merge it into the checkpoint"),
-        Kept(_MEDIA, "requests are text, pictures and sound are refused at the door; leave it out"),
-        Kept(
+        Withheld(_ADAPTERS, "a request has no way to name an adapter; merge it into the checkpoint"),
+        Withheld(_MEDIA, "requests are text, pictures and sound are refused at the door; leave it out"),
+        Withheld(
             ("runner", "convert", "pooler_config", "io_processor_plugin", "diffusion_config"),
             "Outrider serves models that generate text token by token, and nothing else; leave it out",
         ),
-        Kept(
+        Withheld(
             ("skip_tokenizer_init", "tokens_only", "enable_prompt_embeds"),
             "text and token ids come in, and text goes out; leave it out",
         ),
-        Kept(
+        Withheld(
             (
                 "logits_processors", "logprobs_mode", "use_fp64_gumbel", "enable_batch_sharded_sampling",
                 "watermark_config", "reasoning_config",
             ),
             "every token is chosen by Outrider's sampler, which has none of it; leave it out",
         ),
-        Kept(("max_logprobs",), "one limit, 20, holds for gRPC and OpenAI alike; leave it out"),
-        Kept(("stream_interval",), "a message a round is what the answers' metrics count; leave it out"),
-        Kept(
+        Withheld(("max_logprobs",), "one limit, 20, holds for gRPC and OpenAI alike; leave it out"),
+        Withheld(("stream_interval",), "a message a round is what the answers' metrics count; leave it out"),
+        Withheld(
             ("enable_return_routed_experts", "return_sampling_mask", "aux_output_config", "enable_trace_replay"),
             "no request asks for it, and no answer carries it; leave it out",
         ),
-        Kept(
+        Withheld(
             (
                 "enable_sleep_mode", "sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names",
                 "enable_nccl_comm_suspend", "weight_transfer_config", "profiler_config",
             ),
             "Outrider has no call that would use it; leave it out",
         ),
-        Kept(
+        Withheld(
             ("kv_events_config",),
             "it sends every prompt's token ids to whoever connects to its port, without a key; leave it out",
         ),
-        Kept(
+        Withheld(
             ("hf_token",),
             "a secret does not belong into a configuration that is shown and copied; set HF_TOKEN in the environment",
         ),
-        Kept(("reasoning_parser_plugin",), "openai.reasoning_parser takes vLLM's own parsers; leave it out"),
-        Kept(
+        Withheld(("reasoning_parser_plugin",), "openai.reasoning_parser takes vLLM's own parsers; leave it out"),
+        Withheld(
             ("enable_log_requests", "disable_cascade_attn", "max_parallel_loading_workers"),
             "it has no effect here; leave it out",
         ),
-        Kept(
+        Withheld(
             ("model_weights", "_api_process_count", "_api_process_rank"),
             "vLLM's own note, which it writes itself; leave it out",
         ),
@@ -177,11 +177,11 @@ REFUSED: dict[Side, tuple[Kept, ...]] = {
 """Of no effect here, or of one that breaks what Outrider promises."""
 
 _DRAFTERS_OWN = (
-    Kept(
+    Withheld(
         ("language_model_only", "limit_mm_per_prompt", "skip_mm_profiling"),
         "drafts are text, and a draft model is loaded for text alone; leave it out",
     ),
-    Kept(
+    Withheld(
         (
             "enable_chunked_prefill", "max_num_scheduled_tokens", "max_num_active_seqs", "scheduler_reserve_full_isl",
             "watermark",
@@ -191,22 +191,22 @@ _DRAFTERS_OWN = (
 )  # fmt: skip
 
 _DRAFTERS_REFUSED = (
-    Kept(
+    Withheld(
         ("tokenizer", "tokenizer_mode", "tokenizer_revision", "renderer_num_workers"),
         "a drafter reads and writes token ids, the target's; leave it out",
     ),
-    Kept(
+    Withheld(
         ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "kv_sharing_fast_prefill"),
         "the drafter hands out its KV blocks itself, and keeps them where they are; leave it out",
     ),
-    Kept(
+    Withheld(
         (
             "decode_context_parallel_size", "dcp_comm_backend", "dcp_q_replicate", "dcp_kv_cache_interleave_size",
             "cp_kv_cache_interleave_size", "enable_eplb", "eplb_config",
         ),
         "the drafter's forward pass is its own and does not do it; leave it out",
     ),
-    Kept(
+    Withheld(
         (
             "mamba_config", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_block_size", "mamba_cache_mode",
             "enable_mamba_shared_prefix_checkpoint", "replayssm_buffer_len", "use_replayssm", "mamba_backend",
@@ -215,7 +215,7 @@ _DRAFTERS_REFUSED = (
         ),
         "a draft model has attention layers only, whose state can be rolled back; leave it out",
     ),
-    Kept(
+    Withheld(
         (
             "show_hidden_metrics_for_version", "collect_detailed_traces", "kv_cache_metrics", "kv_cache_metrics_sample",
             "custom_histogram_buckets", "cudagraph_metrics", "enable_mfu_metrics", "enable_logging_iteration_details",
@@ -246,27 +246,27 @@ def schema() -> dict[str, Any]:
 def reason_against(side: Side, name: str) -> str | None:
     """Why an argument that the section has no key of its own for is not passed on. None: it is."""
     for tables in (OWNED, REFUSED):
-        for kept in tables[side]:
-            if name in kept.names:
-                return kept.reason.replace("target.", f"{side}.")
+        for withheld in tables[side]:
+            if name in withheld.names:
+                return withheld.reason.replace("target.", f"{side}.")
     return None
 
 
 def problems(side: Side, arguments: Mapping[str, Any], own_keys: Collection[str]) -> list[Problem]:
     """What is wrong with a section's ``engine_args``. own_keys: of the section, beside engine_args."""
-    return [problem for name, value in arguments.items() for problem in _problems(side, name, value, own_keys)]
+    found = (_problem(side, name, value, own_keys) for name, value in arguments.items())
+    return [problem for problem in found if problem is not None]
 
 
-def _problems(side: Side, name: str, value: Any, own_keys: Collection[str]) -> Iterator[Problem]:
+def _problem(side: Side, name: str, value: Any, own_keys: Collection[str]) -> Problem | None:
     known = schema()["properties"]
     if name not in known:
-        yield Problem((name,), _unknown(name, known, "an engine argument of vLLM's"), {})
-    elif name in own_keys:
-        yield Problem((name,), f"has a key of its own; write it as {side}.{name}", {})
-    elif (reason := reason_against(side, name)) is not None:
-        yield Problem((name,), f"is not passed on to vLLM: {reason}", {})
-    elif (problem := _wrong_value(name, value)) is not None:
-        yield problem
+        return Problem((name,), _unknown(name, known, "an engine argument of vLLM's"), {})
+    if name in own_keys:
+        return Problem((name,), f"has a key of its own; write it as {side}.{name}", {})
+    if (reason := reason_against(side, name)) is not None:
+        return Problem((name,), f"is not passed on to vLLM: {reason}", {})
+    return _wrong_value(name, value)
 
 
 def about(error: str, given: Mapping[Side, Mapping[str, Any]]) -> str | None:

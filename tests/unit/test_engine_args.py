@@ -38,7 +38,7 @@ def refusal(side: Side, arguments: Any) -> str:
 
 def tabled() -> list[tuple[Side, str]]:
     sides: tuple[Side, ...] = ("target", "drafter")
-    return [(side, name) for side in sides for kept in (*OWNED[side], *REFUSED[side]) for name in kept.names]
+    return [(side, name) for side in sides for withheld in (*OWNED[side], *REFUSED[side]) for name in withheld.names]
 
 
 def test_arguments_are_kept_as_they_are_written() -> None:
