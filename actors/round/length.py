@@ -76,7 +76,7 @@ class FixedLengths:
 
 
 _PLAN_ROUNDS = 8
-_START_GAIN, _STAY_GAIN = 1.02, 1.005  # what drafting must promise to begin again, and to go on
+_START_GAIN, _STAY_GAIN = 1.04, 1.02  # what drafting must promise to begin again, and to go on
 _WAIT_GAIN, _MANY = 1.03, 8  # what waiting on misses must promise; in a batch of more than so many it never does
 _REQUEST_KEEP, _DEPLOYMENT_KEEP, _OFF_KEEP = 1 - 1 / 64, 1 - 1 / 500, 1 - 1 / 128
 _STEP_KEEP, _WAIT_ROUNDS = 1 - 1 / 100, 32
@@ -113,7 +113,8 @@ class LengthController:
         self._max_tokens = max_tokens
         self._deployment, self._came = np.zeros((2, max_tokens)), np.zeros((2, max_tokens))
         self._origins = {DraftOrigin.MAIN_LINE: 5.0, DraftOrigin.SIDE_BRANCH: 1.8, DraftOrigin.MISS: 1.2}
-        self._steps = np.zeros(5)  # faded sums over steps of 1, tokens, tokens^2, seconds, tokens * seconds
+        # Faded sums over steps of 1, then of w = 1 / seconds^2 times 1, tokens, tokens^2, seconds, tokens * seconds.
+        self._steps = np.zeros(6)
         self._draft_step_s = self._last_step_s = self._off_s = self._probe_cost_s = 0.0
         self._late_s = {False: 0.0, True: 0.0}  # measured wait less the expected one, by whether a miss was waited for
         self._waits = {False: 0, True: 0}
@@ -148,7 +149,8 @@ class LengthController:
             if self._probing:
                 self._probe_cost_s += max(0.0, step_s - fixed_s - per_token_s * num_requests)
         self._steps *= _STEP_KEEP
-        self._steps += (1.0, num_tokens, num_tokens**2, step_s, num_tokens * step_s)
+        sums = np.array((1.0, num_tokens, num_tokens**2, step_s, num_tokens * step_s)) / step_s**2
+        self._steps += (1.0, *sums.tolist())
         self._last_step_s = step_s
 
     def observe_answer(
@@ -217,12 +219,14 @@ class LengthController:
     # What is known.
 
     def _line(self) -> tuple[float, float]:
-        """A step's fixed seconds and those of a token: least squares, pulled towards the expected elasticity."""
-        weight, tokens, squares, seconds, products = self._steps.tolist()
+        """A step's fixed seconds and those of a token: least squares of the relative errors, since what disturbs a step
+        does so in proportion, and a small one is not to be read off a few large ones. Pulled towards the expected
+        elasticity."""
+        count, weight, tokens, squares, seconds, products = self._steps.tolist()
         if not weight:
             return 0.0, 0.0
         mean_tokens, mean_s = tokens / weight, seconds / weight
-        prior = 0.1 * mean_tokens**2  # in squared tokens: what a tenth of a step twice as large would say
+        prior = 0.1 * weight / count * mean_tokens**2  # what a tenth of a step twice as large would say
         spread = max(squares - tokens * mean_tokens, 0.0) + prior
         slope = (products - tokens * mean_s + prior * _PRIOR_ELASTICITY * mean_s / mean_tokens) / spread
         slope = min(max(slope, 0.0), mean_s / mean_tokens)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import signal
 import time
@@ -144,7 +145,7 @@ def main() -> None:
         for concurrency, max_tokens, pairs in cells:
             found: dict[str, list[Turn]] = {name: [] for name in clients}
             for pair in range(pairs + 1):
-                asked = [text for text, _ in zip(texts, range(concurrency * args.prompts), strict=False)]
+                asked = list(itertools.islice(texts, concurrency * args.prompts))
                 if len(asked) < concurrency * args.prompts:
                     raise SystemExit(f"--dataset: {turns} prompts are needed for so many pairs")
                 for name, client in clients.items():
