@@ -76,6 +76,7 @@ class EngineConfig(Section):
     the others are not: [engine-args.md](engine-args.md)."""
 
     side: ClassVar[Side] = "target"
+    """Whose engine it is, as errors name the section."""
 
     @field_validator("engine_args")
     @classmethod
