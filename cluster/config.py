@@ -378,6 +378,11 @@ def explained(error: ValidationError) -> str:
 def _unknown_key(parts: list[str]) -> str:
     """parts: of the dotted path. A key that vLLM users know gets a better answer than one that is misspelt."""
     *section, key = parts
+    if section == ["drafter"] and key == "engine_args":
+        return (
+            "a drafter without an engine of its own has none; remove it (placement: co_located drafts in the target's "
+            "engine: target.engine_args, and the keys of vLLM's speculative_config here)"
+        )
     if section == ["drafter"] and key in CoLocatedConfig.model_fields:
         return (
             "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"

@@ -1,9 +1,10 @@
-"""Writes ``docs/configuration.md`` from the configuration's own fields:
+"""Writes ``docs/configuration.md`` and ``docs/engine-args.md`` from the configuration's own fields and tables:
 ``python -m outrider.cluster.config_reference``.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,11 @@ from outrider.cluster.config import (
     SuffixConfig,
     TargetConfig,
 )
+from outrider.cluster.config_section import EngineConfig
+from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, reason_against, schema
 
 PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
+ENGINE_ARGS_PATH = PATH.with_name("engine-args.md")
 
 _HEAD = """# Configuration
 
@@ -53,6 +57,9 @@ target's engine, without that key it runs in a drafter actor (methods `draft_mod
 vLLM's are taken in both places: `num_speculative_tokens` in the `drafter` section is `speculation`'s, and
 `draft_tensor_parallel_size` is a remote draft model's `tensor_parallel_size`. Which method fits which model, and what
 differs between the two places: [methods.md](methods.md).
+
+What vLLM has an engine argument for and this page has no key, `target.engine_args` and `drafter.engine_args` take:
+[engine-args.md](engine-args.md).
 """
 
 _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
@@ -103,6 +110,76 @@ def _default(field: FieldInfo) -> str:
     return f"`{value}`"
 
 
+_ENGINE_ARGS_HEAD = """# vLLM's engine arguments
+
+`target.engine_args` and `drafter.engine_args` are mappings of vLLM's engine arguments (`vllm serve --help`, with `_`
+for `-`). What Outrider has no key of its own for reaches vLLM's engine as it is written:
+
+```yaml
+target:
+  model: /models/qwen2.5-coder-1.5b-instruct
+  engine_args:
+    kv_cache_dtype: fp8
+    attention_config: {flash_attn_version: 3}
+    hf_overrides: {rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}
+drafter:
+  method: draft_model
+  model: /models/qwen2.5-coder-0.5b-instruct
+  engine_args:
+    kv_cache_dtype: fp8
+```
+
+A name that vLLM does not have, a value of another type and an argument that is not passed on stop the start with the
+field's name, as `outrider doctor` does; vLLM's own types are in `cluster/engine_args.json`, written from the vLLM that
+this was made for. What fits the types and still cannot work (a backend without its kernels, two arguments that exclude
+each other) vLLM itself refuses when the engine is made. An n-gram or suffix drafter has no engine, and one with
+`placement: co_located` has the target's: neither takes `engine_args`.
+
+«Never run» means that no test of Outrider's has run an engine with it: it goes to vLLM like the others, and whether
+vLLM and Outrider's worker, scheduler and executor agree on it is not known. Compare answers before you rely on it.
+What an argument makes vLLM do, such as the ports that a connector of `kv_transfer_config` opens or code that
+`model_class_overrides` names, no limit, key or check of Outrider's stands before ([security.md](security.md)).
+
+This page is written from the code (`python -m outrider.cluster.config_reference`), and tests hold it, and the types,
+against the installed vLLM.
+"""
+
+
+def render_engine_args() -> str:
+    parts = [_ENGINE_ARGS_HEAD]
+    for model, text in (
+        (TargetConfig, "The engine that answers."),
+        (DraftModelConfig, "Of `method: draft_model` in a drafter actor. Its model is vLLM's; its steps, its KV blocks "
+         "and its sampling are the drafter's own."),
+    ):  # fmt: skip
+        table = "".join(_engine_args_rows(model))
+        parts.append(f"## {model.side}\n\n{text}\n\n| | arguments | |\n|---|---|---|\n{table}")
+    return "\n".join(parts)
+
+
+def _engine_args_rows(model: type[EngineConfig]) -> Iterator[str]:
+    side, names = model.side, list(schema()["properties"])
+    own = [name for name in names if name in model.model_fields]
+    passed = [name for name in names if name not in own and reason_against(side, name) is None]
+    run = [name for name in passed if name in RUN_HERE[side]]
+    yield _row("passed on", run, "engines under test run with it")
+    yield _row("passed on", [name for name in passed if name not in run], "never run")
+    yield _row("own key", own, f"write it into `{side}` itself")
+    shown = set(own)
+    for outcome, table in (("Outrider's", OWNED), ("refused", REFUSED)):
+        for withheld in table[side]:
+            here = [name for name in withheld.names if name not in shown]
+            shown.update(here)
+            if here:
+                yield _row(outcome, here, reason_against(side, here[0]) or "")
+
+
+def _row(outcome: str, names: list[str], text: str) -> str:
+    text = re.sub(r"\b(?:target|drafter|serving|openai)\.[a-z_]+|\b[A-Z]+_[A-Z_]+\b", r"`\g<0>`", text)
+    return f"| {outcome} | {', '.join(f'`{name}`' for name in names)} | {text} |\n"
+
+
 if __name__ == "__main__":
-    PATH.write_text(render())
-    sys.stdout.write(f"{PATH}\n")
+    for path, text in ((PATH, render()), (ENGINE_ARGS_PATH, render_engine_args())):
+        path.write_text(text)
+        sys.stdout.write(f"{path}\n")

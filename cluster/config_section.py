@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from outrider.cluster.engine_args import Side, problems
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CoreSet = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -67,6 +70,32 @@ class EngineConfig(Section):
 
     cores: list[CoreSet] | None = None
     """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. None: shared out at start-up."""
+
+    engine_args: dict[str, Any] = {}
+    """Any other of vLLM's engine arguments, e.g. ``{kv_cache_dtype: fp8}``, passed on as written. Which are, and why
+    the others are not: [engine-args.md](engine-args.md)."""
+
+    side: ClassVar[Side] = "target"
+    """Whose engine it is, as errors name the section."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _passed_on(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        own_keys = cls.model_fields.keys() - {"engine_args"}
+        if found := problems(cls.side, arguments, own_keys):
+            # pydantic lists the errors of such an exception as if each were of a field of its own.
+            raise ValidationError.from_exception_data(
+                cls.__name__,
+                [
+                    InitErrorDetails(
+                        type=PydanticCustomError("engine_args", problem.text),
+                        loc=problem.path,
+                        input=problem.found,
+                    )
+                    for problem in found
+                ],
+            )
+        return arguments
 
     @model_validator(mode="after")
     def _one_core_set_a_rank(self) -> EngineConfig:

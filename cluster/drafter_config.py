@@ -9,11 +9,12 @@ a name for is known here, those that Outrider does not run with why not.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from outrider.cluster.config_section import ConfigError, CoreSet, EngineConfig, Section
+from outrider.cluster.engine_args import Side
 
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
 """In a drafter actor: what needs tokens only."""
@@ -231,6 +232,8 @@ MIN_DRAFT_STEP_TOKENS = 64
 
 class DraftModelConfig(EngineConfig):
     """A smaller language model with the target's tokenizer, in its own engine with its own KV cache."""
+
+    side: ClassVar[Side] = "drafter"
 
     method: Literal["draft_model"]
     """``draft_model``."""

@@ -19,7 +19,14 @@ from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.serving.access.settings import ProxyAccess, check_access
-from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, ServingConfig, parse_config
+from outrider.cluster.config import (
+    ConfigError,
+    DraftModelConfig,
+    EngineConfig,
+    OutriderConfig,
+    ServingConfig,
+    parse_config,
+)
 from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.installed import installed_version
@@ -247,9 +254,14 @@ def serve_logging(serving: ServingConfig) -> LoggingConfig | None:
 
 def describe(config: OutriderConfig) -> str:
     """One line for the operator: what runs, and speculated by what."""
-    text = f"{config.served_model_name} (tensor parallel {config.target.tensor_parallel_size})"
+    text = f"{config.served_model_name} ({_engine(config.target)})"
     if (co_located := config.co_located) is not None:
         return f"{text}, drafting co-located by vLLM's {co_located.method}"
     if isinstance(config.drafter, DraftModelConfig):
-        return f"{text}, drafted for by {config.drafter.model} (tensor parallel {config.drafter.tensor_parallel_size})"
+        return f"{text}, drafted for by {config.drafter.model} ({_engine(config.drafter)})"
     return f"{text}, drafted for by {config.drafter.method} lookup" if config.drafter else f"{text}, without a drafter"
+
+
+def _engine(engine: EngineConfig) -> str:
+    given = "".join(f", {name}: {value}" for name, value in engine.engine_args.items())
+    return f"tensor parallel {engine.tensor_parallel_size}{given}"

@@ -26,6 +26,7 @@ from outrider.actors.serve_seam import leans_on as serve_names
 from outrider.actors.serving.access.settings import check_access
 from outrider.actors.vllm_seam import leans_on as vllm_names
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.engine_args import RUN_HERE
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import available_cores, preload_libraries
 from outrider.deploy.app import plan_replica
@@ -219,12 +220,55 @@ def check_seams() -> list[Finding]:
     return [ok(subject, f"{names} entries of what Outrider extends in {versions} are there")]
 
 
+_ASK_ENGINE_ARGS = """
+import json, sys
+from outrider.actors.vllm_seam.engine_args_schema import checked
+from outrider.cluster.config_section import ConfigError
+try:
+    checked(sys.argv[1], json.loads(sys.argv[2]))
+except ConfigError as error:
+    print(json.dumps(str(error)))
+else:
+    print("null")
+"""
+
+
+def check_engine_args(engine: EngineConfig) -> list[Finding]:
+    """What ``engine_args`` hold: whether the installed vLLM takes it, by its own types, and what of it has never been
+    run. In a process of its own, which imports vLLM: seconds."""
+    given, subject = engine.engine_args, f"{engine.side}.engine_args"
+    if not given:
+        return []
+    command = [sys.executable, "-c", _ASK_ENGINE_ARGS, engine.side, json.dumps(given, default=str)]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_SEAMS_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return [fail(subject, f"importing vLLM takes over {_SEAMS_TIMEOUT_S:g} s", "make setup")]
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines()
+        return [fail(subject, said[-1] if said else f"asking vLLM ended with {asked.returncode}", "make setup")]
+    if (problem := json.loads(asked.stdout.splitlines()[-1])) is not None:
+        problem, _, fix = problem.partition("; ")
+        return [fail(subject, problem, fix)]
+    findings = [ok(subject, ", ".join(f"{name}: {value}" for name, value in given.items()))]
+    if never := [name for name in given if name not in RUN_HERE[engine.side]]:
+        findings.append(
+            warn(
+                subject,
+                f"{', '.join(never)}: passed on to vLLM, and never run under Outrider's tests",
+                "compare answers with and without it before you rely on it (docs/engine-args.md)",
+            )
+        )
+    return findings
+
+
 def check_checkpoints(config: OutriderConfig) -> list[Finding]:
     """Files of every checkpoint, then what they say against the configuration and each other."""
-    findings = check_files("target", config.target.model)
+    findings = check_files("target", config.target.model, has_weights=_reads_weights(config.target))
     model = drafter_model(config)
     if model is not None:
-        findings += check_files("drafter", model, needs_tokenizer=False)
+        has_weights = not isinstance(config.drafter, EngineConfig) or _reads_weights(config.drafter)
+        findings += check_files("drafter", model, needs_tokenizer=False, has_weights=has_weights)
     findings.append(
         judged("models", "heads fit ranks, lengths fit positions, vocabularies agree", lambda: check_models(config))
     )
@@ -247,7 +291,12 @@ def drafter_model(config: OutriderConfig) -> str | None:
     return model
 
 
-def check_files(section: str, model: str, needs_tokenizer: bool = True) -> list[Finding]:
+def _reads_weights(engine: EngineConfig) -> bool:
+    """Whether vLLM reads any from the checkpoint."""
+    return bool(engine.engine_args.get("load_format") != "dummy")
+
+
+def check_files(section: str, model: str, needs_tokenizer: bool = True, has_weights: bool = True) -> list[Finding]:
     """Of a local checkpoint. A hub id is fetched at start-up: nothing to check but that."""
     directory = Path(model)
     subject = f"{section}.model"
@@ -260,7 +309,7 @@ def check_files(section: str, model: str, needs_tokenizer: bool = True) -> list[
             )
         ]
     try:
-        files = weight_files(directory)
+        files = weight_files(directory) if has_weights else []
         size = sum(path.stat().st_size for path in files)
         for path in files:
             if path.suffix == ".safetensors":

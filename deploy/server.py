@@ -27,7 +27,8 @@ from outrider.actors.serve_seam import PROXY_ENVIRONMENT, leans_on
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serving.access.settings import ProxyAccess
-from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
+from outrider.cluster.engine_args import Side, about
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy import ray_access
@@ -260,9 +261,13 @@ class Server:
         for name, deployment in app.deployments.items():
             if deployment.message and deployment.status.name in ("DEPLOY_FAILED", "UNHEALTHY"):
                 text = explain(deployment.message, self._log_texts())
-                field = "" if _FIELD.match(text) else f"{name.lower()}: "
+                field = "" if _FIELD.match(text) else f"{about(text, self._engine_args()) or name.lower()}: "
                 return f"{field}{text}{self._where()}"
         return f"serving: {explain(app.message)}{self._where()}"
+
+    def _engine_args(self) -> dict[Side, dict[str, Any]]:
+        engines = (self._config.target, self._config.drafter)
+        return {engine.side: engine.engine_args for engine in engines if isinstance(engine, EngineConfig)}
 
     def _log_texts(self) -> list[str]:
         """The ends of the workers' logs, newest first."""

@@ -15,6 +15,8 @@ import numpy as np
 
 VOCAB = 256
 ROUNDS = 40
+NUM_BLOCKS = 500
+"""As an engine argument of vLLM's; memory for four times as many is there."""
 
 
 class Side:
@@ -112,8 +114,13 @@ def main(model):
         max_model_len=512,
         kv_cache_memory_bytes=64 << 20,
         enable_prefix_caching=False,  # else one side would find what the other has computed
+        engine_args={"num_gpu_blocks_override": NUM_BLOCKS},
     )
     engine = DraftEngine(drafter_vllm_config(config, None, None), in_process=True)
+    all_blocks = engine.take_blocks(NUM_BLOCKS - 1)  # vLLM keeps one to itself
+    assert all_blocks is not None
+    assert engine.take_blocks(1) is None
+    engine.free_blocks(all_blocks)
     limits = LookaheadLimits(max_side_branches=12, prompt_lookup_min=1, prompt_lookup_max=3)
     report = {}
     for cut in (False, True):

@@ -65,6 +65,18 @@ def build_models(directory: Path) -> Models:
     )
 
 
+TARGET_ENGINE_ARGS: dict[str, Any] = {
+    "block_size": 64,
+    "enable_chunked_prefill": True,
+    "load_format": "safetensors",
+    "prefix_caching_hash_algo": "sha256_cbor",
+}
+"""Of the one deployment whose target has some."""
+
+DRAFTER_ENGINE_ARGS: dict[str, Any] = {"load_format": "safetensors"}
+"""Likewise of a drafter."""
+
+
 def engine(model: Path, **changes: Any) -> dict[str, Any]:
     common: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
     return {"model": str(model), **common, **changes}
@@ -95,13 +107,13 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
     return {
         "pair": {
             "target": target,
-            "drafter": pinned_draft_model,
+            "drafter": {**pinned_draft_model, "engine_args": DRAFTER_ENGINE_ARGS},
             "speculation": always,
             "openai": {"chat_template": CHAT_TEMPLATE, "tool_call_parser": "hermes"},
         },
         # Few seats, so that a test can fill them.
         "ngram_pair": {
-            "target": {**target, "max_num_seqs": 4},
+            "target": {**target, "max_num_seqs": 4, "engine_args": TARGET_ENGINE_ARGS},
             "drafter": {"method": "ngram", "cores": core(1)},
             "speculation": always,
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},

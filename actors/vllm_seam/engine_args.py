@@ -10,8 +10,10 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
+from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
+from outrider.cluster.engine_args import about
 from outrider.cluster.placement import RankPlacement
 
 
@@ -58,7 +60,7 @@ def _common(config: EngineConfig) -> dict[str, Any]:
     }
     if config.max_num_batched_tokens is not None:
         args["max_num_batched_tokens"] = config.max_num_batched_tokens
-    return args
+    return args | checked(config.side, config.engine_args)
 
 
 def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_group: Any) -> VllmConfig:
@@ -74,7 +76,7 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     args = target_engine_arguments(config)
     args["distributed_executor_backend"] = RayRanksExecutor
     args["additional_config"] = {**ranks.as_additional_config(), "outrider": config.model_dump(mode="json")}
-    vllm_config = _create(AsyncEngineArgs(**args), placement_group, "target")
+    vllm_config = _create(AsyncEngineArgs, args, placement_group, config.target)
     scheduler = vllm_config.scheduler_config
     # vLLM decides whether steps may overlap; ours never do.
     scheduler.scheduler_cls = (
@@ -133,16 +135,33 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
 
         args["distributed_executor_backend"] = RayRanksExecutor
         args["additional_config"] = ranks.as_additional_config()
-    return _create(EngineArgs(**args), placement_group, "drafter")
+    return _create(EngineArgs, args, placement_group, config)
 
 
-def _create(args: EngineArgs, placement_group: Any, section: str) -> VllmConfig:
+_REFUSALS = (
+    ValueError, OSError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError, ImportError,
+)  # fmt: skip
+"""With which vLLM ends for settings that do not go together, or that this machine does not have."""
+
+
+def _create(made_by: type[EngineArgs], args: dict[str, Any], placement_group: Any, config: EngineConfig) -> VllmConfig:
     try:
-        vllm_config = args.create_engine_config()
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{section}: {_first_lines(error)}") from error
+        vllm_config = made_by(**args).create_engine_config()
+    except _REFUSALS as error:
+        raise ConfigError(_refusal(error, config)) from error
     vllm_config.parallel_config.placement_group = placement_group
     return vllm_config
+
+
+def _refusal(error: Exception, config: EngineConfig) -> str:
+    """In vLLM's words, under the name of the engine argument that they are about where that can be told."""
+    text = _first_lines(error)
+    if not isinstance(error, ValueError | OSError):  # words that were not meant for an operator
+        text = f"{type(error).__name__}: {text}"
+    if (path := about(str(error), {config.side: config.engine_args})) is not None:
+        return f"{path}: {text}"
+    given = f" (with engine_args {', '.join(config.engine_args)})" if config.engine_args else ""
+    return f"{config.side}: {text}{given}"
 
 
 def _first_lines(error: Exception) -> str:

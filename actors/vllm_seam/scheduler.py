@@ -45,12 +45,14 @@ class FairScheduling(_Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        # vLLM reads it at each step, and leaves it alone when a request is the only one.
-        self.scheduler_config.long_prefill_token_threshold = prefill_threshold(
-            self.scheduler_config.max_num_batched_tokens,
-            sum(request.is_prefill_chunk for request in self.running),
-            at_least=1 + self.num_spec_tokens,
-        )
+        # vLLM reads it at each step, and leaves it alone when a request is the only one. Whoever has chunked prefill
+        # switched off wants prompts whole.
+        if self.scheduler_config.enable_chunked_prefill:
+            self.scheduler_config.long_prefill_token_threshold = prefill_threshold(
+                self.scheduler_config.max_num_batched_tokens,
+                sum(request.is_prefill_chunk for request in self.running),
+                at_least=1 + self.num_spec_tokens,
+            )
         return super().schedule(*args, **kwargs)
 
 

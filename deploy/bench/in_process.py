@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from outrider.actors.vllm_seam.engine_args import CPU_KV_CACHE_BYTES, on_gpu
+from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.deploy.bench.load import Answer, Ask
 
 
@@ -106,7 +107,9 @@ async def serve(out: TextIO) -> None:
     engine: AsyncLLM | None = None
     try:
         arguments = engine_arguments((await commands.get())["engine"])
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        others = checked("target", arguments.get("engine_args", {}))
+        common = {name: value for name, value in arguments.items() if name != "engine_args"}
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**common, **others))
         say(out, {"ready": arguments})
         number = 0
         while True:

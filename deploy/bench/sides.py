@@ -116,7 +116,7 @@ class ServerProcess:
 def engine_arguments(config: OutriderConfig, k: int | None, compile_models: bool = False) -> dict[str, Any]:
     """vLLM's engine arguments for the configuration's models in one process. k None: no speculation.
 
-    It gets the KV cache of both our engines; what is None is left to the platform.
+    It gets the KV cache of both our engines, and the target's ``engine_args``; what is None is left to the platform.
     """
     target, drafter = config.target, config.drafter
     arguments = target.model_dump(exclude={"cores"})  # every other key is vLLM's

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
 from outrider.cluster.device_defaults import choices
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.deploy.app import describe, engine_on_gpu
@@ -20,6 +20,7 @@ from outrider.deploy.doctor import (
     Finding,
     Level,
     check_checkpoints,
+    check_engine_args,
     check_machine,
     check_packages,
     check_seams,
@@ -66,6 +67,9 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
     except ConfigError:
         return findings  # said above: there is no vLLM
     findings += check_seams()
+    for engine in (config.target, config.drafter):
+        if isinstance(engine, EngineConfig):
+            findings += check_engine_args(engine)
     findings += check_checkpoints(config)
     findings += check_method(config, gpu)
     findings += shown_choices(config, gpu)

@@ -214,7 +214,8 @@ def _check_length(document: ModelJson, max_model_len: int | None, section: str) 
 
 
 def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
-    """config.json of a local checkpoint, or of a hub id (which downloads that one file)."""
+    """config.json of a local checkpoint, or of a hub id (which downloads that one file), as vLLM will read it: with
+    ``engine_args.hf_overrides``."""
     path = Path(engine.model) / "config.json"
     if not path.is_file():
         path = _download(engine, section, "config.json")
@@ -224,7 +225,20 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
         raise ConfigError(f"{section}.model: {path} is not readable as JSON ({error}); fetch the model again") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{section}.model: {path} holds no JSON object; fetch the model again")
-    return document
+    return _overridden(document, engine.engine_args.get("hf_overrides") or {})
+
+
+def _overridden(document: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """As vLLM does it: of a model's configuration inside the model's the keys that are named change, anything else is
+    put in the place of what is there."""
+    changed = dict(document)
+    for key, value in overrides.items():
+        inner = changed.get(key)
+        is_model = key.endswith("_config") and key != "quantization_config"
+        if is_model and isinstance(inner, dict) and isinstance(value, Mapping):
+            value = _overridden(inner, value)
+        changed[key] = value
+    return changed
 
 
 def _download(engine: EngineConfig, section: str, name: str) -> Path:

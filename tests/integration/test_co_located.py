@@ -3,6 +3,7 @@ of the target alone."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ PROMPTS = [b"Hello world, this is", b"a", b"one two one two one two one two one 
 PROCESSES = 2
 """At once, of one thread each. Two engines of this size take some 2 GiB."""
 
+OTHER_POSITIONS = {"rope_theta": 100.0, "rope_type": "default"}
+
 REFUSED = ("suffix", "mlp_speculator")
 
 ACCEPTS = ("draft_model", "ngram")
@@ -42,9 +45,9 @@ def heads(tmp_path_factory):
 def results(models, heads, request):
     """Name -> what came out. An engine for each that a test of this run asks for, and for those that are refused."""
 
-    def job(name, drafter, target=models.target, **more):
+    def job(name, drafter, target=models.target, engine_args=None, **more):
         config = {
-            "target": engine(target, enable_prefix_caching=False),
+            "target": engine(target, enable_prefix_caching=False, engine_args=engine_args or {}),
             "drafter": {"placement": "co_located", "num_speculative_tokens": K, **drafter},
         }
         return {"name": name, "config": config, "prompts": [list(prompt) for prompt in PROMPTS], **more}
@@ -57,6 +60,11 @@ def results(models, heads, request):
         job("dflash", {"method": "dflash", "model": str(heads["dflash"])}),
         job("mtp", {"method": "mtp"}, target=heads["mtp_target"]),
         job("unpadded", {"method": "eagle", "model": str(heads["eagle"]), "disable_padded_drafter_batch": True}),
+        job(
+            "other positions",
+            {"method": "draft_model", "model": str(models.drafter)},
+            engine_args={"hf_overrides": {"rope_parameters": OTHER_POSITIONS}},
+        ),
         job("suffix", {"method": "suffix"}),
         job(
             "mlp_speculator",
@@ -82,6 +90,23 @@ def run(jobs):
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == len(jobs), done.stderr[-3000:]
     return lines
+
+
+@pytest.mark.parametrize("name", ["other positions"])
+def test_a_checkpoint_with_overrides_is_another_model(results, models, tmp_path, name):
+    """``target.engine_args.hf_overrides``: the tokens are those of a checkpoint that says so itself."""
+    assert "error" not in results[name], results[name]
+    changed = shutil.copytree(models.target, tmp_path / "changed")
+    document = json.loads((changed / "config.json").read_text())
+    document["rope_parameters"] = OTHER_POSITIONS
+    (changed / "config.json").write_text(json.dumps(document))
+    reference, original = Reference(changed), Reference(models.target)
+    for prompt, answer in zip(PROMPTS, results[name]["tokens"], strict=True):
+        reference.check(prompt, answer, label=name)
+    assert any(
+        original.greedy(prompt, NUM_TOKENS) != answer
+        for prompt, answer in zip(PROMPTS, results[name]["tokens"], strict=True)
+    )
 
 
 # draft_model is served in test_co_located_serving.py, eagle is unpadded's method, ngram has no heads of its own.

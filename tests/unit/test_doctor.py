@@ -259,7 +259,8 @@ def test_a_configuration_that_cannot_be_read_ends_the_checks_with_exit_code_1(tm
 def test_the_whole_command_on_a_small_checkpoint(checkpoint, tmp_path, capsys, outrider_home):
     file = tmp_path / "c.yaml"
     sections = {"drafter": {"method": "suffix"}, "serving": {"grpc_port": 0, "http_port": 0}}
-    target = {"model": str(checkpoint), "kv_cache_memory_bytes": 1 << 20}
+    engine_args = {"block_size": 64, "moe_backend": "triton"}
+    target = {"model": str(checkpoint), "kv_cache_memory_bytes": 1 << 20, "engine_args": engine_args}
     file.write_text(json.dumps({"target": target, **sections}))
     main(["doctor", str(file)])
     printed = capsys.readouterr().out
@@ -277,8 +278,39 @@ def test_the_whole_command_on_a_small_checkpoint(checkpoint, tmp_path, capsys, o
         "disk",
     ):
         assert subject in subjects
+    taken, never_run = (line for line in printed.splitlines() if "  target.engine_args  " in line)
+    assert taken.startswith("OK")
+    assert taken.endswith("block_size: 64, moe_backend: triton")
+    assert never_run.startswith("WARN")
+    assert "  moe_backend: passed on to vLLM, and never run" in never_run
     (internals,) = (line for line in printed.splitlines() if "  internals  " in line)
     assert internals.startswith("OK")
+
+
+def test_engine_arguments_are_held_against_the_installed_vllm():
+    """What the check without vLLM leaves to it, such as names of its own enumerations in its own configurations."""
+    target = {"engine_args": {"compilation_config": {"mode": "FAST"}}}
+    (finding,) = doctor.check_engine_args(config(target=target).target)
+    assert (finding.subject, finding.level) == ("target.engine_args", Level.FAIL)
+    assert finding.text.startswith("target.engine_args.compilation_config.mode: ")
+    assert finding.fix == "change or remove it"
+
+
+def test_weights_are_not_looked_for_where_none_are_read(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    target = {"engine_args": {"load_format": "dummy"}}
+    assert levels(check_checkpoints(config(checkpoint, target=target)))["target.model"] is Level.OK
+    assert levels(check_checkpoints(config(checkpoint)))["target.model"] is Level.FAIL
+
+
+def test_positions_that_are_overridden_are_those_that_count(checkpoint):
+    (checkpoint / "config.json").write_text(json.dumps({**DOCUMENT, "max_position_embeddings": 512}))
+    longer = {"max_model_len": 1024}
+    (failed,) = (each for each in check_checkpoints(config(checkpoint, target=longer)) if each.subject == "models")
+    assert failed.level is Level.FAIL
+    longer["engine_args"] = {"hf_overrides": {"max_position_embeddings": 1024, "text_config": {"a": 1}}}
+    (passed,) = (each for each in check_checkpoints(config(checkpoint, target=longer)) if each.subject == "models")
+    assert passed.level is Level.OK
 
 
 def test_a_vllm_without_the_names_that_are_extended_fails(tmp_path, monkeypatch):

@@ -116,13 +116,20 @@ def test_an_interrupt_cancels_what_is_under_way(
 def test_the_other_side_gets_our_models_our_lengths_and_the_cache_of_both_our_engines() -> None:
     config = parse_config(
         {
-            "target": {"model": "t", "max_model_len": 512, "kv_cache_memory_bytes": 300, "cores": [[0]]},
+            "target": {
+                "model": "t",
+                "max_model_len": 512,
+                "kv_cache_memory_bytes": 300,
+                "cores": [[0]],
+                "engine_args": {"block_size": 64},
+            },
             "drafter": {"method": "draft_model", "model": "d", "kv_cache_memory_bytes": 200, "revision": "main"},
         }
     )
     plain, speculating = engine_arguments(config, None), engine_arguments(config, 3, compile_models=True)
     assert (plain["model"], plain["max_model_len"], plain["kv_cache_memory_bytes"]) == ("t", 512, 300)
     assert "cores" not in plain
+    assert plain["engine_args"] == speculating["engine_args"] == {"block_size": 64}
     assert "speculative_config" not in plain
     assert speculating["kv_cache_memory_bytes"] == 500
     assert speculating["enforce_eager"] is False

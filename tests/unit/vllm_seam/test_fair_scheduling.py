@@ -12,7 +12,9 @@ class Base:
     def __init__(self, max_overtaking_s):
         serving = {"max_overtaking_s": max_overtaking_s}
         self.vllm_config = SimpleNamespace(additional_config={"outrider": {"serving": serving}})
-        self.scheduler_config = SimpleNamespace(max_num_batched_tokens=1000, long_prefill_token_threshold=0)
+        self.scheduler_config = SimpleNamespace(
+            max_num_batched_tokens=1000, long_prefill_token_threshold=0, enable_chunked_prefill=True
+        )
         self.num_spec_tokens = 4
         self.running = []
         self.added = []
@@ -56,3 +58,10 @@ def test_long_prompts_share_a_step_in_every_step():
     assert scheduler.schedule(throttle_prefills=True) == (375, True)
     scheduler.running = [SimpleNamespace(is_prefill_chunk=True)] * 400
     assert scheduler.schedule()[0] == prefill_threshold(1000, 400, at_least=5) == 5
+
+
+def test_prompts_stay_whole_where_chunked_prefill_is_switched_off():
+    scheduler = Scheduler(max_overtaking_s=3.0)
+    scheduler.scheduler_config.enable_chunked_prefill = False
+    scheduler.running = [SimpleNamespace(is_prefill_chunk=True)]
+    assert scheduler.schedule() == (0, False)

@@ -1,0 +1,138 @@
+"""Engine arguments of the configuration, held against the installed vLLM and handed to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from pydantic.fields import FieldInfo
+from vllm.config import AttentionConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from outrider.actors.vllm_seam import engine_args_schema
+from outrider.actors.vllm_seam.engine_args import drafter_vllm_config, target_vllm_config
+from outrider.actors.vllm_seam.engine_args_schema import checked
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
+from outrider.cluster.engine_args import SCHEMA_PATH, problems
+from outrider.cluster.placement import RankPlacement
+from tests.tiny_models import build_tiny_llama
+
+RANKS = RankPlacement("local", ["Verifier:test"], [0], None, {})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def of_target(checkpoint: str, **arguments: Any) -> OutriderConfig:
+    return parse_config({"target": {"model": checkpoint, "dtype": "float32", "engine_args": arguments}})
+
+
+def test_the_types_are_those_of_the_installed_vllm():
+    run = "run: python -m outrider.actors.vllm_seam.engine_args_schema"
+    assert SCHEMA_PATH.read_text() == engine_args_schema.render(), run
+
+
+def test_what_vllm_has_by_default_passes_the_check_without_vllm():
+    """Nothing that vLLM takes is refused for its type: its own values least of all."""
+    found = {}
+    for field in dataclasses.fields(AsyncEngineArgs):
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+        if isinstance(default, FieldInfo):
+            default = default.get_default(call_default_factory=True)
+        try:
+            found[field.name] = json.loads(json.dumps(list(default) if isinstance(default, set) else default))
+        except TypeError:  # one of vLLM's own configurations
+            continue
+    assert len(found) > 200
+    wrong_types = [problem for problem in problems("target", found, ()) if " must be " in f" {problem.text}"]
+    assert wrong_types == []
+
+
+def test_mappings_become_vllms_own_configurations_and_nothing_else_changes():
+    given = {
+        "attention_config": {"flash_attn_version": 3},
+        "hf_overrides": {"rope_theta": 1e6},
+        "cpu_offload_params": ["experts"],
+        "block_size": 64,
+        "attention_backend": "CPU_ATTN",
+    }
+    made = checked("target", given)
+    assert made["attention_config"] == AttentionConfig(flash_attn_version=3)
+    assert {name: value for name, value in made.items() if name != "attention_config"} == {
+        name: value for name, value in given.items() if name != "attention_config"
+    }
+    assert made["hf_overrides"] is not given["hf_overrides"], "vLLM may write into it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"no_such_thing": 1},
+            r"target\.engine_args\.no_such_thing: the installed vLLM 0\.32\.\S+ has no such argument",
+        ),
+        ({"kv_cache_dtype": "fp9"}, r"target\.engine_args\.kv_cache_dtype: Input should be 'auto'"),
+        ({"attention_config": {"backend": "FLASH"}}, r"target\.engine_args\.attention_config\.backend: "),
+        ({"compilation_config": {"mode": "FAST"}}, r"target\.engine_args\.compilation_config\.mode: "),
+    ],
+)
+def test_vllms_own_types_have_the_last_word(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        checked("target", arguments)
+
+
+def test_they_reach_the_targets_engine(checkpoint):
+    arguments = {
+        "block_size": 64,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "load_format": "safetensors",
+        "hf_overrides": {
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+            "max_position_embeddings": 4096,
+        },
+        "enable_chunked_prefill": True,
+        "kv_cache_metrics": True,
+    }
+    made = target_vllm_config(of_target(checkpoint, **arguments), RANKS, None)
+    assert (made.cache_config.block_size, made.cache_config.prefix_caching_hash_algo) == (64, "sha256_cbor")
+    assert made.load_config.load_format == "safetensors"
+    assert made.model_config.max_model_len == 4096
+    assert made.model_config.hf_config.rope_parameters["rope_theta"] == 100.0
+    assert made.observability_config.kv_cache_metrics
+    assert made.additional_config["outrider"]["target"]["engine_args"] == arguments, "and its ranks know them"
+
+
+def test_they_reach_a_draft_models_engine(checkpoint):
+    config = DraftModelConfig(
+        method="draft_model",
+        model=checkpoint,
+        dtype="float32",
+        engine_args={"num_gpu_blocks_override": 40, "load_format": "safetensors"},
+    )
+    made = drafter_vllm_config(config, None, None)
+    assert made.cache_config.num_gpu_blocks_override == 40
+    assert made.load_config.load_format == "safetensors"
+    assert made.parallel_config.worker_cls.endswith("DraftWorker")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 0}, r"target\.engine_args\.block_size: .*greater than 0"),
+        ({"enable_chunked_prefill": False}, r"target: .*max_num_batched_tokens .*\(with engine_args enable_chunked"),
+        (
+            {"hf_overrides": {"rope_parameters": {"rope_theta": 1.0}}},
+            r"target: KeyError: 'rope_type' \(with engine_args hf_overrides\)",
+        ),
+        ({"moe_backend": "triton", "hf_config_path": "/nowhere"}, r"target\.engine_args\.hf_config_path: .*/nowhere"),
+    ],
+)
+def test_what_vllm_refuses_when_the_engine_is_made_is_told_by_name(checkpoint, arguments, message):
+    config = of_target(checkpoint, **arguments)
+    config = config.model_copy(update={"target": config.target.model_copy(update={"max_num_batched_tokens": 64})})
+    with pytest.raises(ConfigError, match=message):
+        target_vllm_config(config, RANKS, None)
