@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from outrider.actors.drafter.engine import Engine
 from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequence
 from outrider.actors.drafter.ngram import Reading, TextIndex
-from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, OutcomeModel, StepCost, StepPlanner
+from outrider.actors.drafter.outcomes import OutcomeModel, StepCost
+from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, StepPlanner
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
 from outrider.actors.drafter.strategy import Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
