@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -73,6 +73,9 @@ class Drafter:
         self._app_name = app_name
         self._pool = self._join_pool(config)
         self._links: dict[int, Link] = {}
+        self._targets: dict[int, str] = {}
+        """The replica at the other end of every link."""
+
         self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run_loop, name="draft-loop", daemon=True)
@@ -115,7 +118,7 @@ class Drafter:
             on_receive=lambda received: self._deliver(link_id, received.messages),
         )
         with self._lock:
-            self._links[link_id] = link
+            self._links[link_id], self._targets[link_id] = link, invitation.verifier_id
             self._longest_deadline_s = max(self._longest_deadline_s, invitation.link_deadline_ms / 1e3)
         self._loop.attach(link_id, LinkSink(link))
         link.start()
@@ -124,7 +127,19 @@ class Drafter:
     @ray.method(concurrency_group="control")
     def status(self) -> dict[str, Any]:
         pool = {} if self._pool is None else {"suffix_pool_failures": self._pool.failures}
-        return {**self._loop.metrics(), **pool, "pid": os.getpid()}
+        metrics = self._loop.metrics()
+        if "link_steps" in metrics:
+            metrics["link_steps"] = self._by_target(metrics["link_steps"])
+        return {**metrics, **pool, "pid": os.getpid()}
+
+    def _by_target(self, of_links: Mapping[int, float]) -> dict[str, float]:
+        with self._lock:
+            targets = dict(self._targets)
+        sums = dict.fromkeys(targets.values(), 0.0)
+        for link_id, number in of_links.items():
+            if link_id in targets:
+                sums[targets[link_id]] += number
+        return sums
 
     def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
         """Learn from the suffix drafters of the application's other replicas, and teach them."""
@@ -150,6 +165,7 @@ class Drafter:
         logger.warning("link %d is gone: %s", link_id, reason)
         with self._lock:
             self._links.pop(link_id, None)
+            self._targets.pop(link_id, None)
         self._loop.detach(link_id)
 
     def _deliver(self, link_id: int, messages: Sequence[Message]) -> None:

@@ -6,16 +6,18 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from outrider.actors.drafter.engine import Engine
+from outrider.actors.drafter.link_shares import LinkShares
 from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequence
 from outrider.actors.drafter.ngram import Reading, TextIndex
-from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, OutcomeModel, StepCost, StepPlanner
+from outrider.actors.drafter.outcomes import OutcomeModel, StepCost
+from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, StepPlanner
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
-from outrider.actors.drafter.strategy import Work
+from outrider.actors.drafter.strategy import S, Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.actors.observability.histogram import Histogram
 from outrider.cluster.link.messages import Commit, DraftOrigin, ProposalStatus
@@ -72,6 +74,9 @@ class DraftModelStrategy:
         """Texts that are not read whole: no guesses from them yet."""
 
         self._read_last = False
+        self._read_of = self._pinned_of = 0
+        """Links that had the last turn: at reading, and with the vocabulary."""
+
         self._unstarted: dict[ModelSequence, None] = {}
         """Long prompts that the engine does not know yet."""
 
@@ -83,8 +88,16 @@ class DraftModelStrategy:
 
         self._outcomes = OutcomeModel(NUM_ALTERNATIVES)
         self._cost = StepCost()
+        self._shares = LinkShares()
         self._planner = StepPlanner(
-            engine, self._sequences.keys(), self._limits, prefill_chunk_tokens, self._outcomes, self._cost, clock
+            engine,
+            self._sequences.keys(),
+            self._limits,
+            prefill_chunk_tokens,
+            self._outcomes,
+            self._cost,
+            self._shares,
+            clock,
         )
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
@@ -99,6 +112,7 @@ class DraftModelStrategy:
         link_id, handle = sequence.key
         sequence.begin(f"{link_id}-{handle}-{next(self._lives)}", self._engine.max_model_len)
         self._sequences[sequence] = None
+        self._shares.opened(link_id)
         if limits.prompt_lookup_max:
             sequence.index = TextIndex(text, limits.prompt_lookup_min, limits.prompt_lookup_max)
             if not sequence.index.is_read:
@@ -121,6 +135,8 @@ class DraftModelStrategy:
         if sequence.sent is not None:
             drawn = [sequence.main.at(base + index) for index in range(sequence.sent + 1)]
             self._outcomes.observe(drawn, commit.token_ids)
+            right, looked_at = _verified(sequence.main.ids(base, base + sequence.sent), commit.token_ids)
+            self._shares.verified(sequence.key[0], right, looked_at)
         if self._vocabulary is not None:
             self._vocabulary.observe(commit.token_ids)
         sequence.commit(commit)
@@ -142,11 +158,15 @@ class DraftModelStrategy:
 
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
+        self._shares.closed(sequence.key[0])
         self._unread.pop(sequence, None)
         self._unpinned.pop(sequence, None)
         if self._vocabulary is not None:
             self._vocabulary.unpin(sequence.engine_id)
         self._retire(sequence)
+
+    def unlink(self, link_id: int) -> None:
+        self._shares.unlink(link_id)
 
     def limit_vocabulary(self, size: int) -> None:
         if self._num_drawable is not None and size >= self._num_drawable:
@@ -228,6 +248,7 @@ class DraftModelStrategy:
 
     def counters(self) -> dict[str, Any]:
         counted: dict[str, Any] = {"guesses_right": self.guesses_right, "step_seconds": self._step_times.snapshot()}
+        counted["link_steps"] = self._shares.steps()
         if self._vocabulary is not None:
             counted["vocabulary_observed"] = self._vocabulary.num_observed
             counted["vocabulary_missed"] = self._vocabulary.num_missed
@@ -236,21 +257,27 @@ class DraftModelStrategy:
     def _reading(self) -> Hashing | Reading | None:
         """What is to be done for prompts beside steps, which it takes turns with: a piece of text is far shorter."""
         self._read_last = bool(self._unstarted or self._unread)
-        for sequence in self._unstarted:
+        if not self._read_last:
+            return None
+        if self._unstarted:
+            sequence = _oldest_of_next_link(self._unstarted, self._read_of)
+            self._read_of = sequence.key[0]
             return Hashing(self._engine, sequence, list(sequence.text))
-        for unread, index in self._unread.items():
-            return Reading(unread, index)
-        return None
+        unread = _oldest_of_next_link(self._unread, self._read_of)
+        self._read_of = unread.key[0]
+        return Reading(unread, self._unread[unread])
 
     def _pin_more(self) -> None:
-        """The next slice of the oldest prompt that the vocabulary does not hold all of."""
-        for sequence, rest in self._unpinned.items():
-            assert self._vocabulary is not None
-            self._vocabulary.pin_more(sequence.engine_id, rest[:_AT_ONCE])
-            del rest[:_AT_ONCE]
-            if not rest:
-                del self._unpinned[sequence]
+        """The next slice of a prompt that the vocabulary does not hold all of."""
+        if not self._unpinned:
             return
+        sequence = _oldest_of_next_link(self._unpinned, self._pinned_of)
+        self._pinned_of, rest = sequence.key[0], self._unpinned[sequence]
+        assert self._vocabulary is not None
+        self._vocabulary.pin_more(sequence.engine_id, rest[:_AT_ONCE])
+        del rest[:_AT_ONCE]
+        if not rest:
+            del self._unpinned[sequence]
 
     def _started(self, sequence: ModelSequence, prompt: list[int], hashed: Any = None) -> list[Answer]:
         sequence.main.num_computed = self._engine.start(sequence.engine_id, prompt, hashed)
@@ -283,3 +310,19 @@ class DraftModelStrategy:
         for side in sequence.dropped:
             self._planner.branches.free(side)
         sequence.dropped.clear()
+
+
+def _oldest_of_next_link(waiting: Collection[S], last_link_id: int) -> S:
+    """Links take turns; each has its oldest sequence served."""
+    return min(waiting, key=lambda sequence: (sequence.key[0] <= last_link_id, sequence.key[0]))
+
+
+def _verified(drafts: Iterable[int], token_ids: Iterable[int]) -> tuple[int, int]:
+    """How many of the drafts the target took, and how many it looked at: up to the first that it did not."""
+    right = looked_at = 0
+    for draft, token in zip(drafts, token_ids, strict=False):
+        looked_at += 1
+        if draft != token:
+            break
+        right += 1
+    return right, looked_at

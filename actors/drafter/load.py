@@ -103,6 +103,7 @@ def warm_up(strategy: DraftStrategy[Any]) -> None:
         _work_off(strategy)
         strategy.close(sequence)
     _work_off(strategy)
+    strategy.unlink(0)
 
 
 def _work_off(strategy: DraftStrategy[Any]) -> None:

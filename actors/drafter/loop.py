@@ -195,6 +195,7 @@ class DraftLoop:
             self._sinks.pop(link_id, None)
             for key in [key for key in self.sequences if key[0] == link_id]:
                 self._close(key)
+            self._strategy.unlink(link_id)
             self._wake()
 
     def stop(self) -> None:

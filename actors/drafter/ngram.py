@@ -132,6 +132,8 @@ class NgramStrategy:
         self._num_sequences -= 1
         self._unread.pop(sequence, None)
 
+    def unlink(self, link_id: int) -> None: ...
+
     def limit_vocabulary(self, size: int) -> None:
         """What is proposed was committed before, by a target of this application."""
 

@@ -1,129 +1,25 @@
 """What the draft model's next step holds: whose rows, fed with what, in which KV blocks. Pure.
 
 Whoever waits for an answer comes first, then what can be drafted ahead, the likeliest outcomes first; prompts are
-prefilled in chunks. `OutcomeModel` says how likely an outcome is, `StepCost` what another row costs.
+prefilled in chunks. That is the order within a link. Where several links share the drafter and a step has no room for
+all of them, `LinkShares` says whose turn it is. `OutcomeModel` says how likely an outcome is, `StepCost` what another
+row costs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from outrider.actors.drafter.engine import Draw, Drawn, Engine, StepPlan, StepRow
+from outrider.actors.drafter.link_shares import LinkShares, Turns
 from outrider.actors.drafter.model_sequence import Line, ModelSequence, SideBranch
+from outrider.actors.drafter.outcomes import Outcome, OutcomeModel, StepCost
 from outrider.actors.drafter.sequence import Answer
 from outrider.cluster.link.messages import ProposalStatus
-
-_BINS = 10
-_PRIOR_WEIGHT = 8.0
-_FADE_AT = 2000.0
-
-
-class _Frequency:
-    """Hits over trials, pulled towards what was predicted while there are few; old ones fade."""
-
-    def __init__(self) -> None:
-        self._trials, self._hits = 0.0, 0.0
-
-    def add(self, hits: float, trials: float = 1.0) -> None:
-        self._trials += trials
-        self._hits += hits
-        if self._trials > _FADE_AT:
-            self._trials, self._hits = self._trials / 2, self._hits / 2
-
-    def given(self, predicted: float) -> float:
-        return (self._hits + _PRIOR_WEIGHT * predicted) / (self._trials + _PRIOR_WEIGHT)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Verification goes along the main line up to `position` and has `token` there. value: its probability."""
-
-    position: int
-    token: int
-    value: float
-
-
-class OutcomeModel:
-    """How likely each outcome of a verification is: the drafter's own probabilities, corrected by experience.
-
-    An outcome is reached when every draft before its position is accepted, and taken when the token there is not. Both
-    frequencies are counted against what the drafter's confidence predicted, so a drafter that is too sure of itself is
-    believed less. Kept by a drafter over all its sequences.
-    """
-
-    def __init__(self, num_alternatives: int) -> None:
-        self._accepted = [_Frequency() for _ in range(_BINS)]
-        self._alternative = [_Frequency() for _ in range(num_alternatives)]
-
-    def acceptance(self, drawn: Drawn) -> float:
-        """The probability that verification has this very token where it looks."""
-        confidence = min(max(drawn.confidence, 0.0), 1.0)
-        return self._accepted[min(int(confidence * _BINS), _BINS - 1)].given(confidence)
-
-    def outcomes(self, reach: float, position: int, drawn: Drawn) -> list[Outcome]:
-        """The alternatives at a position that verification reaches with probability `reach`."""
-        rejected = reach * (1 - self.acceptance(drawn))
-        found = []
-        for rank, (token, probability) in enumerate(drawn.alternatives[: len(self._alternative)]):
-            share = self._alternative[rank].given(self._predicted(drawn, probability))
-            found.append(Outcome(position, token, rejected * share))
-        return found
-
-    def observe(self, drawn: Sequence[Drawn | None], token_ids: Sequence[int]) -> None:
-        """drawn: the main line's tokens where verification chose token_ids, as far as they were drawn; the first that
-        differs ends the comparison."""
-        for entry, token in zip(drawn, token_ids, strict=False):
-            if entry is None:
-                return
-            confidence = min(max(entry.confidence, 0.0), 1.0)
-            same = entry.token == token
-            self._accepted[min(int(confidence * _BINS), _BINS - 1)].add(same)
-            if not same:
-                for rank, (other, _) in enumerate(entry.alternatives[: len(self._alternative)]):
-                    self._alternative[rank].add(other == token)
-                return
-
-    @staticmethod
-    def _predicted(drawn: Drawn, probability: float) -> float:
-        return min(probability / max(1 - drawn.confidence, 1e-6), 0.95)
-
-
-_FADE = 0.98
-_MIN_SHARE, _MAX_SHARE = 0.004, 0.2
-_PRIOR_SHARE = 0.02
-
-
-class StepCost:
-    """What a step takes, and what another row adds to it: an exponentially faded least-squares fit of seconds over
-    rows."""
-
-    def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
-
-    def observe(self, rows: int, seconds: float) -> None:
-        self._weight = self._weight * _FADE + 1
-        self._rows = self._rows * _FADE + rows
-        self._seconds = self._seconds * _FADE + seconds
-        self._rows_squared = self._rows_squared * _FADE + rows * rows
-        self._product = self._product * _FADE + rows * seconds
-
-    @property
-    def mean_s(self) -> float:
-        """Of a recent step; 0 before the first."""
-        return self._seconds / self._weight if self._weight else 0.0
-
-    @property
-    def row_share(self) -> float:
-        """What one more row adds, as a share of a step: a branch less likely than this costs more than it saves."""
-        mean = self.mean_s
-        variance = self._rows_squared * self._weight - self._rows**2
-        if mean <= 0 or variance < 0.05 * self._weight**2:
-            return _PRIOR_SHARE
-        slope = (self._product * self._weight - self._rows * self._seconds) / variance
-        return min(max(slope / mean, _MIN_SHARE), _MAX_SHARE)
 
 
 class BranchBlocks:
@@ -184,13 +80,16 @@ class BranchBlocks:
 
 @dataclass(eq=False, slots=True)
 class DraftStep:
-    """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk."""
+    """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk. fed: tokens, by
+    link."""
 
     is_step: ClassVar[bool] = True
     engine: Engine
     clock: Callable[[], float]
     plan: StepPlan = field(default_factory=StepPlan)
     targets: list[tuple[ModelSequence, Line | None]] = field(default_factory=list)
+    fed: dict[int, int] = field(default_factory=dict)
+    num_fed: int = 0
     drawn: list[list[Drawn]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -199,9 +98,12 @@ class DraftStep:
         self.drawn = self.engine.run(self.plan)
         self.seconds = self.clock() - started
 
-    @property
-    def num_fed(self) -> int:
-        return sum(row.num_fed for row in self.plan.rows)
+    def add(self, row: StepRow, sequence: ModelSequence, line: Line | None) -> None:
+        num_fed, link_id = row.num_fed, sequence.key[0]
+        self.plan.rows.append(row)
+        self.targets.append((sequence, line))
+        self.fed[link_id] = self.fed.get(link_id, 0) + num_fed
+        self.num_fed += num_fed
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +120,33 @@ class LookaheadLimits:
     max_guesses: int = 8
 
 
+_PIECES = 4
+"""Of a chunk, for each link that shares it: so finely it is divided."""
+
+
+def _is_prompt(sequence: ModelSequence) -> bool:
+    """Too far behind its text to be drafted for."""
+    return sequence.started and not sequence.retired and not sequence.can_draft
+
+
+def _is_wanted_prompt(sequence: ModelSequence) -> bool:
+    return _is_prompt(sequence) and sequence.num_wanted > 0
+
+
+def _until_done(
+    prompts: Iterable[ModelSequence], ends: Mapping[ModelSequence, int], without_room: Collection[ModelSequence]
+) -> Iterator[ModelSequence]:
+    """Each again and again until all of it is in the step, or there is no room for more of it."""
+    for sequence in prompts:
+        while sequence not in without_room and ends.get(sequence, 0) < sequence.committed_len - 1:
+            yield sequence
+
+
+def _likeliest_sides(sequences: Iterable[ModelSequence]) -> list[tuple[SideBranch, ModelSequence]]:
+    sides = [(side, sequence) for sequence in sequences for side in sequence.sides.values()]
+    return sorted(sides, key=lambda entry: -entry[0].value)
+
+
 class StepPlanner:
     """Plans between steps, never while one runs."""
 
@@ -229,11 +158,12 @@ class StepPlanner:
         prefill_chunk_tokens: int,
         outcomes: OutcomeModel,
         cost: StepCost,
+        shares: LinkShares,
         clock: Callable[[], float],
     ) -> None:
         """sequences: all of them, a view that follows their coming and going."""
         self._engine, self._sequences, self._limits, self._clock = engine, sequences, limits, clock
-        self._outcomes, self._cost = outcomes, cost
+        self._outcomes, self._cost, self._shares = outcomes, cost, shares
         self._chunk = min(prefill_chunk_tokens, engine.max_num_batched_tokens)
         self._max_rows = min(limits.max_rows, engine.max_num_batched_tokens)
         self.branches = BranchBlocks(engine)
@@ -244,68 +174,108 @@ class StepPlanner:
         """A step over those who wait, in their order, then over what can be drafted ahead. answers: those that need no
         step are added."""
         step = DraftStep(self._engine, self._clock)
-        for sequence in due:
-            self._add_main(step, sequence, answers)
-        if self._limits.ahead:
-            self._add_ahead(step)
+        turns = self._turns(self._max_rows)
+        waiting = self._by_link(due)
+        queues = {
+            link_id: self._main_lines(waiting.get(link_id, ()), of_link)
+            for link_id, of_link in self._by_link(self._sequences).items()
+        }
+        answered: dict[int, list[ModelSequence]] = {}
+        for sequence in turns.over(queues):
+            link_id = sequence.key[0]
+            if sequence.due:
+                turns.gave(link_id, self._add_main(step, sequence, answers))
+            else:
+                turns.gave(link_id, self._add_main(step, sequence, None))
+                self._spawn(sequence)
+                answered.setdefault(link_id, []).append(sequence)
+        sides = {link_id: iter(_likeliest_sides(of_link)) for link_id, of_link in answered.items()}
+        for side, sequence in turns.over(sides):
+            draws, guesses = self._draws(sequence, side.line)
+            if draws and self._has_room(step, 1 + len(guesses)):
+                self._add_row(step, sequence, side.line, side.blocks, draws, guesses)
+                turns.gave(sequence.key[0], 1 + len(guesses))
         return self._finished(step)
 
     def prefill(self, idle: bool = False) -> DraftStep | None:
         """The oldest sequences first, prefill_chunk_tokens over all of them. idle: those that nobody wants drafts of,
         so that they are ready when somebody does."""
         step = DraftStep(self._engine, self._clock)
+        turns = self._turns(self._chunk)
         budget = self._chunk
-        for sequence in self._sequences:
-            waits = sequence.started and not sequence.retired and not sequence.can_draft
-            if not waits or (sequence.num_wanted == 0) != idle:
-                continue
-            if budget == 0 or len(step.plan.rows) == self._max_rows:
+        ends: dict[ModelSequence, int] = {}
+        queues = self._by_link([s for s in self._sequences if _is_prompt(s) and (s.num_wanted == 0) == idle])
+        piece = budget if len(queues) < 2 else max(budget // (_PIECES * len(queues)), 1)
+        without_room: set[ModelSequence] = set()
+        prompts = {link_id: _until_done(of_link, ends, without_room) for link_id, of_link in queues.items()}
+        for sequence in turns.over(prompts):
+            if budget == 0:
                 break
-            start = sequence.main.num_computed
+            start = ends.get(sequence, sequence.main.num_computed)
             # The last token makes the first draft.
-            end = min(start + budget, sequence.committed_len - 1)
-            if not self._allocate(sequence, end):
+            end = min(start + min(piece, budget), sequence.committed_len - 1)
+            is_full = len(ends) == self._max_rows and sequence not in ends
+            if is_full or not self._allocate(sequence, end):
+                without_room.add(sequence)
                 continue  # a shorter one may still fit
+            ends[sequence] = end
             budget -= end - start
-            step.plan.rows.append(StepRow(sequence.text[start:end], start, sequence.blocks))
-            step.targets.append((sequence, None))
+            turns.gave(sequence.key[0], end - start)
+        for sequence, end in ends.items():
+            start = sequence.main.num_computed
+            step.add(StepRow(sequence.text[start:end], start, sequence.blocks), sequence, None)
         return self._finished(step)
+
+    def _turns(self, capacity: int) -> Turns:
+        self._shares.begin()
+        return self._shares.turns(capacity)
+
+    def _by_link(self, sequences: Collection[ModelSequence]) -> Mapping[int, Collection[ModelSequence]]:
+        """In their order."""
+        if not self._shares.contended:
+            return {any_of_it.key[0]: sequences for any_of_it in itertools.islice(sequences, 1)}
+        found: dict[int, list[ModelSequence]] = {}
+        for sequence in sequences:
+            found.setdefault(sequence.key[0], []).append(sequence)
+        return found
+
+    def _main_lines(self, due: Iterable[ModelSequence], of_link: Iterable[ModelSequence]) -> Iterator[ModelSequence]:
+        """One link's: those who wait, then those who had or have just had an answer."""
+        yield from due
+        if self._limits.ahead:
+            yield from [s for s in of_link if not s.due and s.can_draft]
 
     def _finished(self, step: DraftStep) -> DraftStep | None:
         if not step.plan.rows:
             return None
         step.plan.restores, step.plan.copies = self.branches.take_copies()
+        self._shares.charge(step.fed, self._held_back(step) if self._shares.contended else ())
         return step
 
-    def _add_main(self, step: DraftStep, sequence: ModelSequence, answers: list[Answer] | None) -> None:
-        """The main line's next row. answers: of a sequence that is due; OUT_OF_KV goes there."""
+    def _held_back(self, step: DraftStep) -> set[int]:
+        """Links whose target waits for drafts, or for a prompt, with nothing or with more to do than is in the step."""
+        served = {sequence for sequence, _ in step.targets}
+        missing = (s for s in self._sequences if (s.due and s.can_draft and s not in served) or _is_wanted_prompt(s))
+        return {sequence.key[0] for sequence in missing}
+
+    def _add_main(self, step: DraftStep, sequence: ModelSequence, answers: list[Answer] | None) -> int:
+        """The main line's next row; how many tokens it feeds, 0: there is none. answers: of a sequence that is due;
+        OUT_OF_KV goes there."""
         draws, guesses = self._draws(sequence, sequence.main)
         if not draws:
             answer = sequence.answer()
             if answer is not None and answers is not None:
                 answers.append(answer)
-            return
-        if not self._has_room(step, sequence.num_uncomputed + len(guesses)):
-            return
+            return 0
+        num_fed = sequence.num_uncomputed + len(guesses)
+        if not self._has_room(step, num_fed):
+            return 0
         if not self._has_blocks(sequence, draws[-1].position) and not self._allocate(sequence, draws[-1].position):
             if answers is not None:
                 answers.append(sequence.give_up(ProposalStatus.OUT_OF_KV))
-            return
+            return 0
         self._add_row(step, sequence, sequence.main, sequence.blocks, draws, guesses)
-
-    def _add_ahead(self, step: DraftStep) -> None:
-        """Main lines of answered sequences first, then side branches, the likeliest outcomes first."""
-        answered = [s for s in self._sequences if not s.due and s.can_draft]
-        for sequence in answered:
-            self._add_main(step, sequence, None)
-            self._spawn(sequence)
-        sides = [(side, sequence) for sequence in answered for side in sequence.sides.values()]
-        sides.sort(key=lambda entry: -entry[0].value)
-        for side, sequence in sides:
-            draws, guesses = self._draws(sequence, side.line)
-            if not draws or not self._has_room(step, 1 + len(guesses)):
-                continue
-            self._add_row(step, sequence, side.line, side.blocks, draws, guesses)
+        return num_fed
 
     def _draws(self, sequence: ModelSequence, line: Line) -> tuple[list[Draw], list[int]]:
         """What the line's next row draws, and what an earlier passage of the text says these draws will be."""
@@ -333,8 +303,7 @@ class StepPlanner:
     ) -> None:
         start = line.num_computed
         ids = sequence.token_ids(line, start, line.end)
-        step.plan.rows.append(StepRow(ids, start, blocks, draws, guesses))
-        step.targets.append((sequence, line))
+        step.add(StepRow(ids, start, blocks, draws, guesses), sequence, line)
 
     def _has_room(self, step: DraftStep, num_tokens: int) -> bool:
         fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens
@@ -366,12 +335,14 @@ class StepPlanner:
         return True
 
     def _drop_a_branch(self) -> bool:
-        for sequence in self._sequences:
-            if sequence.sides:
-                _, side = sequence.sides.popitem()
-                self.branches.free(side)
-                return True
-        return False
+        """One of the link's that has had most, of its oldest sequence that has any."""
+        with_branches = [sequence for sequence in self._sequences if sequence.sides]
+        if not with_branches:
+            return False
+        sequence = max(with_branches, key=lambda s: self._shares.time_of(s.key[0]))
+        _, side = sequence.sides.popitem()
+        self.branches.free(side)
+        return True
 
     def _spawn(self, sequence: ModelSequence) -> None:
         """Side branches for the likeliest outcomes that verification may have from what is proposed now."""

@@ -49,6 +49,9 @@ class DraftStrategy(Protocol[S]):
     def close(self, sequence: S) -> None:
         """Forget an open sequence and free what is held for it. Work that is under way may still know it."""
 
+    def unlink(self, link_id: int) -> None:
+        """A link is gone; its sequences are closed. What is kept of it can go."""
+
     def limit_vocabulary(self, size: int) -> None:
         """A target with `size` tokens is about to be linked: from the next plan on no larger id is drafted, for
         anybody. Raises ValueError where that cannot be."""

@@ -239,6 +239,8 @@ class SuffixStrategy:
         self._unread.pop(sequence, None)
         self._share(sequence, _LEAST_PART_TOKENS)
 
+    def unlink(self, link_id: int) -> None: ...
+
     def limit_vocabulary(self, size: int) -> None:
         """What is proposed was committed before, by a target of this application."""
 

@@ -101,6 +101,9 @@ DRAFTER = (
     MetricSpec("outrider:drafter_kv_cache_usage_ratio", "gauge", "Share of the drafter's KV blocks in use, 0 to 1."),
     MetricSpec("outrider:drafter_links", "gauge", "Targets linked to this drafter."),
     MetricSpec("outrider:drafter_steps_total", "counter", "Model steps of the drafter, prefill chunks included."),
+    MetricSpec(
+        "outrider:drafter_link_steps_total", "counter", "Of its model steps, what each target had of them.", ("target",)
+    ),
     MetricSpec("outrider:drafter_answers_total", "counter", "Commits it answered with a proposal."),
     MetricSpec("outrider:drafter_draft_tokens_total", "counter", "Draft tokens it sent."),
     MetricSpec("outrider:drafter_step_seconds", "histogram", "Batched draft steps, without prefill."),

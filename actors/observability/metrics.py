@@ -264,6 +264,8 @@ def add_drafter(families: Families, drafter: Mapping[str, Any] | None) -> None:
     for key, name in {**_DRAFTER_GAUGES, **_DRAFTER_COUNTERS, **_SUFFIX}.items():
         if key in drafter:
             families.add(name, drafter[key])
+    for target, steps in drafter.get("link_steps", {}).items():
+        families.add("outrider:drafter_link_steps_total", steps, target=target)
     if "step_seconds" in drafter:
         families.add_histogram("outrider:drafter_step_seconds", drafter["step_seconds"])
 

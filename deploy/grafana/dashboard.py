@@ -349,6 +349,13 @@ DRAFTER = Row(
             "Committed tokens that the cut output head could not have drafted.",
         ),
         Panel(
+            "Steps, by the target they were for",
+            (("sum by (replica, target) (rate(outrider:drafter_link_steps_total{$of}[$rate]))", "{{target}}"),),
+            "short",
+            "What each target linked to a drafter has of its steps.",
+            stacked=True,
+        ),
+        Panel(
             "Guesses from the text that were right",
             (("sum by (replica) (rate(outrider:drafter_guesses_right_total{$of}[$rate]))", "{{replica}}"),),
         ),

@@ -16,8 +16,8 @@ KEY, OTHER = (1, 1), (2, 1)
 class Bench:
     """A strategy, its engine, and one way to make commits."""
 
-    def __init__(self, limits=None, chunk=16, **engine):
-        self.engine = MemoryEngine(**engine)
+    def __init__(self, limits=None, chunk=16, kind_of_engine=MemoryEngine, **engine):
+        self.engine, self.chunk = kind_of_engine(**engine), chunk
         self.strategy = Drive(DraftModelStrategy(self.engine, chunk, limits, clock=itertools.count().__next__))
         self.texts = {}
 

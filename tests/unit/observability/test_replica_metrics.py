@@ -29,6 +29,7 @@ DRAFTER_STATUS = {
     "vocabulary_observed": 100,
     "vocabulary_missed": 7,
     "step_seconds": Histogram().snapshot(),
+    "link_steps": {"a": 5.5, "b": 3.5},
     "pid": 1,
 }
 LINK_STATUS = {
@@ -79,6 +80,7 @@ async def test_all_that_is_reported_is_exported():
     assert values["outrider:link_bytes_total", ("direction", "received"), m] == 20
     assert values["outrider:drafter_kv_cache_usage_ratio", m] == 0.25
     assert values["outrider:draft_vocabulary_misses_total", m] == 7
+    assert values["outrider:drafter_link_steps_total", m, ("target", "b")] == 3.5
     assert values["outrider:length_controller_failures_total", m] == 0
     # Every metric of these groups, but for the reasons that have not come up.
     exported = {name.removesuffix("_total") for name in parse(text)}

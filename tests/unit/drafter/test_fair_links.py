@@ -1,0 +1,246 @@
+"""Several links share a drafter: none is held back by what another has to do, and one alone notices nothing."""
+
+import random
+import threading
+import zlib
+from collections import Counter
+
+import pytest
+
+from outrider.actors.drafter.actor import Drafter
+from outrider.actors.drafter.draft_model import Hashing
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.planner import LookaheadLimits
+from outrider.cluster.link.messages import ProposalStatus
+from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, SAMPLED, Bench, ids
+from tests.unit.drafter.played_targets import K, PlayedTargets
+from tests.unit.drafting_engine import drawn_token
+
+STEP_S = 0.006
+"""What a step of a draft model of 8B parameters takes."""
+
+# Of each seed: a checksum of every step's rows and of every answer, from before links shared a drafter fairly.
+ALONE = {0: 1042379197, 1: 3780478528, 2: 3087768275, 3: 733431147}
+
+
+def test_a_short_prompt_is_not_held_back_by_another_links_long_ones():
+    bench = Bench(chunk=128, num_blocks=4000, max_model_len=2000, block_size=16)
+    for request in range(32):
+        bench.open((1, request), range(request, request + 1000))
+    bench.open((2, 0), range(40))
+    answers, now_s = [], 0.0
+    while len(answers) < 2 and now_s < 0.05:
+        answers += [told for told in bench.step() if told.key == (2, 0)]
+        now_s += STEP_S
+        if [told.status for told in answers] == [ProposalStatus.READY] and len(bench.texts[2, 0]) == 40:
+            assert bench.commit((2, 0), [7]) == []
+    ready, drafted = answers
+    assert ready.status is ProposalStatus.READY
+    assert ids(drafted) == bench.drafts((2, 0))
+
+
+def test_prompts_of_two_links_go_on_at_the_same_pace():
+    targets = PlayedTargets(LookaheadLimits(ahead=False))
+    strategy = targets.bench.strategy
+    for request in range(8):
+        targets.open((1, request), range(400))
+    targets.run(4)
+    for request in range(8):
+        targets.open((2, request), range(400))
+    before = strategy.counters()["link_steps"]
+    while (1, 7) not in targets.ready:
+        targets.step()
+    since = strategy.counters()["link_steps"]
+    had = [since[link_id] - before[link_id] for link_id in (1, 2)]
+    assert had[1] == pytest.approx(had[0], rel=0.1)
+
+
+def test_a_link_with_more_rows_than_a_step_holds_does_not_hold_back_another():
+    targets = PlayedTargets(LookaheadLimits(max_rows=16))
+    for request in range(120):
+        targets.open((1, request), [request] * 5, acceptance=0.2)
+    for request in range(2):
+        targets.open((2, request), [request] * 5)
+    targets.run(150)
+    alone = PlayedTargets(LookaheadLimits(max_rows=16))
+    for request in range(2):
+        alone.open((2, request), [request] * 5)
+    alone.run(150)
+    assert max(targets.waits[2]) <= 2 * K
+    assert len(targets.waits[2]) >= 0.8 * len(alone.waits[2])
+    assert len(targets.waits[1]) > 150
+
+
+def test_what_two_links_draft_ahead_shares_the_rows_there_are():
+    targets = PlayedTargets(LookaheadLimits(max_rows=16))
+    for request in range(30):
+        for link_id in (1, 2):
+            targets.open((link_id, request), [link_id, request, 5])
+    targets.run(100)
+    assert targets.rows[1] == pytest.approx(targets.rows[2], rel=0.1)
+    assert len(targets.waits[1]) == pytest.approx(len(targets.waits[2]), rel=0.2)
+
+
+def test_a_link_whose_drafts_are_accepted_gets_more_than_one_whose_are_not():
+    targets = PlayedTargets(LookaheadLimits(ahead=False, max_rows=8))
+    for request in range(30):
+        targets.open((1, request), [1, request, 5], acceptance=0.9)
+        targets.open((2, request), [2, request, 5], acceptance=0.1)
+    targets.run(100)
+    before = Counter(targets.rows)
+    targets.run(200)
+    had = targets.rows - before
+    assert 2.0 < had[1] / had[2] < 4.0
+
+
+def test_a_link_that_has_many_rows_need_not_wait_with_a_prompt_until_the_others_have_caught_up():
+    targets = PlayedTargets()
+    for request in range(30):
+        targets.open((1, request), [request, 5, 6], acceptance=0.2)
+    targets.run(20)
+    for request in range(32):
+        targets.open((2, request), range(request, request + 1000))
+    targets.run(40)
+    targets.open((1, 99), range(100))
+    opened = targets.now
+    while (1, 99) not in targets.ready:
+        targets.step()
+    # Of a chunk of 64 tokens, every fifth step, half of its half at least.
+    assert targets.now - opened <= 5 * (100 / 16 + 1)
+
+
+@pytest.mark.parametrize("others", [1, 4])
+def test_drafts_are_not_starved_by_another_links_prompts(others):
+    def play(num_prompts):
+        targets = PlayedTargets()
+        for link_id in range(2, 2 + others):
+            targets.open((link_id, 0), [link_id, 5, 6])
+        targets.run(20)
+        for request in range(num_prompts):
+            targets.open((1, request), range(request, request + 400))
+        before = sum(map(len, targets.waits.values()))
+        targets.run(100)
+        assert len(targets.ready) <= others + num_prompts / 2, "there is more to prefill"
+        return sum(map(len, targets.waits.values())) - before, len(targets.ready) - others
+
+    (alone, _), (shared, ready) = play(0), play(32)
+    assert shared >= 0.75 * alone
+    assert ready >= 2, "nor are the prompts"
+
+
+def test_branches_of_the_link_that_had_most_yield_first():
+    bench = Bench(LookaheadLimits(max_side_branches=4), num_blocks=40)
+    for key in (KEY, OTHER):
+        bench.open(key, range(10))
+    bench.settle()
+    for key in (KEY, OTHER, OTHER, OTHER):
+        bench.commit(key, [999])
+        bench.settle()
+    sequences = bench.strategy.sequences
+    held = {key: len(sequences[key].sides) for key in (KEY, OTHER)}
+    assert min(held.values()) > 0
+    bench.open((1, 2), range(100, 104))
+    blocks = bench.engine.take_blocks(len(bench.engine.free))
+    bench.commit((1, 2), [999])
+    while not (answers := bench.step()):
+        pass
+    assert ids(answers[0]) == bench.drafts((1, 2))
+    assert len(sequences[KEY].sides) == held[KEY]
+    assert len(sequences[OTHER].sides) < held[OTHER]
+    bench.engine.free_blocks(blocks)
+
+
+def test_long_prompts_are_hashed_and_read_link_by_link():
+    bench = Bench(LookaheadLimits(prompt_lookup_min=2, prompt_lookup_max=3), max_model_len=4000)
+    keys = [(1, 0), (1, 1), (1, 2), (2, 0)]
+    for key in keys:
+        bench.open(key, [token % 50 for token in range(3000)])
+    order = []
+    while len(order) < 4:
+        work, _ = bench.strategy.plan()
+        if isinstance(work, Hashing):
+            order.append(work.sequence.key)
+        work.execute()
+        bench.strategy.complete(work)
+    assert order == [(1, 0), (2, 0), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_step_has_room_for_what_is_left_waiting(seed):
+    rng = random.Random(seed)
+    limits = LookaheadLimits(max_side_branches=rng.choice([0, 4]), max_rows=rng.choice([5, 32]))
+    targets = PlayedTargets(limits, rng.choice([20, 64]), seed)
+    bench = targets.bench
+    for request in range(150):
+        if request < 100 and rng.random() < 0.3:
+            size = rng.choice([5, 40, 200])
+            targets.open((rng.randint(1, 4), request), range(request, request + size), rng.random())
+        work = targets.step()
+        sequences = bench.strategy.sequences.values()
+        if work is None:
+            assert not any(s.due and s.can_draft for s in sequences)
+            continue
+        served = {sequence for sequence, _ in work.targets}
+        if all(line is None for _, line in work.targets):
+            fed = sum(row.num_fed for row in work.plan.rows)
+            full = fed == bench.chunk or len(work.plan.rows) == limits.max_rows
+            assert full or not any(s.started and not s.can_draft for s in sequences)
+        else:
+            left = [s for s in sequences if s.due and s.can_draft and s not in served and not s.num_drafted]
+            assert len(work.plan.rows) == limits.max_rows or not left
+    targets.run(400)
+    assert set(targets.ready) == set(bench.texts), "nobody waits for ever"
+    assert all(max(waits) < 100 for waits in targets.waits.values())
+
+
+@pytest.mark.parametrize("seed", ALONE)
+def test_a_link_that_is_alone_is_served_as_if_there_were_no_others(seed):
+    assert trace(seed) == ALONE[seed]
+
+
+def trace(seed):
+    """A checksum of all that a strategy does for one link with requests of every kind."""
+    rng = random.Random(seed)
+    limits = LookaheadLimits(max_side_branches=rng.choice([0, 2, 8]), max_rows=rng.choice([3, 8, 64]))
+    bench = Bench(limits, chunk=rng.choice([8, 64]), num_blocks=rng.choice([60, 400]), max_model_len=150)
+    sampling, proposed, checksum = {}, {}, 0
+    for request in range(300):
+        if rng.random() < 0.08 or not bench.texts:
+            key = (1, request)
+            sampling[key] = rng.choice([GREEDY, SAMPLED])
+            bench.open(key, [rng.randrange(1000) for _ in range(rng.randint(1, 100))], sampling[key])
+        if rng.random() < 0.04 and len(bench.texts) > 1:
+            key = rng.choice(list(bench.texts))
+            bench.strategy.close(key)
+            del bench.texts[key]
+        key = rng.choice(list(bench.texts))
+        if rng.random() < 0.7:
+            drafts, text = proposed.pop(key, []), bench.texts[key]
+            accepted = rng.choice([len(drafts), rng.randint(0, len(drafts))])
+            start = len(text) if sampling[key] is SAMPLED and accepted < len(drafts) else 0
+            token = drawn_token(text + drafts[:accepted], start, rng.choice([0, 1, 7]) + (accepted < len(drafts)))
+            k = rng.choice([0, 2, 4, 4])
+            bench.commit(key, [*drafts[:accepted], token], k, rng.randint(0, k))
+        answers = bench.step() or []
+        for told in answers:
+            if told.status is ProposalStatus.OK and told.base_committed_len == len(bench.texts.get(told.key, [])):
+                proposed[told.key] = told.token_ids
+        checksum = zlib.crc32(repr([told[:4] for told in answers]).encode(), checksum)
+    for plan in bench.engine.plans:
+        rows = [(list(row.token_ids), row.start, row.block_ids, row.draws, row.guesses) for row in plan.rows]
+        checksum = zlib.crc32(repr((rows, plan.restores, plan.copies)).encode(), checksum)
+    return checksum
+
+
+def test_a_drafters_status_says_which_target_had_how_many_steps():
+    bench = Bench(LookaheadLimits(ahead=False))
+    for link_id in (1, 2, 3):
+        bench.open((link_id, 0), range(10))
+        bench.commit((link_id, 0), [999])
+    bench.settle()
+    drafter = Drafter.__new__(Drafter)
+    drafter._loop, drafter._pool, drafter._lock = DraftLoop(bench.strategy.strategy), None, threading.Lock()
+    drafter._targets = {1: "a", 2: "b", 3: "a"}  # it has linked anew, and its last link is not yet known to be gone
+    assert drafter.status()["link_steps"] == pytest.approx({"a": 8 / 3, "b": 4 / 3})
+    drafter._loop.detach(1)
+    assert drafter.status()["link_steps"] == pytest.approx({"a": 4 / 3, "b": 4 / 3})
