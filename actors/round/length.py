@@ -154,8 +154,8 @@ class LengthController:
             if self._probing:
                 self._probe_cost_s += max(0.0, step_s - fixed_s - per_token_s * num_requests)
         self._steps *= _STEP_KEEP
-        sums = np.array((1.0, num_tokens, num_tokens**2, step_s, num_tokens * step_s)) / step_s**2
-        self._steps += (1.0, *sums.tolist())
+        w = 1.0 / step_s**2
+        self._steps += (1.0, w, w * num_tokens, w * num_tokens**2, w * step_s, w * num_tokens * step_s)
         self._last_step_s = step_s
         if self._plain_rounds > 1:
             tokens, seconds = self._quiet
