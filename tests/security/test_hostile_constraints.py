@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from outrider.actors.grammars.bounds import Bounds
 from outrider.deploy.client.sync_client import OutriderError
 from tests.reference import GREEDY
 from tests.serving import HANG_GUARD_S, Deployment, is_idle, wait_until
-from tests.traffic import allowance_s
+from tests.stalls import Stalls
+from tests.traffic import allowance_s, longest_gap_s
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -48,6 +48,7 @@ class Bystander:
         self._deployment = deployment
         self.times: list[float] = []
         self.error: Exception | None = None
+        self._stalls = Stalls()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -62,6 +63,7 @@ class Bystander:
             self.error = error
 
     def __enter__(self) -> Bystander:
+        self._stalls.__enter__()
         self._thread.start()
         wait_until(lambda: len(self.times) > 5 or not self._thread.is_alive(), HANG_GUARD_S, "the stream begins")
         return self
@@ -69,12 +71,13 @@ class Bystander:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(HANG_GUARD_S)
+        self._stalls.__exit__(None, None, None)
         assert self.error is None, self.error
         assert not self._thread.is_alive()
 
     @property
     def longest_gap(self) -> float:
-        return max(later - earlier for earlier, later in pairwise(self.times))
+        return longest_gap_s(self.times, self._stalls)
 
 
 def resident_bytes(deployment: Deployment) -> int:
