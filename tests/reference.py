@@ -68,7 +68,13 @@ class Reference:
         self._checkpoint = checkpoint
         self._model = None
         self._answers: dict[tuple[Choice, tuple[int, ...]], list[int]] = {}
-        self.ties: list[str] = []
+        self._ties: dict[tuple[Choice, tuple[int, ...]], str] = {}
+        """By place: the text so far, and what was to be chosen there."""
+
+    @property
+    def ties(self) -> list[str]:
+        """One for each place: the same answer asked for again is no further evidence."""
+        return list(self._ties.values())
 
     @property
     def vocab_size(self) -> int:
@@ -122,8 +128,8 @@ class Reference:
     ) -> None:
         """Fail unless answer is expected, this reference's own by default.
 
-        A difference is right only if both tokens are tied there. It is printed and counted, and the rest of the answer
-        is compared with what this reference gives after the token that was found.
+        A difference is right only if both tokens are tied there. It is printed, its place counted once, and the rest of
+        the answer is compared with what this reference gives after the token that was found.
         """
         expected = list(self.answer(prompt, len(answer), choice) if expected is None else expected)
         for position, found in enumerate(answer[: len(expected)]):
@@ -131,8 +137,9 @@ class Reference:
                 so_far = [*prompt, *answer[:position]]
                 tied = self.tied(so_far, choice)
                 assert {found, wanted} <= set(tied), f"{label}: token {position} is {found}, not {wanted}; tied: {tied}"
-                self.ties.append(f"{label}: near-tie of {found} and {wanted} at token {position}")
-                print(self.ties[-1])
+                said = f"{label}: near-tie of {found} and {wanted} at token {position}"
+                self._ties.setdefault((choice, tuple(so_far)), said)
+                print(said)
                 rest = len(answer) - position - 1
                 expected[position:] = [found, *self.answer([*so_far, found], rest, choice)]
         assert len(answer) == len(expected), f"{label}: {len(answer)} tokens, not {len(expected)}"

@@ -45,12 +45,12 @@ def test_its_own_answer_is_right(reference: Reference) -> None:
     assert reference.ties == []
 
 
-def test_either_token_of_a_tie_is_right_and_counted(reference: Reference) -> None:
+def test_either_token_of_a_tie_is_right_and_its_place_counted(reference: Reference) -> None:
     reference.check([0], OTHER)
     assert len(reference.ties) == 1
     twice = [1, 4, 5, 0, 1, 4, 5, 0]
     reference.check([0], twice, RIGHT)
-    assert len(reference.ties) == 3
+    assert len(reference.ties) == 2, "the first of the two is known already"
 
 
 @pytest.mark.parametrize("token", [0, 1, 3, 5])
