@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import grpc
 import ray
 from ray import serve
 from ray.core.generated import gcs_pb2
@@ -21,12 +22,14 @@ from outrider.actors.serve_seam.options import proxy_options
 from outrider.cluster.config import DraftModelConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.placement import NAMESPACE, available_cores
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
-from outrider.deploy.client.sync_client import OutriderClient
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.ports import pick_free_port
 from outrider.deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama, pad_vocabulary
+
+Answer = TypeVar("Answer")
 
 K = 8
 WIDE_VOCAB_SIZE = VOCAB_SIZE + 32
@@ -116,7 +119,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "target": {**target, "max_num_seqs": 4, "engine_args": TARGET_ENGINE_ARGS},
             "drafter": {"method": "ngram", "cores": core(1)},
             "speculation": always,
-            "link": {"round_deadline_ms": 300, "link_deadline_ms": 2000},
+            "link": {"round_deadline_ms": 300, "link_deadline_ms": 5000},  # a busy machine's pause is no end
             # Nothing is traced but what a caller asks for.
             "serving": {
                 "otlp_traces_endpoint": f"http://127.0.0.1:{TRACES_PORT}",
@@ -128,7 +131,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "small_kv": {
             "target": {**target, "kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 96},
             "drafter": {**pinned_draft_model, "kv_cache_memory_bytes": 3 << 19},
-            "speculation": {"num_speculative_tokens": K},
+            "speculation": always,
         },
         "no_drafter": {"target": target},
         "co_located": {
@@ -144,6 +147,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "two_replicas": {
             "target": {**target, "max_num_seqs": 4},
             "drafter": {"method": "suffix", "cores": core(1)},
+            "speculation": {"adaptive": False},
             "serving": {
                 "num_replicas": 2,
                 "max_ongoing_requests": 8,
@@ -202,6 +206,16 @@ class Deployment:
     def status(self) -> pb.GetServerStatusResponse:
         return self.client.status(timeout_s=HANG_GUARD_S)
 
+    def linked(self, epoch_after: int = -1, within_s: float = HANG_GUARD_S) -> pb.LinkStatus:
+        """The link, once it is up: it may be made anew just now, after a pause of the whole machine."""
+
+        def up() -> pb.LinkStatus | None:
+            link = self.status().link
+            return link if link.state == pb.LINK_STATE_UP and link.epoch > epoch_after else None
+
+        link: pb.LinkStatus = wait_until(up, within_s, "a link")
+        return link
+
     def actors(self) -> dict[str, Actor]:
         """By the part of the name before the replica's id; Serve's own names by their deployment."""
         found = {}
@@ -246,6 +260,27 @@ def wait_until(condition: Callable[[], Any], within_s: float, what: str, every_s
     return value
 
 
+def num_draft_tokens(answer: pb.GenerateResponse) -> int:
+    return answer.metrics.speculative_decoding.num_draft_tokens
+
+
+def num_accepted(answer: pb.GenerateResponse) -> int:
+    """Draft tokens."""
+    return answer.metrics.speculative_decoding.num_accepted_draft_tokens
+
+
+def drafted(ask: Callable[[], Answer], count: Callable[[Answer], int] = num_draft_tokens) -> Answer:
+    """The first answer with drafts, as count counts them: on a busy machine a short one may be over before the drafter
+    has read its prompt."""
+
+    def once() -> Answer | None:
+        answer = ask()
+        return answer if count(answer) > 0 else None
+
+    answer: Answer = wait_until(once, HANG_GUARD_S, "an answer with drafts")
+    return answer
+
+
 def is_idle(status: pb.GetServerStatusResponse) -> bool:
     """No request, no KV block in use, in the engine and in the drafter, which must have answered."""
     return status.HasField("drafter") and not any(
@@ -254,16 +289,22 @@ def is_idle(status: pb.GetServerStatusResponse) -> bool:
 
 
 def wait_until_idle(deployment: Deployment, within_s: float) -> None:
-    seen: list[pb.GetServerStatusResponse] = []
+    seen = pb.GetServerStatusResponse()
 
     def idle() -> bool:
-        seen[:] = [deployment.status()]
-        return is_idle(seen[0])
+        nonlocal seen
+        try:
+            seen = deployment.status()
+        except OutriderError as error:
+            if error.code is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False  # rank 0 is in a long step
+        return is_idle(seen)
 
     try:
         wait_until(idle, within_s, "everything freed")
     except AssertionError as error:
-        raise AssertionError(f"{error}; target {seen[0].target}, drafter {seen[0].drafter}") from None
+        raise AssertionError(f"{error}; target {seen.target}, drafter {seen.drafter}") from None
 
 
 @contextmanager
@@ -324,6 +365,7 @@ class Deployments:
         return self._grpc_port
 
     def ties(self) -> list[str]:
+        """Places, however often each was come to."""
         return [tie for reference in self._references.values() for tie in reference.ties]
 
     def _reference(self, model: str) -> Reference:
@@ -357,8 +399,6 @@ class Deployments:
 
 
 def _answers(client: OutriderClient) -> bool:
-    from outrider.deploy.client.sync_client import OutriderError
-
     try:
         return bool(client.status(timeout_s=10).model)
     except OutriderError:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 STREAMS = 32
 """Sixteen run or are about to; sixteen wait for a place."""
 
-MAX_TOKENS = 200
+MAX_TOKENS = 300
 
 
 @dataclass
@@ -44,6 +44,7 @@ def prompt_of(number):
 
 
 def test_what_had_not_begun_is_served_and_the_rest_is_told(two_replicas):
+    victim, pid = sorted(two_replicas.replicas().items())[0]
     streams = [Stream(prompt_of(number)) for number in range(STREAMS)]
     threads = [threading.Thread(target=stream.run, args=(two_replicas.client,), daemon=True) for stream in streams]
     for thread in threads:
@@ -51,7 +52,6 @@ def test_what_had_not_begun_is_served_and_the_rest_is_told(two_replicas):
     # Both replicas work on some of them, and some have nothing yet.
     wait_until(lambda: sum(bool(stream.tokens) for stream in streams) >= 6, HANG_GUARD_S, "streams under way")
     waiting = sum(not stream.tokens for stream in streams)
-    victim, pid = sorted(two_replicas.replicas().items())[0]
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     for thread in threads:
@@ -76,3 +76,4 @@ def test_what_had_not_begun_is_served_and_the_rest_is_told(two_replicas):
         HANG_GUARD_S,
         "another replica in its place",
     )
+    wait_until(two_replicas.all_replicas_are_known, 3 * HANG_GUARD_S, "the new one serves", every_s=0.5)

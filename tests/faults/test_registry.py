@@ -7,7 +7,6 @@ import ray
 
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import LEASE_S, registry_name
-from outrider.v1 import generation_pb2 as pb
 from tests.serving import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -21,8 +20,7 @@ PROMPT = list(b"to be or not to be, that is the question: to be or not to be")
 
 def test_a_replica_makes_another_registry_and_gets_its_links_from_it(ngram_pair):
     name = registry_name(ngram_pair.config.serving.app_name)
-    before = ngram_pair.status().link
-    assert before.state == pb.LINK_STATE_UP
+    before = ngram_pair.linked()
     lost = ray.get_actor(name, namespace=NAMESPACE)
     ray.kill(lost)
 
@@ -36,12 +34,7 @@ def test_a_replica_makes_another_registry_and_gets_its_links_from_it(ngram_pair)
     wait_until(another, MADE_ANEW_S, "another registry, which a replica makes that misses its own")
     # What it was told by nobody but the replica: where the drafter is.
     ngram_pair.signal_drafter(signal.SIGKILL)
-
-    def linked_anew():
-        link = ngram_pair.status().link
-        return link.state == pb.LINK_STATE_UP and link.epoch > before.epoch
-
-    wait_until(linked_anew, MADE_ANEW_S, "a link that the new registry granted")
-    answer = ngram_pair.client.generate(PROMPT, temperature=0.0, max_tokens=100)
+    ngram_pair.linked(epoch_after=before.epoch, within_s=MADE_ANEW_S)  # granted by the new registry
+    answer = ngram_pair.client.generate(PROMPT, temperature=0.0, max_tokens=400)
     ngram_pair.reference.check(PROMPT, answer.token_ids, label="afterwards")
     assert answer.metrics.speculative_decoding.num_draft_tokens > 0

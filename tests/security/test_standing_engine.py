@@ -92,3 +92,4 @@ def test_its_requests_are_told_and_the_replica_is_replaced(two_replicas: Deploym
         enough.set()
         if Path(f"/proc/{core}").exists():
             os.kill(core, signal.SIGCONT)
+    wait_until(two_replicas.all_replicas_are_known, 3 * HANG_GUARD_S, "the new one serves", every_s=0.5)
