@@ -7,7 +7,9 @@ import queue
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,9 @@ class Streams:
         self._threads = [threading.Thread(target=self._read, args=(index,)) for index in range(count)]
         for thread in self._threads:
             thread.start()
-        for _ in range(3 * count):
-            self.messages.get(timeout=HANG_GUARD_S)
+        begun: Counter[int] = Counter()
+        while len(begun) < count or min(begun.values()) < 3:
+            begun[self.messages.get(timeout=HANG_GUARD_S)] += 1
 
     def _read(self, index: int) -> None:
         try:
@@ -94,9 +97,10 @@ def listening(server: Served) -> dict[str, set[tuple[str, int]]]:
     """By kind of process: every address it listens on."""
     found: dict[str, set[tuple[str, int]]] = {}
     for process in server.tree():
-        for each in process.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN:
-                found.setdefault(kind_of(process), set()).add((each.laddr.ip, each.laddr.port))
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            for each in process.net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN:
+                    found.setdefault(kind_of(process), set()).add((each.laddr.ip, each.laddr.port))
     return found
 
 
@@ -133,8 +137,10 @@ def test_metrics_and_status_are_on_the_admin_port_alone(server: Served, admin_po
 
 
 def test_running_answers_are_finished_and_new_ones_refused(server: Served, admin_port: int) -> None:
-    streams = Streams(server, 4)
-    with grpc.insecure_channel(server.grpc) as channel, httpx.Client(trust_env=False) as http:
+    with (
+        grpc.insecure_channel(server.grpc) as channel,
+        httpx.Client(trust_env=False, timeout=HANG_GUARD_S) as http,
+    ):
         health = health_pb2_grpc.HealthStub(channel)
 
         def status(service: str) -> int:
@@ -143,8 +149,15 @@ def test_running_answers_are_finished_and_new_ones_refused(server: Served, admin
         assert [status(service) for service in ("", "readiness", "liveness")] == [SERVING] * 3
         watched: list[int] = []
         watch = health.Watch(health_pb2.HealthCheckRequest())
-        watching = threading.Thread(target=lambda: watched.extend(each.status for each in watch))
+
+        def look_on() -> None:
+            for each in watch:
+                watched.append(each.status)  # noqa: PERF401 - read while it grows
+
+        watching = threading.Thread(target=look_on)
         watching.start()
+        wait_until(lambda: watched == [SERVING], HANG_GUARD_S, "the first word of the watch")
+        streams = Streams(server, 4)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: status("") == NOT_SERVING, HANG_GUARD_S, "not ready")
         assert [status(service) for service in ("readiness", "liveness")] == [NOT_SERVING, SERVING]
