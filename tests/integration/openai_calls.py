@@ -19,3 +19,7 @@ def chat(client, **changes):
 
 def acceptance(answer):
     return answer.metrics["speculative_decoding"]
+
+
+def num_draft_tokens(answer):
+    return acceptance(answer)["num_draft_tokens"]

@@ -16,7 +16,7 @@ from outrider.deploy.client.async_client import AsyncMethods, AsyncOutriderClien
 from outrider.deploy.client.handle import OutriderHandle
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, Deployment, ended_early, wait_until
+from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, Deployment, drafted, ended_early, num_accepted, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -91,9 +91,12 @@ def is_running(pair: Deployment) -> bool:
 async def test_a_second_application_gets_the_same_tokens_whole_and_round_by_round(
     pair: Deployment, caller: DeploymentHandle
 ) -> None:
-    answer = pb.GenerateResponse.FromString(await caller.generate.remote(PROMPT, temperature=0.0, max_tokens=48))
+    def ask_it() -> pb.GenerateResponse:
+        called = caller.generate.remote(PROMPT, temperature=0.0, max_tokens=48)
+        return pb.GenerateResponse.FromString(called.result(timeout_s=HANG_GUARD_S))
+
+    answer = await asyncio.to_thread(drafted, ask_it, num_accepted)
     pair.reference.check(PROMPT, answer.token_ids, label="through the handle")
-    assert answer.metrics.speculative_decoding.num_accepted_draft_tokens > 0
     stream = caller.stream.options(stream=True).remote(PROMPT, temperature=0.0, max_tokens=48, request_id="from-two")
     messages = [pb.GenerateStreamResponse.FromString(data) async for data in stream]
     assert [token for message in messages for token in message.token_ids] == list(answer.token_ids)

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from outrider.v1 import generation_pb2 as pb
-from tests.serving import HANG_GUARD_S, K, wait_until, wait_until_idle
+from tests.serving import HANG_GUARD_S, K, drafted, num_accepted, num_draft_tokens, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -25,7 +25,9 @@ def answers():
 def greedy(pair, answers):
     def ask(prompt):
         if prompt not in answers:
-            answers[prompt] = pair.client.generate(list(prompt), temperature=0.0, max_tokens=NUM_TOKENS)
+            answers[prompt] = drafted(
+                lambda: pair.client.generate(list(prompt), temperature=0.0, max_tokens=NUM_TOKENS), num_accepted
+            )
         return answers[prompt]
 
     return ask
@@ -75,12 +77,12 @@ def test_the_server_counts_what_its_requests_report(pair):
     assert after.rounds.median.samples > 0
 
 
-def test_a_stream_carries_one_round_a_message(pair, greedy):
+def test_a_stream_carries_a_round_a_message_or_the_rounds_that_came_meanwhile(pair, greedy):
     with pair.client.stream(list(PROMPTS[0]), temperature=0.0, max_tokens=NUM_TOKENS) as stream:
         messages = list(stream)
     tokens = [token for message in messages for token in message.token_ids]
     pair.reference.check(PROMPTS[0], tokens, label="stream")
-    assert all(1 <= len(message.token_ids) <= K + 1 for message in messages)
+    assert all(1 <= len(message.token_ids) <= max(1, message.num_rounds) * (K + 1) for message in messages)
     assert max(len(message.token_ids) for message in messages) > 1
     assert "".join(message.text_delta for message in messages) == bytes(tokens).decode()
     assert messages[-1].usage.completion_tokens == NUM_TOKENS
@@ -95,7 +97,8 @@ def test_without_speculation_the_tokens_are_the_same_and_nothing_is_drafted(pair
 
 
 def test_a_request_s_own_limit_caps_its_drafts(pair):
-    answer = pair.client.generate(list(PROMPTS[0]), temperature=0.0, max_tokens=NUM_TOKENS, num_speculative_tokens=1)
+    options = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "num_speculative_tokens": 1}
+    answer = drafted(lambda: pair.client.generate(list(PROMPTS[0]), **options))
     pair.reference.check(PROMPTS[0], answer.token_ids, label="one draft a round")
     speculative = answer.metrics.speculative_decoding
     assert sum(list(speculative.acceptance_histogram)[2:]) == 0
@@ -103,22 +106,16 @@ def test_a_request_s_own_limit_caps_its_drafts(pair):
 
 
 @pytest.mark.parametrize("speculation", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_a_seed_reproduces_an_answer_under_the_same_speculation(pair, speculation):
-    """With drafts this holds for runs that drafted the same rounds: which rounds come too late is up to the clock,
-    and vLLM's sampler draws for each draft it is shown."""
+def test_a_seed_reproduces_an_answer(pair, speculation):
+    """Whatever was drafted: a request with a seed is verified by coupling, where a draft changes no token."""
     options = {"temperature": 1.0, "max_tokens": 48, "speculation": speculation}
 
     def run(seed):
-        answer = pair.client.generate(list(PROMPTS[0]), seed=seed, **options)
-        return answer.metrics.speculative_decoding.num_draft_tokens, list(answer.token_ids)
+        return list(pair.client.generate(list(PROMPTS[0]), seed=seed, **options).token_ids)
 
-    runs = [run(7) for _ in range(2 if not speculation else 4)]
-    drafted = [count for count, _ in runs]
-    usual = max(drafted, key=drafted.count)
-    same = [tokens for count, tokens in runs if count == usual]
-    assert len(same) >= 2, f"drafts differ from run to run: {drafted}"
-    assert all(tokens == same[0] for tokens in same)
-    assert run(8)[1] != same[0]
+    first, *more = [run(7) for _ in range(3)]
+    assert more == [first, first]
+    assert run(8) != first
 
 
 def test_seeds_are_not_mixed_up_in_a_batch(pair):
@@ -143,15 +140,14 @@ def test_seeds_are_not_mixed_up_in_a_batch(pair):
 )
 def test_limits_on_sampling_reach_drafted_tokens(pair, options):
     """With one token left to choose from, sampling is greedy, whatever was drafted."""
-    answer = pair.client.generate(list(PROMPTS[0]), **{"temperature": 1.0, "max_tokens": 64, **options})
-    assert answer.metrics.speculative_decoding.num_draft_tokens > 0
+    sampling = {"temperature": 1.0, "max_tokens": 64, **options}
+    answer = drafted(lambda: pair.client.generate(list(PROMPTS[0]), **sampling))
     pair.reference.check(PROMPTS[0], answer.token_ids, label=str(options))
 
 
 def test_a_low_temperature_reaches_drafted_tokens(pair):
     """At 0.01 a token half a logit below the best has a chance of e**-50."""
-    answer = pair.client.generate(list(PROMPTS[0]), temperature=0.01, max_tokens=64, seed=1)
-    assert answer.metrics.speculative_decoding.num_draft_tokens > 0
+    answer = drafted(lambda: pair.client.generate(list(PROMPTS[0]), temperature=0.01, max_tokens=64, seed=1))
     tokens = list(PROMPTS[0])
     for position, token in enumerate(answer.token_ids):
         behind = pair.reference.behind_best(tokens, token)
@@ -171,9 +167,8 @@ def test_a_greedy_request_is_exact_beside_a_sampled_one(pair, greedy):
 def test_a_repetition_penalty_reaches_drafted_tokens(pair):
     """Known to go wrong elsewhere: parameters that only plain tokens obey."""
     options = {"temperature": 0.0, "max_tokens": 64, "repetition_penalty": 1.5}
-    with_drafts = pair.client.generate(list(PROMPTS[0]), **options)
+    with_drafts = drafted(lambda: pair.client.generate(list(PROMPTS[0]), **options), num_accepted)
     plain = pair.client.generate(list(PROMPTS[0]), speculation=False, **options)
-    assert with_drafts.metrics.speculative_decoding.num_accepted_draft_tokens > 0
     assert with_drafts.token_ids == plain.token_ids
 
 
@@ -216,23 +211,21 @@ def test_nothing_is_held_when_nothing_runs(pair):
 def test_a_proposal_takes_little_room_on_the_link(pair, verification, limit):
     """Bytes a round and request at K=5, frame header included: top-64 q, or ids alone."""
     how = {"temperature": 0.0} if verification == "greedy" else {"temperature": 1.0, "verification": verification}
-    wait_until(lambda: pair.status().link.state == pb.LINK_STATE_UP, HANG_GUARD_S, "the link is up")
+    pair.linked()
     before = pair.status().rounds
-    drafted = []
+    answers = []
 
-    def is_drafted_for():
-        """On a busy machine a whole answer may be made before the drafter has read its prompt."""
-        answer = pair.client.generate(list(PROMPTS[2]), max_tokens=NUM_TOKENS, num_speculative_tokens=5, **how)
-        drafted.append(answer.metrics.speculative_decoding)
-        return drafted[-1].num_spec_steps
+    def ask():
+        answers.append(pair.client.generate(list(PROMPTS[2]), max_tokens=NUM_TOKENS, num_speculative_tokens=5, **how))
+        return answers[-1]
 
-    wait_until(is_drafted_for, HANG_GUARD_S, "an answer with drafts")
+    drafted(ask)
     after = pair.status().rounds
     count = after.proposals - before.proposals
     num_bytes = after.proposal_bytes - before.proposal_bytes
     size = num_bytes / count
     print(f"{verification}: {size:.0f} bytes a proposal over {count} rounds")
-    assert count >= sum(each.num_spec_steps for each in drafted) > 0
+    assert count >= sum(answer.metrics.speculative_decoding.num_spec_steps for answer in answers) > 0
     assert size <= limit
-    a_draft = num_bytes / sum(each.num_draft_tokens for each in drafted)
+    a_draft = num_bytes / sum(map(num_draft_tokens, answers))
     assert (a_draft > 512) == (verification in ("rejection", "block")), "64 ids and probabilities each"

@@ -3,6 +3,7 @@
 import json
 import time
 import urllib.request
+import uuid
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ import ray
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.otlp_collector import attributes, collecting
-from tests.serving import HANG_GUARD_S, TRACES_PORT, wait_until
+from tests.serving import HANG_GUARD_S, TRACES_PORT, drafted, num_draft_tokens, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -69,18 +70,24 @@ def check(trace, ingress_name):
 
 
 def test_a_grpc_request_is_one_trace_with_a_span_a_round(ngram_pair, collector):
-    trace_id = "11111111111111111111111111111111"
-    messages = stream(ngram_pair, caller(trace_id), "traced")
+    trace_id = ""
+
+    def ask():
+        nonlocal trace_id
+        trace_id = uuid.uuid4().hex
+        return stream(ngram_pair, caller(trace_id), f"traced-{trace_id}")
+
+    messages = drafted(ask, lambda messages: num_draft_tokens(messages[-1]))
     tokens = sum(len(message.token_ids) for message in messages)
     rounds = check(whole(collector, trace_id, tokens), "outrider.v1.GenerationService/GenerateStream")
     assert [round_["outrider.round"] for round_ in rounds] == list(range(len(rounds)))
     speculative = messages[-1].metrics.speculative_decoding
-    drafted = [round_ for round_ in rounds if round_["outrider.k"]]
-    assert len(drafted) == speculative.num_spec_steps
+    with_drafts = [round_ for round_ in rounds if round_["outrider.k"]]
+    assert len(with_drafts) == speculative.num_spec_steps
     assert sum(round_["outrider.k"] for round_ in rounds) == speculative.num_draft_tokens
     assert all(round_["outrider.accepted"] == round_["outrider.committed"] - 1 for round_ in rounds)
     assert all(round_["outrider.epoch"] == ngram_pair.status().link.epoch for round_ in rounds)
-    assert any(round_["outrider.origin"] != "none" for round_ in drafted)
+    assert any(round_["outrider.origin"] != "none" for round_ in with_drafts)
 
 
 @pytest.mark.exhaustive
@@ -109,11 +116,11 @@ def test_what_the_caller_does_not_want_traced_is_not(ngram_pair, collector):
 
 
 def json_lines(pattern):
-    """Lines of the session's logs that are JSON objects."""
+    """Lines of the session's logs that are JSON objects, but for those that are being written."""
     logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
     for path in logs.glob(pattern):
-        for line in path.read_text(errors="replace").splitlines():
-            if line.startswith("{"):
+        for line in path.read_text(errors="replace").splitlines(keepends=True):
+            if line.startswith("{") and line.endswith("\n"):
                 yield json.loads(line)
 
 
