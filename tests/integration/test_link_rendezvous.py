@@ -24,8 +24,8 @@ def test_verifier_whose_drafter_never_comes():
 
 def test_drafter_whose_verifier_never_completes():
     invitation, complete = invite(1, "absent")
-    with pytest.raises(LinkError, match=r"link of absent, epoch 1: no verifier within 0\.3 s"):
-        join_link(invitation, SECRET, 0.3)
+    with pytest.raises(LinkError, match=r"link of absent, epoch 1: no verifier within \d\.\d s"):
+        join_link(invitation, SECRET, 2.0)  # long enough to reach the store of a busy machine
     del complete
 
 

@@ -34,8 +34,18 @@ def get(deployment):
 
 
 def scrape(deployment):
-    time.sleep(FRESH_S)
-    return parse(get(deployment)[1], time.monotonic())
+    """Once every process is in it with new numbers: what does not answer in time is left out, or old."""
+
+    def whole():
+        time.sleep(FRESH_S)
+        now = parse(get(deployment)[1], time.monotonic())
+        ages, drafters = (
+            [value for _, value in now.of(name)] for name in ("outrider:snapshot_age_seconds", "outrider:drafter_up")
+        )
+        fresh = len(ages) == len(drafters) == deployment.config.serving.num_replicas and max(ages) < FRESH_S
+        return now if fresh and all(drafters) and now.sum("outrider:replicas_silent") == 0 else None
+
+    return wait_until(whole, HANG_GUARD_S, "the numbers of every process")
 
 
 @pytest.fixture

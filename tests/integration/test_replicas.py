@@ -184,10 +184,17 @@ def test_more_requests_than_there_is_room_for(two_replicas, flood):
     outcome.check()
     # The proxy knows from earlier answers how much room there is, and does not bother the ingress with the rest.
     assert refused_by_the_ingress(two_replicas) - refused_before < outcome.kinds["refused"] / 2
-    grown = {pid: (size - before[pid]) >> 20 for pid, size in memory(two_replicas).items()}
-    assert max(grown.values()) < 32, f"MiB by process: {grown}"
-
     wait_until(lambda: is_idle(two_replicas), HANG_GUARD_S, "no request left on either replica")
+    grown = {}
+
+    def given_back():
+        grown.update({pid: (size - before[pid]) >> 20 for pid, size in memory(two_replicas).items()})
+        return max(grown.values()) < 32
+
+    try:
+        wait_until(given_back, HANG_GUARD_S, "memory given back")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; MiB by process: {grown}") from None
 
 
 async def taken_by_grpc(deployment):

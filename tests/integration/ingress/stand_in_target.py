@@ -29,7 +29,7 @@ from outrider.actors.replica_calls import (
     Usage,
 )
 
-HANG_GUARD_S = 20.0
+HANG_GUARD_S = 180.0
 K, VOCAB_SIZE = 4, 100
 TARGET_SLOTS, TARGET_QUEUE = 4, 2
 

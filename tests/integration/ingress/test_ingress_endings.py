@@ -28,10 +28,10 @@ def test_a_passed_deadline_ends_the_call_and_the_targets_work(address: str, meet
     with grpc.insecure_channel(address) as channel:
         stub = rpc.GenerationServiceStub(channel)
         if way == "unary":
-            call = stub.Generate.future(pb.GenerateRequest(text="hang", request_id=request_id, timeout_ms=1000))
+            call = stub.Generate.future(pb.GenerateRequest(text="hang", request_id=request_id, timeout_ms=4000))
         else:
             call = iter(
-                stub.GenerateStream(pb.GenerateStreamRequest(text="hang", request_id=request_id, timeout_ms=1000))
+                stub.GenerateStream(pb.GenerateStreamRequest(text="hang", request_id=request_id, timeout_ms=4000))
             )
             assert next(call).text_delta == "one "
         with pytest.raises(grpc.RpcError) as caught:
@@ -132,9 +132,9 @@ def test_a_lost_replica_is_unavailable_and_its_successor_answers(client: Outride
 
     def answers() -> bool:
         try:
-            return client.generate("go", timeout_s=HANG_GUARD_S).text == "one three"
+            return client.generate("go", timeout_s=HANG_GUARD_S / 6).text == "one three"
         except OutriderError as error:
-            if error.code is not grpc.StatusCode.UNAVAILABLE:
+            if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise
             return False
 

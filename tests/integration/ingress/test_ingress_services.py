@@ -23,7 +23,7 @@ from outrider.cluster.link.frame import PROTOCOL_VERSION
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.integration.ingress.calls import failure, reason
+from tests.integration.ingress.calls import failure, reason, wait_for
 from tests.integration.ingress.stand_in_target import HANG_GUARD_S, VOCAB_SIZE, K
 
 STATUS = {
@@ -38,7 +38,7 @@ STATUS = {
 pytestmark = pytest.mark.timeout(600)
 
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_the_status_of_the_target_is_passed_on(client: OutriderClient, meeting_point: Path) -> None:
@@ -108,13 +108,21 @@ def test_health_is_that_of_the_target(address: str, meeting_point: Path) -> None
             "liveness": SERVING,
         }
         watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_GUARD_S)
-        assert next(watched).status == SERVING
+
+        def is_told(status: int) -> bool:
+            """Maybe after another: a target that is slow to answer is not ready."""
+            return any(each.status == status for each in watched)
+
+        def is_listed() -> bool:
+            found = {name: each.status for name, each in health.List(health_pb2.HealthListRequest()).statuses.items()}
+            return (found["readiness"], found["liveness"]) == (NOT_SERVING, SERVING)
+
+        assert is_told(SERVING)
         (meeting_point / "broken").touch()
-        assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        broken = {name: each.status for name, each in health.List(health_pb2.HealthListRequest()).statuses.items()}
-        assert (broken["readiness"], broken["liveness"]) == (health_pb2.HealthCheckResponse.NOT_SERVING, SERVING)
+        assert is_told(NOT_SERVING)
+        wait_for(is_listed)
         (meeting_point / "broken").unlink()
-        assert next(watched).status == SERVING
+        assert is_told(SERVING)
         watched.cancel()
         unknown = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=HANG_GUARD_S)
         assert next(unknown).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
