@@ -57,6 +57,9 @@ class TargetConfig(EngineConfig):
     tokenizer: str | None = None
     """Tokenizer directory or hub id. None: the model's own."""
 
+    async_scheduling: bool = True
+    """Schedule a step while the one before it runs. The tokens are the same either way."""
+
 
 class SpeculationConfig(Section):
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_SPECULATIVE_TOKENS)

@@ -84,7 +84,6 @@ OWNED: dict[Side, tuple[Withheld, ...]] = {
             ("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"),
             "Outrider's scheduler sets a long prompt's share anew in each step; set target.max_num_batched_tokens",
         ),
-        Withheld(("async_scheduling",), "Outrider decides whether the engine's steps overlap; leave it out"),
         Withheld(
             _PLACES,
             "ranks are Ray actors where Outrider places them; set target.tensor_parallel_size and target.cores",

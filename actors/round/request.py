@@ -113,6 +113,9 @@ class Request:
     running: bool = True
     """False from a preemption until it is resumed."""
 
+    ended: bool = False
+    """Its last token has been committed. Steps that were scheduled before that was known have nothing to do for it."""
+
     # What is known of the drafter's side of it; actors/round/conversation.py writes these.
 
     handle: int | None = None

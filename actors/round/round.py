@@ -59,7 +59,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Step:
-    """One step of the engine's, from its schedule to its commits.
+    """One step of the engine's, from its start to its commits.
 
     num_tokens: scheduled, of all requests. drafts: scheduled ids of each request that has any. decodes_only: no prefill
     is among its requests.
@@ -77,6 +77,22 @@ class Step:
 
     q: dict[str, SparseQ] = field(default_factory=dict)
     """What the drafts were drawn from, at least as many rows as drafts; nothing for those that were not drawn."""
+
+    @classmethod
+    def of(cls, number: int, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]], **events: Any) -> Step:
+        """num_tokens: scheduled of each request. drafts: likewise, no alias of them is kept. events: who comes and
+        goes."""
+        step = cls(number, 0, 0, True, {}, **events)
+        step.schedule(num_tokens, drafts)
+        return step
+
+    def schedule(self, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> None:
+        """What is to run, as in `of`. Once more where the step was scheduled before all of it was known."""
+        self.num_requests, self.num_tokens = len(num_tokens), sum(num_tokens.values())
+        self.drafts = {request_id: list(ids) for request_id, ids in drafts.items() if ids}
+        self.decodes_only = all(
+            count == 1 + len(self.drafts.get(request_id, ())) for request_id, count in num_tokens.items()
+        )
 
     @property
     def width(self) -> int:
@@ -155,7 +171,8 @@ class Round:
         for request_id in step.resumed:
             self._pause(request_id)
             self._follow(self.requests[request_id])
-        self._check_link(at_boundary=True)
+        # A step that was scheduled ahead begins while the answers to the commit before it are on their way.
+        self._check_link(at_boundary=not self._drafter.is_awaited())
         if not self._drafter.is_unanswered():
             # Who was asked is gone; the next commit starts the clock anew, and is waited for.
             self._drafter.nobody_is_asked()
@@ -192,7 +209,8 @@ class Round:
                 self._tracer.committed(request.trace, drafted, len(token_ids), self._drafter.epoch)
             if drafted:
                 self._guarded(self._lengths.observe_round, request.estimate, drafted, len(token_ids) - 1)
-            if request.running and not request.is_finished_by(token_ids, self.deployment.max_model_len):
+            request.ended = request.is_finished_by(token_ids, self.deployment.max_model_len)
+            if request.running and not request.ended:
                 going_on.append(request)
         lengths = self._guarded(self._lengths.choose, [request.estimate for request in going_on])
         for request, wanted in zip(going_on, lengths or [NO_DRAFTS] * len(going_on), strict=True):
@@ -239,6 +257,18 @@ class Round:
         if self._tracer is not None:
             self._tracer.waited(waited_s)
         return [r.drafts if (r := self.requests.get(request_id)) is not None else [] for request_id in request_ids]
+
+    def settle(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
+        """`take_drafts` for a step that was scheduled while the one before it ran, and has begun: no more drafts of
+        each request than it has slots. None for a request that has ended: there is nothing to do for it."""
+        drafts = self.take_drafts(step, request_ids)
+        self._check_link(at_boundary=True)
+        self._drafter.flush()
+        ended = {request_id for request_id in request_ids if (r := self.requests.get(request_id)) and r.ended}
+        return [
+            None if request_id in ended else ids[:room]
+            for request_id, ids, room in zip(request_ids, drafts, slots, strict=True)
+        ]
 
     # Beside it.
 

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
+from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
@@ -77,11 +78,11 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     args["distributed_executor_backend"] = RayRanksExecutor
     args["additional_config"] = {**ranks.as_additional_config(), "outrider": config.model_dump(mode="json")}
     vllm_config = _create(AsyncEngineArgs, args, placement_group, config.target)
-    scheduler = vllm_config.scheduler_config
-    # vLLM decides whether steps may overlap; ours never do.
-    scheduler.scheduler_cls = (
-        f"outrider.actors.vllm_seam.scheduler.{'Async' if scheduler.async_scheduling else ''}RoundScheduler"
-    )
+    kind = "Async" if vllm_config.scheduler_config.async_scheduling else ""
+    if config.co_located is None and config.target.async_scheduling:
+        kind = "Ahead"
+        vllm_config.__class__ = AheadVllmConfig
+    vllm_config.scheduler_config.scheduler_cls = f"outrider.actors.vllm_seam.scheduler.{kind}RoundScheduler"
     return vllm_config
 
 
@@ -104,9 +105,11 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     if config.co_located is not None:
         check_build_drafts(config.co_located, gpu=on_gpu())
         args["speculative_config"] = config.co_located.speculative_config(config.num_speculative_tokens)
+        if not config.target.async_scheduling:  # else vLLM decides: not every method of its own can
+            args["async_scheduling"] = False
         return args
     args["worker_cls"] = "outrider.actors.vllm_seam.target_worker.TargetWorker"
-    args["async_scheduling"] = False
+    args["async_scheduling"] = False  # vLLM's own way of it, see ahead.py
     if config.drafter is not None:
         args["speculative_config"] = {
             "method": "custom_class",

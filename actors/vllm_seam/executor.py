@@ -22,6 +22,7 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
 from outrider.actors.vllm_seam import leans_on
+from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.cluster.link.rendezvous import open_store
 from outrider.cluster.placement import NAMESPACE, RankPlacement, bind_to
 
@@ -73,8 +74,16 @@ class RayRanksExecutor(RayExecutorV2):
         self._placement = RankPlacement.of(self.vllm_config)
         # Drafting by vLLM itself samples in a call of its own, and mostly tells nobody of its drafts.
         speculative = self.vllm_config.speculative_config
-        self._asks_early = speculative is not None and speculative.method == "custom_class"
+        drafts_come_from_afar = speculative is not None and speculative.method == "custom_class"
+        self._runs_ahead = isinstance(self.vllm_config, AheadVllmConfig)
+        self._asks_early = drafts_come_from_afar and not self._runs_ahead
         self._drafts: Any = None
+        self._chosen: Any = None
+        """Of a step that was sent ahead and chooses its tokens in the same call."""
+
+        self._masks_are_due = False
+        """A step was sent ahead of the tokens that a grammar has to follow first."""
+
         with self._seams():
             super()._init_executor()
         for queue in self.response_mqs:
@@ -82,16 +91,24 @@ class RayRanksExecutor(RayExecutorV2):
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         output = super().execute_model(scheduler_output, non_block=non_block)
+        self._masks_are_due = scheduler_output.pending_structured_output_tokens
         if scheduler_output.total_num_scheduled_tokens and not scheduler_output.has_structured_output_requests:
             self._ask_for_drafts()
+            self._chosen = output if self._runs_ahead else None
         return output
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        if self._chosen is not None:
+            chosen, self._chosen = self._chosen, None
+            return chosen
+        self._masks_are_due = False
         output = super().sample_tokens(grammar_output, non_block=non_block)
         self._ask_for_drafts()
         return output
 
     def take_draft_token_ids(self) -> Any:
+        if self._runs_ahead and not self._masks_are_due:
+            return None  # the ranks put drafts in themselves
         drafts, self._drafts = self._drafts, None
         return super().take_draft_token_ids() if drafts is None else drafts.result()
 

@@ -15,6 +15,7 @@ PROJECT = Project("vLLM", VLLM, "0.32")
 _LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 _OUTPUTS = "vllm.v1.engine.output_processor"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_AHEAD = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RAY = "vllm.v1.executor.ray_executor_v2"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
@@ -102,6 +103,11 @@ REPLICA = Table(
         ),
         Borrowed("vllm.exceptions:VLLMValidationError.parameter", "which field of a request vLLM refused"),
         Borrowed("vllm.config:SchedulerConfig.scheduler_cls", "set to ours, by its path"),
+        Borrowed(
+            "vllm.config:VllmConfig.max_concurrent_batches",
+            "overridden (the configuration's __class__ is rewritten): two steps are in flight",
+            read_by=("vllm.v1.engine.core:EngineCore.__init__",),
+        ),
         Borrowed("vllm.config:ParallelConfig", "set", also=("placement_group", "distributed_executor_backend")),
         Borrowed("vllm.config:VllmConfig.additional_config", "our configuration goes to the ranks in it"),
     ),
@@ -138,6 +144,11 @@ EXECUTOR = Table(
             f"{_RAY}:RayExecutorV2.execute_model",
             "overridden: asks for drafts with the step",
             exactly=("scheduler_output", "non_block"),
+        ),
+        Borrowed(
+            "vllm.v1.core.sched.output:SchedulerOutput.pending_structured_output_tokens",
+            "whether a step that is sent ahead waits for tokens before its masks are made",
+            read_by=("vllm.v1.engine.core:EngineCore.step_with_batch_queue",),
         ),
         Borrowed(
             f"{_RAY}:RayExecutorV2.sample_tokens",
@@ -219,6 +230,23 @@ SCHEDULER = Table(
             "overridden: all requests' drafts are held against their grammars at the same time",
             exactly=("draft_token_ids",),
         ),
+        Borrowed(
+            f"{_SCHEDULER}.update_draft_token_ids_in_output",
+            "overridden: likewise, in a step that was scheduled ahead",
+            exactly=("draft_token_ids", "scheduler_output"),
+            read_by=("vllm.v1.engine.core:EngineCore.step_with_batch_queue",),
+        ),
+        Borrowed(
+            f"{_AHEAD}._update_after_schedule",
+            "overridden: room for as many drafts as a request may have",
+            exactly=("scheduler_output",),
+            read_by=(f"{_SCHEDULER}.schedule",),
+        ),
+        Borrowed(
+            "vllm.v1.request:Request",
+            "what was counted ahead of a request is taken back",
+            also=("spec_token_ids", "num_computed_tokens", "num_output_placeholders"),
+        ),
         Borrowed(f"{_SCHEDULER}.finish_requests", "ends late requests", takes=("request_ids", "finished_status")),
         Borrowed(
             f"{_SCHEDULER}.grammar_compile_error_reqs",
@@ -258,6 +286,34 @@ SCHEDULER = Table(
             "vllm.v1.metrics.stats:RequestSpecDecodeMetrics",
             "copied with every round",
             takes=("num_spec_tokens", "histogram", "num_draft_tokens"),
+        ),
+        Borrowed(
+            "vllm.v1.core.sched.output:SchedulerOutput",
+            "a step: rewritten by the ranks where it was scheduled ahead",
+            also=(
+                "num_scheduled_tokens",
+                "total_num_scheduled_tokens",
+                "scheduled_spec_decode_tokens",
+                "num_invalid_spec_tokens",
+                "scheduled_cached_reqs",
+            ),
+        ),
+        Borrowed(
+            "vllm.v1.core.sched.output:CachedRequestData",
+            "likewise, of requests that the ranks know",
+            also=(
+                "req_ids",
+                "resumed_req_ids",
+                "new_token_ids",
+                "new_block_ids",
+                "num_computed_tokens",
+                "num_output_tokens",
+            ),
+        ),
+        Borrowed(
+            "vllm.v1.core.sched.output:GrammarOutput",
+            "masks: those of rows that are there",
+            also=("structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts"),
         ),
         Borrowed("vllm.v1.outputs:ModelRunnerOutput", "read", also=("num_nans_in_logits", "prompt_logprobs_dict")),
         Borrowed("vllm.v1.engine:EngineCoreOutput.spec_decode_metrics", "set"),
@@ -383,7 +439,11 @@ TARGET_RANK = Table(
             exactly=("scheduler_output", "zeros_only"),
             read_by=(f"{_RUNNER}.sample_tokens",),
         ),
-        Borrowed(_RUNNER, "its batch and sampler", also=("input_batch", "sampler", "discard_request_mask", "device")),
+        Borrowed(
+            _RUNNER,
+            "its batch and sampler",
+            also=("input_batch", "sampler", "discard_request_mask", "device", "requests"),
+        ),
         Borrowed(_BATCH, "the step's requests", also=("req_ids", "sampling_metadata")),
         Borrowed(
             f"{_BATCH}.generators",

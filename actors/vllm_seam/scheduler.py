@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.round.scheduling import Deadlines, prefill_threshold, virtual_arrival_ms
 from outrider.actors.vllm_seam import leans_on
+from outrider.actors.vllm_seam.ahead import DraftSlots
 from outrider.actors.vllm_seam.structured_outputs import guard
 
 if TYPE_CHECKING:
@@ -121,6 +122,10 @@ class GrammarScheduling(_Scheduler):
         self._grammars.validate_ahead(self.requests, draft_token_ids)
         super().update_draft_token_ids(draft_token_ids)
 
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        self._grammars.validate_ahead(self.requests, draft_token_ids)
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.grammar_compile_error_reqs.update(self._grammars.ended())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -138,8 +143,12 @@ class RoundScheduler(GrammarScheduling, RoundScheduling, FairScheduling, Schedul
     """Of an engine that schedules one step at a time."""
 
 
+class AheadRoundScheduler(GrammarScheduling, RoundScheduling, DraftSlots, FairScheduling, AsyncScheduler):
+    """Of an engine that schedules a step while the one before it runs."""
+
+
 class AsyncRoundScheduler(GrammarScheduling, RoundScheduling, FairScheduling, AsyncScheduler):
-    """Of an engine whose steps overlap, as with co-located drafting by vLLM."""
+    """Of an engine whose steps overlap in vLLM's own way, as with co-located drafting."""
 
 
 def _as_of_now(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:

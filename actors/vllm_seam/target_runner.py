@@ -11,13 +11,15 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
 from outrider.actors.observability.logs import about
-from outrider.actors.round.round import Arrival, Round, Step
+from outrider.actors.round.round import UNUSABLE, Arrival, Round, Step
 from outrider.actors.verification.batch import Status
+from outrider.actors.vllm_seam import ahead
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +30,24 @@ class RoundRunner:
     round: Round | None
     """None on every rank but 0."""
 
-    def install(self, round_: Round | None) -> None:
+    def install(self, round_: Round | None, runs_ahead: bool = False) -> None:
+        """runs_ahead: steps are scheduled while the one before them runs, see ahead.py."""
         self.round = round_
+        self._runs_ahead = runs_ahead
         self._step = Step(0, 0, 0, False, {})
         self._status: torch.Tensor | None = None
+        self._slots: dict[str, int] = {}
+        """How many drafts there was room for, where the step was scheduled ahead."""
+
+        self._cut: set[str] = set()
+        """Requests with drafts that their grammar does not allow."""
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._step = _step(self._step.number + 1, scheduler_output)
         if self.round is not None:
             self.round.begin(step)
+        if self._runs_ahead and step.num_tokens:
+            self._put_right(scheduler_output, step)
         started = time.perf_counter()
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         step.target_s += time.perf_counter() - started
@@ -44,8 +55,13 @@ class RoundRunner:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         step, started = self._step, time.perf_counter()
-        self._status = None
+        self._status, self._cut = None, set()
+        if grammar_output is not None and self._runs_ahead:
+            self._cut_by(grammar_output)
+            grammar_output = ahead.fit_mask(grammar_output, self._slots, step.drafts)
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._runs_ahead and output.req_ids:
+            ahead.tell_drafted(output, step.drafts)
         if self._status is not None:
             self._report(output, self._status.tolist())
         step.target_s += time.perf_counter() - started
@@ -56,8 +72,39 @@ class RoundRunner:
     def take_draft_token_ids(self) -> Any:
         if self.round is None:
             return None
+        if self._runs_ahead:  # asked for before a grammar's masks are made: those of the step that runs
+            return DraftTokenIds(list(self._step.drafts), [list(ids) for ids in self._step.drafts.values()])
         request_ids = list(self.input_batch.req_ids)  # type: ignore[attr-defined]
         return DraftTokenIds(request_ids, self.round.take_drafts(self._step, request_ids))
+
+    def _put_right(self, scheduled: Any, step: Step) -> None:
+        """The step before this one is done: what was scheduled becomes what is to run."""
+        request_ids = list(scheduled.num_scheduled_tokens)
+        self._slots = {request_id: len(ids) for request_id, ids in step.drafts.items()}
+        table = np.zeros((len(request_ids), 1 + max(self._slots.values(), default=0)), dtype=np.int32)
+        if self.round is not None:
+            room = [self._slots.get(request_id, 0) for request_id in request_ids]
+            table = ahead.words(self.round.settle(step, request_ids, room), table.shape[1] - 1)
+        group = get_tp_group()
+        if group.world_size > 1:
+            table = ahead.broadcast(table, group)
+        drafts = dict(zip(request_ids, ahead.read(table), strict=True))
+        known = self.requests  # type: ignore[attr-defined]
+        ahead.put_right(
+            scheduled,
+            drafts,
+            {request_id: known[request_id].num_tokens for request_id in scheduled.scheduled_cached_reqs.req_ids},
+        )
+        step.schedule(scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens)
+
+    def _cut_by(self, grammar_output: Any) -> None:
+        """Masks end with the last draft that a grammar allows: nothing after it may be kept."""
+        allowed = grammar_output.num_acceptable_drafts or [0] * len(grammar_output.structured_output_request_ids)
+        for request_id, count in zip(grammar_output.structured_output_request_ids, allowed, strict=True):
+            drafts = self._step.drafts.get(request_id, [])
+            if len(drafts) > count:
+                drafts[count:] = [UNUSABLE] * (len(drafts) - count)
+                self._cut.add(request_id)
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         # vLLM winds a seeded request's generator back after a partial prefill, which torch refuses on CPU. Nothing
@@ -84,7 +131,7 @@ class RoundRunner:
                 failed[request_id] = 1
                 message = "request %s: no token can be chosen: its logits are not finite or all masked"
                 logger.error(message, request_id, extra=about(request_id))
-            if status & Status.BAD_PROPOSAL and self.round is not None:
+            if status & Status.BAD_PROPOSAL and self.round is not None and request_id not in self._cut:
                 self.round.proposal_was_bad(request_id)
         output.num_nans_in_logits = failed  # also where vLLM was asked to count: RoundScheduler ends who is in here
 
@@ -99,14 +146,10 @@ class RoundRunner:
 
 def _step(number: int, scheduled: Any) -> Step:
     """scheduled: vLLM's SchedulerOutput."""
-    drafts = {request_id: list(ids) for request_id, ids in scheduled.scheduled_spec_decode_tokens.items() if ids}
-    counts = scheduled.num_scheduled_tokens
-    return Step(
-        number=number,
-        num_requests=len(counts),
-        num_tokens=scheduled.total_num_scheduled_tokens,
-        decodes_only=all(count == 1 + len(drafts.get(request_id, ())) for request_id, count in counts.items()),
-        drafts=drafts,
+    return Step.of(
+        number,
+        scheduled.num_scheduled_tokens,
+        scheduled.scheduled_spec_decode_tokens,
         arrived=[
             Arrival(new.req_id, new.sampling_params, new.prompt_token_ids, _prompt_length(new))
             for new in scheduled.scheduled_new_reqs

@@ -45,7 +45,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         if self.rank == 0:
             self._sampler = TargetSampler(self.vllm_config, runner.sampler, self.device)
             self._round = self._make_round(config, self._sampler)
-        runner.install(self._round)
+        runner.install(self._round, config.target.async_scheduling)
         if self._round is not None and config.remote_drafter is not None:
             vocab_size, k = self.model_config.get_vocab_size(), config.num_speculative_tokens
             self._keeper = LinkKeeper(

@@ -39,6 +39,7 @@ from tests.bench.emulation.trace import read_trace
 Sections = dict[str, dict[str, Any]]
 
 PARTS: dict[str, Sections] = {
+    "running-ahead": {"target": {"async_scheduling": False}},
     "lengths": {"speculation": {"adaptive": False}},
     "draft-ahead": {"speculation": {"draft_ahead": False}},
     "side-branches": {"speculation": {"max_side_branches": 0}},

@@ -69,7 +69,14 @@ class Run:
             yield from self._outrider(side, k, loads)
             return
         drafter = {"in-process": self.pair.drafter, "in-process-tp": self.pair.drafter_in_process}.get(side.name)
-        job = in_process.Job(str(self.pair.target), str(drafter) if drafter else None, k, loads, str(self.pair.traces))
+        job = in_process.Job(
+            str(self.pair.target),
+            str(drafter) if drafter else None,
+            k,
+            loads,
+            str(self.pair.traces),
+            not self.args.synchronous_rivals,
+        )
         log = self.directory / f"{side.name}-{k}.log"
         for load, answered in zip(loads, in_process.run(job, self.directory, log), strict=True):
             yield self._measurement(side, load, k, answered)
@@ -157,6 +164,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--speculation", type=json.loads, default={}, help="further keys of Outrider's section, as JSON"
+    )
+    parser.add_argument(
+        "--synchronous-rivals", action="store_true", help="vLLM in-process without its asynchronous scheduling"
     )
     parser.add_argument("--keep", type=Path, help="work in this new directory and leave logs, traces and rounds there")
     parser.add_argument("--out", type=Path, help="every measurement as JSON")

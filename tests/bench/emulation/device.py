@@ -36,8 +36,17 @@ class _Forward:
     logits_s: float = math.nan
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """To the host, behind everything that was enqueued before it. step: which of the device's."""
+
+    step: int
+    ends_s: float
+    forwards: tuple[_Forward, ...]
+
+
 class Device:
-    """Not thread-safe: one thread of a process runs its models."""
+    """One thread of a process runs its models. Where its host runs ahead, another one waits for their copies."""
 
     def __init__(
         self,
@@ -53,7 +62,7 @@ class Device:
 
         self.polls = False
         self.step = 0
-        """Reads that waited so far: everything enqueued between two of them is one step."""
+        """Copies so far: everything enqueued between two of them is one step."""
 
     def now(self) -> float:
         return self._clock()
@@ -78,22 +87,32 @@ class Device:
             self._pending[-1].logits_s = self._clock()
 
     def read(self) -> None:
-        """Wait as a copy to the host would. Does nothing when there is nothing to read: a prefill that is not sampled
-        from is waited for by nobody."""
+        """Copy to the host, and wait for it."""
+        self.wait_for(self.copy())
+
+    def copy(self) -> Copy | None:
+        """Enqueue one. None when there is nothing to read: a prefill that is not sampled from is waited for by
+        nobody."""
         if not self._has_results:
-            return
+            return None
         self._has_results = False
+        copy = Copy(self.step, self.free_at, tuple(self._pending))
+        self._pending.clear()
+        self.step += 1
+        return copy
+
+    def wait_for(self, copy: Copy | None) -> None:
+        if copy is None:
+            return
         came = self._clock()
-        self._wait(self.free_at, self.polls)
+        self._wait(copy.ends_s, self.polls)
         went_on = self._clock()
-        pending, self._pending = self._pending, []
-        for forward in pending:
+        for forward in copy.forwards:
             if forward.trace is not None:
                 times = (forward.called_s, forward.logits_s, forward.started_s, forward.ended_s, came, went_on)
-                forward.trace.add(self.step, times, forward.token_ids, forward.positions)
-        for trace in {id(f.trace): f.trace for f in pending if f.trace is not None}.values():
+                forward.trace.add(copy.step, times, forward.token_ids, forward.positions)
+        for trace in {id(f.trace): f.trace for f in copy.forwards if f.trace is not None}.values():
             trace.flush()
-        self.step += 1
 
 
 DEVICE = Device()
@@ -106,14 +125,18 @@ def install_reads(device: Device = DEVICE) -> None:
 
     - ``GPUModelRunner._bookkeeping_sync`` makes lists of the sampled tokens: the one copy to the host of a step, ours
       and vLLM's alike. In-process drafts are enqueued before it, and on a GPU its copy stands behind them too.
+    - Where vLLM schedules asynchronously the copy is enqueued there, and ``AsyncGPUModelRunnerOutput.get_output`` waits
+      for it, in a thread of its own.
     - What ``UniProcExecutor.collective_rpc`` returns is values, but for ``execute_model``, which leaves its logits on
       the device: a step of a drafter on its own accelerator ends there.
     """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
     for owner, name, wrap in (
         (GPUModelRunner, "_bookkeeping_sync", _reading_first),
+        (AsyncGPUModelRunnerOutput, "__init__", _copying),
+        (AsyncGPUModelRunnerOutput, "get_output", _waiting),
         (UniProcExecutor, "collective_rpc", _reading_last),
     ):
         inner = vars(owner).get(name)
@@ -126,17 +149,34 @@ def install_reads(device: Device = DEVICE) -> None:
 
 
 def _reading_first(inner: Callable[..., Any], device: Device) -> Any:
-    def bookkeeping(*args: Any, **kwargs: Any) -> Any:
-        device.read()
-        return inner(*args, **kwargs)
+    def bookkeeping(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if not runner.use_async_scheduling:
+            device.read()
+        return inner(runner, *args, **kwargs)
 
     return bookkeeping
+
+
+def _copying(inner: Callable[..., Any], device: Device) -> Any:
+    def init(output: Any, *args: Any, **kwargs: Any) -> None:
+        output.copy_of_device = device.copy()
+        inner(output, *args, **kwargs)
+
+    return init
+
+
+def _waiting(inner: Callable[..., Any], device: Device) -> Any:
+    def get_output(output: Any) -> Any:
+        device.wait_for(output.copy_of_device)
+        return inner(output)
+
+    return get_output
 
 
 def _reading_last(inner: Callable[..., Any], device: Device) -> Any:
     def call(executor: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = inner(executor, method, *args, **kwargs)
-        if method != "execute_model":
+        if method != "execute_model" and not executor.scheduler_config.async_scheduling:
             device.read()
         return result
 

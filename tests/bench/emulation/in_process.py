@@ -35,6 +35,8 @@ class Job:
     k: int
     loads: list[Load]
     traces: str
+    asynchronous: bool = True
+    """vLLM schedules as it does on a GPU by default."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,26 @@ def carry(engine: Any, load: Load, is_enough: Callable[[], bool], first_index: i
     return Answered(started, time.perf_counter(), tokens)
 
 
+def keep_asynchronous() -> None:
+    """vLLM's CPU platform clears what its configuration has chosen for a GPU; the emulated device is one."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        chosen = vllm_config.scheduler_config.async_scheduling
+        stock(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = chosen
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment,method-assign]
+
+
 def main() -> None:
     from vllm import LLM
 
     document = json.loads(sys.argv[1])
+    if document["asynchronous"]:
+        keep_asynchronous()
     loads = [Load(**load) for load in document["loads"]]
     speculative: dict[str, Any] = {}
     if document["k"]:
@@ -101,7 +119,7 @@ def main() -> None:
                 "num_speculative_tokens": document["k"],
             },
         }
-    engine = LLM(
+    made = LLM(
         document["target"],
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
@@ -110,7 +128,10 @@ def main() -> None:
         enforce_eager=True,
         distributed_executor_backend="uni",
         **speculative,
-    ).llm_engine
+    )
+    engine = made.llm_engine
+    if engine.vllm_config.scheduler_config.async_scheduling != document["asynchronous"]:
+        raise RuntimeError("vLLM chose another way to schedule than it was to be measured with")
     carry(engine, Load(loads[0].batch, 0, 8), lambda: True, first_index=900_000)
     answered = []
     for load in loads:

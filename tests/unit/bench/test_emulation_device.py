@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.bench.emulation.device import Device, install_reads
 from tests.bench.emulation.trace import TraceWriter, read_trace
+
+EXECUTOR = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
 
 
 class Host:
@@ -116,12 +119,35 @@ def test_vllm_reads_where_it_makes_values_of_results(
         install_reads(device)
 
     rpc, bookkeeping = UniProcExecutor.collective_rpc, GPUModelRunner._bookkeeping_sync
-    assert rpc(object(), "execute_model") == "execute_model"
+    assert rpc(EXECUTOR, "execute_model") == "execute_model"
     assert host.now == 10.0
-    bookkeeping(object())
-    assert rpc(object(), "draft") == "draft"
+    bookkeeping(SimpleNamespace(use_async_scheduling=False))
+    assert rpc(EXECUTOR, "draft") == "draft"
     assert called == [("execute_model", 10.0), ("tokens", pytest.approx(10.01)), ("draft", pytest.approx(10.01))]
     assert host.now == pytest.approx(10.02)
+    assert device.step == 2
+
+
+def test_vllm_reads_a_step_that_it_scheduled_ahead_when_its_output_is_asked_for(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
+
+    monkeypatch.setattr(GPUModelRunner, "_bookkeeping_sync", lambda runner: None)
+    monkeypatch.setattr(AsyncGPUModelRunnerOutput, "__init__", lambda output: None)
+    monkeypatch.setattr(AsyncGPUModelRunnerOutput, "get_output", lambda output: host.now)
+    install_reads(device)
+
+    def launch(seconds: float) -> AsyncGPUModelRunnerOutput:
+        enqueue(device, seconds)
+        device.has_results()
+        GPUModelRunner._bookkeeping_sync(SimpleNamespace(use_async_scheduling=True))
+        return AsyncGPUModelRunnerOutput()
+
+    first, second = launch(0.025), launch(0.025)
+    assert host.now == 10.0, "the host has launched both"
+    assert first.get_output() == pytest.approx(10.025), "what was enqueued after a copy is not waited for"
+    assert second.get_output() == pytest.approx(10.050)
     assert device.step == 2
 
 

@@ -171,3 +171,17 @@ def test_a_link_that_broke_before_it_was_taken_changes_nothing():
     engine.offer().broken = "connection lost"
     assert engine.step({"a": [8]}) == [[1]]
     assert engine.link.broken is None
+
+
+def test_a_step_that_was_scheduled_ahead_changes_links_when_its_answers_are_in():
+    """It begins while they are on their way: nothing of the round is lost to the change."""
+    engine = linked(drafting([1, 2]))
+    borrowed = engine.link
+    engine.step({"a": [8]})
+    engine.commit({"a": [9]})
+    home = engine.offer(drafting([3]))
+    step = engine.begin()
+    assert (borrowed.broken, home.sent) == (None, [])
+    assert engine.round.settle(step, ["a"], [4]) == [[1, 2]]
+    assert "takes its place" in borrowed.broken
+    assert list(home.sent[0].token_ids) == [*PROMPT, 8, 9]

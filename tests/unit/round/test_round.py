@@ -54,6 +54,25 @@ def test_a_round_tells_the_drafter_and_brings_its_drafts_back():
     assert (status["late_rounds"], status["dropped_proposals"]) == (0, 0)
 
 
+def test_a_step_that_was_scheduled_ahead_gets_as_many_drafts_as_it_has_room_for():
+    engine = Engine(drafting([1, 2, 3]))
+    engine.begin("a", "b", "c", num_requests=3)
+    engine.commit({"a": [8], "b": [8]})
+    assert engine.round.settle(engine.begin(num_requests=3), ["c", "b", "a"], [0, 2, 4]) == [[], [1, 2], [1, 2, 3]]
+
+
+def test_who_has_ended_is_told_from_who_drafts_nothing():
+    """Its next step was scheduled before that was known, and has nothing to do for it."""
+    engine = Engine(silent)
+    engine.begin("a", arrival("b", of=params(temperature=0.0, max_tokens=1)), num_requests=2)
+    engine.commit({"a": [8], "b": [8]})
+    step = engine.begin(num_requests=2)
+    assert engine.round.settle(step, ["a", "b"], [4, 4]) == [[], None]
+    engine.tell(finished=["b"])
+    engine.begin(arrival("b", of=params(temperature=0.0, max_tokens=1)))
+    assert engine.round.settle(step, ["b"], [0]) == [[]], "the same name, another request"
+
+
 def test_opens_leave_before_the_target_s_forward_pass():
     engine = Engine(silent)
     engine.begin("a")

@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from outrider.actors.vllm_seam import executor, leans_on, scheduler, target_engine
+from outrider.actors.vllm_seam import ahead, executor, leans_on, scheduler, target_engine
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.cluster.borrowed import Table
 from outrider.cluster.config import ConfigError
@@ -45,6 +47,9 @@ def test_what_is_overridden_is_listed():
         (executor.RayRanksExecutor, RayExecutorV2),
         (scheduler.FairScheduling, Scheduler),
         (scheduler.RoundScheduling, Scheduler),
+        (scheduler.GrammarScheduling, Scheduler),
+        (ahead.DraftSlots, AsyncScheduler),
+        (ahead.AheadVllmConfig, VllmConfig),
         (target_engine.RoundOutputProcessor, OutputProcessor),
         (target_engine._Recorder, StatLoggerBase),
         (RoundRunner, GPUModelRunner),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
-from outrider.actors.round.round import Arrival
+from outrider.actors.round.round import UNUSABLE, Arrival
 from outrider.actors.verification.batch import Status
 from outrider.actors.vllm_seam import target_runner
 from outrider.actors.vllm_seam.target_runner import RoundRunner, _step
@@ -83,9 +83,9 @@ def test_a_step_without_tokens_tells_who_is_gone():
 class Round:
     """Writes down what it is called with."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, settled: list[list[int] | None] | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.status = status
+        self.status, self.settled = status, settled
 
     def begin(self, step: Any) -> None:
         self.calls.append(("begin", step))
@@ -101,6 +101,10 @@ class Round:
     def commit(self, step: Any, committed: Any) -> None:
         self.calls.append(("commit", step, committed))
 
+    def settle(self, step: Any, request_ids: list[str], slots: list[int]) -> list[list[int] | None]:
+        self.calls.append(("settle", step, request_ids, slots))
+        return self.settled
+
     def take_drafts(self, step: Any, request_ids: list[str]) -> list[list[int]]:
         self.calls.append(("take_drafts", step, request_ids))
         return [[1, 2]]
@@ -112,10 +116,13 @@ class Stock:
     def __init__(self) -> None:
         self.input_batch = SimpleNamespace(req_ids=["a"], generators={0: object()}, sampling_metadata=None)
         self.discard_request_mask = SimpleNamespace(np=np.zeros(1, bool))
+        self.requests = {"a": SimpleNamespace(num_tokens=21)}
+        self.masks: Any = None
 
     def execute_model(self, scheduler_output: Any) -> None: ...
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        self.masks = grammar_output
         chosen = self._sample(None, None)  # type: ignore[attr-defined]
         ids = [[token for token in row if token >= 0] for row in chosen.sampled_token_ids.tolist()]
         return SimpleNamespace(req_ids=["a"], sampled_token_ids=ids, num_nans_in_logits=None)
@@ -171,3 +178,42 @@ def test_a_rank_without_the_round_chooses_nothing(runner):
     runner.execute_model(scheduled({"a": 3}, scheduled_spec_decode_tokens={"a": [1, 2]}))
     assert runner._sample(None, None).sampled_token_ids.shape == (1, 3)
     assert runner.take_draft_token_ids() is None
+
+
+def scheduled_ahead(slots: int) -> SchedulerOutput:
+    cached = CachedRequestData.make_empty()
+    cached.req_ids, cached.num_computed_tokens = ["a"], [25]
+    cached.new_block_ids, cached.num_output_tokens = [None], [9]
+    drafts = {"a": [-1] * slots} if slots else {}
+    return scheduled({"a": 1 + slots}, scheduled_spec_decode_tokens=drafts, scheduled_cached_reqs=cached)
+
+
+def test_a_step_that_was_scheduled_ahead_is_put_right_before_it_runs(runner):
+    runner.install(round_ := Round(Status.OK, settled=[[5, 6]]), runs_ahead=True)
+    output = scheduled_ahead(4)
+    runner.execute_model(output)
+    assert round_.calls[1][2:] == (["a"], [4])
+    assert (output.num_scheduled_tokens, output.total_num_scheduled_tokens) == ({"a": 3}, 3)
+    assert output.scheduled_cached_reqs.num_computed_tokens == [20]
+    step = round_.calls[0][1]
+    assert (step.drafts, step.num_tokens, step.width, step.decodes_only) == ({"a": [5, 6]}, 3, 3, True)
+    assert runner.sample_tokens(None).num_drafts == {"a": 2}
+    assert runner.take_draft_token_ids().draft_token_ids == [[5, 6]]
+    assert [call[0] for call in round_.calls] == ["begin", "settle", "choose", "commit"]
+
+
+def test_a_step_whose_requests_have_all_ended_has_nothing_to_do(runner):
+    runner.install(Round(Status.OK, settled=[None]), runs_ahead=True)
+    output = scheduled_ahead(4)
+    runner.execute_model(output)
+    assert (output.num_scheduled_tokens, output.total_num_scheduled_tokens) == ({}, 0)
+    assert output.scheduled_cached_reqs.req_ids == []
+
+
+def test_drafts_that_a_grammar_does_not_allow_are_cut_and_are_nobody_s_mistake(runner):
+    runner.install(round_ := Round(Status.BAD_PROPOSAL, settled=[[5, 6]]), runs_ahead=True)
+    runner.execute_model(scheduled_ahead(4))
+    runner.sample_tokens(GrammarOutput(["a"], np.arange(5, dtype=np.int32).reshape(5, 1), [1]))
+    assert runner.masks.grammar_bitmask[:, 0].tolist() == [0, 1, 2]
+    assert round_.calls[0][1].drafts == {"a": [5, UNUSABLE]}
+    assert "bad" not in [call[0] for call in round_.calls]
