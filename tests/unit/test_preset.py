@@ -122,7 +122,11 @@ def test_dtype_leaves_an_ngram_drafter_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("smolm2", Overrides(), r"config: 'smolm2' is neither a preset \(llama-70b, qwen-coder, qwen3-32b, smollm2\) nor a file"),
+        (
+            "smolm2",
+            Overrides(),
+            r"config: 'smolm2' is neither a preset \(llama-70b, qwen-coder, qwen3-32b, smollm2\) nor a file",
+        ),
         (
             "smollm2",
             Overrides(drafter="/x"),
