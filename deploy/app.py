@@ -65,10 +65,15 @@ def build(args: dict[str, Any]) -> Application:
     """The application for Serve's ``args``.
 
     Either ``config: PRESET_OR_FILE`` with optional ``target``, ``drafter`` (checkpoints) and ``dtype``, or the
-    configuration tree itself. Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
+    configuration tree itself. Ports belong to Serve's own ``grpc_options`` and ``http_options`` here. Beside either,
+    ``nodes_may_come: true``: replicas that today's nodes cannot hold wait for others, instead of being refused.
 
     Raises ConfigError naming the argument or the configuration field.
     """
+    args = dict(args)
+    nodes_may_come = args.pop("nodes_may_come", False)
+    if not isinstance(nodes_may_come, bool):
+        raise ConfigError(f"args.nodes_may_come: {nodes_may_come!r} is neither true nor false; write one of them")
     config = config_from_args(args)
     check_access(config.serving)
     check_proxies(config.serving)
@@ -76,7 +81,7 @@ def build(args: dict[str, Any]) -> Application:
     plan = plan_replica(config)
     for warning in plan.warnings:
         logger.warning("%s", warning)
-    return build_app(config, plan)
+    return build_app(config, plan, nodes_may_come=nodes_may_come)
 
 
 def check_proxies(serving: ServingConfig) -> None:
@@ -152,10 +157,11 @@ def engine_on_gpu() -> bool:
     raise ConfigError("vllm: not installed; run `make setup`, or install outrider[cpu] or outrider[gpu]")
 
 
-def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
+def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool = False) -> Application:
     """Bind Target and Ingress for a validated configuration.
 
-    Raises ConfigError when Ray is up and its cluster cannot hold the replicas.
+    Raises ConfigError when Ray is up and its cluster cannot hold the replicas, unless nodes may come: then the log says
+    what is waited for.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
@@ -168,7 +174,12 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        check_cluster_can_hold(placement, serving.num_replicas, nodes)
+        try:
+            check_cluster_can_hold(placement, serving.num_replicas, nodes)
+        except ConfigError as error:
+            if not nodes_may_come:
+                raise
+            logger.warning("waiting for nodes, since args.nodes_may_come is set: %s", error)
     capacity = serving.num_replicas * serving.max_ongoing_requests + serving.max_queued_requests
     full = BackpressureConfig(status_code=429)
     variables = process_environment(serving)

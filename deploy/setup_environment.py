@@ -233,10 +233,17 @@ def verify(progress: Progress) -> None:
         )
 
 
+def requirements(accelerator: str, *, serving: bool) -> list[str]:
+    """What uv is to install. serving: a copy with what a server needs, without the tools of development."""
+    return [f".[{accelerator},otel]"] if serving else ["--editable", f".[{accelerator},dev]"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Install Outrider into this virtual environment.")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), help="default: gpu where nvidia-smi lists one")
-    accelerator = parser.parse_args().accelerator or detect_accelerator()
+    parser.add_argument("--serving", action="store_true", help="for an image: no development tools, not editable")
+    arguments = parser.parse_args()
+    accelerator = arguments.accelerator or detect_accelerator()
     if sys.prefix == sys.base_prefix:
         print("outrider: run this with a virtual environment's Python; `make setup` does", file=sys.stderr)
         return 1
@@ -245,9 +252,12 @@ def main() -> int:
     try:
         progress.say(f"Installing Outrider for {accelerator} into {sys.prefix} (1 to 3 minutes; log: {log})")
         installer = Installer(log, progress)
-        installer.run("install", "--editable", f".[{accelerator},dev]")
+        installer.run("install", *requirements(accelerator, serving=arguments.serving))
         remove_broken_companions(progress, installer)
-        verify(progress)
+        if accelerator == "gpu" and detect_accelerator() == "cpu":
+            progress.say("Not tried out, since no GPU is here: `outrider doctor` does where there is one")
+        else:
+            verify(progress)
     except SetupError as error:
         print(f"outrider: setup failed. {error}", file=sys.stderr)
         return 1

@@ -60,3 +60,19 @@ def test_a_replica_that_is_taken_down_may_finish_what_it_has_begun(deployments: 
 
 def test_health_is_not_judged_by_one_slow_step(deployments: dict[str, Any]) -> None:
     assert all(bound._deployment_config.health_check_timeout_s >= 30 for bound in deployments.values())
+
+
+def test_an_application_may_come_before_its_nodes_where_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A head alone, as KubeRay's operator finds it."""
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 0.0}}])
+    arguments = {"target": {"model": checkpoint(tmp_path / "target", {"a": 0})}, "drafter": {"method": "ngram"}}
+    with pytest.raises(ConfigError, match="the cluster has 0"):
+        build(arguments)
+    assert build({**arguments, "nodes_may_come": True}) is not None
+    assert "waiting for nodes" in caplog.text
+    assert "the cluster has 0" in caplog.text
+    with pytest.raises(ConfigError, match=r"args\.nodes_may_come: 'yes' is neither true nor false"):
+        build({**arguments, "nodes_may_come": "yes"})

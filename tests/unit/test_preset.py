@@ -38,13 +38,24 @@ def fetched(name: str) -> Path:
 
 
 def test_presets_are_the_documented_ones_and_valid() -> None:
-    assert preset_names() == ["qwen-coder", "smollm2"]
-    assert set(PRESET_MODELS) == set(preset_names())
+    assert preset_names() == ["llama-70b", "qwen-coder", "qwen3-32b", "smollm2"]
+    assert set(PRESET_MODELS) == set(preset_names()) - {"llama-70b", "qwen3-32b"}, "no package carries models so large"
     assert set(preset_names()) >= FETCHED_WHEN_MISSING
     for name in preset_names():
         config = resolve_config(name)
         assert config.num_speculative_tokens == 4
         assert config.link.link_deadline_ms > config.link.round_deadline_ms
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama-70b", 4), ("qwen3-32b", 2)])
+def test_presets_of_large_pairs_take_their_gpus_and_leave_the_rest_to_the_device(name: str, ranks: int) -> None:
+    config = resolve_config(name)
+    assert isinstance(config.drafter, DraftModelConfig)
+    assert (config.target.tensor_parallel_size, config.drafter.tensor_parallel_size) == (ranks, 1)
+    assert config.target.max_model_len == config.drafter.max_model_len
+    assert "cores" not in config.target.model_fields_set
+    assert not config.link.model_fields_set
+    assert models_to_fetch(name, Overrides()) == []
 
 
 def test_a_preset_without_local_copies_names_hub_models_that_fetch_knows() -> None:
@@ -111,7 +122,11 @@ def test_dtype_leaves_an_ngram_drafter_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("smolm2", Overrides(), r"config: 'smolm2' is neither a preset \(qwen-coder, smollm2\) nor a file"),
+        (
+            "smolm2",
+            Overrides(),
+            r"config: 'smolm2' is neither a preset \(llama-70b, qwen-coder, qwen3-32b, smollm2\) nor a file",
+        ),
         (
             "smollm2",
             Overrides(drafter="/x"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.deploy.setup_environment import explain, uv_settings
+from outrider.deploy.setup_environment import explain, requirements, uv_settings
 
 
 def test_places_that_pip_looks_at_in_uvs_words() -> None:
@@ -45,3 +45,8 @@ def test_a_pip_that_was_told_nothing_leaves_uv_its_defaults() -> None:
 )
 def test_a_failure_says_what_to_do(said: str, hint: str) -> None:
     assert hint in explain(f"error: No solution found\n  {said}\n", 2, Path("setup.log"))
+
+
+def test_an_image_gets_a_copy_without_development_tools() -> None:
+    assert requirements("cpu", serving=True) == [".[cpu,otel]"]
+    assert requirements("gpu", serving=False) == ["--editable", ".[gpu,dev]"]

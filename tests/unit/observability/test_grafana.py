@@ -104,3 +104,18 @@ def test_the_alerts_are_complete_and_say_what_to_do():
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"].endswith(".")
+
+
+def test_each_alert_has_its_entry_in_the_runbook_and_each_entry_its_alert():
+    text = (Path(__file__).parents[3] / "docs" / "runbook.md").read_text()
+    entries = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    assert list(entries) == [rule["alert"] for rule in RULES]
+    for rule in RULES:
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+        assert re.findall(r"^\*\*(\w+):\*\*", entries[rule["alert"]], re.M) == ["Means", "Look", "Do"]
+
+
+def test_the_runbook_names_metrics_that_exist():
+    text = (Path(__file__).parents[3] / "docs" / "runbook.md").read_text()
+    for name in re.findall(r"`(outrider:\w+)`", text):
+        assert name in CATALOG, name

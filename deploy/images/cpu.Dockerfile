@@ -1,0 +1,33 @@
+# Outrider for processors. From the root of the repository, with BuildKit:
+#   docker build -f deploy/images/cpu.Dockerfile -t outrider:0.1.0-cpu .
+# Where the package index does not carry PyTorch's CPU build: --build-arg UV_TORCH_BACKEND=cpu.
+# Pin the base by digest where you build. Never built yet.
+FROM python:3.12.11-slim-bookworm AS build
+# vLLM's libraries want it where they are loaded.
+RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
+ARG UV_TORCH_BACKEND
+ARG PIP_EXTRA_INDEX_URL
+# The root file system of a container is read-only, so nothing is compiled later.
+ENV UV_COMPILE_BYTECODE=1
+WORKDIR /source
+COPY . .
+RUN python -m venv /opt/outrider \
+    && /opt/outrider/bin/python deploy/setup_environment.py --accelerator cpu --serving \
+    && /opt/outrider/bin/python -m pip freeze > /opt/outrider/packages.txt \
+    && cd / && /opt/outrider/bin/python -c "import outrider.deploy.app, vllm"
+
+FROM python:3.12.11-slim-bookworm
+# bash and wget: KubeRay's own commands and probes. g++: what torch and Triton compile while they run.
+RUN apt-get update && apt-get install -y --no-install-recommends bash g++ libnuma1 wget \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 1000 outrider && useradd --uid 1000 --gid 1000 --create-home outrider
+COPY --from=build /opt/outrider /opt/outrider
+ENV PATH=/opt/outrider/bin:$PATH \
+    HOME=/home/outrider \
+    XDG_CACHE_HOME=/home/outrider/.cache \
+    PYTHONUNBUFFERED=1
+# By number, so that Kubernetes sees that it is not root. Written to: /tmp, /dev/shm, /home/outrider.
+USER 1000:1000
+WORKDIR /home/outrider
+EXPOSE 8000 9000 9400
+CMD ["outrider", "--help"]

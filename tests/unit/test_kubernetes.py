@@ -1,0 +1,432 @@
+"""The manifests of deploy/kubernetes and the images of deploy/images: what can be known of them without a cluster.
+
+Kubernetes' own kinds are held against its schemas, where unknown fields are errors. KubeRay's kinds have none in any
+package; the fields that our manifests use are listed here, as RayClusterSpec and RayServiceSpec have them in
+ray-operator/apis/ray/v1 of KubeRay 1.7.0, and pod templates and services in them are held against Kubernetes' schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from outrider.actors.serving.access.settings import ProxyAccess
+from outrider.cluster.config import OutriderConfig, parse_config
+from outrider.cluster.placement import placement_of
+from outrider.deploy.app import TAKE_DOWN_S
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+IMAGES = sorted((ROOT / "deploy" / "images").glob("*.Dockerfile"))
+KUBERNETES = "1.36"
+"""The API that KubeRay 1.7.0 is built with."""
+
+Tree = dict[str, Any]
+
+# Leaves are types; a name ending in ! must be there. `labels` and the like: any key, values of this type.
+ANY_STRINGS = {"*": str}
+POD, SERVICE = "a pod template", "a service"
+CLUSTER: Tree = {
+    "rayVersion": str,
+    "authOptions": {"mode": str, "secretName": str},
+    "enableInTreeAutoscaling": bool,
+    "autoscalerOptions": {
+        "version": str,
+        "idleTimeoutSeconds": int,
+        "upscalingMode": str,
+        "resources": {"requests": ANY_STRINGS, "limits": ANY_STRINGS},
+        "securityContext": "a security context",
+        "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
+    },
+    "headGroupSpec!": {"rayStartParams!": ANY_STRINGS, "labels": ANY_STRINGS, "template!": POD},
+    "workerGroupSpecs": [
+        {
+            "groupName!": str,
+            "replicas": int,
+            "minReplicas!": int,
+            "maxReplicas!": int,
+            "idleTimeoutSeconds": int,
+            "rayStartParams!": ANY_STRINGS,
+            "labels": ANY_STRINGS,
+            "template!": POD,
+        }
+    ],
+}
+HEAD: Tree = {"apiVersion!": str, "kind!": str, "metadata!": {"name!": str, "annotations": ANY_STRINGS}}
+KUBERAY: dict[str, Tree] = {
+    "RayCluster": {**HEAD, "spec!": CLUSTER},
+    "RayService": {
+        **HEAD,
+        "spec!": {
+            "excludeHeadPodFromServeSvc": bool,
+            "upgradeStrategy": {"type": str},
+            "rayClusterDeletionDelaySeconds": int,
+            "serveService": SERVICE,
+            "serveConfigV2": str,
+            "rayClusterConfig!": CLUSTER,
+        },
+    },
+}
+
+
+def check_kubernetes(document: Tree) -> None:
+    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def check_kuberay(value: Any, allowed: Any, where: str) -> None:
+    if allowed in (POD, SERVICE, "a security context"):
+        check_kubernetes(as_document(value, allowed))
+    elif isinstance(allowed, list):
+        assert isinstance(value, list), where
+        for index, item in enumerate(value):
+            check_kuberay(item, allowed[0], f"{where}[{index}]")
+    elif isinstance(allowed, dict):
+        assert isinstance(value, dict), f"{where}: no mapping"
+        known = {name.rstrip("!"): kind for name, kind in allowed.items()}
+        missing = [name for name in allowed if name.endswith("!") and name.rstrip("!") not in value]
+        assert not missing, f"{where}: {missing} missing"
+        for name, inner in value.items():
+            assert name in known or "*" in known, (
+                f"{where}.{name}: KubeRay 1.7.0 has no such field, or it is not listed"
+            )
+            check_kuberay(inner, known.get(name, known.get("*")), f"{where}.{name}")
+    else:
+        assert type(value) is allowed, f"{where}: {value!r} is no {allowed.__name__}"
+
+
+def as_document(value: Tree, kind: str) -> Tree:
+    """Kubernetes' schemas are of whole objects."""
+    if kind == SERVICE:
+        return {"apiVersion": "v1", "kind": "Service", **value}
+    if kind == POD:
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "x", **value["metadata"]},
+            "spec": value["spec"],
+        }
+    container = {"name": "x", "securityContext": value}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": {"containers": [container]}}
+
+
+def documents(folder: Path) -> Iterator[tuple[str, Tree]]:
+    """Of a kustomization, with those of the folders that it names: each with the file it comes from."""
+    for name in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
+        path = (folder / name).resolve()
+        if path.is_dir():
+            yield from documents(path)
+        else:
+            yield from ((path.name, document) for document in yaml.safe_load_all(path.read_text()))
+
+
+def installed(overlay: str, kind: str) -> list[Tree]:
+    return [document for _, document in documents(FOLDER / "overlays" / overlay) if document["kind"] == kind]
+
+
+def cluster(overlay: str) -> Tree:
+    """The RayCluster's spec."""
+    services = installed(overlay, "RayService")
+    (spec,) = [service["spec"]["rayClusterConfig"] for service in services] or [
+        found["spec"] for found in installed(overlay, "RayCluster")
+    ]
+    return spec
+
+
+def groups(overlay: str) -> Iterator[tuple[str, Tree]]:
+    spec = cluster(overlay)
+    yield "head", spec["headGroupSpec"]
+    yield from ((group["groupName"], group) for group in spec["workerGroupSpecs"])
+
+
+def configurations(overlay: str) -> dict[str, str]:
+    (found,) = installed(overlay, "ConfigMap")
+    return found["data"]
+
+
+def configuration(overlay: str) -> OutriderConfig:
+    return parse_config(yaml.safe_load(configurations(overlay)["outrider.yaml"]), overlay)
+
+
+def serve_config(overlay: str) -> Tree:
+    services = installed(overlay, "RayService")
+    text = services[0]["spec"]["serveConfigV2"] if services else configurations(overlay)["serve.yaml"]
+    return yaml.safe_load(text)
+
+
+ALL = [
+    pytest.param(document, id=f"{path.parent.name}/{path.name}:{document['kind']}:{document['metadata']['name']}")
+    for path in sorted(FOLDER.rglob("*.yaml"))
+    if path.name != "kustomization.yaml"
+    for document in yaml.safe_load_all(path.read_text())
+]
+
+
+@pytest.mark.parametrize("document", ALL)
+def test_every_document_fits_its_schema(document: Tree) -> None:
+    if document["kind"] in KUBERAY:
+        assert document["apiVersion"] == "ray.io/v1"
+        check_kuberay(document, KUBERAY[document["kind"]], document["kind"])
+    else:
+        check_kubernetes(document)
+
+
+@pytest.mark.parametrize("wrong", ["headGroupSpecs", "serveServices", "rayversion"])
+def test_a_field_that_kuberay_does_not_have_is_found(wrong: str) -> None:
+    (service,) = installed("cpu", "RayService")
+    service["spec"]["rayClusterConfig"][wrong] = "x"
+    with pytest.raises(AssertionError, match=wrong):
+        check_kuberay(service, KUBERAY["RayService"], "RayService")
+
+
+def test_a_field_that_kubernetes_does_not_have_is_found_inside_of_kuberays() -> None:
+    (service,) = installed("cpu", "RayService")
+    service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["securityContexts"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="securityContexts"):
+        check_kuberay(service, KUBERAY["RayService"], "RayService")
+
+
+def test_every_file_belongs_to_a_kustomization() -> None:
+    named = set()
+    for path in FOLDER.rglob("kustomization.yaml"):
+        tree = yaml.safe_load(path.read_text())
+        assert set(tree) == {"apiVersion", "kind", "namespace", "resources"}, "patches are not looked at here"
+        assert tree["namespace"] == "outrider"
+        for name in tree["resources"]:
+            resource = (path.parent / name).resolve()
+            assert resource.is_file() or (resource / "kustomization.yaml").is_file(), f"{path}: no {name}"
+            named.add(resource)
+    assert {path.resolve() for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"} <= named
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_containers_are_confined(overlay: str) -> None:
+    confined = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    for role, group in groups(overlay):
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"], role
+        assert pod["securityContext"]["runAsUser"] == 1000, "the user of the images"
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert role == "head" or pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            assert container["securityContext"] == confined, role
+    if options := cluster(overlay).get("autoscalerOptions"):
+        assert options["securityContext"] == confined
+        assert options["resources"]["limits"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_ray_and_vllm_write_to_can_be_written(overlay: str) -> None:
+    for role, group in groups(overlay):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        for path in ("/tmp", "/dev/shm", "/home/outrider"):
+            assert volumes[mounts[path]["name"]]["emptyDir"]["sizeLimit"], (role, path)
+        shared = volumes[mounts["/dev/shm"]["name"]]["emptyDir"]
+        assert shared["medium"] == "Memory"
+        assert int(group["rayStartParams"]["object-store-memory"]) < gibibytes(shared["sizeLimit"]) * 2**30
+        assert gibibytes(shared["sizeLimit"]) < gibibytes(container["resources"]["limits"]["memory"])
+        written = {"/tmp", "/dev/shm", "/home/outrider"}
+        assert all(mount.get("readOnly") for path, mount in mounts.items() if path not in written)
+
+
+def gibibytes(quantity: str) -> int:
+    assert quantity.endswith("Gi")
+    return int(quantity.removesuffix("Gi"))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_resources_are_asked_for_and_bounded(overlay: str) -> None:
+    for role, group in groups(overlay):
+        for container in group["template"]["spec"]["containers"]:
+            resources = container["resources"]
+            for name in ("cpu", "memory", "ephemeral-storage"):
+                assert resources["requests"][name], (role, name)
+                assert resources["limits"][name], (role, name)
+            assert resources["requests"].get("nvidia.com/gpu") == resources["limits"].get("nvidia.com/gpu")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_ports_have_the_names_and_numbers_that_kuberay_and_the_configuration_want(overlay: str) -> None:
+    config, serve = configuration(overlay), serve_config(overlay)
+    expected = {
+        "serve": serve["http_options"]["port"],
+        "serve-grpc": serve["grpc_options"]["port"],
+        "outrider-admin": config.serving.admin_port,
+    }
+    for role, group in groups(overlay):
+        (container,) = group["template"]["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert expected.items() <= ports.items(), role
+    assert cluster(overlay)["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_service_says_that_grpc_is_http2_in_plain_text(overlay: str) -> None:
+    (service,) = [service["spec"]["serveService"] for service in installed(overlay, "RayService")] or installed(
+        overlay, "Service"
+    )
+    ports = {port["name"]: port for port in service["spec"]["ports"]}
+    assert ports["serve-grpc"]["appProtocol"] == "kubernetes.io/h2c"
+    assert ports["serve"]["appProtocol"] == "http"
+    assert {name: port["targetPort"] for name, port in ports.items()} == {"serve": "serve", "serve-grpc": "serve-grpc"}
+    serve = serve_config(overlay)
+    assert (ports["serve"]["port"], ports["serve-grpc"]["port"]) == (
+        serve["http_options"]["port"],
+        serve["grpc_options"]["port"],
+    )
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes(overlay: str) -> None:
+    """Traffic comes where Serve's proxy is healthy; a pod is started anew where Ray is not."""
+    for role, group in groups(overlay):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
+        ready = container["readinessProbe"]["httpGet"]
+        by_kuberays_service = bool(installed(overlay, "RayService")) and role != "head"
+        if role == "target" or by_kuberays_service:
+            assert ready == {"path": "/-/healthz", "port": "serve"}, role
+        else:
+            assert ready == {"path": "/api/healthz", "port": 52365}, role
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_ray_wants_its_token_and_is_of_the_version_that_is_installed(overlay: str) -> None:
+    spec = cluster(overlay)
+    assert spec["authOptions"]["mode"] == "token"
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"ray[serve,default]=={spec['rayVersion']}" in dependencies
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_application_and_the_proxies_are_told_the_same(overlay: str) -> None:
+    config, serve = configuration(overlay), serve_config(overlay)
+    (application,) = serve["applications"]
+    assert application["name"] == config.serving.app_name
+    assert application["import_path"] == "outrider.deploy.app:build"
+    assert serve["http_options"]["host"] == config.serving.host == "0.0.0.0"
+    assert application["args"]["nodes_may_come"] is True, "the head is asked before the workers have joined"
+    for role, group in groups(overlay):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        environment = {variable["name"]: variable["value"] for variable in container["env"]}
+        found = ProxyAccess.from_environment(environment)
+        assert found == ProxyAccess.of(config.serving), role
+        assert (
+            environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
+            == "outrider.actors.serve_seam.http_proxy.middlewares"
+        )
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert Path(application["args"]["config"]).name in configurations(overlay)
+        assert mounts[str(Path(application["args"]["config"]).parent)] == "configuration"
+        if config.serving.keys_file is not None:
+            (keys,) = [volume for volume in pod["volumes"] if volume["name"] == mounts["/etc/outrider/keys"]]
+            assert keys["secret"]["defaultMode"] & 0o027 == 0, "others may not read it, nor the group change it"
+            assert pod["securityContext"]["fsGroup"] == 1000
+    assert config.limits == type(config.limits)(), "the proxies would want OUTRIDER_LIMITS too"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str) -> None:
+    config = configuration(overlay)
+    workers = {role: group for role, group in groups(overlay) if role != "head"}
+    for group in workers.values():
+        patience = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert patience > config.serving.drain_s + TAKE_DOWN_S
+        assert group["labels"]["outrider-role"] == group["groupName"]
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    if "drafter" not in workers:
+        cores = config.target.cores[0], config.drafter.cores[0]  # type: ignore[index, union-attr]
+        assert 1 + sum(map(len, cores)) <= float(cpus(workers["target"]))
+        return
+    own, target, drafter = placement_of(config, on_gpu=True).bundles
+    assert gpus(workers["target"]) == target["GPU"]
+    assert cpus(workers["target"]) >= own["CPU"] + target["CPU"]
+    assert gpus(workers["drafter"]) == drafter["GPU"]
+    assert cpus(workers["drafter"]) == drafter["CPU"], "the replica's own bundle must find no room here"
+
+
+def cpus(group: Tree) -> int:
+    given = group["rayStartParams"].get("num-cpus")
+    return int(given or group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
+
+
+def gpus(group: Tree) -> int:
+    return int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_policies_and_budgets_find_their_pods(overlay: str) -> None:
+    pods = {role: group["template"]["metadata"]["labels"] for role, group in groups(overlay)}
+    everything, autoscaler = installed(overlay, "NetworkPolicy")
+    for labels in pods.values():
+        assert everything["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert autoscaler["spec"]["podSelector"]["matchLabels"].items() <= pods["head"].items()
+    assert everything["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    for budget in installed(overlay, "PodDisruptionBudget"):
+        wanted = budget["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= pods[wanted["outrider-role"]].items()
+        assert isinstance(budget["spec"]["minAvailable"], int), "a RayCluster has no scale subresource"
+
+
+def test_clients_reach_the_two_ports_of_the_proxies_and_nothing_else() -> None:
+    config, serve = configuration("gpu"), serve_config("gpu")
+    policy = installed("gpu", "NetworkPolicy")[0]["spec"]["ingress"]
+    reached = {}
+    for rule in policy:
+        (source,) = rule["from"]
+        labels = source.get("podSelector", {}).get("matchLabels", {}) | source.get("namespaceSelector", {}).get(
+            "matchLabels", {}
+        )
+        reached["/".join(sorted(labels.values()))] = [port["port"] for port in rule.get("ports", [])]
+    proxies = [serve["http_options"]["port"], serve["grpc_options"]["port"]]
+    assert reached == {
+        "outrider": [],  # each other, on any port
+        "true": proxies,
+        "monitoring": [config.serving.admin_port, 8080],
+        "kuberay-operator/kuberay-system": [8265, proxies[0]],
+    }
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
+def test_images(image: Path) -> None:
+    text = image.read_text()
+    kind = image.name.removesuffix(".Dockerfile")
+    bases = re.findall(r"^FROM (\S+)", text, re.M)
+    assert all(re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+\S*", base) for base in bases), "a tag that names a patch release"
+    assert f"--accelerator {kind} --serving" in text
+    assert re.findall(r"^USER (.*)", text, re.M) == ["1000:1000"]
+    assert "bash" in text, "KubeRay starts Ray by it"
+    assert "wget" in text, "KubeRay's own probes use it"
+    ignored = image.with_name(f"{image.name}.dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    assert {f"!{name}" for name in ("actors", "cluster", "deploy", "protos", "pyproject.toml")} <= set(ignored)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"outrider:{version}-{kind}" in text
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_run_the_image_of_their_kind(overlay: str) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    kind = overlay.split("-")[0]
+    for _, group in groups(overlay):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["image"] == f"outrider:{version}-{kind}"
+        assert json.dumps(container).count("latest") == 0

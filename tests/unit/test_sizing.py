@@ -1,0 +1,62 @@
+"""docs/sizing.md: its figures follow from the shapes it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from outrider.cluster.config import DraftModelConfig
+from outrider.deploy.preset import resolve_config
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+GPU_GB, SHARE = 80, 0.9
+
+
+def table(first: str) -> list[list[str]]:
+    """The rows of the table whose heading begins with these words."""
+    start = PAGE.index(f"| {first}")
+    rows = re.match(r"(?:\|.*\n)+", PAGE[start:])
+    assert rows is not None
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[0].splitlines()[2:]]
+
+
+MODELS = {row[0]: [float(cell) for cell in row[1:]] for row in table("model | parameters")}
+
+
+def test_weights_and_kv_follow_from_the_shapes() -> None:
+    for name, (billions, weights_gb, layers, kv_heads, head_size, kv_bytes) in MODELS.items():
+        assert weights_gb == pytest.approx(2 * billions), name
+        assert kv_bytes == 2 * layers * kv_heads * head_size * 2, name
+
+
+def test_what_is_left_for_kv_follows_from_them() -> None:
+    rows = table("model | ranks")
+    assert {row[0] for row in rows} == set(MODELS)
+    for name, ranks, left_gb, tokens, sequences in rows:
+        left = int(ranks) * GPU_GB * SHARE - MODELS[name][1]
+        assert float(left_gb) == pytest.approx(left, abs=0.05), name
+        assert int(tokens) == pytest.approx(left * 1e9 / MODELS[name][5], abs=1), name
+        assert int(sequences) == int(tokens) // 16384, name
+
+
+@pytest.mark.parametrize("preset", ["llama-70b", "qwen3-32b"])
+def test_the_models_and_ranks_are_the_presets(preset: str) -> None:
+    config = resolve_config(preset)
+    assert isinstance(config.drafter, DraftModelConfig)
+    ranks = {row[0]: int(row[1]) for row in table("model | ranks")}
+    assert f"`{preset}`" in PAGE
+    for section in (config.target, config.drafter):
+        assert ranks[section.model.split("/")[-1]] == section.tensor_parallel_size
+        assert section.max_model_len == 16384
+
+
+def test_ratios_are_those_of_the_emulation() -> None:
+    measured = (Path(__file__).parents[2] / "docs" / "emulation.md").read_text()
+    sides = {("70b-8b", "in-process"): 0, ("70b-8b", "in-process-tp"): 1}
+    sides |= {("32b-0.6b", "in-process"): 2, ("32b-0.6b", "in-process-tp"): 3}
+    rows = table("pair | against")
+    for (profile, side), index in sides.items():
+        (line,) = re.findall(rf"^\| {side} \| {profile} \|(.*)\|$", measured, re.M)
+        assert [cell.strip().replace(" per accelerator", "") for cell in line.split("|")] == rows[index][2:]
