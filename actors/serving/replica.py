@@ -166,7 +166,7 @@ class Target:
         return status
 
     async def model_info(self) -> ModelInfo:
-        """See TargetEngine.model_info; with what the configuration says of speculation."""
+        """See TargetEngine.model_info; with what the configuration says of speculation, and the answers' parsers."""
         config = self._config
         co_located = config.co_located is not None
         return replace(
@@ -175,6 +175,8 @@ class Target:
             default_verification="rejection" if co_located else config.speculation.verification,
             methods=() if config.drafter is None else (config.drafter.method,),
             num_speculative_tokens=config.num_speculative_tokens,
+            tool_call_parser=self._openai.parsers.tool_call,
+            reasoning_parser=self._openai.parsers.reasoning,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
