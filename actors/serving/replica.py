@@ -64,16 +64,22 @@ _LINK_STATE_TIMEOUT_S = 1.0
 class Target:
     """The Serve deployment's class. Construction loads the models: tens of seconds to minutes.
 
-    placement: the bundles of this replica's own placement group; core_plan: CPU only.
+    placement: the bundles of this replica's own placement group; core_plan: CPU only. num_common_tokens: only ids below
+    it are drafted; None: all that both models have.
     """
 
     _finding: asyncio.Future[Any] | None = None
     """The search for the registry that is under way."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: OutriderConfig, placement: ReplicaPlacement, core_plan: CorePlan | None
+        self,
+        config: OutriderConfig,
+        placement: ReplicaPlacement,
+        core_plan: CorePlan | None,
+        num_common_tokens: int | None = None,
     ) -> None:
         self._config, self._placement, self._core_plan = config, placement, core_plan
+        self._num_common_tokens = num_common_tokens
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._group = ray.util.get_current_placement_group()
         self._address = ray.get_runtime_context().gcs_address
@@ -258,6 +264,7 @@ class Target:
         return launch_drafter(
             self._config.remote_drafter,
             self._config.speculation,
+            num_common_tokens=self._num_common_tokens,
             replica=self._replica,
             app_name=self._config.serving.app_name,
             ray_address=self._address,
