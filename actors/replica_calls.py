@@ -368,6 +368,8 @@ class ModelInfo:
     default_verification: str | None = None
     methods: tuple[str, ...] = ()
     num_speculative_tokens: int = 0
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,15 @@ class OpenAIConfig(Section):
     chat_template: str | None = Field(None, min_length=1)
     """File with a Jinja template for chats, or the template itself. None: the tokenizer's own."""
 
-    tool_call_parser: str | None = Field(None, min_length=1)
-    """vLLM's name of the format in which the model calls tools, e.g. ``hermes``. None: requests with ``tools`` are
+    tool_call_parser: str | None = Field("auto", min_length=1)
+    """vLLM's name of the format in which the model calls tools, e.g. ``hermes``. auto: that of the model's family,
+    where the model and its chat template leave no doubt. None, or where auto finds none: requests with ``tools`` are
     refused, unless with ``tool_choice: none``."""
 
-    reasoning_parser: str | None = Field(None, min_length=1)
+    reasoning_parser: str | None = Field("auto", min_length=1)
     """vLLM's name of the format in which the model marks its reasoning, e.g. ``qwen3``; it then comes apart from the
-    answer, and grammars hold for the answer only."""
+    answer, and grammars hold for the answer only. auto: that of the model's family, where it reasons without being
+    asked to. None, or where auto finds none: reasoning is part of the answer."""
 
 
 MAX_SPECULATIVE_TOKENS = 32

@@ -38,7 +38,7 @@ from outrider.cluster.placement import (
     placement_of,
     plan_cores,
 )
-from outrider.deploy.models.check import check_models
+from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     """Bind Target and Ingress for a validated configuration.
 
     Raises ConfigError when Ray is up and its cluster cannot hold the replicas, unless nodes may come: then the log says
-    what is waited for.
+    what is waited for; and for tokenizers that differ in more than added tokens.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
@@ -222,7 +222,11 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         graceful_shutdown_wait_loop_s=1.0,
         graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
-    replica = target.bind(config, placement, plan.cores)
+    if (common := num_common_tokens(config)) is not None:
+        logger.warning(
+            "the drafter's tokenizer differs from the target's in added tokens: only ids below %d are drafted", common
+        )
+    replica = target.bind(config, placement, plan.cores, common)
     return ingress.bind(
         replica,
         config.served_model_name,

@@ -52,6 +52,7 @@ class Drafter:
         ranks: RankPlacement | None,
         placement_group: Any,
         app_name: str = "outrider",
+        num_common_tokens: int | None = None,
     ) -> None:
         if cores is not None:
             bind_to(cores)
@@ -59,7 +60,7 @@ class Drafter:
         # A link needs it, and its import takes seconds in which everybody would wait for the drafter; now nobody does.
         import_early("torch.distributed")
         try:
-            self._strategy = load_strategy(config, speculation, ranks, placement_group)
+            self._strategy = load_strategy(config, speculation, ranks, placement_group, num_common_tokens)
             warm_up(self._strategy)
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
@@ -211,6 +212,7 @@ def launch_drafter(
     config: RemoteConfig,
     speculation: SpeculationConfig,
     *,
+    num_common_tokens: int | None = None,
     replica: str,
     app_name: str,
     ray_address: str,
@@ -221,7 +223,8 @@ def launch_drafter(
 ) -> Any:
     """Start a replica's drafter actor on its bundles and return the handle at once, while the model loads.
 
-    cores: one set a rank; CPU only. environment: more variables of the actor's, see observability.environment.
+    num_common_tokens: only ids below it are drafted. cores: one set a rank; CPU only. environment: more variables of
+    the actor's, see observability.environment.
     """
     indices = placement.drafter_bundle_indices
     env_vars = {**rank_environment(cores), **_ENGINE_ENVIRONMENT, **(environment or {})}
@@ -242,5 +245,13 @@ def launch_drafter(
             max_restarts=-1,
             runtime_env={"env_vars": env_vars},
         )
-        .remote(config, speculation, None if cores is None or ranks else cores[0], ranks, group, app_name)
+        .remote(
+            config,
+            speculation,
+            None if cores is None or ranks else cores[0],
+            ranks,
+            group,
+            app_name,
+            num_common_tokens,
+        )
     )

@@ -32,9 +32,14 @@ _CUT_VOCAB_SIZE = 32768
 
 
 def load_strategy(
-    config: RemoteConfig, speculation: SpeculationConfig, ranks: RankPlacement | None, placement_group: Any
+    config: RemoteConfig,
+    speculation: SpeculationConfig,
+    ranks: RankPlacement | None,
+    placement_group: Any,
+    num_common_tokens: int | None = None,
 ) -> DraftStrategy[Any]:
-    """The strategy, its model loaded."""
+    """The strategy, its model loaded. num_common_tokens: ids from there on mean other tokens to the target, or none; a
+    draft model proposes none of them."""
     if isinstance(config, SuffixConfig):
         return _suffix_strategy(config)
     if isinstance(config, NgramConfig):
@@ -58,7 +63,10 @@ def load_strategy(
         prompt_lookup_max=config.prompt_lookup_max,
     )
     vocabulary = _vocabulary(config, engine)
-    return DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)
+    strategy = DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)
+    if num_common_tokens is not None:
+        strategy.limit_vocabulary(num_common_tokens)
+    return strategy
 
 
 def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:

@@ -64,16 +64,22 @@ _LINK_STATE_TIMEOUT_S = 1.0
 class Target:
     """The Serve deployment's class. Construction loads the models: tens of seconds to minutes.
 
-    placement: the bundles of this replica's own placement group; core_plan: CPU only.
+    placement: the bundles of this replica's own placement group; core_plan: CPU only. num_common_tokens: only ids below
+    it are drafted; None: all that both models have.
     """
 
     _finding: asyncio.Future[Any] | None = None
     """The search for the registry that is under way."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: OutriderConfig, placement: ReplicaPlacement, core_plan: CorePlan | None
+        self,
+        config: OutriderConfig,
+        placement: ReplicaPlacement,
+        core_plan: CorePlan | None,
+        num_common_tokens: int | None = None,
     ) -> None:
         self._config, self._placement, self._core_plan = config, placement, core_plan
+        self._num_common_tokens = num_common_tokens
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._group = ray.util.get_current_placement_group()
         self._address = ray.get_runtime_context().gcs_address
@@ -166,7 +172,7 @@ class Target:
         return status
 
     async def model_info(self) -> ModelInfo:
-        """See TargetEngine.model_info; with what the configuration says of speculation."""
+        """See TargetEngine.model_info; with what the configuration says of speculation, and the answers' parsers."""
         config = self._config
         co_located = config.co_located is not None
         return replace(
@@ -175,6 +181,8 @@ class Target:
             default_verification="rejection" if co_located else config.speculation.verification,
             methods=() if config.drafter is None else (config.drafter.method,),
             num_speculative_tokens=config.num_speculative_tokens,
+            tool_call_parser=self._openai.parsers.tool_call,
+            reasoning_parser=self._openai.parsers.reasoning,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
@@ -256,6 +264,7 @@ class Target:
         return launch_drafter(
             self._config.remote_drafter,
             self._config.speculation,
+            num_common_tokens=self._num_common_tokens,
             replica=self._replica,
             app_name=self._config.serving.app_name,
             ray_address=self._address,

@@ -11,7 +11,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
+from outrider.actors.vllm_seam.answer_parsers import answer_parsers
 from outrider.actors.vllm_seam.engine_args_schema import checked
+from outrider.cluster.answer_parsers import AUTO
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.engine_args import about
@@ -78,6 +80,10 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     args["distributed_executor_backend"] = RayRanksExecutor
     args["additional_config"] = {**ranks.as_additional_config(), "outrider": config.model_dump(mode="json")}
     vllm_config = _create(AsyncEngineArgs, args, placement_group, config.target)
+    if config.openai.reasoning_parser == AUTO:  # by the checkpoint, which has been read by now
+        parsers = answer_parsers(config, vllm_config.model_config)
+        if parsers.reasoning is not None:
+            vllm_config.structured_outputs_config.reasoning_parser = parsers.reasoning
     kind = "Async" if vllm_config.scheduler_config.async_scheduling else ""
     if config.co_located is None and config.target.async_scheduling:
         kind = "Ahead"
@@ -87,8 +93,8 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
 
 
 def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
-    """vLLM's engine arguments for the target, but for where its ranks run. Raises ConfigError for a co-located method
-    that this build does not have."""
+    """vLLM's engine arguments for the target, but for where its ranks run, and for what is chosen by the checkpoint.
+    Raises ConfigError for a co-located method that this build does not have."""
     args = _common(config.target)
     args["tokenizer"] = config.target.tokenizer
     args["disable_log_stats"] = False
@@ -96,9 +102,10 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
     args["scheduling_policy"] = "priority"  # see outrider.actors.vllm_seam.scheduler
     # "auto" keeps whatever the first request needed for all that come after it.
+    named = config.openai.reasoning_parser
     args["structured_outputs_config"] = {
         "backend": "xgrammar",
-        "reasoning_parser": config.openai.reasoning_parser or "",
+        "reasoning_parser": "" if named in (None, AUTO) else named,
     }
     if config.drafter is not None:
         args["per_request_spec_decode_metrics"] = "summary"

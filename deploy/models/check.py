@@ -6,7 +6,7 @@ The checks are pure: they take decoded ``config.json`` documents and vocabularie
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,12 @@ def check_same_size(target: ModelJson, drafter: ModelJson) -> None:
         )
 
 
-def check_draft_vocab_size(target: ModelJson, drafter: ModelJson, draft_vocab_size: int | None) -> None:
-    """Raise ConfigError when the output head is to be cut to more tokens than both models have."""
-    known = [size for size in vocabulary_sizes(target, drafter) if isinstance(size, int)]
+def check_draft_vocab_size(
+    target: ModelJson, drafter: ModelJson, draft_vocab_size: int | None, common: int | None = None
+) -> None:
+    """Raise ConfigError when the output head is to be cut to more tokens than both models have. common: see
+    common_tokens."""
+    known = [size for size in (*vocabulary_sizes(target, drafter), common) if isinstance(size, int)]
     if draft_vocab_size and known and draft_vocab_size > min(known):
         raise ConfigError(
             f"drafter.draft_vocab_size: {draft_vocab_size}, target and drafter have {min(known)} tokens in common; set "
@@ -104,6 +107,46 @@ def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int]) -> 
         )
 
 
+def common_tokens(
+    target: Mapping[str, int], drafter: Mapping[str, int], added: tuple[Set[int], Set[int]]
+) -> int | None:
+    """How many of the lowest ids mean the same token on both sides, for drafts to be of these only; None: all do.
+
+    Checkpoints of one family differ in what was added to its tokenizer later: ``<think>``, or other end tokens. added:
+    the ids of such tokens, the target's and the drafter's. Raises ConfigError where another token differs, or where one
+    of the text's tokens has an id above an added one that differs.
+    """
+    token_of = [{index: token for token, index in tokens.items()} for tokens in (target, drafter)]
+    differing = {i for i in token_of[0].keys() | token_of[1].keys() if token_of[0].get(i) != token_of[1].get(i)}
+    if not differing:
+        return None
+    if any(
+        i in tokens and i not in of_side for i in differing for tokens, of_side in zip(token_of, added, strict=True)
+    ):
+        check_same_tokens(target, drafter)
+    first = min(differing)
+    lost = sum(i > first and i not in added[0] for i in token_of[0])
+    if lost:
+        raise ConfigError(
+            f"drafter.model: its tokenizer has {token_of[1].get(first)!r} where the target's has "
+            f"{token_of[0].get(first)!r} (id {first}), and only ids below one that differs are drafted: {lost} of the "
+            f"text's tokens are above it; use a drafter of the same model family"
+        )
+    return first
+
+
+def num_common_tokens(config: OutriderConfig) -> int | None:
+    """See common_tokens; of two local checkpoints with their tokenizers. None for any others: check_models takes those
+    with the same tokens only."""
+    drafter = config.drafter
+    if not isinstance(drafter, DraftModelConfig):
+        return None
+    tokens = read_vocabulary(config.target.model), read_vocabulary(drafter.model)
+    if tokens[0] is None or tokens[1] is None:
+        return None
+    return common_tokens(tokens[0], tokens[1], (_added_ids(config.target.model), _added_ids(drafter.model)))
+
+
 def check_models(config: OutriderConfig) -> None:
     """Check every checkpoint of ``config`` against it. Reads config.json, and tokenizer.json where both sides have one.
 
@@ -120,8 +163,10 @@ def check_models(config: OutriderConfig) -> None:
     check_drafts(drafter, "draft_model")
     check_tensor_parallel(drafter, config.drafter.tensor_parallel_size, "drafter")
     _check_length(drafter, config.drafter.max_model_len, "drafter")
-    check_vocabularies(target, drafter, _tokens(config.target, target, config.drafter, drafter))
-    check_draft_vocab_size(target, drafter, config.drafter.draft_vocab_size)
+    common = num_common_tokens(config)
+    if common is None:
+        check_vocabularies(target, drafter, _tokens(config.target, target, config.drafter, drafter))
+    check_draft_vocab_size(target, drafter, config.drafter.draft_vocab_size, common)
 
 
 def check_drafts(drafter: ModelJson, method: str) -> None:
@@ -268,3 +313,9 @@ def read_vocabulary(model: str) -> dict[str, int] | None:
         tokens = dict(vocabulary)
     tokens.update({added["content"]: added["id"] for added in document.get("added_tokens", [])})
     return tokens
+
+
+def _added_ids(model: str) -> set[int]:
+    """Ids of a local checkpoint's added tokens, see read_vocabulary."""
+    document = json.loads((Path(model) / "tokenizer.json").read_text())
+    return {added["id"] for added in document.get("added_tokens", [])}

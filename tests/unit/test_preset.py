@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, parse_config
+from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.models.check import (
+    check_draft_vocab_size,
     check_models,
     check_same_size,
     check_same_tokens,
     check_tensor_parallel,
     check_vocabularies,
+    common_tokens,
+    num_common_tokens,
 )
 from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS, models_dir, write_manifest
 from outrider.deploy.preset import Overrides, models_to_fetch, preset_names, resolve_config
@@ -208,6 +212,73 @@ def test_tokens_must_agree() -> None:
         check_same_tokens({"a": 0, "b": 1}, {"a": 1, "b": 0})
     with pytest.raises(ConfigError, match="tokenizer differs"):
         check_same_tokens({"a": 0}, {"a": 0, "b": 1})
+
+
+TEXT = {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "common"),
+    [
+        ({"<end>": 3}, {"<end>": 3}, None),
+        ({"<end>": 3}, {"<eos>": 3}, 3),
+        ({"<end>": 3}, {"<end>": 3, "<think>": 4}, 4),
+        ({"<end>": 3, "<think>": 4}, {"<end>": 3}, 4),
+        ({"<end>": 3, "<think>": 4, "<x>": 5}, {"<end>": 3, "<x>": 4, "<think>": 5}, 4),
+        ({"<end>": 3, "<think>": 4, "<x>": 5}, {"<end>": 3, "<y>": 4, "<x>": 5}, 4),
+    ],
+)
+def test_added_tokens_may_differ(target: dict[str, int], drafter: dict[str, int], common: int | None) -> None:
+    """Only ids below the first that differs are drafted: what means one token here and another there never is."""
+    added = set(target.values()), set(drafter.values())
+    assert common_tokens(TEXT | target, TEXT | drafter, added) == common
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "added", "message"),
+    [
+        (
+            TEXT,
+            {"a": 0, "b": 2, "c": 1},
+            (set(), set()),
+            r"differs from the target's in 2 of 3 tokens, e\.g\. 'b' is 1",
+        ),
+        (TEXT, TEXT | {"d": 3}, (set(), set()), "tokenizer differs"),
+        (TEXT | {"d": 3}, TEXT | {"<end>": 3}, (set(), {3}), "tokenizer differs"),
+        (
+            {"<s>": 0, "a": 1, "b": 2},
+            {"<bos>": 0, "a": 1, "b": 2},
+            ({0}, {0}),
+            r"drafter\.model: its tokenizer has '<bos>' where the target's has '<s>' \(id 0\).*2 of the text's tokens",
+        ),
+    ],
+)
+def test_tokenizers_whose_texts_tokens_differ_are_refused(
+    target: dict[str, int], drafter: dict[str, int], added: tuple[set[int], set[int]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        common_tokens(target, drafter, added)
+
+
+def test_a_draft_model_with_other_added_tokens_is_taken_and_what_is_common_is_handed_on(tmp_path: Path) -> None:
+    def with_added(name: str, **added: int) -> str:
+        path = checkpoint(tmp_path / name, vocab=TEXT)
+        listed = [{"content": token, "id": index} for token, index in added.items()]
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": TEXT}, "added_tokens": listed}))
+        return str(path)
+
+    target, drafter = with_added("t", end=3, think=4), with_added("d", end=3, other=4)
+    section = {"method": "draft_model", "model": drafter}
+    config = parse_config({"target": {"model": target}, "drafter": section})
+    check_models(config)
+    assert num_common_tokens(config) == 4
+    for same in ({**section, "model": target}, {"method": "ngram"}):
+        assert num_common_tokens(parse_config({"target": {"model": target}, "drafter": same})) is None
+    with pytest.raises(ConfigError, match=r"drafter\.draft_vocab_size: 5, target and drafter have 4 tokens in common"):
+        check_draft_vocab_size({}, {}, 5, common=4)
+    ingress = build_app(config, plan_replica(config))._bound_deployment
+    (replica,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
+    assert replica.init_args[3] == 4
 
 
 def test_checkpoints_are_checked_from_their_files(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def model_info_message(model: str, info: ModelInfo) -> pb.GetModelInfoResponse:
         default_verification=_VERIFICATIONS.get(info.default_verification or "", pb.VERIFICATION_UNSPECIFIED),
         methods=info.methods,
         num_speculative_tokens=info.num_speculative_tokens,
+        tool_call_parser=info.tool_call_parser or "",
+        reasoning_parser=info.reasoning_parser or "",
     )
 
 

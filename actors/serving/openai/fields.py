@@ -289,7 +289,7 @@ _CHAT_ONLY: dict[str, Rule] = {
     "messages": Works("roles as the model's chat template has them", "objects", _MESSAGE),
     "max_completion_tokens": Works("before max_tokens"),
     "top_logprobs": Works("0 to 20, with logprobs"),
-    "tools": Works("needs openai.tool_call_parser", "objects", _TOOL),
+    "tools": Works("where the model's way of calling them is known (openai.tool_call_parser)", "objects", _TOOL),
     "tool_choice": Works("none, auto, required, or one function", inner=_TOOL_CHOICE),
     "parallel_tool_calls": Works(),
     "reasoning_effort": Works("as the model's chat template has it"),

@@ -45,7 +45,9 @@ from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, Che
 from outrider.actors.serving.openai.door import num_chars
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
+from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
 from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
+from outrider.cluster.answer_parsers import Parsers
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")
@@ -67,7 +69,9 @@ class OpenAIServing:
         self._config, self._replica_id = config, replica_id
         co_located = config.co_located.method if config.co_located else None
         engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output)
-        template, parsers = configured_chat_template(config), _parsers(config)
+        template = configured_chat_template(config)
+        self.parsers = answer_parsers(config, llm.model_config)
+        parsers = _as_options(self.parsers)
         self._models = OpenAIServingModels(engine, [BaseModelPath(config.served_model_name, config.target.model)])
         chat: dict[str, Any] = {
             "request_logger": None,
@@ -93,7 +97,7 @@ class OpenAIServing:
         )
         self._renderer = llm.renderer
         self._tokenization = ServingTokenization(self._models, renderer, **chat)
-        self._parses_tools = config.openai.tool_call_parser is not None
+        logger.info("%s", described(config, self.parsers))
         for name in _STREAM_LOGGERS:
             logging.getLogger(name).addFilter(_is_news)
 
@@ -146,7 +150,7 @@ class OpenAIServing:
 
     def _chat_request(self, request: OpenAIRequest) -> ChatCompletionRequest:
         parsed = self._request(ChatCompletionRequest, request)
-        if not self._parses_tools and parsed.tool_choice not in (None, "none"):
+        if self.parsers.tool_call is None and parsed.tool_choice not in (None, "none"):
             raise RequestError(
                 "tools" if "tool_choice" not in request.body else "tool_choice",
                 "this deployment does not know how its model calls tools (openai.tool_call_parser)",
@@ -295,12 +299,11 @@ def _raw_request(request: OpenAIRequest) -> Request:
     return Request({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": encoded})
 
 
-def _parsers(config: OutriderConfig) -> dict[str, Any]:
-    tools = config.openai.tool_call_parser
+def _as_options(parsers: Parsers) -> dict[str, Any]:
     return {
-        "enable_auto_tools": tools is not None,
-        "tool_parser": tools,
-        "reasoning_parser": config.openai.reasoning_parser or "",
+        "enable_auto_tools": parsers.tool_call is not None,
+        "tool_parser": parsers.tool_call,
+        "reasoning_parser": parsers.reasoning or "",
     }
 
 

@@ -415,7 +415,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "max_model_len", "vocab_size", "dtype", "architecture", "tokenizer", "has_chat_template", "eos_token_ids", "verifications", "default_verification", "methods", "num_speculative_tokens")
+    __slots__ = ("model", "max_model_len", "vocab_size", "dtype", "architecture", "tokenizer", "has_chat_template", "eos_token_ids", "verifications", "default_verification", "methods", "num_speculative_tokens", "tool_call_parser", "reasoning_parser")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -428,6 +428,8 @@ class GetModelInfoResponse(_message.Message):
     DEFAULT_VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_PARSER_FIELD_NUMBER: _ClassVar[int]
+    REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     model: str
     max_model_len: int
     vocab_size: int
@@ -440,7 +442,9 @@ class GetModelInfoResponse(_message.Message):
     default_verification: Verification
     methods: _containers.RepeatedScalarFieldContainer[str]
     num_speculative_tokens: int
-    def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ..., tokenizer: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., verifications: _Optional[_Iterable[_Union[Verification, str]]] = ..., default_verification: _Optional[_Union[Verification, str]] = ..., methods: _Optional[_Iterable[str]] = ..., num_speculative_tokens: _Optional[int] = ...) -> None: ...
+    tool_call_parser: str
+    reasoning_parser: str
+    def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ..., tokenizer: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., verifications: _Optional[_Iterable[_Union[Verification, str]]] = ..., default_verification: _Optional[_Union[Verification, str]] = ..., methods: _Optional[_Iterable[str]] = ..., num_speculative_tokens: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

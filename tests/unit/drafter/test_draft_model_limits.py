@@ -6,9 +6,11 @@ import pytest
 
 from outrider.actors.drafter.actor import Drafter
 from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.load import load_strategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary
+from outrider.cluster.config import DraftModelConfig, SpeculationConfig
 from outrider.cluster.link import LinkError, LinkInvitation
 from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, ProposalStatus
 from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, Bench, ids
@@ -186,6 +188,15 @@ def test_no_step_draws_what_the_smallest_linked_target_lacks():
         bench.commit(KEY, [999])
         bench.settle()
         assert {plan.num_drawable for plan in bench.engine.plans} == {expected}
+
+
+def test_what_is_common_of_two_tokenizers_limits_the_loaded_strategy(monkeypatch):
+    monkeypatch.setattr("outrider.actors.vllm_seam.draft_engine.DraftEngine", lambda *_, **__: MemoryEngine())
+    monkeypatch.setattr("outrider.actors.vllm_seam.engine_args.drafter_vllm_config", lambda *_: None)
+    config = DraftModelConfig(method="draft_model", model="m", draft_vocab_size=0)
+    strategy = load_strategy(config, SpeculationConfig(), None, None, VOCAB - 3)
+    assert strategy._num_drawable == VOCAB - 3
+    assert load_strategy(config, SpeculationConfig(), None, None)._num_drawable is None
 
 
 def invitation(vocab_size):

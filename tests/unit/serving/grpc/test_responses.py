@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.actors.replica_calls import ModelInfo, ReplicaLoad, RoundOutput, Usage
@@ -75,3 +77,6 @@ def test_model_info_has_the_apis_own_names() -> None:
     assert message.default_verification == pb.VERIFICATION_COUPLED
     assert (message.model, message.max_model_len, list(message.eos_token_ids)) == ("pair", 256, [2, 3])
     assert (list(message.methods), message.num_speculative_tokens) == (["ngram"], 4)
+    assert (message.tool_call_parser, message.reasoning_parser) == ("", "")
+    message = model_info_message("pair", replace(info, tool_call_parser="hermes", reasoning_parser="qwen3"))
+    assert (message.tool_call_parser, message.reasoning_parser) == ("hermes", "qwen3")

@@ -274,6 +274,17 @@ async def test_tools_need_a_parser(llm, model):
     assert (await whole(without, "chat", {**CHAT, "tools": [tool], "tool_choice": "none"}))[0] == 200
 
 
+async def test_tools_need_no_parser_named_where_the_family_is_known(llm, model):
+    template = CHAT_TEMPLATE + "{% if tools %}<tool_call> <function-name> <args-json-object>{% endif %}"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    llm.script = ['<tool_call>{"name": "f", "arguments": {}}</tool_call>']
+    serving = OpenAIServing(llm, configuration(model, chat_template=template), "replica-1")
+    _, body = await whole(serving, "chat", {**CHAT, "tools": [tool]})
+    assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    off = OpenAIServing(llm, configuration(model, chat_template=template, tool_call_parser=None), "replica-1")
+    assert (await whole(off, "chat", {**CHAT, "tools": [tool]}))[0] == 400
+
+
 async def test_tool_calls_are_parsed(serving, llm):
     llm.script = ['<tool_call>{"name": "f", "arguments": {"a": 1}}', "</tool_call>"]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
