@@ -34,7 +34,11 @@ REPLICA = Table(
         ),
         Borrowed(f"{_LLM}.collective_rpc", "asks the ranks for their status", takes=("method",)),
         Borrowed(_LLM, "parts of the engine that we use one by one", also=("renderer", "model_config", "vllm_config")),
-        Borrowed(f"{_LLM}.generate", "CheckedEngine and tracing stand in front of it", takes=("trace_headers",)),
+        Borrowed(
+            f"{_LLM}.generate",
+            "CheckedEngine and tracing stand in front of it",
+            takes=("trace_headers", "reasoning_ended"),
+        ),
         Borrowed(
             "vllm.v1.engine.input_processor:InputProcessor.speculative_config",
             "nulled: vLLM refuses min_p and logit_bias under speculation by it, which our sampler knows (vllm#42744)",

@@ -211,7 +211,10 @@ class TargetEngine:
         prompt = TokensPrompt(prompt_token_ids=ids)
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
-        stream = traced_generate(self._llm, prompt, params, request.request_id, request.trace_headers)
+        # An answer here is one text, reasoning and all: a constraint holds for the whole of it.
+        stream = traced_generate(
+            self._llm, prompt, params, request.request_id, request.trace_headers, reasoning_ended=True
+        )
         num_tokens: dict[int, int] = {}
         async with aclosing(stream):
             while True:

@@ -75,6 +75,9 @@ class CheckedEngine:
         if self._co_located is not None:
             check_for_co_located(sampling_params, self._co_located)
         params, deadline = _with_time_left(sampling_params)
+        # vLLM's class for chats says where reasoning ends; a completion is one text, and its constraint holds for all
+        # of it.
+        options.setdefault("reasoning_ended", True)
         return self._outputs(prompt, params, request_id, options, deadline, TALLY.get() or Tally())
 
     async def _outputs(

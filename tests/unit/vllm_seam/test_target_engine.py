@@ -27,8 +27,10 @@ class ScriptedLLM:
     def __init__(self, *script: RequestOutput | Exception) -> None:
         self._script = script
         self.closed = False
+        self.options: dict[str, Any] = {}
 
-    async def generate(self, *_: Any) -> AsyncIterator[RequestOutput]:
+    async def generate(self, *_: Any, **options: Any) -> AsyncIterator[RequestOutput]:
+        self.options = options
         try:
             for step in self._script:
                 if isinstance(step, Exception):
@@ -88,6 +90,7 @@ def test_the_engine_yields_a_round_per_answer_until_all_are_finished() -> None:
         (0, None), (1, None), (0, "stop"), (1, "length"),
     ]  # fmt: skip
     assert llm.closed
+    assert llm.options == {"reasoning_ended": True}, "a constraint holds from the first token"
 
 
 def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:

@@ -20,10 +20,11 @@ class Llm:
     name = "llm"
 
     def __init__(self, *script):
-        self._script, self.closed, self.params = script, False, []
+        self._script, self.closed, self.params, self.options = script, False, [], []
 
     async def generate(self, prompt, params, request_id, **options):
         self.params.append(params)
+        self.options.append(options)
         try:
             for step in self._script:
                 if isinstance(step, Exception):
@@ -56,6 +57,15 @@ async def test_tokens_are_added_up_for_whoever_asks():
     assert tally.uncounted == 7
     assert tally.take() == TokensUsed(prompt=4, completion=3)
     assert tally.uncounted == 0
+
+
+async def test_a_constraint_holds_from_the_first_token_but_in_a_chat_that_says_otherwise():
+    llm = Llm("stop")
+    await collect(generate(llm))
+    for ended in (None, False):
+        engine = CheckedEngine(llm)
+        await collect(engine.generate("prompt", SamplingParams(), "r", reasoning_ended=ended))
+    assert [options["reasoning_ended"] for options in llm.options] == [True, None, False]
 
 
 async def test_outputs_and_attributes_pass_through():
