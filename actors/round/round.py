@@ -78,6 +78,9 @@ class Step:
     q: dict[str, SparseQ] = field(default_factory=dict)
     """What the drafts were drawn from, at least as many rows as drafts; nothing for those that were not drawn."""
 
+    allowed: dict[str, int] = field(default_factory=dict)
+    """How many of a request's drafts its grammar allows, where that was known when all of them were in the batch."""
+
     @classmethod
     def of(cls, number: int, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]], **events: Any) -> Step:
         """num_tokens: scheduled of each request. drafts: likewise, no alias of them is kept. events: who comes and
@@ -90,9 +93,13 @@ class Step:
         """What is to run, as in `of`. Once more where the step was scheduled before all of it was known."""
         self.num_requests, self.num_tokens = len(num_tokens), sum(num_tokens.values())
         self.drafts = {request_id: list(ids) for request_id, ids in drafts.items() if ids}
-        self.decodes_only = all(
+        self.decodes_only = bool(num_tokens) and all(
             count == 1 + len(self.drafts.get(request_id, ())) for request_id, count in num_tokens.items()
         )
+
+    def num_drafts(self, request_id: str) -> int:
+        """That count as drafts."""
+        return self.allowed.get(request_id, len(self.drafts.get(request_id, ())))
 
     @property
     def width(self) -> int:
@@ -199,7 +206,7 @@ class Round:
         step.is_committed = True
         going_on: list[Request] = []
         for request_id, token_ids in committed.items():
-            request, drafted = self.requests.get(request_id), len(step.drafts.get(request_id, ()))
+            request, drafted = self.requests.get(request_id), step.num_drafts(request_id)
             if request is None or not token_ids:
                 continue
             request.token_ids.extend(token_ids)
@@ -262,6 +269,8 @@ class Round:
         """`take_drafts` for a step that was scheduled while the one before it ran, and has begun: no more drafts of
         each request than it has slots. None for a request that has ended: there is nothing to do for it."""
         drafts = self.take_drafts(step, request_ids)
+        if self._tracer is not None:
+            self._tracer.step_starts()
         self._check_link(at_boundary=True)
         self._drafter.flush()
         ended = {request_id for request_id in request_ids if (r := self.requests.get(request_id)) and r.ended}
@@ -271,6 +280,13 @@ class Round:
         ]
 
     # Beside it.
+
+    def is_structured(self, request_id: str) -> bool:
+        return self.requests[request_id].params.structured_outputs is not None
+
+    def has_no_next_token(self, request_id: str) -> None:
+        """The scheduler is told, and ends the request."""
+        self.requests[request_id].ended = True
 
     def proposal_was_bad(self, request_id: str) -> None:
         """Verification could not use a proposal: its request decoded plainly this round."""
@@ -374,6 +390,8 @@ class Round:
         self.steps.append(step)
         while len(self.steps) > 2 or (len(self.steps) > 1 and self.steps[0].is_committed):
             done = self.steps.popleft()
+            if not done.num_tokens:  # scheduled ahead for requests that had ended
+                continue
             period_s = self.steps[0].started_s - done.started_s
             self.statistics.add_times(
                 RoundTimes(

@@ -47,12 +47,15 @@ class DraftSlots(AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        # Slots are taken off a step's budget whether drafts come for them or not: half of it is left to prompts, and
+        # nobody waits for others' slots.
+        room = max(0, self.max_num_scheduled_tokens // 2 // max(1, len(self.running)) - 1)
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
             if request.spec_token_ids:
-                request.spec_token_ids = [UNKNOWN] * self._num_slots(request)
+                request.spec_token_ids = [UNKNOWN] * min(room, self._most_drafts(request))
 
-    def _num_slots(self, request: Any) -> int:
+    def _most_drafts(self, request: Any) -> int:
         params = request.sampling_params
         asked = self.num_spec_tokens if params is None else carried(params).get("num_speculative_tokens")
         return self.num_spec_tokens if asked is None else max(0, min(asked, self.num_spec_tokens))
@@ -60,7 +63,7 @@ class DraftSlots(AsyncScheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Slots that no draft came for have been counted as scheduled, and are taken back first: vLLM's own count of
         drafts, here and in the request's metrics, is then that of drafts."""
-        drafted = drafted_of(model_runner_output)
+        drafted: Mapping[str, int] = getattr(model_runner_output, "num_drafts", {})  # of our ranks' own steps
         slots = scheduler_output.scheduled_spec_decode_tokens
         for request_id, ids in list(slots.items()):
             count = drafted.get(request_id, 0)
@@ -74,16 +77,6 @@ class DraftSlots(AsyncScheduler):
                 del slots[request_id]
         scheduler_output.num_invalid_spec_tokens = None
         return super().update_from_output(scheduler_output, model_runner_output)
-
-
-def drafted_of(model_runner_output: Any) -> Mapping[str, int]:
-    """How many drafts the step had, by request; those without are left out."""
-    drafted: Mapping[str, int] = getattr(model_runner_output, "num_drafts", None) or {}
-    return drafted
-
-
-def tell_drafted(model_runner_output: Any, drafts: Mapping[str, Sequence[int]]) -> None:
-    model_runner_output.num_drafts = {request_id: len(ids) for request_id, ids in drafts.items()}
 
 
 def words(drafts: Sequence[Sequence[int] | None], most: int) -> NDArray[np.int32]:

@@ -260,7 +260,14 @@ SCHEDULER = Table(
         Borrowed(
             _SCHEDULER,
             "its requests and settings",
-            also=("requests", "running", "vllm_config", "scheduler_config", "num_spec_tokens"),
+            also=(
+                "requests",
+                "running",
+                "vllm_config",
+                "scheduler_config",
+                "num_spec_tokens",
+                "max_num_scheduled_tokens",
+            ),
         ),
         Borrowed(
             "vllm.config:SchedulerConfig.long_prefill_token_threshold",

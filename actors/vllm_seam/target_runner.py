@@ -39,9 +39,6 @@ class RoundRunner:
         self._slots: dict[str, int] = {}
         """How many drafts there was room for, where the step was scheduled ahead."""
 
-        self._cut: set[str] = set()
-        """Requests with drafts that their grammar does not allow."""
-
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._step = _step(self._step.number + 1, scheduler_output)
         if self.round is not None:
@@ -55,13 +52,13 @@ class RoundRunner:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         step, started = self._step, time.perf_counter()
-        self._status, self._cut = None, set()
+        self._status = None
         if grammar_output is not None and self._runs_ahead:
             self._cut_by(grammar_output)
             grammar_output = ahead.fit_mask(grammar_output, self._slots, step.drafts)
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self._runs_ahead and output.req_ids:
-            ahead.tell_drafted(output, step.drafts)
+            output.num_drafts = {request_id: step.num_drafts(request_id) for request_id in step.drafts}
         if self._status is not None:
             self._report(output, self._status.tolist())
         step.target_s += time.perf_counter() - started
@@ -83,7 +80,12 @@ class RoundRunner:
         self._slots = {request_id: len(ids) for request_id, ids in step.drafts.items()}
         table = np.zeros((len(request_ids), 1 + max(self._slots.values(), default=0)), dtype=np.int32)
         if self.round is not None:
-            room = [self._slots.get(request_id, 0) for request_id in request_ids]
+            # Where a request has no token in flight, its masks have been made already, for one row.
+            masked = scheduled.has_structured_output_requests and not scheduled.pending_structured_output_tokens
+            room = [
+                0 if masked and self.round.is_structured(request_id) else self._slots.get(request_id, 0)
+                for request_id in request_ids
+            ]
             table = ahead.words(self.round.settle(step, request_ids, room), table.shape[1] - 1)
         group = get_tp_group()
         if group.world_size > 1:
@@ -104,7 +106,7 @@ class RoundRunner:
             drafts = self._step.drafts.get(request_id, [])
             if len(drafts) > count:
                 drafts[count:] = [UNUSABLE] * (len(drafts) - count)
-                self._cut.add(request_id)
+                self._step.allowed[request_id] = count
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         # vLLM winds a seeded request's generator back after a partial prefill, which torch refuses on CPU. Nothing
@@ -129,9 +131,11 @@ class RoundRunner:
             request_id = output.req_ids[index]
             if status & Status.BAD_LOGITS and not self.discard_request_mask.np[index]:  # type: ignore[attr-defined]
                 failed[request_id] = 1
+                if self.round is not None:
+                    self.round.has_no_next_token(request_id)
                 message = "request %s: no token can be chosen: its logits are not finite or all masked"
                 logger.error(message, request_id, extra=about(request_id))
-            if status & Status.BAD_PROPOSAL and self.round is not None and request_id not in self._cut:
+            if status & Status.BAD_PROPOSAL and self.round is not None and request_id not in self._step.allowed:
                 self.round.proposal_was_bad(request_id)
         output.num_nans_in_logits = failed  # also where vLLM was asked to count: RoundScheduler ends who is in here
 

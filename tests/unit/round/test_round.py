@@ -3,6 +3,7 @@
 import pkgutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from outrider.cluster.link.messages import (
 from tests.unit.round.scripted_link import (
     PROMPT,
     Engine,
+    Wanting,
     arrival,
     drafting,
     never_after_ready,
@@ -350,3 +352,55 @@ def test_a_proposal_that_could_not_be_used_is_told_once_and_counted(caplog):
     assert engine.round.metrics()["unusable"] == 2
     assert engine.round.metrics()["degraded"] == {"unusable": 1}
     assert caplog.text.count("was not usable") == 1
+
+
+def test_drafts_that_a_grammar_cut_are_neither_counted_nor_learned_from():
+    seen = []
+    lengths = Wanting()
+    lengths.observe_round = lambda estimate, drafted, accepted: seen.append((drafted, accepted))
+    engine = Engine(drafting([1, 2, 3]), lengths=lengths)
+    engine.begin("a")
+    step = engine.begin(drafts={"a": [1, 2, -1]})
+    step.allowed["a"] = 2
+    engine.round.commit(step, {"a": [1, 9]})
+    step = engine.begin(drafts={"a": [-1, -1, -1]})
+    step.allowed["a"] = 0
+    engine.round.commit(step, {"a": [9]})
+    status = engine.round.status()
+    assert (status["drafted_rounds"], status["drafted"], status["accepted"]) == (1, 2, 1)
+    assert seen == [(2, 1)]
+
+
+def test_a_step_whose_requests_had_all_ended_says_nothing_of_time():
+    engine = Engine(silent)
+    engine.begin(arrival("a", of=params(temperature=0.0, max_tokens=2)))
+    for _ in range(3):
+        engine.sleep(0.03)
+        engine.commit({"a": [8]})
+    engine.sleep(0.03)
+    longest_s, rounds = engine.round._deadline.longest_s, engine.round.statistics.histograms()
+    step = engine.begin()
+    assert engine.round.settle(step, ["a"], [0]) == [None]
+    step.schedule({}, {})
+    before = engine.round.statistics.histograms()
+    engine.sleep(0.0001)
+    engine.begin("b")
+    assert engine.round.statistics.histograms() == before != rounds
+    assert engine.round._deadline.longest_s == longest_s
+
+
+def test_who_has_no_next_token_has_no_next_step_either():
+    engine = Engine(silent)
+    engine.begin("a")
+    engine.round.has_no_next_token("a")
+    engine.commit({"a": []})
+    assert engine.round.settle(engine.begin(), ["a"], [4]) == [None]
+
+
+def test_a_step_that_was_scheduled_ahead_starts_when_its_wait_is_over():
+    """For its trace: else the wait would be told twice, in the step and before it."""
+    calls = []
+    tracer = SimpleNamespace(step_starts=lambda: calls.append("starts"), waited=lambda seconds: calls.append("waited"))
+    engine = Engine(silent, tracer=tracer)
+    engine.round.settle(engine.begin("a"), ["a"], [4])
+    assert calls == ["starts", "waited", "starts"]

@@ -140,7 +140,7 @@ class Rank:
         chosen = [self._choose(request_id, *each) for request_id, *each in self._rows(scheduled)]
         ids = list(scheduled.num_scheduled_tokens)
         output = ModelRunnerOutput(ids, {request_id: i for i, request_id in enumerate(ids)}, chosen)
-        ahead.tell_drafted(output, scheduled.scheduled_spec_decode_tokens)
+        output.num_drafts = {request_id: len(ids) for request_id, ids in scheduled.scheduled_spec_decode_tokens.items()}
         return output
 
     def _rows(self, scheduled: SchedulerOutput) -> Any:
@@ -288,6 +288,15 @@ def test_a_request_has_room_for_as_many_drafts_as_it_may_have(vllm_config, ours,
     prefill, decode = scheduler.schedule(), scheduler.schedule()
     assert prefill.num_scheduled_tokens == {"r1": 3}
     assert decode.num_scheduled_tokens == {"r1": 1 + room}
+
+
+def test_slots_are_no_reason_to_wait(vllm_config):
+    """A step has 48 tokens: six requests with four slots each would take 30 of them, and leave a prompt 18."""
+    scheduler = make_scheduler(vllm_config, 200)
+    for number in range(6):
+        scheduler.add_request(ask(number, [11, 12, 13], 30))
+    scheduler.schedule()
+    assert scheduler.schedule().num_scheduled_tokens == {f"r{number}": 48 // 2 // 6 for number in range(6)}
 
 
 def test_drafts_are_counted_as_they_were_not_as_there_was_room(vllm_config):

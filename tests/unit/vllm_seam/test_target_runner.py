@@ -95,6 +95,12 @@ class Round:
         output = SimpleNamespace(sampled_token_ids=torch.tensor([[5, -1]]))
         return output, torch.tensor([self.status])
 
+    def is_structured(self, request_id: str) -> bool:
+        return True
+
+    def has_no_next_token(self, request_id: str) -> None:
+        self.calls.append(("no next token", request_id))
+
     def proposal_was_bad(self, request_id: str) -> None:
         self.calls.append(("bad", request_id))
 
@@ -162,6 +168,7 @@ def test_a_request_without_a_next_token_is_reported_unless_nobody_wants_one(runn
     runner.discard_request_mask.np[0] = discarded
     runner.execute_model(scheduled({"a": 1}))
     assert runner.sample_tokens(None).num_nans_in_logits == ({} if discarded else {"a": 1})
+    assert (("no next token", "a") in runner.round.calls) == (not discarded)
     assert ("no token can be chosen" in caplog.text) == (not discarded)
 
 
@@ -213,7 +220,18 @@ def test_a_step_whose_requests_have_all_ended_has_nothing_to_do(runner):
 def test_drafts_that_a_grammar_does_not_allow_are_cut_and_are_nobody_s_mistake(runner):
     runner.install(round_ := Round(Status.BAD_PROPOSAL, settled=[[5, 6]]), runs_ahead=True)
     runner.execute_model(scheduled_ahead(4))
-    runner.sample_tokens(GrammarOutput(["a"], np.arange(5, dtype=np.int32).reshape(5, 1), [1]))
+    output = runner.sample_tokens(GrammarOutput(["a"], np.arange(5, dtype=np.int32).reshape(5, 1), [1]))
+    assert output.num_drafts == {"a": 1}
     assert runner.masks.grammar_bitmask[:, 0].tolist() == [0, 1, 2]
     assert round_.calls[0][1].drafts == {"a": [5, UNUSABLE]}
     assert "bad" not in [call[0] for call in round_.calls]
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_structured_request_has_no_drafts_where_its_masks_were_made_without_them(runner, pending):
+    """It sat a step out: nothing of its is in flight, and the core made its masks at once."""
+    runner.install(round_ := Round(Status.OK, settled=[[]]), runs_ahead=True)
+    output = scheduled_ahead(4)
+    output.has_structured_output_requests, output.pending_structured_output_tokens = True, pending
+    runner.execute_model(output)
+    assert round_.calls[1][3] == ([4] if pending else [0])
