@@ -146,7 +146,8 @@ def fit_mask(grammar: GrammarOutput, slots: Mapping[str, int], drafts: Mapping[s
     """grammar: masks for a row of each slot and one more, request after request. slots: how many there were; drafts:
     what came for them. Returns masks for the rows that there are; a request that got no row keeps one, which vLLM
     skips."""
-    kept, start = [], 0
+    kept: list[int] = []
+    start = 0
     for request_id in grammar.structured_output_request_ids:
         kept += range(start, start + 1 + len(drafts.get(request_id, ())))
         start += 1 + slots.get(request_id, 0)
