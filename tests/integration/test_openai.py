@@ -176,7 +176,7 @@ def test_speculation_of_a_request(client, pair, speculation, most):
 
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
 def test_verification_of_a_request(client, verification):
-    extra = {"speculation": {"verification": verification}}
+    extra = {"speculation": {"verification": verification}, "ignore_eos": True}
     answer = drafted(lambda: complete(client, temperature=1.0, max_tokens=40, extra=extra), num_draft_tokens)
     assert answer.usage.completion_tokens == 40
 
