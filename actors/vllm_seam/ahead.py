@@ -123,8 +123,7 @@ def put_right(
             slots[request_id] = ids
     scheduled.total_num_scheduled_tokens = sum(counts.values())
     cached = scheduled.scheduled_cached_reqs
-    # Where its prompt is done, what is missing is the KV of its last token. A rank that does not know it yet
-    # (resumed before its first output was sampled) has nothing to correct.
+    # Of a request whose prompt is done only its last token's KV is missing; one in its prompt is not that far.
     cached.num_computed_tokens = [
         min(expected, num_tokens[request_id] - 1)
         for request_id, expected in zip(cached.req_ids, cached.num_computed_tokens, strict=True)

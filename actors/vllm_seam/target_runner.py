@@ -78,7 +78,7 @@ class RoundRunner:
         """The step before this one is done: what was scheduled becomes what is to run."""
         request_ids = list(scheduled.num_scheduled_tokens)
         self._slots = {request_id: len(ids) for request_id, ids in step.drafts.items()}
-        table = np.zeros((len(request_ids), 1 + max(self._slots.values(), default=0)), dtype=np.int32)
+        chosen: list[list[int] | None] = []
         if self.round is not None:
             # Where a request has no token in flight, its masks have been made already, for one row.
             masked = scheduled.has_structured_output_requests and not scheduled.pending_structured_output_tokens
@@ -86,11 +86,15 @@ class RoundRunner:
                 0 if masked and self.round.is_structured(request_id) else self._slots.get(request_id, 0)
                 for request_id in request_ids
             ]
-            table = ahead.words(self.round.settle(step, request_ids, room), table.shape[1] - 1)
+            chosen = self.round.settle(step, request_ids, room)
         group = get_tp_group()
         if group.world_size > 1:
-            table = ahead.broadcast(table, group)
-        drafts = dict(zip(request_ids, ahead.read(table), strict=True))
+            most = max(self._slots.values(), default=0)
+            table = np.zeros((len(request_ids), 1 + most), dtype=np.int32)
+            if self.round is not None:
+                table = ahead.words(chosen, most)
+            chosen = ahead.read(ahead.broadcast(table, group))
+        drafts = dict(zip(request_ids, chosen, strict=True))
         known = self.requests  # type: ignore[attr-defined]
         ahead.put_right(
             scheduled,
