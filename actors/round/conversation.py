@@ -28,9 +28,43 @@ from outrider.cluster.link.messages import (
 
 logger = logging.getLogger(__name__)
 
+_MOMENT_S = 1e-3
+"""So long an answer at one of two links may wait for the other."""
+
+
+class Line:
+    """One link: what is to be said over it, and whom the drafter at its other end knows by which handle."""
+
+    __slots__ = ("by_handle", "link", "outbox", "silent_since")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.outbox: list[Message] = []
+        self.by_handle: dict[int, Request] = {}
+        self.silent_since: float | None = None
+        """Since when commits are out and nothing at all has come back."""
+
+    @property
+    def is_unanswered(self) -> bool:
+        """A commit is out that a drafter in good health would answer, if only with NOT_READY."""
+        return any(request.asked and request.handle == handle for handle, request in self.by_handle.items())
+
+    def flush(self) -> None:
+        messages, self.outbox = self.outbox, []
+        if messages:
+            with suppress(LinkBroken):  # noticed, logged and counted at the next step boundary
+                self.link.post(pack(messages, self.link.capacity_words))
+
+    def poll(self, timeout_s: float) -> Received[list[Message]] | None:
+        received = self.link.poll(timeout_s)
+        if received is not None:
+            self.silent_since = None
+        return received
+
 
 class Conversation:
-    """One at a time, with whoever is at the other end of the link. Not thread-safe but for `offer`."""
+    """With one drafter, or with two while requests move from one to the other: each is drafted for where it was until
+    its text has been read where it goes, and then asks there. Not thread-safe but for `offer`."""
 
     def __init__(
         self,
@@ -45,12 +79,13 @@ class Conversation:
         self._clock = clock
         self._names_requests = names_requests
         self._offered: queue.SimpleQueue[Link] = queue.SimpleQueue()
-        self._link: Link | None = None
-        self._by_handle: dict[int, Request] = {}
-        self._outbox: list[Message] = []
+        self._line: Line | None = None
+        """Where requests are opened."""
+
+        self._leaving: Line | None = None
+        """The one before, for as long as requests ask there."""
+
         self._next_handle = 1
-        self._silent_since: float | None = None
-        """Since when commits are out and nothing at all has come back."""
 
         self.stale = 0
         """Proposals dropped because they continue another committed length than the request's."""
@@ -68,97 +103,140 @@ class Conversation:
     @property
     def epoch(self) -> int:
         """Of the link; 0 without one."""
-        return self._link.epoch if self._link is not None else 0
+        return self._line.link.epoch if self._line is not None else 0
 
     # The link.
 
     def offer(self, link: Link) -> None:
-        """A new link is up. Taken over at the next step boundary, and the one before it is ended. Any thread."""
+        """A new link is up. Taken over at the next step boundary; requests move to it, and then the one before it is
+        ended. Any thread."""
         self._offered.put(link)
 
     def check_link(self, at_boundary: bool = False) -> bool:
-        """Take over a new link and end the one before it, drop a broken one. Whether there is a new link.
+        """Take over a new link, drop a broken one. Whether there is a new link.
 
         at_boundary: nobody waits for answers. A link that works is left for another there and nowhere else.
         """
+        lost = self._drop_broken()
         fresh = False
-        while at_boundary or self._link is None or self._link.broken is not None:
+        while at_boundary or self._line is None:
             try:
                 offered = self._offered.get_nowait()
             except queue.Empty:
                 break
-            if offered.broken is not None:
-                continue
-            if self._link is not None and self._link.broken is None:
-                self._link.retire(f"link of epoch {offered.epoch} takes its place")
-            self._link, fresh = offered, True
-        if fresh:
-            self._silent_since = None
-            self._forget()
-            for request in self._requests.values():
-                if request.running and request.max_drafts:
-                    self.open(request)
-        if self._link is not None and self._link.broken is not None:
-            logger.warning("speculation stops until there is a new link: %s", self._link.broken)
-            self._link = None
-            self._forget()
+            if offered.broken is None:
+                self._take_over(offered)
+                fresh = True
+        if lost is not None and self._line is None:
+            logger.warning("speculation stops until there is a new link: %s", lost)
         return fresh
+
+    def _drop_broken(self) -> str | None:
+        """Returns why the link where requests are opened is gone, if it is."""
+        lost = None
+        if (leaving := self._leaving) is not None and leaving.link.broken is not None:
+            self._leaving = None
+            self._reopen(leaving)
+        if (line := self._line) is not None and (lost := line.link.broken) is not None:
+            self._line, self._leaving = self._leaving, None
+            self._reopen(line)
+        return lost
+
+    def _take_over(self, link: Link) -> None:
+        """Requests that are drafted for go on where they are, and their text is read at the new link meanwhile; all
+        others begin there."""
+        over, self._leaving, self._line = self._leaving, self._line, Line(link)
+        if over is not None:
+            self._forget(over)
+            self._retire(over)
+        for request in self._requests.values():
+            self._drop_next(request)
+            if not (request.running and request.max_drafts):
+                continue
+            if request.ready:
+                request.next_handle = self._introduce(request, self._line)
+            else:
+                self.close(request, CloseReason.PREEMPTED)
+                self.open(request)
+
+    def _reopen(self, line: Line) -> None:
+        """A link is gone: who was drafted for there goes on where it was about to move, or where there is a link."""
+        self._forget(line)
+        for request in self._requests.values():
+            if request.handle is None and request.running and request.max_drafts:
+                self.open(request)
+
+    def _forget(self, line: Line) -> None:
+        """Nobody at the other end knows any request."""
+        for handle, request in line.by_handle.items():
+            if handle == request.next_handle:
+                request.next_handle, request.next_ready = None, False
+            else:
+                self._now_at_next(request)
+        line.by_handle.clear()
+
+    def _retire(self, line: Line) -> None:
+        line.link.retire(f"link of epoch {self.epoch} takes its place")
 
     @property
     def is_linked(self) -> bool:
-        return self._link is not None
+        return self._line is not None
+
+    def _lines(self) -> Iterable[Line]:
+        return (line for line in (self._line, self._leaving) if line is not None)
 
     def flush(self) -> None:
-        messages, self._outbox = self._outbox, []
-        if messages and self._link is not None:
-            with suppress(LinkBroken):  # noticed, logged and counted at the next step boundary
-                self._link.post(pack(messages, self._link.capacity_words))
+        for line in self._lines():
+            line.flush()
+        if self._leaving is not None and not self._leaving.by_handle:
+            self._retire(self._leaving)
+            self._leaving = None
 
     def poll(self, timeout_s: float) -> Received[list[Message]] | None:
-        """The next frame; None: nothing within timeout_s, or no link."""
-        if self._link is None:
+        """The next frame; None: nothing within timeout_s, or within a moment of it while requests move, or no link."""
+        if self._line is None:
             return None
-        received = self._link.poll(timeout_s)
-        if received is not None:
-            self._silent_since = None
-        return received
+        if self._leaving is None:
+            return self._line.poll(timeout_s)
+        for line, wait_s in ((self._line, 0.0), (self._leaving, min(timeout_s, _MOMENT_S))):
+            if (received := line.poll(wait_s)) is not None:
+                return received
+        return None
 
     def check_silence(self) -> None:
         """A drafter that beats its heart but answers no commit for a whole link deadline hangs."""
         now = self._clock()
-        if self._link is None or not self.is_unanswered():
-            self._silent_since = None
-        elif self._silent_since is None:
-            self._silent_since = now
-        elif now - self._silent_since > self._hang_deadline_s:
-            self._link.abort(f"{HANG}: no answer for {self._hang_deadline_s:g} s")
+        for line in self._lines():
+            if not line.is_unanswered:
+                line.silent_since = None
+            elif line.silent_since is None:
+                line.silent_since = now
+            elif now - line.silent_since > self._hang_deadline_s:
+                line.link.abort(f"{HANG}: no answer for {self._hang_deadline_s:g} s")
 
     def nobody_is_asked(self) -> None:
         """Who was asked is gone: the next commit starts the clock anew."""
-        self._silent_since = None
-
-    def _forget(self) -> None:
-        """Nobody at the other end knows any request."""
-        self._by_handle.clear()
-        self._outbox.clear()
-        for request in self._requests.values():
-            request.handle = None
-            request.ready = request.awaited = request.asked = False
+        for line in self._lines():
+            line.silent_since = None
 
     # What is said.
 
     def open(self, request: Request) -> None:
         """The drafter shall follow the request, all its committed tokens first."""
-        if self._link is None:
+        if self._line is None:
             return
-        request.handle, self._next_handle = self._next_handle, self._next_handle + 1
+        request.handle = self._introduce(request, self._line)
         request.ready = request.awaited = request.asked = False
-        self._by_handle[request.handle] = request
+
+    def _introduce(self, request: Request, line: Line) -> int:
+        """Returns its handle there."""
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        line.by_handle[handle] = request
         if self._names_requests:
-            self._outbox.append(Name(request.handle, request.request_id[:MAX_NAME_LENGTH]))
-        self._outbox.append(
+            line.outbox.append(Name(handle, request.request_id[:MAX_NAME_LENGTH]))
+        line.outbox.append(
             Open(
-                request=request.handle,
+                request=handle,
                 prompt_len=len(request.token_ids),
                 offset=0,
                 token_ids=list(request.token_ids),
@@ -166,16 +244,35 @@ class Conversation:
                 sampling=request.draft_sampling,
             )
         )
+        return handle
 
     def close(self, request: Request, reason: CloseReason) -> None:
-        if request.handle is not None:
-            self._by_handle.pop(request.handle, None)
-            self._outbox.append(Close(request.handle, reason))
+        self._drop_next(request)
+        self._say_close(request.handle, reason)
         request.handle = None
         request.ready = request.awaited = request.asked = False
 
+    def _say_close(self, handle: int | None, reason: CloseReason) -> None:
+        for line in self._lines():
+            if handle is not None and line.by_handle.pop(handle, None) is not None:
+                line.outbox.append(Close(handle, reason))
+
+    def _drop_next(self, request: Request) -> None:
+        """It moves no more."""
+        self._say_close(request.next_handle, CloseReason.ABORTED)
+        request.next_handle, request.next_ready = None, False
+
+    def _now_at_next(self, request: Request) -> None:
+        """Where it moves to, it is known by its text; nowhere else any more."""
+        request.handle, request.ready = request.next_handle, request.next_ready
+        request.next_handle, request.next_ready = None, False
+        request.awaited = request.asked = False
+
     def commit(self, request: Request, token_ids: Sequence[int], num_wanted: int, num_on_miss: int) -> None:
         """The request's last len(token_ids) tokens were committed by a step. num_wanted, num_on_miss: as in Commit."""
+        if request.next_ready:
+            self._say_close(request.handle, CloseReason.PREEMPTED)
+            self._now_at_next(request)
         if request.handle is None:
             if num_wanted:
                 self.degrade(request, "no_link")
@@ -183,7 +280,11 @@ class Conversation:
         request.asked = num_wanted > 0
         request.awaited = request.asked and request.ready
         base = len(request.token_ids) - len(token_ids)
-        self._outbox.append(Commit(request.handle, base, token_ids, num_wanted, num_on_miss))
+        for line in self._lines():
+            if request.handle in line.by_handle:
+                line.outbox.append(Commit(request.handle, base, token_ids, num_wanted, num_on_miss))
+            elif request.next_handle is not None:
+                line.outbox.append(Commit(request.next_handle, base, token_ids, 0, 0))
 
     def degrade(self, request: Request, cause: str) -> None:
         """The request decodes plainly for a round. Counts once in its life."""
@@ -200,9 +301,12 @@ class Conversation:
         for message in messages:
             if not isinstance(message, Proposals):
                 continue
-            request = self._by_handle.get(message.request)
+            request = next((r for line in self._lines() if (r := line.by_handle.get(message.request))), None)
             if request is None:
                 self.stale += 1
+                continue
+            if message.request == request.next_handle:
+                self._hear_from_next(request, message.status)
                 continue
             is_last = message.base_committed_len == len(request.token_ids)
             if message.status not in (ProposalStatus.OK, ProposalStatus.READY):
@@ -222,7 +326,7 @@ class Conversation:
         return answers
 
     def is_unanswered(self) -> bool:
-        """A commit is out that a drafter in good health would answer, if only with NOT_READY."""
+        """See Line.is_unanswered."""
         return any(request.asked for request in self._requests.values())
 
     def is_awaited(self) -> bool:
@@ -246,6 +350,14 @@ class Conversation:
             return
         proposal.token_ids = [int(token) for token in proposal.token_ids][: request.max_drafts]
         request.proposal = proposal
+
+    def _hear_from_next(self, request: Request, status: ProposalStatus) -> None:
+        """Where it is about to move, its text has been read, or will not be: then it stays where it is."""
+        if status in (ProposalStatus.READY, ProposalStatus.OK):
+            request.next_ready = True
+        elif status is not ProposalStatus.NOT_READY:
+            self.refused[status] = self.refused.get(status, 0) + 1
+            self._drop_next(request)
 
     def _refused(self, request: Request, status: ProposalStatus) -> None:
         self.refused[status] = self.refused.get(status, 0) + 1

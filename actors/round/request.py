@@ -122,6 +122,12 @@ class Request:
     """Stands for the request on the link. Never used twice on a link, so an answer to an earlier life of the request
     (before a preemption) finds nobody. None while it is not open on any."""
 
+    next_handle: int | None = None
+    """Likewise, on the link that it moves to while another drafts for it. None: it does not move."""
+
+    next_ready: bool = False
+    """Its text has been read there: the next commit moves it."""
+
     ready: bool = False
     """The drafter has drafted for this handle, so a round may wait for it."""
 
