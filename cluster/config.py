@@ -313,7 +313,7 @@ class OutriderConfig(Section):
         if size not in (None, 1, ranks):
             raise ValueError(
                 f"drafter.draft_tensor_parallel_size ({size}) must be 1 or target.tensor_parallel_size ({ranks}) where "
-                "the drafter is co_located; placement: remote allows any"
+                "the drafter is co_located; placement: with_target allows any"
             )
         return self
 

@@ -8,6 +8,7 @@ a name for is known here, those that Outrider does not run with why not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -226,20 +227,56 @@ class CoLocatedConfig(Section):
         return {**keys, "num_speculative_tokens": num_speculative_tokens}
 
 
+WITH_TARGET = "with_target"
+
+_OLDER_NAMES = {"remote": WITH_TARGET}
+
+
+def placement_of(section: Mapping[str, Any]) -> Any:
+    """What a section says of its ``placement``, by today's name."""
+    placement = section.get("placement", WITH_TARGET)
+    return _OLDER_NAMES.get(placement, placement) if isinstance(placement, str) else placement
+
+
+class ActorConfig(Section):
+    """A drafter in an actor of its own."""
+
+    placement: Literal["with_target", "pool"] = "with_target"
+    """``with_target``: a drafter for each target replica, beside it. ``pool``: ``num_drafters`` for all of them, each
+    on bundles of its own; target replicas serve without, too. (``remote`` is an older name of ``with_target``.)"""
+
+    num_drafters: int = Field(1, ge=1, le=1024)
+    """``placement: pool``: how many. A drafter of 8B has time for four to eight targets of 70B."""
+
+    @property
+    def pooled(self) -> bool:
+        return self.placement == "pool"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_the_placement(cls, data: Any) -> Any:
+        return {**data, "placement": placement_of(data)} if isinstance(data, dict) and "placement" in data else data
+
+    @model_validator(mode="after")
+    def _num_drafters_of_a_pool(self) -> ActorConfig:
+        if self.num_drafters > 1 and not self.pooled:
+            raise ValueError(
+                f"num_drafters ({self.num_drafters}): only with placement: pool; each target replica has one of its own"
+            )
+        return self
+
+
 MIN_DRAFT_STEP_TOKENS = 64
 """Lower limit of a drafter's ``max_num_batched_tokens``: tokens to catch up with, and guesses."""
 
 
-class DraftModelConfig(EngineConfig):
+class DraftModelConfig(ActorConfig, EngineConfig):
     """A smaller language model with the target's tokenizer, in its own engine with its own KV cache."""
 
     side: ClassVar[Side] = "drafter"
 
     method: Literal["draft_model"]
     """``draft_model``."""
-
-    placement: Literal["remote"] = "remote"
-    """``remote``: in a drafter actor of its own."""
 
     prefill_chunk_tokens: int = Field(128, ge=1)
     """Prompt tokens the drafter runs between two rounds: bounds how long a prefill delays a proposal. Left out on GPU:
@@ -302,11 +339,8 @@ class DraftModelConfig(EngineConfig):
         return self
 
 
-class LookupConfig(Section):
+class LookupConfig(ActorConfig):
     """A drafter that only searches text: one process, no model, no GPU."""
-
-    placement: Literal["remote"] = "remote"
-    """``remote``: in a drafter actor of its own."""
 
     cores: list[CoreSet] | None = None
     """CPU only: the one set of cores of this drafter. None: shared out at start-up."""
@@ -378,10 +412,9 @@ RemoteConfig = DraftModelConfig | NgramConfig | SuffixConfig
 
 def _tag(value: Any) -> str | None:
     """Which class a section belongs to. None, for a section without a usable method, is the error of the union."""
-    section = (
-        value if isinstance(value, dict) else {name: getattr(value, name, None) for name in ("placement", "method")}
-    )
-    if section.get("placement", "remote") == "co_located":
+    names = ("placement", "method")
+    section = value if isinstance(value, dict) else {name: getattr(value, name, None) for name in names}
+    if placement_of(section) == "co_located":
         return "co_located"
     method = section.get("method")
     return method if method in REMOTE_METHODS else None
@@ -400,11 +433,11 @@ TAGS = (*REMOTE_METHODS, "co_located")
 
 def refusal_of(section: dict[str, Any]) -> str | None:
     """What is wrong with a section's ``placement`` or ``method``, as ``field: problem; fix``. None: nothing."""
-    placement, method = section.get("placement", "remote"), section.get("method")
-    if placement not in ("remote", "co_located"):
+    placement, method = placement_of(section), section.get("method")
+    if placement not in (WITH_TARGET, "pool", "co_located"):
         return (
-            f"placement: must be 'remote' (a drafter actor) or 'co_located' (inside the target's engine) "
-            f"(found {placement!r})"
+            "placement: must be 'with_target' (a drafter actor beside each target), 'pool' (drafter actors that all "
+            f"targets share) or 'co_located' (inside the target's engine) (found {placement!r})"
         )
     if method is None:
         return "method: required, but missing"
@@ -412,7 +445,7 @@ def refusal_of(section: dict[str, Any]) -> str | None:
         return f"method: must be a name, such as draft_model (found {method!r})"
     if method in REFUSED_METHODS:
         return f"method: {REFUSED_METHODS[method]} (found {method!r})"
-    if method in CO_LOCATED_METHODS and method not in REMOTE_METHODS and placement == "remote":
+    if method in CO_LOCATED_METHODS and method not in REMOTE_METHODS and placement != "co_located":
         return (
             f"method: {method} needs the target's hidden states or weights, which a drafter actor does not have; "
             f"set placement: co_located (found {method!r})"
@@ -442,5 +475,5 @@ def check_build_drafts(drafter: CoLocatedConfig, gpu: bool) -> None:
     if drafter.rejection_sample_method == "block":
         raise ConfigError(
             "drafter.rejection_sample_method: block is a matter of vLLM's V2 model runner; on CPU it would be ignored; "
-            "leave it out, or use placement: remote with speculation.verification: block"
+            "leave it out, or use placement: with_target with speculation.verification: block"
         )

@@ -1,6 +1,7 @@
 """Where a replica's processes run: the bundles of its placement group, what ranks are called, and their CPU cores.
 
-Bundle 0 of a placement group is the replica's own, then come the target's and the drafter's. All ranks of a model share
+Bundle 0 of a placement group is the replica's own, then come the target's and the drafter's; a drafter of a pool has a
+group of its own. All ranks of a model share
 one bundle, because Ray never splits one over nodes: tensor parallelism is worth nothing over a network, and PACK alone
 would split ranks where nodes are partly taken. On CPU each rank has a set of cores in it, whose ids are the operating
 system's. Planning is pure, and plans are plain data that travel to the executor; ``bind_to`` and ``thread_environment``
@@ -58,11 +59,34 @@ class ReplicaPlacement:
 
 
 def placement_of(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None = None) -> ReplicaPlacement:
-    """Bundles for ``config``.
+    """Bundles of a target replica, its drafter among them where it has one of its own.
 
     On GPU a rank counts for one GPU and one CPU; an n-gram or suffix drafter needs no GPU, and co-located drafting no
     bundle. On CPU it counts for the cores of its set in ``core_plan``, which is then required.
     """
+    target, drafter = _bundles(config, on_gpu, core_plan)
+    remote = config.remote_drafter
+    owned = remote.tensor_parallel_size if remote and not remote.pooled else 0
+    return ReplicaPlacement(
+        bundles=({"CPU": 1.0}, target, *([drafter] if owned else [])),
+        target_bundle_indices=(1,) * config.target.tensor_parallel_size,
+        drafter_bundle_indices=(2,) * owned,
+    )
+
+
+def pool_placement_of(
+    config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None = None
+) -> ReplicaPlacement | None:
+    """Bundles of a replica of the pool, on one node; None: the configuration has no pool. Arguments as placement_of."""
+    remote = config.remote_drafter
+    if remote is None or not remote.pooled:
+        return None
+    _, drafter = _bundles(config, on_gpu, core_plan)
+    return ReplicaPlacement(({"CPU": 1.0}, drafter), (), (1,) * remote.tensor_parallel_size, "STRICT_PACK")
+
+
+def _bundles(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None) -> tuple[Bundle, Bundle]:
+    """Of all of the target's ranks, and of all of the drafter's."""
     ranks = config.target.tensor_parallel_size
     remote = config.remote_drafter
     drafter_ranks = remote.tensor_parallel_size if remote else 0
@@ -77,35 +101,38 @@ def placement_of(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | Non
         assert planned == (ranks, drafter_ranks), "the core plan belongs to another configuration"
         target = {"CPU": float(sum(map(len, core_plan.target)))}
         drafter = {"CPU": float(sum(map(len, core_plan.drafter)))}
-    return ReplicaPlacement(
-        bundles=({"CPU": 1.0}, target, *([drafter] if drafter_ranks else [])),
-        target_bundle_indices=(1,) * ranks,
-        drafter_bundle_indices=(2,) * drafter_ranks,
-    )
+    return target, drafter
 
 
 def check_cluster_can_hold(
-    placement: ReplicaPlacement, num_replicas: int, node_resources: Sequence[Mapping[str, float]]
+    placement: ReplicaPlacement,
+    num_replicas: int,
+    node_resources: Sequence[Mapping[str, float]],
+    pool: ReplicaPlacement | None = None,
+    num_drafters: int = 0,
 ) -> None:
     """Raise ConfigError naming what is missing, where Ray would wait for it without end.
 
-    node_resources: of each node that is alive, as ``ray.nodes()`` has them.
+    node_resources: of each node that is alive, as ``ray.nodes()`` has them. pool, num_drafters: of a pool of drafters.
     """
     for resource, unit in (("GPU", "GPUs"), ("CPU", "logical CPUs")):
         needed = placement.total(resource) * num_replicas
+        shared = "" if pool is None else f" and a pool of {num_drafters}"
+        if pool is not None:
+            needed += pool.total(resource) * num_drafters
         there = sum(node.get(resource, 0.0) for node in node_resources)
         if needed > there:
             raise ConfigError(
                 f"{_field(resource, num_replicas)}: {num_replicas} replica{'s' if num_replicas > 1 else ''} of "
                 f"{len(placement.target_bundle_indices)} target and {len(placement.drafter_bundle_indices)} drafter "
-                f"ranks need{'' if num_replicas > 1 else 's'} {needed:g} {unit}, the cluster has {there:g}; "
+                f"ranks{shared} need{'' if num_replicas > 1 else 's'} {needed:g} {unit}, the cluster has {there:g}; "
                 f"{_fix(resource)}"
             )
-    for section, indices in (
-        ("target", placement.target_bundle_indices),
-        ("drafter", placement.drafter_bundle_indices),
+    for section, of, indices in (
+        ("target", placement, placement.target_bundle_indices),
+        ("drafter", pool or placement, (pool or placement).drafter_bundle_indices),
     ):
-        bundle = placement.bundles[indices[0]] if indices else {}
+        bundle = of.bundles[indices[0]] if indices else {}
         if not any(all(node.get(name, 0.0) >= count for name, count in bundle.items()) for node in node_resources):
             needs = " and ".join(f"{count:g} {name}s" for name, count in bundle.items())
             ranks = f"{len(indices)} {section} rank{'s' if len(indices) > 1 else ''}"

@@ -1,7 +1,8 @@
 """The Serve application: ``outrider.deploy.app:build`` for ``serve run`` and ``serve deploy``.
 
-Two deployments, Target (one placement group a replica) behind Ingress. They are actor classes of ``outrider.actors``;
-how many there are, where they sit and when Serve gives them up is decided here.
+Deployments: Target (one placement group a replica) behind Ingress, and DrafterPool (likewise) where targets share their
+drafters. They are actor classes of ``outrider.actors``; how many there are, where they sit and when Serve gives them up
+is decided here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from outrider.cluster.config import (
     parse_config,
 )
 from outrider.cluster.device_defaults import with_device_defaults
-from outrider.cluster.drafter_config import check_build_drafts
+from outrider.cluster.drafter_config import ActorConfig, check_build_drafts
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
     CorePlan,
@@ -37,6 +38,7 @@ from outrider.cluster.placement import (
     check_cluster_can_hold,
     placement_of,
     plan_cores,
+    pool_placement_of,
 )
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.preset import Overrides, resolve_config
@@ -130,22 +132,38 @@ class ReplicaPlan:
 
     warnings: tuple[str, ...] = ()
 
+    pool: ReplicaPlacement | None = None
+    """Where each drafter of the pool runs; None without one."""
+
+    num_drafters: int = 0
+    """In the pool."""
+
+    def total(self, resource: str, num_replicas: int) -> float:
+        """Of all replicas and the pool."""
+        pool = 0.0 if self.pool is None else self.pool.total(resource) * self.num_drafters
+        return self.placement.total(resource) * num_replicas + pool
+
 
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had."""
     gpu = engine_on_gpu()
+    num_drafters = drafter.num_drafters if (drafter := config.remote_drafter) is not None and drafter.pooled else 0
     if config.co_located is not None:
         check_build_drafts(config.co_located, gpu)
     if gpu:
         for name, section in (("target", config.target), ("drafter", config.drafter)):
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
-        return ReplicaPlan(placement_of(config, on_gpu=True), None)
+        pool = pool_placement_of(config, on_gpu=True)
+        return ReplicaPlan(placement_of(config, on_gpu=True), None, (), pool, num_drafters)
     cores = plan_cores(config, available_cores())
     warnings = cores.warnings
     if config.serving.num_replicas > 1:
         warnings += ("replicas on one machine share the cores planned for one of them (serving.num_replicas)",)
-    return ReplicaPlan(placement_of(config, on_gpu=False, core_plan=cores), cores, warnings)
+    if num_drafters > 1:
+        warnings += ("drafters on one machine share the cores planned for one of them (drafter.num_drafters)",)
+    placement, pool = placement_of(config, False, cores), pool_placement_of(config, False, cores)
+    return ReplicaPlan(placement, cores, warnings, pool, num_drafters)
 
 
 def engine_on_gpu() -> bool:
@@ -158,7 +176,7 @@ def engine_on_gpu() -> bool:
 
 
 def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool = False) -> Application:
-    """Bind Target and Ingress for a validated configuration.
+    """Bind Target, Ingress and, where there is one, the pool of drafters for a validated configuration.
 
     Raises ConfigError when Ray is up and its cluster cannot hold the replicas, unless nodes may come: then the log says
     what is waited for; and for tokenizers that differ in more than added tokens.
@@ -166,6 +184,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
     from outrider.actors.serve_seam.stopping import is_stopping
+    from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
     from outrider.actors.serving.http.admin import AdminAddress
     from outrider.actors.serving.http.app import Front
     from outrider.actors.serving.replica import Target
@@ -175,7 +194,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     if ray.is_initialized():
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         try:
-            check_cluster_can_hold(placement, serving.num_replicas, nodes)
+            check_cluster_can_hold(placement, serving.num_replicas, nodes, plan.pool, plan.num_drafters)
         except ConfigError as error:
             if not nodes_may_come:
                 raise
@@ -226,7 +245,25 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         logger.warning(
             "the drafter's tokenizer differs from the target's in added tokens: only ids below %d are drafted", common
         )
-    replica = target.bind(config, placement, plan.cores, common)
+    # Without how many there are: to change that must not replace those that run.
+    one = _of_one(config)
+    replica = target.bind(one, placement, plan.cores, common)
+    pool = None
+    if plan.pool is not None:
+        pool = serve.deployment(
+            DrafterPool,
+            name="DrafterPool",
+            num_replicas=plan.num_drafters,
+            placement_group_bundles=[dict(bundle) for bundle in plan.pool.bundles],
+            placement_group_strategy=plan.pool.strategy,
+            ray_actor_options={"num_cpus": plan.pool.bundles[0]["CPU"], **environment},
+            logging_config=logging_config,
+            max_ongoing_requests=CONTROL_CALLS,
+            max_constructor_retry_count=1,
+            health_check_timeout_s=60.0,
+            graceful_shutdown_wait_loop_s=1.0,
+            graceful_shutdown_timeout_s=MOVE_WITHIN_S + TAKE_DOWN_S,
+        ).bind(one, plan.pool, plan.cores, common)
     return ingress.bind(
         replica,
         config.served_model_name,
@@ -240,7 +277,16 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         limits=config.limits,
         is_stopping=is_stopping,
         admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
+        pool=pool,
     )
+
+
+def _of_one(config: OutriderConfig) -> OutriderConfig:
+    """What a replica is told."""
+    sections: dict[str, Any] = {"serving": config.serving.model_copy(update={"num_replicas": 1})}
+    if (drafter := config.remote_drafter) is not None:
+        sections["drafter"] = drafter.model_copy(update={"num_drafters": 1})
+    return config.model_copy(update=sections)
 
 
 def routing(config: OutriderConfig) -> RequestRouterConfig:
@@ -273,8 +319,14 @@ def describe(config: OutriderConfig) -> str:
     if (co_located := config.co_located) is not None:
         return f"{text}, drafting co-located by vLLM's {co_located.method}"
     if isinstance(config.drafter, DraftModelConfig):
-        return f"{text}, drafted for by {config.drafter.model} ({_engine(config.drafter)})"
-    return f"{text}, drafted for by {config.drafter.method} lookup" if config.drafter else f"{text}, without a drafter"
+        return f"{text}, drafted for by {_pool(config.drafter)}{config.drafter.model} ({_engine(config.drafter)})"
+    if config.drafter is None:
+        return f"{text}, without a drafter"
+    return f"{text}, drafted for by {_pool(config.drafter)}{config.drafter.method} lookup"
+
+
+def _pool(drafter: ActorConfig) -> str:
+    return f"a pool of {drafter.num_drafters} of " if drafter.pooled else ""
 
 
 def _engine(engine: EngineConfig) -> str:

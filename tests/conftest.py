@@ -34,7 +34,7 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 DEPLOYMENTS = (
     "pair", "ngram_pair", "small_kv", "co_located", "two_replicas", "both_tp2",
-    "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2",
+    "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2", "pool",
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
@@ -43,12 +43,13 @@ FOLDERS = ("ingress", "page")
 
 FIRST_HALF = {
     "pair", "small_kv", "co_located", "no_drafter", "wide_target", "wide_drafter", "test_drain", "test_draft_engine",
+    "pool",
 }  # fmt: skip
 """What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long, in
 either command."""
 
 IN_FULL_RUNS_ONLY = {
-    "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target",
+    "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool",
     "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain", "test_served_distribution",
     "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
@@ -151,6 +152,12 @@ def two_replicas(deployments: Deployments) -> Deployment:
 def both_tp2(deployments: Deployments) -> Deployment:
     """A target of two ranks, a drafter of two."""
     return deployments.use("both_tp2")
+
+
+@pytest.fixture
+def pool(deployments: Deployments) -> Deployment:
+    """Two targets that share two draft models."""
+    return deployments.use("pool")
 
 
 @pytest.fixture

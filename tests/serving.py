@@ -155,6 +155,14 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
                 "step_watchdog_s": 10,
             },
         },
+        # Two targets, and two drafters for whoever needs one.
+        "pool": {
+            "target": {**target, "max_num_seqs": 4},
+            "drafter": {**pinned_draft_model, "placement": "pool", "num_drafters": 2},
+            "speculation": always,
+            "link": {"link_deadline_ms": 10_000},
+            "serving": {"num_replicas": 2},
+        },
         # One tokenizer, padded to two sizes.
         "wide_target": {
             "target": {**target, "model": str(models.wide_target)},
@@ -227,15 +235,19 @@ class Deployment:
                 found[key] = Actor(actor.name, actor.pid, {int(p[2]) for p in resources if len(p) == 4})
         return found
 
-    def replicas(self) -> dict[str, int]:
-        """Processes of the living target replicas, by Serve's id of each."""
-        return {name.split("#")[2]: pid for name, pid in _living_actors() if "#Target#" in name}
+    def replicas(self, of: str = "Target") -> dict[str, int]:
+        """Processes of a deployment's living replicas, by Serve's id of each."""
+        return {name.split("#")[2]: pid for name, pid in _living_actors() if f"#{of}#" in name}
+
+    def drafters(self) -> dict[str, int]:
+        """Processes of the living drafters, by name."""
+        return {name: pid for name, pid in _living_actors() if name.startswith("Drafter:")}
 
     def all_replicas_are_known(self) -> bool:
         """To the front door, which asks each of them for its metrics."""
         with urllib.request.urlopen(f"{self.http_url}/metrics", timeout=HANG_GUARD_S) as response:
             up = parse(response.read().decode(), time.monotonic()).of("outrider:replica_up")
-        known = {labels["replica"] for labels, value in up if value == 1}
+        known = {labels["replica"] for labels, value in up if value == 1} - set(self.replicas("DrafterPool"))
         return known == set(self.replicas()) and len(known) == self.config.serving.num_replicas
 
     def drafter(self) -> Any:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -186,26 +186,44 @@ class Drafter:
             os._exit(1)
 
 
+async def find_actor(name: str) -> Any:
+    """In a thread, for it asks Ray's GCS. Raises ValueError when there is none."""
+    return await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+
+
 class DrafterStatus:
-    """A drafter's status, for all of one event loop who ask. One call is out at a time: those that were given up would
-    pile up at a stopped drafter, which answers every one of them when it goes on."""
+    """Drafters' status, for all of one event loop who ask. One call to each is out at a time: those that were given up
+    would pile up at a stopped drafter, which answers every one of them when it goes on."""
 
-    def __init__(self, drafter: Any) -> None:
-        """drafter: Ray's handle of the actor."""
-        self._drafter = drafter
-        self._asking: asyncio.Future[dict[str, Any]] | None = None
+    def __init__(self, find: Callable[[str], Awaitable[Any]] = find_actor) -> None:
+        """find: Ray's handle of an actor, by its name."""
+        self._find = find
+        self._asking: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
-    async def ask(self, within_s: float) -> dict[str, Any]:
-        """See Drafter.status; the answer to the call that is out, if one is. Raises TimeoutError and RayError."""
-        if self._asking is None:
-            self._asking = asyncio.wrap_future(self._drafter.status.remote().future())
-            self._asking.add_done_callback(self._answered)
-        return await asyncio.wait_for(asyncio.shield(self._asking), within_s)
+    async def ask(self, name: str, within_s: float) -> dict[str, Any]:
+        """See Drafter.status; the answer to the call that is out, if one is.
 
-    def _answered(self, asking: asyncio.Future[dict[str, Any]]) -> None:
-        self._asking = None
+        Raises TimeoutError and RayError; ValueError when there is no actor of that name.
+        """
+        if name not in self._asking:
+            self._asking[name] = asyncio.ensure_future(self._ask(name))
+            self._asking[name].add_done_callback(lambda asking: self._answered(name, asking))
+        return await asyncio.wait_for(asyncio.shield(self._asking[name]), within_s)
+
+    async def _ask(self, name: str) -> dict[str, Any]:
+        drafter = await self._find(name)
+        status: dict[str, Any] = await asyncio.wrap_future(drafter.status.remote().future())
+        return status
+
+    def _answered(self, name: str, asking: asyncio.Future[dict[str, Any]]) -> None:
+        del self._asking[name]
         if not asking.cancelled():
             asking.exception()  # whoever asked may have given up: then nobody else takes it
+
+
+def drafter_name(replica: str) -> str:
+    """Of the drafter actor that a replica owns."""
+    return f"Drafter:{replica}"
 
 
 def launch_drafter(
@@ -236,7 +254,7 @@ def launch_drafter(
     return (
         ray.remote(concurrency_groups={"control": 4})(Drafter)
         .options(
-            name=f"Drafter:{replica}",
+            name=drafter_name(replica),
             namespace=NAMESPACE,
             # With ranks of its own the drafter only coordinates them, and they need the bundles' resources.
             num_cpus=0 if ranks else bundle["CPU"],

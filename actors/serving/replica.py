@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import time
-import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from outrider.actors.drafter.actor import DrafterStatus, launch_drafter
+from outrider.actors.drafter.actor import DrafterStatus, drafter_name, launch_drafter
 from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
@@ -40,10 +39,12 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.serve_seam.replica_log import serve_log_kept
 from outrider.actors.serving.co_located import check_co_located
+from outrider.actors.serving.lease import Lease
 from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
 from outrider.cluster.placement import V1_RUNNER, CorePlan, RankPlacement, ReplicaPlacement, rank_environment
-from outrider.cluster.registry import LEASE_S, LOADING_LEASE_S, get_or_create_registry, registry_name
+from outrider.cluster.registry import registry_name
 
 if TYPE_CHECKING:
     from outrider.actors.serving.openai.serving import OpenAIServing
@@ -51,10 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
-_CONTROL_TIMEOUT_S = 5.0
 _DRAFTER_TIMEOUT_S = 0.5
-_REGISTRY_ATTEMPTS = 4
-_REGISTRY_PAUSE_S = 1.0
 _FIRST_LINK_TIMEOUT_S = 60.0
 
 _LINK_STATE_TIMEOUT_S = 1.0
@@ -67,9 +65,6 @@ class Target:
     placement: the bundles of this replica's own placement group; core_plan: CPU only. num_common_tokens: only ids below
     it are drafted; None: all that both models have.
     """
-
-    _finding: asyncio.Future[Any] | None = None
-    """The search for the registry that is under way."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -87,16 +82,18 @@ class Target:
         with serve_log_kept():
             # Seconds of imports, in which the registry's and the drafter's processes start.
             imports = asyncio.create_task(asyncio.to_thread(_import_engine))
-            self._registry = get_or_create_registry(config.serving.app_name)
-            self._drafter = self._start_drafter() if config.remote_drafter is not None else None
-            self._drafter_status = DrafterStatus(self._drafter) if self._drafter is not None else None
-            await self._renew_lease(LOADING_LEASE_S)
+            drafter = config.remote_drafter
+            owned = drafter_name(self._replica) if drafter is not None and not drafter.pooled else None
+            self._lease = Lease(config.serving.app_name, Member(self._replica, owned, fingerprint=fingerprint(config)))
+            self._drafter = self._start_drafter() if owned is not None else None
+            self._drafter_status = DrafterStatus()
+            await self._lease.take()
             await imports
             start_up.done("vllm imported by the replica")
             self._engine = self._start_engine()
             start_up.done("engine core and ranks started, model loaded")
             self._openai = self._start_openai()
-        self._membership = asyncio.create_task(self._keep_membership(weakref.ref(self)))
+        self._lease.keep()
         self._metrics = self._replica_metrics()
         self._routing_stats = self._stats_for_routing()
         await self._engine.warm_up()
@@ -105,7 +102,9 @@ class Target:
         if self._drafter is not None:
             await self._drafter.ready.remote()
             start_up.done("waiting for the drafter")
+        if drafter is not None:
             await self._engine.call_ranks("open_link")
+        if self._drafter is not None:  # one of the pool may come later, and go
             await self._wait_for_link()
             start_up.done("link opened")
 
@@ -161,9 +160,8 @@ class Target:
             "state": f"LINK_STATE_{link['state'].upper()}",
             **{name: link[name] for name in ("epoch", "reconnects", "drafter", "rtt_us", "last_error")},
         }
-        assert self._drafter_status is not None
-        with suppress(ray.exceptions.RayError, TimeoutError):  # a drafter that is loading or gone has no load
-            drafter = await self._drafter_status.ask(_DRAFTER_TIMEOUT_S)
+        with suppress(ray.exceptions.RayError, TimeoutError, ValueError):  # one that is loading or gone has no load
+            drafter = await self._drafter_status.ask(link["drafter"], _DRAFTER_TIMEOUT_S)
             status["drafter"] = {
                 "running": int(drafter["num_sequences"]),
                 "waiting": int(drafter["num_prefilling"]),
@@ -214,8 +212,8 @@ class Target:
         if drafter is not None:
             with suppress(ray.exceptions.RayError):
                 ray.kill(drafter)
-        with suppress(ray.exceptions.RayError):
-            self._registry.leave.remote(self._replica)
+        if (lease := getattr(self, "_lease", None)) is not None:
+            lease.leave()
 
     def _start_openai(self) -> OpenAIServing:
         from outrider.actors.serving.openai.serving import OpenAIServing
@@ -241,23 +239,19 @@ class Target:
         async def link_is_up() -> bool:
             return bool((await _ask_rank_0(engine, "round_status"))["link"]["state"] == "up")
 
-        asks_link = link_is_up if self._drafter is not None else None
+        asks_link = link_is_up if self._config.remote_drafter is not None else None
         return RoutingStats(engine.load, engine.kv_cache_tokens(), asks_link, engine.check_health)
 
     def _replica_metrics(self) -> ReplicaMetrics:
         # Not through self, which a replica's shutdown must be able to free.
         name, drafter, engine = self._config.served_model_name, self._drafter_status, self._engine
-        if drafter is None:
-            return ReplicaMetrics(name, None, None, refused_constraints=REFUSALS.counts)
+        owned = self._lease.member.drafter
         return ReplicaMetrics(
             name,
-            lambda: _ask_rank_0(engine, "round_metrics"),
-            lambda: drafter.ask(ANSWER_WITHIN_S),
+            None if self._config.remote_drafter is None else lambda: _ask_rank_0(engine, "round_metrics"),
+            None if owned is None else lambda: drafter.ask(owned, ANSWER_WITHIN_S),
             refused_constraints=REFUSALS.counts,
         )
-
-    def _drafter_name(self) -> str | None:
-        return f"Drafter:{self._replica}" if self._drafter is not None else None
 
     def _start_drafter(self) -> Any:
         assert self._config.remote_drafter is not None
@@ -302,43 +296,6 @@ class Target:
         if self._core_plan is None:
             return None
         return [list(cores) for cores in getattr(self._core_plan, side)]
-
-    async def _renew_lease(self, lease_s: float) -> None:
-        """Raises RayError or TimeoutError when neither the registry nor a new one in its place answers."""
-        for attempt in range(_REGISTRY_ATTEMPTS):
-            try:
-                if attempt > 0:
-                    await asyncio.sleep(_REGISTRY_PAUSE_S)
-                    self._registry = await self._find_registry()
-                answer = self._registry.renew.remote(self._replica, self._drafter_name(), lease_s)
-                await asyncio.wait_for(asyncio.wrap_future(answer.future()), _CONTROL_TIMEOUT_S)
-                return
-            except (ray.exceptions.RayError, TimeoutError):
-                if attempt == _REGISTRY_ATTEMPTS - 1:
-                    raise
-
-    async def _find_registry(self) -> Any:
-        """In a thread, one at a time: Ray waits for its GCS here, for as long as that takes to come back. Raises
-        RayError or TimeoutError."""
-        if self._finding is None:
-            found = asyncio.to_thread(get_or_create_registry, self._config.serving.app_name)
-            self._finding = asyncio.ensure_future(found)
-        finding = self._finding
-        try:
-            return await asyncio.wait_for(asyncio.shield(finding), _CONTROL_TIMEOUT_S)
-        finally:
-            if finding.done():  # what came when nobody waited any more is for who asks next
-                self._finding = None
-
-    @staticmethod
-    async def _keep_membership(this: weakref.ref[Target]) -> None:
-        while (target := this()) is not None:
-            try:
-                await target._renew_lease(LEASE_S)
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                logger.warning("registry not reachable: %s", error)
-            del target  # a replica that is shut down must not be kept alive by its own lease
-            await asyncio.sleep(LEASE_S / 6)
 
 
 class RoutingStats:

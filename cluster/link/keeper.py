@@ -18,8 +18,9 @@ import ray
 
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.link import HANG, Link, LinkError, host_link
+from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Place, Verifier, fingerprint
 from outrider.cluster.placement import NAMESPACE
-from outrider.cluster.registry import Homing, LinkGrant, LinkReport
+from outrider.cluster.registry import this_place
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,10 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 _CONNECT_TIMEOUT_S = 10.0
 _WATCH_S = 0.2
 _READY_TIMEOUT_S = 10.0
-_LOOK_HOME_S = 1.0
+_READY_AMONG_OTHERS_S = 2.0
+"""Where another drafter may be asked."""
+
+_LOOK_S = 1.0
 LOOPBACK = "127.0.0.1"
 
 _HANGS_BEFORE_RESTART = 2
@@ -84,6 +88,9 @@ class LinkKeeper:
         self._config, self._identity = config, identity
         self._vocab_size, self._capacity_words, self._decode = vocab_size, capacity_words, decode
         self._on_link, self._device = on_link, device
+        self._fingerprint = fingerprint(config)
+        self._pooled = config.remote_drafter is not None and config.remote_drafter.pooled
+        self._place: Place | None = None
         self._ready: dict[str, Any] = {}
         """Drafter -> a question not answered yet: a stopped drafter is asked once, not once a try."""
 
@@ -91,7 +98,7 @@ class LinkKeeper:
         self._broken = threading.Event()
         self._link: Link | None = None
         self._homing = Homing()
-        self._look_home_at = 0.0
+        self._look_at = 0.0
         self._report = LinkReport(state="connecting")
         self._given_up = ""
         self._said = ""
@@ -119,9 +126,11 @@ class LinkKeeper:
         while not self._stopping.is_set():
             grant: LinkGrant | None = None
             try:
-                grant = self._ask_registry("grant", self._identity.replica, unreachable, self._report.epoch)
+                grant = self._ask_registry("grant", self._verifier(), unreachable, self._report.epoch)
                 if grant is None:
                     raise LinkError("no drafter is registered yet")
+                if grant.drafter in unreachable:
+                    unreachable.clear()  # all of them were: they are tried in turn again
                 link = self._connect(grant)
             except Exception as error:  # noqa: BLE001 - whatever it is, the next try may do better, and no try never
                 if grant is not None:
@@ -132,10 +141,15 @@ class LinkKeeper:
                 continue
             unreachable.clear()
             retry_s = _FIRST_RETRY_S
-            while (home := self._serve(link, grant.drafter)) is not None:
-                link, grant = home
+            while (another := self._serve(link, grant.drafter)) is not None:
+                link, grant = another
             if silent.ended(link.broken or "", link.counters.data_frames_received > 0):
                 self._restart(grant.drafter)
+
+    def _verifier(self, linked_to: str = "") -> Verifier:
+        if self._place is None:
+            self._place = this_place()
+        return Verifier(self._identity.replica, self._fingerprint, self._place, linked_to)
 
     def _restart(self, drafter: str) -> None:
         """Kill a drafter whose loop is stuck; Ray starts a fresh one under the same name."""
@@ -147,7 +161,7 @@ class LinkKeeper:
 
     def _connect(self, grant: LinkGrant) -> Link:
         drafter = ray.get_actor(grant.drafter, namespace=NAMESPACE)
-        host = self._host_towards(self._wait_until_ready(grant.drafter, drafter))
+        host = self._host_towards(self._wait_until_ready(grant, drafter))
         invitation, complete = host_link(
             host=host,
             epoch=grant.epoch,
@@ -194,14 +208,15 @@ class LinkKeeper:
         )  # fmt: skip
         return link
 
-    def _wait_until_ready(self, name: str, drafter: Any) -> str:
+    def _wait_until_ready(self, grant: LinkGrant, drafter: Any) -> str:
         """The drafter's address, once its model is loaded. Raises LinkError when it does not answer for a while.
 
         Inviting a drafter that is stopped or still loading would only pile up invitations.
         """
+        name = grant.drafter
         question = self._ready.get(name) or drafter.ready.remote()
         self._ready[name] = question
-        deadline = time.monotonic() + _READY_TIMEOUT_S
+        deadline = time.monotonic() + (_READY_AMONG_OTHERS_S if grant.has_others else _READY_TIMEOUT_S)
         while not ray.wait([question], timeout=_WATCH_S)[0]:
             if self._stopping.is_set() or time.monotonic() > deadline:
                 raise LinkError(f"{name} is stopped or still loading")
@@ -213,14 +228,14 @@ class LinkKeeper:
         """Hand the link over and sleep until it breaks. Returns the link that is to take its place before that, if one
         is, not yet handed over."""
         self._link = link
-        self._look_home_at = time.monotonic() + _LOOK_HOME_S
+        self._look_at = time.monotonic() + _LOOK_S
         self._on_link(link)
         self._tell_registry()
         while link.broken is None and not self._stopping.is_set():
             self._broken.wait(_WATCH_S)  # a link that this process aborts does not call on_broken
             self._broken.clear()
-            if link.broken is None and (home := self._way_home(drafter)) is not None:
-                return home
+            if link.broken is None and (another := self._another(drafter)) is not None:
+                return another
         if not self._stopping.is_set():
             self._homing.link_ended()
             self._given_up = link.broken or ""
@@ -232,32 +247,36 @@ class LinkKeeper:
             self._tell_registry()
         return None
 
-    def _way_home(self, drafter: str) -> tuple[Link, LinkGrant] | None:
-        """While another's drafter serves: the link to its own, once that has been ready for a while. The borrowed link
-        goes on until the verifier takes the new one."""
+    def _another(self, drafter: str) -> tuple[Link, LinkGrant] | None:
+        """The link to the drafter that is assigned, once that has been ready for a while; None where that is the one
+        that serves. The link that is up goes on until the verifier's requests have moved to the new one."""
         now = time.monotonic()
-        if self._stopping.is_set() or now < self._look_home_at:
+        if self._stopping.is_set() or now < self._look_at:
             return None
-        self._look_home_at = now + _LOOK_HOME_S
+        self._look_at = now + _LOOK_S
         try:
-            home = self._ask_registry("home", self._identity.replica)
+            assignment = self._ask_registry("assigned_to", self._verifier(drafter))
+            assigned = assignment.drafter
+            if assigned == drafter and not self._pooled:
+                self._look_at = math.inf  # its own stays the one
+            if assigned in (None, drafter):
+                return None
+            is_ready = self._is_ready(assigned)
+            if not (self._homing.look(is_ready) or (is_ready and assignment.at_once)):
+                return None
+            grant = self._ask_registry("grant", self._verifier(drafter), set(), self._report.epoch)
         except (ray.exceptions.RayError, TimeoutError, ValueError):
             return None  # a new one is made within seconds
-        if home == drafter:
-            self._look_home_at = math.inf
-        if home in (None, drafter) or not self._homing.look(self._is_ready(home)):
+        if grant is None or grant.drafter != assigned:
             return None
         try:
-            grant = self._ask_registry("grant", self._identity.replica, set(), self._report.epoch)
-            if grant is None or grant.drafter != home:
-                return None
             link = self._connect(grant)
-        except Exception as error:  # noqa: BLE001 - the borrowed drafter serves on
+        except Exception as error:  # noqa: BLE001 - the other drafter serves on
             self._note_failure(error)
             self._homing.failed()
             return None
         self._homing.went_home()
-        logger.info("from %s back to %s", drafter, home)
+        logger.info("from %s to %s, as assigned", drafter, assigned)
         return link, grant
 
     def _is_ready(self, name: str) -> bool:

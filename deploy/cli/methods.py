@@ -129,7 +129,8 @@ def _configured(config: OutriderConfig | None, target: TargetConfig, known: Chec
         return None
     model = getattr(config.drafter, "model", None)
     own = candidates(target.model, [Path(model)]) if model and Path(model).is_dir() else []
-    key = (config.drafter.method, config.drafter.placement)
+    # A pool's drafter is judged as one beside its target: the same actor, with the same needs.
+    key = (config.drafter.method, "co_located" if config.co_located is not None else "with_target")
     return next(each for each in advise(known, own, _build()) if (each.method, each.placement) == key)
 
 

@@ -189,8 +189,8 @@ def advise(target: CheckpointKind, candidates: Sequence[Candidate], build: Build
 
 def _remote(method: str, target: CheckpointKind, candidates: Sequence[Candidate]) -> Advice:
     if method != "draft_model":
-        return Advice(method, "remote", FITS, WHEN[method])
-    return _draft_model("remote", target, candidates)
+        return Advice(method, "with_target", FITS, WHEN[method])
+    return _draft_model("with_target", target, candidates)
 
 
 def _co_located(method: str, target: CheckpointKind, candidates: Sequence[Candidate], build: Build) -> Advice:

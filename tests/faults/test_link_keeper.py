@@ -13,6 +13,7 @@ from outrider.cluster.config import parse_config
 from outrider.cluster.link import HANG, Link
 from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
+from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import get_or_create_registry, registry_name
 from tests.serving import Deployments, wait_until
@@ -24,6 +25,7 @@ LINKED_S = 90.0
 """For a link, or a process, that is made anew: both come within seconds, and the keeper tries every other second."""
 
 CAPACITY, VOCAB, K = 4096, 1000, 4
+CONFIG = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}, "link": {"link_deadline_ms": 120_000}})
 
 
 def silent_drafter() -> Any:
@@ -79,7 +81,7 @@ def registry(drafter: Any) -> Iterator[Any]:
 def with_replica() -> Any:
     """The registry, made when it is missing, with the replica in it: what every replica sees to."""
     registry = get_or_create_registry(APP)
-    ray.get(registry.renew.remote(REPLICA, DRAFTER, 600.0), timeout=LINKED_S)
+    ray.get(registry.renew.remote(Member(REPLICA, DRAFTER, fingerprint=fingerprint(CONFIG)), 600.0), timeout=LINKED_S)
     return registry
 
 
@@ -87,11 +89,8 @@ def with_replica() -> Any:
 def links(registry: Any) -> Iterator[queue.SimpleQueue[Link]]:
     """Every link that the keeper brings up."""
     up: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    config = parse_config(
-        {"target": {"model": "t"}, "drafter": {"method": "ngram"}, "link": {"link_deadline_ms": 120_000}}
-    )
     keeper = LinkKeeper(
-        config,
+        CONFIG,
         ReplicaIdentity(REPLICA, registry_name(APP)),
         vocab_size=VOCAB,
         capacity_words=CAPACITY,

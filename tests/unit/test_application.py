@@ -23,6 +23,37 @@ def deployments() -> dict[str, Any]:
     return {bound.name: bound for bound in (ingress, target)}
 
 
+def bound(drafter: dict[str, Any], num_replicas: int = 1) -> dict[str, Any]:
+    """By name: what is bound for such a drafter."""
+    config = parse_config({"target": {"model": "t"}, "drafter": drafter, "serving": {"num_replicas": num_replicas}})
+    ingress = build_app(config, plan_replica(config))._bound_deployment
+    found = [*ingress.init_args, *ingress.init_kwargs.values()]
+    inner = [arg._bound_deployment for arg in found if hasattr(arg, "_bound_deployment")]
+    return {each.name: each for each in (ingress, *inner)}
+
+
+def pool_of(number: int) -> dict[str, Any]:
+    return {"method": "ngram", "placement": "pool", "num_drafters": number}
+
+
+def test_a_pool_is_a_deployment_of_its_own_on_nodes_of_its_own() -> None:
+    found = bound(pool_of(3), num_replicas=2)
+    assert found.keys() == {"Ingress", "Target", "DrafterPool"}
+    pool, target = found["DrafterPool"], found["Target"]
+    assert (pool._deployment_config.num_replicas, target._deployment_config.num_replicas) == (3, 2)
+    assert pool._replica_config.placement_group_strategy == "STRICT_PACK"
+    assert len(pool._replica_config.placement_group_bundles) == 2
+    assert len(target._replica_config.placement_group_bundles) == 2, "no room for a drafter of its own"
+    assert bound({"method": "ngram"}).keys() == {"Ingress", "Target"}
+
+
+def test_how_many_there_are_is_no_part_of_what_a_replica_is() -> None:
+    """Serve replaces replicas whose arguments have changed."""
+    few, many = bound(pool_of(1), num_replicas=1), bound(pool_of(4), num_replicas=3)
+    for name in ("Target", "DrafterPool"):
+        assert few[name].init_args == many[name].init_args
+
+
 def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))

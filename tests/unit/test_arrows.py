@@ -48,6 +48,7 @@ MAY_IMPORT |= {
         *_SERVING,
     },
     "actors.serving.replica": {"actors.serving", "actors.serving.openai", "actors.vllm_seam", *_ENGINE, *_SERVING},
+    "actors.serving.drafter_pool": {"actors.serving", "actors.drafter", *_SERVING},
 }
 MAY_IMPORT["actors.serve_seam"] = {room for room in MAY_IMPORT if room.startswith("actors.serving")} | _SERVING
 # The clients know the public API alone: whoever installs them to call a server needs nothing of what serves.
@@ -66,6 +67,7 @@ EXCEPTIONS = {
         "actors/serving/replica.py",
         "actors.serve_seam",
     ): "a patch on the log it runs under; it lies with the others",
+    ("actors/serving/drafter_pool.py", "actors.serve_seam"): "likewise",
     ("actors/drafter/load.py", "actors.vllm_seam"): "puts a drafter together, lazily: only draft models need vLLM",
 }
 """By room or file, and room that it imports: why it may."""

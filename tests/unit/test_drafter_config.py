@@ -69,7 +69,7 @@ def test_every_method_of_vllms_is_placed_or_refused_with_a_reason():
 
 
 @pytest.mark.parametrize("method", sorted(REFUSED_METHODS))
-@pytest.mark.parametrize("placement", ["remote", "co_located"])
+@pytest.mark.parametrize("placement", ["with_target", "co_located"])
 def test_refused_methods_say_why(method, placement):
     with pytest.raises(ConfigError) as caught:
         parsed({"placement": placement, "method": method})
@@ -107,7 +107,7 @@ def test_what_is_not_written_is_left_to_vllm():
     [
         (
             {"method": "draft_model", "model": "m", "placement": "beside"},
-            "drafter.placement: must be 'remote'.*'beside'",
+            "drafter.placement: must be 'with_target'.*'beside'",
         ),
         ({"placement": "co_located"}, "drafter.method: required"),
         ({"method": "medusae"}, "drafter.method: unknown; a drafter actor takes draft_model, ngram, suffix"),
@@ -243,3 +243,21 @@ def test_co_located_suffix_is_refused_without_its_package(monkeypatch, there):
         return
     with pytest.raises(ConfigError, match="arctic-inference"):
         check_build_drafts(drafter, gpu=True)
+
+
+def test_where_a_drafter_actor_is() -> None:
+    assert parsed({"method": "ngram"}).drafter.placement == "with_target"
+    assert parsed({"method": "ngram", "placement": "remote"}).drafter.placement == "with_target", "its older name"
+    pool = parsed({"method": "ngram", "placement": "pool", "num_drafters": 3}).drafter
+    assert (pool.pooled, pool.num_drafters) == (True, 3)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1025, "many"])
+def test_a_pool_has_a_number_of_drafters(number) -> None:
+    with pytest.raises(ConfigError, match=r"drafter\.num_drafters"):
+        parsed({"method": "ngram", "placement": "pool", "num_drafters": number})
+
+
+def test_each_target_has_one_drafter_of_its_own_outside_a_pool() -> None:
+    with pytest.raises(ConfigError, match=r"num_drafters \(2\): only with placement: pool"):
+        parsed({"method": "ngram", "num_drafters": 2})

@@ -10,8 +10,8 @@ from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity, SilentLinks
 from outrider.cluster.link.link import LinkCounters
+from outrider.cluster.membership import Homing, LinkReport, Member, Membership, Place
 from outrider.cluster.placement import NAMESPACE
-from outrider.cluster.registry import Homing, LinkReport, Membership
 
 SOON_S = 10.0
 
@@ -34,9 +34,10 @@ class ScriptedKeeper(LinkKeeper):
         identity = ReplicaIdentity("r1", "Registry")
         self.links = queue.Queue()
         super().__init__(config, identity, vocab_size=9, capacity_words=64, decode=list, on_link=self.links.put)
+        self._place = Place()
         self.members = Membership()
-        self.members.renew("r1", "D1", 1e9, now=0)
-        self.members.renew("r2", "D2", 1e9, now=0)
+        self.members.renew(Member("r1", "D1", fingerprint=self._fingerprint), 1e9, now=0)
+        self.members.renew(Member("r2", "D2", fingerprint=self._fingerprint), 1e9, now=0)
         self.alive = {"D1", "D2"}
         self.looked = threading.Semaphore(0)
         self.restarted = queue.Queue()
@@ -45,7 +46,7 @@ class ScriptedKeeper(LinkKeeper):
         self.restarted.put(drafter)
 
     def _ask_registry(self, method, *args):
-        return None if method == "report" else getattr(self.members, method)(*args)
+        return None if method == "report" else getattr(self.members, method)(*args, 0.0)
 
     def _connect(self, grant):
         if grant.drafter not in self.alive:
@@ -63,7 +64,7 @@ class ScriptedKeeper(LinkKeeper):
 
 @pytest.fixture
 def keeper(monkeypatch):
-    for constant in ("_WATCH_S", "_LOOK_HOME_S", "_FIRST_RETRY_S", "_LONGEST_RETRY_S"):
+    for constant in ("_WATCH_S", "_LOOK_S", "_FIRST_RETRY_S", "_LONGEST_RETRY_S"):
         monkeypatch.setattr(link_keeper, constant, 0.001)
     monkeypatch.setattr(Homing, "FIRST_S", 0.005)
     keeper = ScriptedKeeper()
@@ -103,6 +104,22 @@ def test_at_home_nobody_looks(keeper):
     assert keeper.links.empty()
 
 
+def test_a_drafter_that_is_about_to_go_is_left_without_a_while(keeper, monkeypatch):
+    monkeypatch.setattr(Homing, "FIRST_S", 1e6)
+    keeper._homing = Homing()
+    keeper._pooled = True
+    keeper.members.leave("r1")
+    keeper.members.leave("r2")
+    for name in ("D1", "D2"):
+        member = Member(f"p-{name}", name, pooled=True, fingerprint=keeper._fingerprint)
+        keeper.members.renew(member, 1e9, now=0)
+    first = keeper.next_link()
+    keeper.members.drain(f"p-{first.drafter}", 0.0)
+    second = keeper.next_link()
+    assert {first.drafter, second.drafter} == {"D1", "D2"}
+    assert first.broken is None, "its requests have to move first"
+
+
 def test_a_borrowed_link_that_breaks_is_replaced_as_any(keeper):
     lose(keeper, keeper.next_link(), {"D1"})
     borrowed = keeper.next_link()
@@ -114,7 +131,7 @@ def test_a_borrowed_link_that_breaks_is_replaced_as_any(keeper):
 def test_epochs_go_on_behind_those_of_a_registry_that_was_lost(keeper):
     link = keeper.next_link()
     keeper.members = Membership()
-    keeper.members.renew("r1", "D1", 1e9, now=0)
+    keeper.members.renew(Member("r1", "D1", fingerprint=keeper._fingerprint), 1e9, now=0)
     lose(keeper, link, set())
     assert keeper.next_link().epoch > link.epoch
 

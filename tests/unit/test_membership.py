@@ -1,106 +1,282 @@
-"""Who may link to whom, under which epoch, and when a replica counts as gone."""
-
-import asyncio
+"""Who drafts for whom, under which epoch, and when a replica counts as gone."""
 
 import pytest
 
-from outrider.cluster.registry import Homing, LinkReport, Membership, Registry
+from outrider.cluster.config import parse_config
+from outrider.cluster.membership import (
+    MOVE_PAUSE_S,
+    Homing,
+    LinkReport,
+    Member,
+    Membership,
+    Place,
+    Verifier,
+    fingerprint,
+)
+
+
+def grant(members, verifier, unreachable=(), last_epoch=0, now=0.0):
+    return members.grant(Verifier(verifier), set(unreachable), last_epoch, now)
+
+
+def assigned(members, verifier, now=0.0):
+    return members.assigned_to(verifier if isinstance(verifier, Verifier) else Verifier(verifier), now).drafter
 
 
 @pytest.fixture
 def two():
+    """Two replicas with a drafter each."""
     members = Membership()
-    members.renew("r1", "D1", 10, now=0)
-    members.renew("r2", "D2", 10, now=0)
+    members.renew(Member("r1", "D1"), 10, now=0)
+    members.renew(Member("r2", "D2"), 10, now=0)
     return members
 
 
 def test_a_verifier_gets_its_own_drafter(two):
-    assert two.grant("r1", set()).drafter == "D1"
-    assert two.grant("r2", set()).drafter == "D2"
+    assert grant(two, "r1").drafter == "D1"
+    assert grant(two, "r2").drafter == "D2"
 
 
 def test_every_grant_has_a_higher_epoch_whoever_asks(two):
-    epochs = [two.grant(verifier, set()).epoch for verifier in ("r1", "r2", "r1", "r1")]
+    epochs = [grant(two, verifier).epoch for verifier in ("r1", "r2", "r1", "r1")]
     assert epochs == sorted(set(epochs))
     assert epochs[0] >= 1
 
 
 def test_a_registry_that_was_made_anew_goes_on_behind_the_epochs_it_has_forgotten(two):
-    assert two.grant("r1", set(), last_epoch=7).epoch == 8
-    assert two.grant("r2", set(), last_epoch=3).epoch == 9
-    assert asyncio.run(Registry().grant("r1", set(), 41)) is None, "no drafter has come back yet"
-
-    async def come_back():
-        registry = Registry()
-        registry._members.renew("r1", "D1", 10, now=0)
-        return (await registry.grant("r1", set(), 41)).epoch
-
-    assert asyncio.run(come_back()) == 42
+    assert grant(two, "r1", last_epoch=7).epoch == 8
+    assert grant(two, "r2", last_epoch=3).epoch == 9
+    anew = Membership()
+    assert grant(anew, "r1", last_epoch=41) is None, "no drafter has come back yet"
+    anew.renew(Member("r1", "D1"), 10, now=0)
+    assert grant(anew, "r1", last_epoch=41).epoch == 42
 
 
 def test_no_drafter_no_grant_and_no_epoch_spent():
     members = Membership()
-    members.renew("r1", None, 10, now=0)
-    assert members.grant("r1", set()) is None
+    members.renew(Member("r1"), 10, now=0)
+    assert grant(members, "r1") is None
     assert members.epoch == 0
 
 
 def test_another_s_drafter_steps_in_for_an_unreachable_one(two):
-    assert two.grant("r1", {"D1"}).drafter == "D2"
+    assert grant(two, "r1", {"D1"}).drafter == "D2"
+    assert assigned(two, "r1") == "D1", "its own it is to go back to"
 
 
 def test_the_least_used_of_the_others_is_asked():
     members = Membership()
     for replica, drafter in (("r1", None), ("r2", "D2"), ("r3", "D3")):
-        members.renew(replica, drafter, 10, now=0)
+        members.renew(Member(replica, drafter), 10, now=0)
     members.links["r2"] = LinkReport("up", 1, "D2")
-    assert members.grant("r1", set()).drafter == "D3"
+    assert grant(members, "r1").drafter == "D3"
     members.links["r3"] = LinkReport("up", 2, "D3")
     members.links["r4"] = LinkReport("up", 3, "D3")
-    assert members.grant("r1", set()).drafter == "D2"
+    assert grant(members, "r1").drafter == "D2"
     members.links["r2"].state = "down"
     members.links["r3"].state = "down"
     members.links["r4"].state = "down"
     members.links["r5"] = LinkReport("up", 4, "D2")
-    assert members.grant("r1", set()).drafter == "D3", "links that are down are no load"
+    assert grant(members, "r1").drafter == "D3", "links that are down are no load"
 
 
-def test_when_all_are_unreachable_its_own_is_tried_again(two):
-    assert two.grant("r1", {"D1", "D2"}).drafter == "D1"
-
-
-def test_all_of_the_others_unreachable_and_none_of_its_own():
-    members = Membership()
-    members.renew("r1", None, 10, now=0)
-    members.renew("r2", "D2", 10, now=0)
-    assert members.grant("r1", {"D2"}) is None
+def test_when_all_are_unreachable_the_first_is_tried_again(two):
+    assert grant(two, "r1", {"D1", "D2"}).drafter == "D1"
+    without = Membership()
+    without.renew(Member("r1"), 10, now=0)
+    without.renew(Member("r2", "D2"), 10, now=0)
+    assert grant(without, "r1", {"D2"}).drafter == "D2"
 
 
 def test_a_replica_that_does_not_renew_is_gone_with_drafter_and_link(two):
     two.links["r1"] = LinkReport("up", 1, "D1")
-    two.renew("r2", "D2", 10, now=9)
+    grant(two, "r1")
+    two.renew(Member("r2", "D2"), 10, now=9)
     two.expire(now=10)
-    assert two.leases.keys() == {"r2"}
-    assert two.drafters == {"D2": "r2"}
-    assert two.links == {}
+    assert two.leases.keys() == two.members.keys() == {"r2"}
+    assert (two.links, two.verifiers, two.assigned) == ({}, {}, {})
     two.expire(now=18.9)
     assert two.leases.keys() == {"r2"}
 
 
 def test_renewing_extends_and_leaving_is_at_once(two):
-    two.renew("r1", "D1", 10, now=5)
+    two.renew(Member("r1", "D1"), 10, now=5)
     two.expire(now=12)
     assert two.leases.keys() == {"r1"}
     two.leave("r1")
     two.leave("r1")
-    assert (two.leases, two.drafters) == ({}, {})
+    assert (two.leases, two.members) == ({}, {})
 
 
-def test_home_is_the_verifier_s_own_drafter(two):
-    assert (two.home("r1"), two.home("r2")) == ("D1", "D2")
+def test_a_verifier_s_own_drafter_is_nobody_else_s_by_assignment(two):
+    assert (assigned(two, "r1"), assigned(two, "r2")) == ("D1", "D2")
     two.leave("r1")
-    assert two.home("r1") is None
+    assert assigned(two, "r1") is None
+
+
+def pool(*drafters, places=None, at=0.0, **changes):
+    members = Membership()
+    for name in drafters:
+        place = (places or {}).get(name, Place())
+        members.renew(Member(f"p-{name}", name, pooled=True, place=place, **changes), 1000, now=at)
+    return members
+
+
+def shares(members, verifiers, now=0.0):
+    found = [assigned(members, verifier, now) for verifier in verifiers]
+    return sorted(found.count(name) for name in set(found))
+
+
+@pytest.mark.parametrize(
+    ("num_verifiers", "num_drafters", "expected"),
+    [(1, 1, [1]), (4, 1, [4]), (4, 2, [2, 2]), (5, 2, [2, 3]), (3, 4, [1, 1, 1]), (8, 3, [2, 3, 3])],
+)
+def test_a_pool_is_shared_out_evenly(num_verifiers, num_drafters, expected):
+    members = pool(*(f"D{n}" for n in range(num_drafters)))
+    verifiers = [f"r{n}" for n in range(num_verifiers)]
+    for now in range(100):
+        shares(members, verifiers, now * MOVE_PAUSE_S)
+    assert shares(members, verifiers, 1e4) == expected
+
+
+def test_nobody_moves_without_a_reason_and_few_at_a_time():
+    members = pool("D1")
+    verifiers = [f"r{n}" for n in range(6)]
+    assert shares(members, verifiers) == [6]
+    members.renew(Member("p-D2", "D2", pooled=True), 1000, now=0)
+    before = dict(members.assigned)
+    assert shares(members, verifiers, now=1.0) == [1, 5], "one move"
+    assert shares(members, verifiers, now=1.0 + 0.9 * MOVE_PAUSE_S) == [1, 5], "and a pause"
+    for number in range(2, 20):
+        shares(members, verifiers, now=number * 2 * MOVE_PAUSE_S)
+    assert shares(members, verifiers, now=1e4) == [3, 3]
+    assert members.moves == 3
+    moved = sum(members.assigned[name] != drafter for name, drafter in before.items())
+    assert moved == 3, "none of them twice"
+
+
+def test_who_has_lost_its_drafter_does_not_wait_for_the_pause():
+    members = pool("D1", "D2")
+    verifiers = ["r1", "r2", "r3", "r4"]
+    assert shares(members, verifiers) == [2, 2]
+    members.leave("p-D1")
+    assert shares(members, verifiers, now=0.1) == [4]
+
+
+def test_a_drafter_that_drains_is_left_by_all_at_once():
+    members = pool("D1", "D2")
+    assert shares(members, ["r1", "r2", "r3", "r4"]) == [2, 2]
+    assert members.drain("p-D2", 0.05) == []
+    assert [assigned(members, f"r{n}", now=0.1) for n in range(1, 5)] == ["D1"] * 4
+    assert members.drain("p-D1", 0.15) == []
+    assert assigned(members, "r1", now=0.2) is None
+    assert grant(members, "r1", now=0.2) is None, "none is better than one that goes"
+
+
+def test_a_renewal_that_was_on_its_way_does_not_bring_back_who_drains():
+    members = pool("D1", "D2")
+    members.drain("p-D1", 0.0)
+    members.renew(Member("p-D1", "D1", pooled=True), 1000, now=0.1)
+    assert assigned(members, "r1", now=0.2) == "D2"
+
+
+def test_who_must_move_is_told_so_and_who_waits_for_it_knows_for_whom():
+    members = pool("D1", "D2")
+    linked = [Verifier("r1", linked_to="D1"), Verifier("r2", linked_to="D2")]
+    for each in linked:
+        assert not members.assigned_to(each, 0.0).at_once
+        members.links[each.name] = LinkReport("up", 1, each.linked_to)
+    assert members.drain("p-D1", 1.0) == ["r1"]
+    assert members.assigned_to(linked[0], 1.1).at_once
+    assert not members.assigned_to(linked[1], 1.1).at_once
+    members.links["r1"] = LinkReport("up", 2, "D2")
+    assert members.drain("p-D1", 2.0) == [], "it has gone"
+    assert members.drain("p-D2", 3.0) == [], "both are still here, and have nowhere to go"
+    assert members.drain("nobody", 3.0) == []
+
+
+NEAR, FAR = Place("n1", "k1", "z1", "e1"), Place("n9", "k9", "z9", "e1")
+
+
+def test_the_nearest_of_those_with_room():
+    members = pool("D1", "D2", places={"D1": FAR, "D2": NEAR})
+    here = [Verifier(f"r{n}", place=NEAR) for n in range(4)]
+    assert assigned(members, here[0]) == "D2"
+    assert assigned(members, here[1]) in ("D1", "D2")
+    assert shares(members, here) == [2, 2], "near is no reason to crowd"
+    there = Verifier("far", place=FAR)
+    assert assigned(members, there) == "D1"
+
+
+def test_a_nearer_one_that_comes_later_is_moved_to():
+    members = pool("D1", places={"D1": FAR})
+    here = Verifier("r1", place=NEAR)
+    assert assigned(members, here) == "D1"
+    members.renew(Member("p-D2", "D2", pooled=True, place=NEAR), 1000, now=0)
+    assert assigned(members, here, now=1.0) == "D2"
+
+
+@pytest.mark.parametrize(
+    ("other", "distance"),
+    [
+        (Place("n1"), 0),
+        (Place("n2", "k1", "z1", "e1"), 1),
+        (Place("n2", "k2", "z1", "e1"), 2),
+        (Place("n2", "k2", "z2", "e1"), 3),
+        (Place("n2", "k2", "z2", "e2"), 4),
+        (Place(), 4),
+    ],
+)
+def test_distance_is_by_what_both_are_in(other, distance):
+    assert NEAR.distance(other) == other.distance(NEAR) == distance
+
+
+def test_what_is_not_known_is_near_nobody():
+    assert Place().distance(Place()) == 4
+    labels = {"ray.io/availability-zone": "z", "rack": "k"}
+    assert Place.of("n", labels) == Place("n", "k", "z", "")
+
+
+def test_only_drafters_of_the_same_models_and_protocol():
+    members = pool("D1", fingerprint="old")
+    assert assigned(members, Verifier("r1", "new")) is None
+    assert grant(members, "r1") is None
+    members.renew(Member("p-D2", "D2", pooled=True, fingerprint="new"), 1000, now=0)
+    assert assigned(members, Verifier("r1", "new")) == "D2"
+    assert assigned(members, Verifier("r2", "old")) == "D1"
+
+
+def test_what_the_fingerprint_holds():
+    def of(drafter, target="t", **sections):
+        return fingerprint(parse_config({"target": {"model": target}, "drafter": drafter, **sections}))
+
+    model = {"method": "draft_model", "model": "d"}
+    same = [of(model), of({**model, "placement": "pool", "num_drafters": 3}), of({**model, "cores": [[0]]})]
+    assert len(set(same)) == 1, "where it runs is no part of it"
+    others = [
+        of({**model, "model": "e"}),
+        of(model, target="u"),
+        of({**model, "revision": "r"}),
+        of({"method": "ngram"}),
+        of(model, speculation={"num_speculative_tokens": 7}),
+    ]
+    assert len({*same, *others}) == 1 + len(others)
+
+
+def test_a_registry_that_was_made_anew_moves_nobody():
+    fresh = pool("D1", "D2")
+    assert [assigned(fresh, f"r{n}") for n in range(2)] == ["D1", "D2"]
+    members = pool("D1", "D2")
+    linked = [Verifier("r0", linked_to="D2"), Verifier("r1", linked_to="D1")]
+    for now in range(10):
+        assert [assigned(members, each, now * MOVE_PAUSE_S) for each in linked] == ["D2", "D1"]
+
+
+def test_who_uses_a_drafter():
+    members = pool("D1")
+    members.links["r1"] = LinkReport("up", 1, "D1")
+    members.links["r2"] = LinkReport("down", 1, "D1")
+    assert members.users("D1") == ["r1"]
 
 
 class Clock:

@@ -85,7 +85,7 @@ def test_the_size_of_a_dense_model_is_estimated():
 
 def test_every_method_is_judged_in_every_place_it_has():
     judged = advice(LLAMA)
-    expected = {(m, "remote") for m in REMOTE_METHODS} | {(m, "co_located") for m in CO_LOCATED_METHODS}
+    expected = {(m, "with_target") for m in REMOTE_METHODS} | {(m, "co_located") for m in CO_LOCATED_METHODS}
     assert set(judged) == {*expected, ("mlp_speculator", "-")}
     assert all(each.reason for each in judged.values())
 
@@ -93,15 +93,20 @@ def test_every_method_is_judged_in_every_place_it_has():
 def test_lookups_fit_any_target_and_heads_need_to_be_there():
     judged = advice(LLAMA)
     verdicts = {key: each.verdict for key, each in judged.items()}
-    assert verdicts["ngram", "remote"] == verdicts["suffix", "remote"] == verdicts["ngram", "co_located"] == "fits"
+    assert (
+        verdicts["ngram", "with_target"]
+        == verdicts["suffix", "with_target"]
+        == verdicts["ngram", "co_located"]
+        == "fits"
+    )
     assert verdicts["eagle3", "co_located"] == verdicts["medusa", "co_located"] == "possible"
-    assert verdicts["draft_model", "remote"] == "possible"
+    assert verdicts["draft_model", "with_target"] == "possible"
     assert verdicts["mtp", "co_located"] == verdicts["mlp_speculator", "-"] == "refused"
     assert "hidden states" in judged["eagle3", "co_located"].reason
 
 
 def test_a_smaller_model_of_the_same_tokenizer_fits():
-    found = advice(LLAMA, SMALL)["draft_model", "remote"]
+    found = advice(LLAMA, SMALL)["draft_model", "with_target"]
     assert (found.verdict, found.model) == ("fits", "/models/0")
     assert "times smaller" in found.reason
 
@@ -116,14 +121,17 @@ def test_a_smaller_model_of_the_same_tokenizer_fits():
     ],
 )
 def test_a_drafter_that_does_not_fit_is_named_with_the_reason(drafter, same, reason):
-    found = advice(LLAMA, drafter, same=same)["draft_model", "remote"]
+    found = advice(LLAMA, drafter, same=same)["draft_model", "with_target"]
     assert found.verdict == "possible"
     assert f"/models/0: {reason}" in found.reason
 
 
 def test_a_tokenizer_that_is_padded_to_another_size_fits_in_a_drafter_actor_alone():
     found = advice(LLAMA, {**SMALL, "vocab_size": 960}, same=True)
-    assert (found["draft_model", "remote"].verdict, found["draft_model", "co_located"].verdict) == ("fits", "possible")
+    assert (found["draft_model", "with_target"].verdict, found["draft_model", "co_located"].verdict) == (
+        "fits",
+        "possible",
+    )
     assert "vocabulary of 960 tokens" in found["draft_model", "co_located"].reason
 
 
@@ -187,7 +195,7 @@ def test_the_command_finds_drafters_beside_the_target(checkpoints, capsys):
     assert f"drafter.model: {checkpoints / 'heads'}" in printed
     assert "vllm#52362" in printed
     lines = [line.split()[:3] for line in printed.splitlines()]
-    assert ["draft_model", "remote", "fits"] in lines
+    assert ["draft_model", "with_target", "fits"] in lines
     assert ["eagle3", "co_located", "possible"] in lines
     assert ["mlp_speculator", "-", "refused"] in lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
-from outrider.cluster.placement import check_cluster_can_hold, placement_of, plan_cores
+from outrider.cluster.placement import check_cluster_can_hold, placement_of, plan_cores, pool_placement_of
 
 
 def config(target_ranks: int = 1, drafter_ranks: int | None = 1, method: str = "draft_model") -> OutriderConfig:
@@ -98,3 +98,31 @@ def test_what_a_cluster_lacks_is_named(replicas: int, resources: dict[str, float
 def test_ranks_that_no_node_holds_together_are_refused(ranks, nodes, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check_cluster_can_hold(placement_of(config(*ranks), on_gpu=True), 1, nodes)
+
+
+def pooled(ranks: int = 2, num_drafters: int = 2) -> OutriderConfig:
+    drafter = {"method": "draft_model", "model": "d", "tensor_parallel_size": ranks}
+    return parse_config(
+        {"target": {"model": "t"}, "drafter": {**drafter, "placement": "pool", "num_drafters": num_drafters}}
+    )
+
+
+def test_a_pool_s_drafter_has_a_group_of_its_own() -> None:
+    config = pooled()
+    target, pool = placement_of(config, on_gpu=True), pool_placement_of(config, on_gpu=True)
+    assert target.bundles == ({"CPU": 1.0}, {"GPU": 1.0, "CPU": 1.0})
+    assert target.drafter_bundle_indices == ()
+    assert pool is not None
+    assert pool.bundles == ({"CPU": 1.0}, {"GPU": 2.0, "CPU": 2.0})
+    assert (pool.drafter_bundle_indices, pool.strategy) == ((1, 1), "STRICT_PACK")
+    assert pool_placement_of(parse_config({"target": {"model": "t"}}), on_gpu=True) is None
+
+
+def test_a_pool_counts_where_the_cluster_is_looked_at() -> None:
+    config = pooled()
+    target, pool = placement_of(config, on_gpu=True), pool_placement_of(config, on_gpu=True)
+    check_cluster_can_hold(target, 3, [{"GPU": 3.0, "CPU": 99.0}, {"GPU": 4.0, "CPU": 99.0}], pool, 2)
+    with pytest.raises(ConfigError, match=r"and a pool of 2 need 7 GPUs, the cluster has 6"):
+        check_cluster_can_hold(target, 3, [{"GPU": 3.0, "CPU": 99.0}] * 2, pool, 2)
+    with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 2 drafter ranks on one node"):
+        check_cluster_can_hold(target, 3, [{"GPU": 1.0, "CPU": 99.0}] * 7, pool, 2)

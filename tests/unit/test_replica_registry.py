@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import ray
 
-from outrider.actors.serving import replica
-from outrider.actors.serving.replica import Target
+from outrider.actors.serving import lease
+from outrider.actors.serving.lease import Lease
+from outrider.cluster.membership import Member
 
 
 class Registry:
@@ -45,16 +46,19 @@ class Gcs:
         return answer
 
 
-def target(registry: Registry) -> Any:
-    made: Any = Target.__new__(Target)
-    made._config = SimpleNamespace(serving=SimpleNamespace(app_name="app"))
-    made._replica, made._drafter, made._registry = "r-1", None, registry
+MEMBER = Member("r-1")
+
+
+def of_lost(registry: Registry) -> Any:
+    """A lease that the replica had taken there."""
+    made: Any = Lease.__new__(Lease)
+    made.member, made._app_name, made._registry, made._finding = MEMBER, "app", registry, None
     return made
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_REGISTRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(lease, "_REGISTRY_PAUSE_S", 0.0)
 
 
 DEAD = ray.exceptions.RayActorError()
@@ -63,55 +67,55 @@ DEAD = ray.exceptions.RayActorError()
 async def test_the_loop_goes_on_while_ray_waits_for_its_gcs(monkeypatch: pytest.MonkeyPatch) -> None:
     new = Registry()
     gcs = Gcs(new)
-    monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
-    renewal = asyncio.ensure_future(target(Registry(DEAD))._renew_lease(10.0))
+    monkeypatch.setattr(lease, "get_or_create_registry", gcs.get_or_create)
+    renewal = asyncio.ensure_future(of_lost(Registry(DEAD)).renew(10.0))
     async with asyncio.timeout(60):
         while not (gcs.asked or renewal.done()):  # noqa: ASYNC110 - it is asked in a thread
             await asyncio.sleep(0.001)
     assert gcs.asked, "no other registry is looked for"
     gcs.back.set()  # only a loop that goes on comes here
     await renewal
-    assert new.renewed == [("r-1", None, 10.0)]
+    assert new.renewed == [(MEMBER, 10.0)]
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Gcs, Registry]:
     """A replica that has lost its registry and waits for nothing, where it looks, and what is found there."""
-    monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(lease, "CONTROL_TIMEOUT_S", 0.01)
     new = Registry()
     gcs = Gcs(new)
-    monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
-    return target(Registry(DEAD)), gcs, new
+    monkeypatch.setattr(lease, "get_or_create_registry", gcs.get_or_create)
+    return of_lost(Registry(DEAD)), gcs, new
 
 
 async def test_a_search_that_takes_long_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     searching, gcs, new = impatient(monkeypatch)
     for _ in range(2):
         with pytest.raises(TimeoutError):
-            await searching._renew_lease(10.0)
+            await searching.renew(10.0)
     assert gcs.asked == 1, "threads would pile up"
-    monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(lease, "CONTROL_TIMEOUT_S", 30.0)
     gcs.back.set()
-    await searching._renew_lease(10.0)
-    assert new.renewed == [("r-1", None, 10.0)]
+    await searching.renew(10.0)
+    assert new.renewed == [(MEMBER, 10.0)]
 
 
 async def test_what_a_search_finds_when_nobody_waits_any_more_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     searching, gcs, new = impatient(monkeypatch)
     with pytest.raises(TimeoutError):
-        await searching._renew_lease(10.0)
+        await searching.renew(10.0)
     gcs.back.set()
     async with asyncio.timeout(60):
         while not searching._finding.done():  # noqa: ASYNC110 - it is found in a thread
             await asyncio.sleep(0.001)
-    monkeypatch.setattr(replica, "_CONTROL_TIMEOUT_S", 30.0)
-    await searching._renew_lease(10.0)
-    assert (gcs.asked, new.renewed) == (1, [("r-1", None, 10.0)])
+    monkeypatch.setattr(lease, "CONTROL_TIMEOUT_S", 30.0)
+    await searching.renew(10.0)
+    assert (gcs.asked, new.renewed) == (1, [(MEMBER, 10.0)])
 
 
 async def test_a_search_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     new = Registry()
     gcs = Gcs(DEAD, new)
     gcs.back.set()
-    monkeypatch.setattr(replica, "get_or_create_registry", gcs.get_or_create)
-    await target(Registry(DEAD))._renew_lease(10.0)
+    monkeypatch.setattr(lease, "get_or_create_registry", gcs.get_or_create)
+    await of_lost(Registry(DEAD)).renew(10.0)
     assert (gcs.asked, len(new.renewed)) == (2, 1)

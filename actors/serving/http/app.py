@@ -8,6 +8,7 @@ many there is room for.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -77,10 +78,11 @@ class Front(Ingress):
         *args: Any,
         docs: bool = True,
         admin: AdminAddress | None = None,
+        pool: DeploymentHandle | None = None,
         **kwargs: Any,
     ) -> None:
         """args, kwargs: Ingress's own. docs: serve ``/openapi.json``. admin: where metrics and status are, alone; None:
-        with the rest."""
+        with the rest. pool: the DrafterPool deployment."""
         return_large_blocks()
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
@@ -97,16 +99,16 @@ class Front(Ingress):
             self._isolates_tenants,
             docs,
         )
-        self._admin = admin
+        self._admin, self._pool = admin, pool
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = build_http_app(self._http)
+        app = build_http_app(self._http, self._pool)
         if self._admin is not None:
             move_to_admin_port(app, self._admin)
         return app
 
 
-def build_http_app(context: HttpContext) -> FastAPI:
+def build_http_app(context: HttpContext, pool: DeploymentHandle | None = None) -> FastAPI:
     """Routes of all parts. Errors have OpenAI's shape on all of them. No pages of FastAPI's: they load scripts from
     the network."""
     app = FastAPI(title="Outrider", openapi_url=None, docs_url=None, redoc_url=None)
@@ -114,7 +116,8 @@ def build_http_app(context: HttpContext) -> FastAPI:
     add_openai_routes(app, context)
     add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.limits)
     add_page_routes(app)
-    add_route_patterns(app, context.target, context.broadcast)
+    asked = [context.target] if pool is None else [context.target, pool]
+    add_route_patterns(app, asked, context.broadcast)
     app.add_middleware(CheckBrowsers, limits=context.limits)
     if context.capacity is not None:
         app.add_middleware(TellCapacity, capacity=context.capacity)
@@ -139,17 +142,20 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def add_route_patterns(
-    app: FastAPI, target: DeploymentHandle, broadcast: Broadcast, metrics: IngressMetrics = METRICS
+    app: FastAPI, deployments: Sequence[DeploymentHandle], broadcast: Broadcast, metrics: IngressMetrics = METRICS
 ) -> None:
-    """target: the Target deployment, whose replicas offer ``metrics_text``."""
+    """deployments: whose replicas offer ``metrics_text``."""
 
-    async def ask_replicas() -> Sequence[Scraped]:
+    async def ask(deployment: DeploymentHandle) -> list[Scraped]:
         try:
-            replies = await broadcast(target, "metrics_text", timeout_s=SCRAPE_TIMEOUT_S)
+            replies = await broadcast(deployment, "metrics_text", timeout_s=SCRAPE_TIMEOUT_S)
         except (DeploymentUnavailableError, ConnectionError) as error:
             logger.warning("metrics: no replica could be asked: %s", error)
             return [Scraped(None, None)]
         return [Scraped(reply.replica_id, reply.value if reply.ok else None) for reply in replies]
+
+    async def ask_replicas() -> Sequence[Scraped]:
+        return [answer for answers in await asyncio.gather(*map(ask, deployments)) for answer in answers]
 
     application = ApplicationMetrics(ask_replicas, metrics.text)
 

@@ -1,0 +1,106 @@
+"""A pool's replica: it owns one drafter actor, which drafts for the targets that the registry assigns to it.
+
+Nobody sends it requests: verifiers find its drafter through the registry, and link to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+
+from outrider.actors.drafter.actor import DrafterStatus, drafter_name, launch_drafter
+from outrider.actors.observability.environment import process_environment
+from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
+from outrider.actors.replica_calls import ReplicaReply, sign
+from outrider.actors.serve_seam.replica_log import serve_log_kept
+from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
+from outrider.cluster.config import OutriderConfig
+from outrider.cluster.membership import Member, fingerprint
+from outrider.cluster.placement import CorePlan, ReplicaPlacement
+from outrider.cluster.registry import LEASE_S, this_place
+
+logger = logging.getLogger("ray.serve.outrider.pool")
+
+MOVE_WITHIN_S = 30.0
+"""How long a drafter that is taken away waits for its verifiers to have gone to others."""
+
+_LOOK_S = 0.5
+
+
+class DrafterPool:
+    """The Serve deployment's class. Construction loads the draft model.
+
+    placement: the bundles of this replica's own placement group; core_plan: CPU only. num_common_tokens: as Target's.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        config: OutriderConfig,
+        placement: ReplicaPlacement,
+        core_plan: CorePlan | None,
+        num_common_tokens: int | None = None,
+    ) -> None:
+        assert config.remote_drafter is not None
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        name = drafter_name(self._replica)
+        member = Member(self._replica, name, pooled=True, fingerprint=fingerprint(config), place=this_place())
+        with serve_log_kept():
+            self._lease = Lease(config.serving.app_name, member)
+            self._drafter = launch_drafter(
+                config.remote_drafter,
+                config.speculation,
+                num_common_tokens=num_common_tokens,
+                replica=self._replica,
+                app_name=config.serving.app_name,
+                ray_address=ray.get_runtime_context().gcs_address,
+                group=ray.util.get_current_placement_group(),
+                placement=placement,
+                cores=None if core_plan is None else [list(cores) for cores in core_plan.drafter],
+                environment=process_environment(config.serving),
+            )
+            await self._drafter.ready.remote()
+        self._status = status = DrafterStatus()
+        self._metrics = ReplicaMetrics(config.served_model_name, None, lambda: status.ask(name, ANSWER_WITHIN_S))
+        # Only now: who is a member is linked to.
+        await self._lease.renew(LEASE_S)
+        self._lease.keep()
+
+    async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
+        """See serve_seam.broadcast."""
+        return await sign(self, self._replica, method, args)
+
+    async def metrics_text(self) -> str:
+        """As Target's: those of the drafter."""
+        return await self._metrics.text()
+
+    async def __del__(self) -> None:
+        """Serve calls and awaits this on a graceful shutdown."""
+        if (lease := getattr(self, "_lease", None)) is not None:
+            try:
+                await self._let_go(lease)
+            except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+                logger.warning("%s ends without having been left: %s", lease.member.drafter, error)
+            lease.leave()
+        if (drafter := getattr(self, "_drafter", None)) is not None:
+            ray.kill(drafter)
+
+    async def _let_go(self, lease: Lease) -> None:
+        """Wait until verifiers that have another drafter to go to are there, and none of their requests is here."""
+        lease.member = replace(lease.member, draining=True)
+        assert lease.member.drafter is not None
+        give_up = time.monotonic() + MOVE_WITHIN_S
+        while time.monotonic() < give_up:
+            if not await lease.drain():
+                break
+            await asyncio.sleep(_LOOK_S)
+        while time.monotonic() < give_up:
+            status = await self._status.ask(lease.member.drafter, CONTROL_TIMEOUT_S)
+            if not status["num_sequences"]:
+                break
+            await asyncio.sleep(_LOOK_S)

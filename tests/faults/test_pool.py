@@ -1,0 +1,135 @@
+"""Two targets share a pool of two drafters, which die, are taken away and come back under load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.registry import registry_name
+from outrider.deploy.app import build_app, plan_replica
+from outrider.deploy.top import Scrape, parse
+from tests.serving import HANG_GUARD_S, Deployment, wait_until
+from tests.traffic import Traffic
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = list(b"Whoever drafts, the words are the same. ")
+MAX_TOKENS = 300
+BACK_WITHIN_S = 300.0
+"""A drafter that loads its model anew, while requests run on few cores."""
+
+
+def ask_registry(pool: Deployment, method: str, *args: Any) -> Any:
+    registry = ray.get_actor(registry_name(pool.config.serving.app_name), namespace=NAMESPACE)
+    return ray.get(getattr(registry, method).remote(*args), timeout=HANG_GUARD_S)
+
+
+def shares(pool: Deployment) -> list[int]:
+    """Of the drafters that are there: links of each that are up."""
+    return sorted(len(users) for users in ask_registry(pool, "drafters").values())
+
+
+def is_even(pool: Deployment) -> bool:
+    return shares(pool) == [1, 1]
+
+
+def scraped(pool: Deployment) -> Scrape:
+    with urllib.request.urlopen(f"{pool.http_url}/metrics", timeout=HANG_GUARD_S) as response:
+        return parse(response.read().decode(), time.monotonic())
+
+
+def by_target(pool: Deployment, name: str) -> dict[str, float]:
+    """A metric of each target replica."""
+    now = scraped(pool)
+    return {replica: now.sum(name, replica=replica) for replica in pool.replicas()}
+
+
+def all_draft(pool: Deployment) -> None:
+    """Wait until every target has been drafted for since now."""
+    before = by_target(pool, "outrider:drafted_rounds_total")
+
+    def once() -> bool:
+        with ThreadPoolExecutor(4) as clients:
+            asked = [
+                clients.submit(pool.client.generate, PROMPT, temperature=0.0, max_tokens=64, ignore_eos=True)
+                for _ in range(8)
+            ]
+            for answer in asked:
+                pool.reference.check(PROMPT, answer.result().token_ids, label="any of both")
+        after = by_target(pool, "outrider:drafted_rounds_total")
+        return all(after[replica] > count for replica, count in before.items())
+
+    wait_until(once, HANG_GUARD_S, "both targets are drafted for")
+
+
+@contextmanager
+def load(pool: Deployment) -> Iterator[None]:
+    """Streams to both targets, each answer checked."""
+    with ExitStack() as streams:
+        for _ in range(4):
+            streams.enter_context(Traffic(pool, PROMPT, MAX_TOKENS))
+        yield
+
+
+def test_each_target_has_a_drafter(pool: Deployment) -> None:
+    wait_until(lambda: is_even(pool), HANG_GUARD_S, "a drafter each")
+    all_draft(pool)
+    now = scraped(pool)
+    for replica in pool.replicas("DrafterPool"):
+        assert now.value("outrider:drafter_up", replica=replica) == 1
+        assert now.sum("outrider:drafter_links", replica=replica) == 1
+    for replica in pool.replicas():
+        assert now.value("outrider:drafter_up", replica=replica) is None, "no drafter is a target's own"
+
+
+def test_a_drafter_is_killed_and_the_other_drafts_for_both_until_it_is_back(pool: Deployment) -> None:
+    wait_until(lambda: is_even(pool), HANG_GUARD_S, "a drafter each")
+    lost, (bereft,) = next(iter(ask_registry(pool, "drafters").items()))
+    epoch = ask_registry(pool, "links")[bereft].epoch
+    with load(pool):
+        os.kill(pool.drafters()[lost], signal.SIGKILL)
+
+        def has_another() -> bool:
+            link = ask_registry(pool, "links")[bereft]
+            return bool(link.state == "up" and link.epoch > epoch)
+
+        died = time.monotonic()
+        wait_until(has_another, HANG_GUARD_S, "a link in place of the lost one")
+        print(f"linked again {time.monotonic() - died:.1f} s after the death")
+        wait_until(lambda: is_even(pool), BACK_WITHIN_S, "a drafter each, the lost one among them")
+    assert lost in ask_registry(pool, "drafters"), "Ray has started it anew, under its name"
+    all_draft(pool)
+
+
+def test_the_pool_is_made_smaller_and_larger_under_load_and_no_target_is_replaced(pool: Deployment) -> None:
+    wait_until(lambda: is_even(pool), HANG_GUARD_S, "a drafter each")
+    targets = pool.replicas()
+    drafter = pool.config.remote_drafter
+    assert drafter is not None
+
+    def deploy(num_drafters: int) -> None:
+        config = pool.config.model_copy(update={"drafter": drafter.model_copy(update={"num_drafters": num_drafters})})
+        serve.run(build_app(config, plan_replica(config)), name=config.serving.app_name, route_prefix="/")
+
+    with load(pool):
+        all_draft(pool)
+        before = scraped(pool).sum("outrider:degraded_requests_total", reason="no_link")
+        deploy(1)
+        wait_until(lambda: shares(pool) == [2], HANG_GUARD_S, "one drafter for both")
+        wait_until(lambda: len(pool.drafters()) == 1, HANG_GUARD_S, "the other's process is gone")
+        deploy(2)
+        wait_until(lambda: is_even(pool), BACK_WITHIN_S, "a drafter each")
+    assert scraped(pool).sum("outrider:degraded_requests_total", reason="no_link") == before, "nobody was without one"
+    assert pool.replicas() == targets
+    all_draft(pool)
