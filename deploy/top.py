@@ -117,6 +117,8 @@ class DrafterView:
     prefilling: int = 0
     kv_cache_usage: float = 0.0
     step_ms: float | None = None
+    links: int = 0
+    """Targets that it drafts for."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,11 @@ class ReplicaView:
     round: RoundView | None = None
     link: LinkView | None = None
     drafter: DrafterView | None = None
+
+    @property
+    def is_pooled(self) -> bool:
+        """It is a drafter of the pool, and no target."""
+        return self.drafter is not None and self.link is None
 
 
 @dataclass(frozen=True)
@@ -274,6 +281,7 @@ def _drafter(changes: _Changes, now: Scrape, of: dict[str, str]) -> DrafterView 
         int(now.sum("outrider:drafter_prefilling_sequences", **of)),
         now.sum("outrider:drafter_kv_cache_usage_ratio", **of),
         None if step_s is None else step_s * 1e3,
+        int(now.sum("outrider:drafter_links", **of)),
     )
 
 

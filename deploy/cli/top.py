@@ -160,11 +160,14 @@ def _table(show_header: bool) -> Table:
 
 
 def _header(view: View, note: str) -> str:
-    up = [replica for replica in view.replicas if replica.up]
+    targets = [replica for replica in view.replicas if not replica.is_pooled]
+    pooled = len(view.replicas) - len(targets)
+    up = [replica for replica in targets if replica.up]
     model = next((replica.model for replica in up), "outrider")
     parts = [
         f"outrider · {model}",
-        f"{len(up)} of {len(view.replicas)} replicas up",
+        f"{len(up)} of {len(targets)} replicas up",
+        f"a pool of {pooled}" if pooled else "",
         f"{sum(replica.running for replica in up)} running, {sum(replica.waiting for replica in up)} waiting",
         f"{view.tokens_per_s:.1f} tok/s" if view.interval_s else "",
         f"{view.rejected_per_s:.1f} rejected/s" if view.rejected_per_s else "",
@@ -176,6 +179,8 @@ def _header(view: View, note: str) -> str:
 def _cells(replica: ReplicaView) -> list[Text]:
     if not replica.up:
         cells = ["silent", *[_NOTHING] * (len(_COLUMNS) - 2)]
+    elif replica.is_pooled:
+        cells = ["drafts", *[_NOTHING] * (len(_COLUMNS) - 2)]
     else:
         cells = [
             "up",
@@ -203,7 +208,7 @@ def _details(replica: ReplicaView) -> list[tuple[str, str]]:
     if replica.link is not None:
         details.append((_link(replica.link), "" if replica.link.state == "up" else "red"))
     if replica.drafter is not None:
-        details.append((_drafter(replica.drafter), "" if replica.drafter.up else "red"))
+        details.append((_drafter(replica.drafter, replica.is_pooled), "" if replica.drafter.up else "red"))
     return details
 
 
@@ -226,13 +231,13 @@ def _link(link: LinkView) -> str:
     return f"link {link.state}, epoch {link.epoch}{reconnects}, round trip {link.rtt_us:.0f} us"
 
 
-def _drafter(drafter: DrafterView) -> str:
+def _drafter(drafter: DrafterView, is_pooled: bool) -> str:
     if not drafter.up:
         return "drafter does not answer"
     step = f", step {drafter.step_ms:.1f} ms" if drafter.step_ms is not None else ""
-    return (
-        f"drafter {drafter.sequences} sequences, {drafter.prefilling} prefilling, KV {drafter.kv_cache_usage:.0%}{step}"
-    )
+    of = f" of {drafter.links} target{'s' * (drafter.links != 1)}" if is_pooled else ""
+    load = f"{drafter.sequences} sequences{of}, {drafter.prefilling} prefilling, KV {drafter.kv_cache_usage:.0%}"
+    return f"drafter {load}{step}"
 
 
 def _number(value: float | None, digits: int) -> str:

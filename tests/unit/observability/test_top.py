@@ -124,6 +124,21 @@ def test_the_picture_has_every_number_and_keeps_to_the_width():
     assert all(len(line) <= 40 for line in render(shown, width=40))
 
 
+def test_a_drafter_of_the_pool_is_no_replica_that_serves():
+    pooled = (
+        'outrider:replica_up{replica="p"} 1\noutrider:build_info{replica="p",model_name="m"} 1\n'
+        'outrider:drafter_up{replica="p"} 1\noutrider:drafter_sequences{replica="p"} 7\n'
+        'outrider:drafter_links{replica="p"} 4\n'
+    )
+    shown = view(None, parse(text("ab") + pooled, 0.0))
+    assert [replica.is_pooled for replica in shown.replicas] == [False, False, True]
+    lines = render(shown, width=120)
+    assert lines[0].startswith("outrider · m · 2 of 2 replicas up · a pool of 1 · 6 running")
+    row, drafter = lines[-2:]
+    assert row.split()[:3] == ["p", "drafts", "-"]
+    assert drafter.strip().startswith("drafter 7 sequences of 4 targets, ")
+
+
 def test_what_is_wrong_is_red():
     down = View(1.0, [ReplicaView("a", up=True, link=LinkView("down", 1, 0, 0)), ReplicaView("b", up=False)])
     red = [line for line in render(down, colour=True) if "\x1b[31m" in line]
