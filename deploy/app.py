@@ -245,9 +245,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         logger.warning(
             "the drafter's tokenizer differs from the target's in added tokens: only ids below %d are drafted", common
         )
-    # Without how many there are: to change that must not replace those that run.
-    one = _of_one(config)
-    replica = target.bind(one, placement, plan.cores, common)
+    replica = target.bind(config, placement, plan.cores, common)
     pool = None
     if plan.pool is not None:
         pool = serve.deployment(
@@ -263,7 +261,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
             health_check_timeout_s=60.0,
             graceful_shutdown_wait_loop_s=1.0,
             graceful_shutdown_timeout_s=MOVE_WITHIN_S + TAKE_DOWN_S,
-        ).bind(one, plan.pool, plan.cores, common)
+        ).bind(config, plan.pool, plan.cores, common)
     return ingress.bind(
         replica,
         config.served_model_name,
@@ -279,14 +277,6 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
         pool=pool,
     )
-
-
-def _of_one(config: OutriderConfig) -> OutriderConfig:
-    """What a replica is told."""
-    sections: dict[str, Any] = {"serving": config.serving.model_copy(update={"num_replicas": 1})}
-    if (drafter := config.remote_drafter) is not None:
-        sections["drafter"] = drafter.model_copy(update={"num_drafters": 1})
-    return config.model_copy(update=sections)
 
 
 def routing(config: OutriderConfig) -> RequestRouterConfig:

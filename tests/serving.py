@@ -356,7 +356,10 @@ class Deployments:
         self._take_down()
         config = parse_config(self._configurations[name])
         plan = plan_replica(config)
-        serve.run(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
+        pooled = plan.pool is not None  # so that a test may change how many there are
+        serve.run(
+            build_app(config, plan), name=config.serving.app_name, route_prefix="/", external_scaler_enabled=pooled
+        )
         address = f"127.0.0.1:{port}"
         client = OutriderClient(address)
         drafter = config.drafter.model if isinstance(config.drafter, DraftModelConfig) else self._drafter

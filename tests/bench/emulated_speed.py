@@ -17,7 +17,7 @@ import signal
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from tests.bench.emulation.pair import EmulatedPair, write_pair
 from tests.bench.emulation.profiles import BATCHES, PROFILES, TEXTS, Profile
 from tests.bench.emulation.progress import FullRounds
 from tests.bench.emulation.rounds import RoundTimes, rounds_of
-from tests.bench.emulation.trace import read_trace
+from tests.bench.emulation.trace import read_trace, read_traces
 
 SIDES = ("plain", "in-process", "in-process-tp", "outrider")
 
@@ -83,25 +83,36 @@ class Run:
 
     def _outrider(self, side: Side, k: int, loads: list[Load]) -> Iterator[Measurement]:
         most = max(load.batch for load in loads)
-        config = served.configuration(self.pair, k, most, {"speculation": self.args.speculation})
+        sections: dict[str, dict[str, Any]] = {"speculation": self.args.speculation}
+        if (targets := self.args.targets) > 1:
+            sections["drafter"] = {"placement": "pool", "num_drafters": 1, "max_num_seqs": most * targets}
+            # As many as a target runs, so that the load is shared out evenly.
+            sections["serving"] = {"num_replicas": targets, "max_ongoing_requests": most}
+        config = served.configuration(self.pair, k, most, sections)
         with served.serving(config, self.directory, f"outrider-{k}") as client:
-            served.wait_until_drafting(client, most)
+            if targets > 1:
+                served.wait_until_all_draft(client, targets)
+            else:
+                served.wait_until_drafting(client, most)
             for load in loads:
-                rounds = FullRounds(self.pair.traces, load, _LOOK_EVERY_S)
-                yield self._measurement(side, load, k, served.carry(client, load, rounds.are_enough))
+                whole = replace(load, batch=load.batch * targets)
+                rounds = FullRounds(self.pair.traces, whole, _LOOK_EVERY_S, num_targets=targets)
+                yield self._measurement(side, load, k, served.carry(client, whole, rounds.are_enough))
 
     def _measurement(
         self, side: Side, load: Load, k: int, answered: in_process.Answered | served.Served
     ) -> Measurement:
         window = answered.started_s, answered.ended_s
-        target, drafter = (read_trace(self.pair.traces, role, *window) for role in ("target", "drafter"))
-        rounds = rounds_of(target, drafter, load.batch, self.text if side.hides_drafts else None)
+        drafter = read_trace(self.pair.traces, "drafter", *window)
+        text = self.text if side.hides_drafts else None
+        targets = read_traces(self.pair.traces, "target", *window)
+        rounds = np.concatenate([rounds_of(target, drafter, load.batch, text) for target in targets])
         np.save(self.directory / f"rounds-{side.name}-{k}-{load.batch}.npy", rounds)
         return Measurement(
             side=side.name,
             batch=load.batch,
             k=k,
-            accelerators=side.accelerators,
+            accelerators=side.accelerators_of(self.args.targets),
             ceiling=ceiling(side, self.profile.target, self.text, load.batch, k),
             times=RoundTimes.of(rounds, 1.0 / self.args.dilation),
             reported=answered.counts if isinstance(answered, served.Served) else {},
@@ -156,6 +167,9 @@ def main() -> None:
         help=f"tokens drafted a round: numbers to measure each, or best: {ladder}, until a side's speed falls",
     )
     parser.add_argument("--rounds", type=int, default=2000, help="of the whole batch, at least, for each figure")
+    parser.add_argument(
+        "--targets", type=int, default=1, help="of Outrider's, which share one drafter; batches are each one's"
+    )
     parser.add_argument("--tokens", type=int, default=512, help="a request")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dilation", type=float, default=1.0, help="times as long as the profile's")
@@ -171,6 +185,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="work in this new directory and leave logs, traces and rounds there")
     parser.add_argument("--out", type=Path, help="every measurement as JSON")
     args = parser.parse_args()
+    if args.targets > 1 and len(args.batches) > 1:
+        parser.error("--batches: one of them, where several targets share the load evenly")
     args.stops, args.k = args.k == "best", lengths(args.k)
     # Ended from outside, it still stops the engine or the server it started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

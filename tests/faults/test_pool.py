@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import ray
-from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import registry_name
-from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.top import Scrape, parse
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
 from tests.traffic import Traffic
@@ -115,20 +115,19 @@ def test_a_drafter_is_killed_and_the_other_drafts_for_both_until_it_is_back(pool
 def test_the_pool_is_made_smaller_and_larger_under_load_and_no_target_is_replaced(pool: Deployment) -> None:
     wait_until(lambda: is_even(pool), HANG_GUARD_S, "a drafter each")
     targets = pool.replicas()
-    drafter = pool.config.remote_drafter
-    assert drafter is not None
 
-    def deploy(num_drafters: int) -> None:
-        config = pool.config.model_copy(update={"drafter": drafter.model_copy(update={"num_drafters": num_drafters})})
-        serve.run(build_app(config, plan_replica(config)), name=config.serving.app_name, route_prefix="/")
+    def scale(num_drafters: int) -> None:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        deployment = DeploymentID("DrafterPool", pool.config.serving.app_name)
+        ray.get(controller.update_deployment_replicas.remote(deployment, num_drafters), timeout=HANG_GUARD_S)
 
     with load(pool):
         all_draft(pool)
         before = scraped(pool).sum("outrider:degraded_requests_total", reason="no_link")
-        deploy(1)
+        scale(1)
         wait_until(lambda: shares(pool) == [2], HANG_GUARD_S, "one drafter for both")
         wait_until(lambda: len(pool.drafters()) == 1, HANG_GUARD_S, "the other's process is gone")
-        deploy(2)
+        scale(2)
         wait_until(lambda: is_even(pool), BACK_WITHIN_S, "a drafter each")
     assert scraped(pool).sum("outrider:degraded_requests_total", reason="no_link") == before, "nobody was without one"
     assert pool.replicas() == targets

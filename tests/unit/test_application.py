@@ -47,13 +47,6 @@ def test_a_pool_is_a_deployment_of_its_own_on_nodes_of_its_own() -> None:
     assert bound({"method": "ngram"}).keys() == {"Ingress", "Target"}
 
 
-def test_how_many_there_are_is_no_part_of_what_a_replica_is() -> None:
-    """Serve replaces replicas whose arguments have changed."""
-    few, many = bound(pool_of(1), num_replicas=1), bound(pool_of(4), num_replicas=3)
-    for name in ("Target", "DrafterPool"):
-        assert few[name].init_args == many[name].init_args
-
-
 def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))

@@ -19,6 +19,12 @@ class Side:
     drafter: StepTime | None
     accelerators: int
     hides_drafts: bool = False
+    drafter_accelerators: int = 0
+    """Of its accelerators; several targets may share them."""
+
+    def accelerators_of(self, targets: int) -> float:
+        """For each of so many targets that share a drafter."""
+        return self.accelerators - self.drafter_accelerators + self.drafter_accelerators / targets
 
 
 def sides_of(profile: Profile) -> dict[str, Side]:
@@ -28,7 +34,7 @@ def sides_of(profile: Profile) -> dict[str, Side]:
         Side("plain", None, own),
         Side("in-process", profile.drafter, own),
         Side("in-process-tp", profile.drafter_in_process, own),
-        Side("outrider", profile.drafter, own + profile.drafter_accelerators, hides_drafts=True),
+        Side("outrider", profile.drafter, own + profile.drafter_accelerators, True, profile.drafter_accelerators),
     )
     return {side.name: side for side in sides}
 
@@ -53,7 +59,9 @@ class Measurement:
     k: int
     """Tokens drafted a round at most; 0: no speculation."""
 
-    accelerators: int
+    accelerators: float
+    """For one target, as its speed is: a drafter's are shared out among those that it drafts for."""
+
     ceiling: Ceiling
     times: RoundTimes
     reported: dict[str, int] = field(default_factory=dict)

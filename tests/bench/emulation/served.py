@@ -130,6 +130,23 @@ def carry(client: OutriderClient, load: Load, is_enough: Callable[[], bool], fir
     return Served(started, ended, tokens, {name: getattr(after, name) - getattr(before, name) for name in COUNTS})
 
 
+def wait_until_all_draft(client: OutriderClient, num_targets: int, limit_s: float = 120.0) -> None:
+    """Ask one request of each of several targets that serve one at a time, until all of them were drafted for. Raises
+    RuntimeError."""
+    give_up = time.monotonic() + limit_s
+    for attempt in itertools.count():
+
+        def ask(index: int, attempt: int = attempt) -> bool:
+            answer = client.generate(prompt(900_000 + attempt * num_targets + index), max_tokens=64, ignore_eos=True)
+            return answer.metrics.speculative_decoding.num_draft_tokens > 0
+
+        with ThreadPoolExecutor(num_targets) as pool:
+            if all(pool.map(ask, range(num_targets))):
+                return
+        if time.monotonic() > give_up:
+            raise RuntimeError(f"a target had no drafts within {limit_s:g} s; are all linked?")
+
+
 def wait_until_drafting(client: OutriderClient, batch: int, limit_s: float = 60.0) -> None:
     """Ask until rounds have drafts: the drafter may link after the server answers. Raises RuntimeError."""
     give_up = time.monotonic() + limit_s

@@ -87,11 +87,18 @@ class Trace:
         return Trace(self.forwards[inside], self.rows[np.repeat(inside, self.forwards["num_tokens"])])
 
 
-def read_trace(directory: Path, role: str, since_s: float = 0.0, until_s: float = float("inf")) -> Trace:
-    """What a role's devices did in [since_s, until_s), all its processes together."""
-    forwards, rows = [np.empty(0, RECORD)], [np.empty(0, ROW)]
+def read_traces(directory: Path, role: str, since_s: float = 0.0, until_s: float = float("inf")) -> list[Trace]:
+    """What each of a role's devices did in [since_s, until_s); those that did something."""
+    found = []
     for path in sorted(directory.glob(f"{role}-*.trace")):
         records = np.fromfile(path, RECORD)
-        forwards.append(records)
-        rows.append(np.fromfile(path.with_suffix(".rows"), ROW)[: int(records["num_tokens"].sum())])
-    return Trace.of(np.concatenate(forwards), np.concatenate(rows)).between(since_s, until_s)
+        rows = np.fromfile(path.with_suffix(".rows"), ROW)[: int(records["num_tokens"].sum())]
+        found.append(Trace.of(records, rows).between(since_s, until_s))
+    return [trace for trace in found if len(trace.forwards)]
+
+
+def read_trace(directory: Path, role: str, since_s: float = 0.0, until_s: float = float("inf")) -> Trace:
+    """Likewise, of a role that has one device at a time."""
+    traces = read_traces(directory, role, since_s, until_s)
+    forwards = np.concatenate([np.empty(0, RECORD), *(trace.forwards for trace in traces)])
+    return Trace.of(forwards, np.concatenate([np.empty(0, ROW), *(trace.rows for trace in traces)]))
