@@ -190,7 +190,7 @@ class Actor:
     """Placement bundles whose resources it holds."""
 
 
-def _living_actors() -> list[tuple[str, int]]:
+def living_actors() -> list[tuple[str, int]]:
     """Name and process of each."""
     table = ray._private.state.state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
     actors = [gcs_pb2.ActorTableData.FromString(data) for data in table]
@@ -237,11 +237,11 @@ class Deployment:
 
     def replicas(self, of: str = "Target") -> dict[str, int]:
         """Processes of a deployment's living replicas, by Serve's id of each."""
-        return {name.split("#")[2]: pid for name, pid in _living_actors() if f"#{of}#" in name}
+        return {name.split("#")[2]: pid for name, pid in living_actors() if f"#{of}#" in name}
 
     def drafters(self) -> dict[str, int]:
         """Processes of the living drafters, by name."""
-        return {name: pid for name, pid in _living_actors() if name.startswith("Drafter:")}
+        return {name: pid for name, pid in living_actors() if name.startswith("Drafter:")}
 
     def all_replicas_are_known(self) -> bool:
         """To the front door, which asks each of them for its metrics."""

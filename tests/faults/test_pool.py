@@ -5,72 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import pytest
 import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-from outrider.cluster.placement import NAMESPACE
-from outrider.cluster.registry import registry_name
-from outrider.deploy.top import Scrape, parse
+from tests.pools import PROMPT, all_draft, ask_registry, is_even, scraped, shares
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
 from tests.traffic import Traffic
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-PROMPT = list(b"Whoever drafts, the words are the same. ")
 MAX_TOKENS = 300
 BACK_WITHIN_S = 300.0
 """A drafter that loads its model anew, while requests run on few cores."""
-
-
-def ask_registry(pool: Deployment, method: str, *args: Any) -> Any:
-    registry = ray.get_actor(registry_name(pool.config.serving.app_name), namespace=NAMESPACE)
-    return ray.get(getattr(registry, method).remote(*args), timeout=HANG_GUARD_S)
-
-
-def shares(pool: Deployment) -> list[int]:
-    """Of the drafters that are there: links of each that are up."""
-    return sorted(len(users) for users in ask_registry(pool, "drafters").values())
-
-
-def is_even(pool: Deployment) -> bool:
-    return shares(pool) == [1, 1]
-
-
-def scraped(pool: Deployment) -> Scrape:
-    with urllib.request.urlopen(f"{pool.http_url}/metrics", timeout=HANG_GUARD_S) as response:
-        return parse(response.read().decode(), time.monotonic())
-
-
-def by_target(pool: Deployment, name: str) -> dict[str, float]:
-    """A metric of each target replica."""
-    now = scraped(pool)
-    return {replica: now.sum(name, replica=replica) for replica in pool.replicas()}
-
-
-def all_draft(pool: Deployment) -> None:
-    """Wait until every target has been drafted for since now."""
-    before = by_target(pool, "outrider:drafted_rounds_total")
-
-    def once() -> bool:
-        with ThreadPoolExecutor(4) as clients:
-            asked = [
-                clients.submit(pool.client.generate, PROMPT, temperature=0.0, max_tokens=64, ignore_eos=True)
-                for _ in range(8)
-            ]
-            for answer in asked:
-                pool.reference.check(PROMPT, answer.result().token_ids, label="any of both")
-        after = by_target(pool, "outrider:drafted_rounds_total")
-        return all(after[replica] > count for replica, count in before.items())
-
-    wait_until(once, HANG_GUARD_S, "both targets are drafted for")
 
 
 @contextmanager

@@ -1,0 +1,60 @@
+"""What tests ask of a deployment whose targets share a pool of drafters."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.registry import registry_name
+from outrider.deploy.top import Scrape, parse
+from tests.serving import HANG_GUARD_S, Deployment, wait_until
+
+PROMPT = list(b"Whoever drafts, the words are the same. ")
+
+
+def ask_registry(pool: Deployment, method: str, *args: Any) -> Any:
+    registry = ray.get_actor(registry_name(pool.config.serving.app_name), namespace=NAMESPACE)
+    return ray.get(getattr(registry, method).remote(*args), timeout=HANG_GUARD_S)
+
+
+def shares(pool: Deployment) -> list[int]:
+    """Of the drafters that are there: links of each that are up."""
+    return sorted(len(users) for users in ask_registry(pool, "drafters").values())
+
+
+def is_even(pool: Deployment) -> bool:
+    return shares(pool) == [1, 1]
+
+
+def scraped(pool: Deployment) -> Scrape:
+    with urllib.request.urlopen(f"{pool.http_url}/metrics", timeout=HANG_GUARD_S) as response:
+        return parse(response.read().decode(), time.monotonic())
+
+
+def by_target(pool: Deployment, name: str) -> dict[str, float]:
+    """A metric of each target replica."""
+    now = scraped(pool)
+    return {replica: now.sum(name, replica=replica) for replica in pool.replicas()}
+
+
+def all_draft(pool: Deployment) -> None:
+    """Wait until every target has been drafted for since now."""
+    before = by_target(pool, "outrider:drafted_rounds_total")
+
+    def once() -> bool:
+        with ThreadPoolExecutor(4) as clients:
+            asked = [
+                clients.submit(pool.client.generate, PROMPT, temperature=0.0, max_tokens=64, ignore_eos=True)
+                for _ in range(8)
+            ]
+            for answer in asked:
+                pool.reference.check(PROMPT, answer.result().token_ids, label="any of both")
+        after = by_target(pool, "outrider:drafted_rounds_total")
+        return all(after[replica] > count for replica, count in before.items())
+
+    wait_until(once, HANG_GUARD_S, "both targets are drafted for")
