@@ -308,11 +308,11 @@ def describe(config: OutriderConfig) -> str:
     text = f"{config.served_model_name} ({_engine(config.target)})"
     if (co_located := config.co_located) is not None:
         return f"{text}, drafting co-located by vLLM's {co_located.method}"
-    if isinstance(config.drafter, DraftModelConfig):
-        return f"{text}, drafted for by {_pool(config.drafter)}{config.drafter.model} ({_engine(config.drafter)})"
-    if config.drafter is None:
+    if (drafter := config.remote_drafter) is None:
         return f"{text}, without a drafter"
-    return f"{text}, drafted for by {_pool(config.drafter)}{config.drafter.method} lookup"
+    if isinstance(drafter, DraftModelConfig):
+        return f"{text}, drafted for by {_pool(drafter)}{drafter.model} ({_engine(drafter)})"
+    return f"{text}, drafted for by {_pool(drafter)}{drafter.method} lookup"
 
 
 def _pool(drafter: ActorConfig) -> str:

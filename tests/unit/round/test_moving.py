@@ -129,6 +129,7 @@ def test_another_move_before_the_first_is_over(engine):
     assert opened_with(third) == [[*PROMPT, 8, 1, 2, 9]]
     assert engine.step({"a": [21]}) == [[7]]
     assert "takes its place" in second.broken
+    assert engine.now == 0, "nobody is waited for who is not asked"
 
 
 @pytest.mark.parametrize("status", [ProposalStatus.OUT_OF_KV, ProposalStatus.LENGTH, ProposalStatus.UNKNOWN_REQUEST])
@@ -143,6 +144,21 @@ def test_one_that_the_new_drafter_cannot_take_stays(engine, status):
     assert engine.drafter.refused == {status: 1}
     engine.tell(finished=["a"])
     assert "takes its place" in old.broken, "the last one has gone"
+
+
+def test_one_that_stayed_is_read_at_the_new_one_when_the_old_is_gone(engine):
+    is_read = []
+    old, new = moved_to(engine, reading_until(is_read))
+    first = of_kind(new, Open)[0].request
+    new.arrive(Proposals(first, len(PROMPT), [], ProposalStatus.OUT_OF_KV))
+    assert engine.step({"a": [1, 2, 20]}, drafts={"a": [1, 2]}) == [[1, 2]]
+    old.broken = "connection lost"
+    engine.step({"a": [1, 2, 21]}, drafts={"a": [1, 2]})
+    assert opened_with(new)[1:] == [[*PROMPT, 8, 1, 2, 9, 1, 2, 20]]
+    is_read.append(True)
+    new.arrive(Proposals(engine["a"].handle, 1, [], ProposalStatus.READY))
+    engine.step({"a": [22]})
+    assert engine.step({"a": [23]}) == [[7]]
 
 
 @pytest.mark.parametrize("end", ["finished", "preempted"])
