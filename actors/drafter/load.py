@@ -62,7 +62,7 @@ def load_strategy(
         prompt_lookup_min=config.prompt_lookup_min,
         prompt_lookup_max=config.prompt_lookup_max,
     )
-    vocabulary = _vocabulary(config, engine)
+    vocabulary = _vocabulary(config, engine, num_common_tokens)
     strategy = DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)
     if num_common_tokens is not None:
         strategy.limit_vocabulary(num_common_tokens)
@@ -79,18 +79,20 @@ def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:
     return SuffixStrategy(limits, *cached, name=secrets.token_hex(8))
 
 
-def _vocabulary(config: DraftModelConfig, engine: DraftEngine) -> DraftVocabulary | None:
-    """What the output head is cut to; None: it stays whole."""
+def _vocabulary(config: DraftModelConfig, engine: DraftEngine, num_common_tokens: int | None) -> DraftVocabulary | None:
+    """What the output head is cut to; None: it stays whole. Raises ConfigError for more than there is to cut to."""
     size = config.draft_vocab_size
-    if size is None:
-        big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE and config.tensor_parallel_size == 1
-        size = _CUT_VOCAB_SIZE if big else 0
     if size == 0:
         return None
-    if size > engine.vocab_size:
-        raise ConfigError(
-            f"drafter.draft_vocab_size: {size}, the model has {engine.vocab_size} tokens; set fewer, or 0 for all"
-        )
+    most = min(engine.vocab_size, num_common_tokens or engine.vocab_size)
+    if size is None:
+        big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE and config.tensor_parallel_size == 1
+        if not big:
+            return None
+        size = min(_CUT_VOCAB_SIZE, most)
+    if size > most:
+        has = f"the model has {most} tokens" if most == engine.vocab_size else f"{most} are the target's, too"
+        raise ConfigError(f"drafter.draft_vocab_size: {size}, {has}; set fewer, or 0 for all")
     vocabulary = DraftVocabulary(engine.vocab_size, size, always=engine.end_token_ids)
     engine.cut_head(vocabulary.token_ids)
     return vocabulary

@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 
+from outrider.actors.drafter import load
 from outrider.actors.drafter.actor import Drafter
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.load import load_strategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary
-from outrider.cluster.config import DraftModelConfig, SpeculationConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, SpeculationConfig
 from outrider.cluster.link import LinkError, LinkInvitation
 from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, ProposalStatus
 from tests.unit.drafter.draft_bench import GREEDY, KEY, OTHER, Bench, ids
@@ -197,6 +198,30 @@ def test_what_is_common_of_two_tokenizers_limits_the_loaded_strategy(monkeypatch
     strategy = load_strategy(config, SpeculationConfig(), None, None, VOCAB - 3)
     assert strategy._num_drawable == VOCAB - 3
     assert load_strategy(config, SpeculationConfig(), None, None)._num_drawable is None
+
+
+class WithHead(MemoryEngine):
+    vocab_size, end_token_ids = VOCAB, ()
+
+    def cut_head(self, token_ids): ...
+
+
+def test_a_head_is_cut_to_no_more_than_what_both_tokenizers_have(monkeypatch):
+    monkeypatch.setattr("outrider.actors.vllm_seam.draft_engine.DraftEngine", lambda *_, **__: WithHead())
+    monkeypatch.setattr("outrider.actors.vllm_seam.engine_args.drafter_vllm_config", lambda *_: None)
+    monkeypatch.setattr(load, "_CUT_VOCAB_SIZE", VOCAB // 2)
+
+    def loaded(num_common, **cut):
+        config = DraftModelConfig(method="draft_model", model="m", **cut)
+        return load_strategy(config, SpeculationConfig(), None, None, num_common)._vocabulary
+
+    assert loaded(None).num_slots == VOCAB // 2
+    few = loaded(VOCAB // 4)
+    assert few.num_slots == few.vocab_size == VOCAB // 4
+    with pytest.raises(ConfigError, match=rf"drafter\.draft_vocab_size: {VOCAB // 2}, {VOCAB // 4} are the target's"):
+        loaded(VOCAB // 4, draft_vocab_size=VOCAB // 2)
+    with pytest.raises(ConfigError, match=rf"{VOCAB + 1}, the model has {VOCAB} tokens"):
+        loaded(None, draft_vocab_size=VOCAB + 1)
 
 
 def invitation(vocab_size):
