@@ -201,73 +201,92 @@ class Membership:
 
     def assign(self, now: float) -> None:
         """Bring ``assigned`` up to date: drafters for those that have none, and at most one move for better shares."""
-        waiting = []
-        for verifier in sorted(self.verifiers.values(), key=lambda each: each.name):
-            own, current = self._own(verifier), self.assigned.get(verifier.name)
-            if own is not None:
-                self.assigned[verifier.name] = own
-            elif current is None or current not in self._pooled(verifier):
+        shares = _Shares(self)
+        for verifier in shares.sharing:
+            if self.assigned.get(verifier.name) not in shares.pool(verifier):
                 self.assigned.pop(verifier.name, None)
-                waiting.append(verifier)
+        waiting = [verifier for verifier in shares.sharing if verifier.name not in self.assigned]
         for verifier in waiting:
-            if candidates := self._pooled(verifier):
-                self.assigned[verifier.name] = min(candidates, key=lambda name: self._cost(verifier, name))
-        if not waiting and now - self._moved_at >= MOVE_PAUSE_S:
-            self._move_one(now)
-
-    def _move_one(self, now: float) -> None:
-        """The move that gains most, if one does."""
-        gains = []
-        for verifier in self.verifiers.values():
-            current = self.assigned.get(verifier.name)
-            if current is None or self._own(verifier) is not None:
-                continue
-            best = min(self._pooled(verifier), key=lambda name: self._cost(verifier, name))
-            # Names only break ties among equals: no reason to move.
-            if self._cost(verifier, best)[:-1] < (cost := self._cost(verifier, current)[:-1]):
-                gains.append((cost, verifier.name, best))
-        if gains:
-            _, name, best = max(gains)
-            self.assigned[name], self._moved_at = best, now
+            if shares.pool(verifier):
+                self.assigned[verifier.name] = shares.best(verifier)
+        if not waiting and now - self._moved_at >= MOVE_PAUSE_S and (move := shares.best_move()) is not None:
+            self.assigned[move[0]], self._moved_at = move[1], now
             self.moves += 1
+        for name in self.verifiers:
+            if (own := self.own(name)) is not None:
+                self.assigned[name] = own
 
-    def _cost(self, verifier: Verifier, drafter: str) -> tuple[int, int, int, str]:
-        """What the drafter would cost it, the others staying where they are."""
-        loads = Counter(name for who, name in self.assigned.items() if who != verifier.name)
-        peers = [each for each in self.verifiers.values() if each.fingerprint == verifier.fingerprint]
-        pooled = self._pooled(verifier)
-        share = -(-sum(self._own(each) is None for each in peers) // len(pooled))
-        beyond_share = max(loads[drafter] + 1 - share, 0)
-        return beyond_share, verifier.place.distance(pooled[drafter].place), loads[drafter], drafter
-
-    def _own(self, verifier: Verifier) -> str | None:
-        member = self.members.get(verifier.name)
+    def own(self, verifier: str) -> str | None:
+        """The drafter of the verifier's own replica."""
+        member = self.members.get(verifier)
         return None if member is None or member.pooled else member.drafter
-
-    def _pooled(self, verifier: Verifier) -> dict[str, Member]:
-        """Drafters of the pool that may draft for it, by name."""
-        return {
-            member.drafter: member
-            for member in self.members.values()
-            if member.drafter and member.pooled and self._fits(verifier, member)
-        }
-
-    @staticmethod
-    def _fits(verifier: Verifier, member: Member) -> bool:
-        return member.fingerprint == verifier.fingerprint and not member.draining
 
     def _in_order(self, verifier: Verifier) -> list[str]:
         """Everyone who can draft for it, the assigned one first, then its peers of the pool, then other replicas' own,
         which step in for one that is unreachable."""
+        shares = _Shares(self)
         first: Iterable[str] = filter(None, [self.assigned.get(verifier.name)])
-        pooled = sorted(self._pooled(verifier), key=lambda name: self._cost(verifier, name))
+        pooled = sorted(shares.pool(verifier), key=lambda name: shares.cost(verifier, name))
         owned = [
             member.drafter
             for member in self.members.values()
-            if member.drafter and not member.pooled and self._fits(verifier, member)
+            if member.drafter and not member.pooled and member.fingerprint == verifier.fingerprint
         ]
         others = sorted(owned, key=lambda name: (len(self.users(name)), name))
         return list(dict.fromkeys([*first, *pooled, *others]))
+
+
+class _Shares:
+    """What every drafter of the pools would cost every verifier, as it is now."""
+
+    def __init__(self, members: Membership) -> None:
+        self._assigned = members.assigned
+        self._pools: dict[str, dict[str, Member]] = {}
+        """By fingerprint, those that stay, by name."""
+
+        for member in members.members.values():
+            if member.drafter and member.pooled and not member.draining:
+                self._pools.setdefault(member.fingerprint, {})[member.drafter] = member
+        self.sharing = sorted(
+            (each for each in members.verifiers.values() if members.own(each.name) is None),
+            key=lambda each: each.name,
+        )
+        """Verifiers without a drafter of their own."""
+
+        self._peers = Counter(verifier.fingerprint for verifier in self.sharing)
+
+    def pool(self, verifier: Verifier) -> Mapping[str, Member]:
+        """Drafters that may draft for it."""
+        return self._pools.get(verifier.fingerprint, {})
+
+    def best(self, verifier: Verifier) -> str:
+        """Of its pool, which holds one at least."""
+        loads = Counter(self._assigned.values())
+        return min(self.pool(verifier), key=lambda name: self.cost(verifier, name, loads))
+
+    def best_move(self) -> tuple[str, str] | None:
+        """(verifier, drafter) of the move that gains most, if one does. All verifiers have a drafter, or no pool."""
+        loads, gains = Counter(self._assigned.values()), []
+        for verifier in self.sharing:
+            if (current := self._assigned.get(verifier.name)) is None:
+                continue
+            costs = {name: self.cost(verifier, name, loads) for name in self.pool(verifier)}
+            best = min(costs, key=lambda name: costs[name])
+            # Names only break ties among equals: no reason to move.
+            if costs[best][:-1] < costs[current][:-1]:
+                gains.append((costs[current][:-1], verifier.name, best))
+        return max(gains)[1:] if gains else None
+
+    def cost(
+        self, verifier: Verifier, drafter: str, loads: Mapping[str, int] | None = None
+    ) -> tuple[int, int, int, str]:
+        """How many targets beyond an even share it would have, how far it is, how many others it has; and its name.
+        loads: verifiers by the drafter they are assigned."""
+        loads = Counter(self._assigned.values()) if loads is None else loads
+        others = loads.get(drafter, 0) - (self._assigned.get(verifier.name) == drafter)
+        pool = self.pool(verifier)
+        share = -(-self._peers[verifier.fingerprint] // len(pool))
+        return max(others + 1 - share, 0), verifier.place.distance(pool[drafter].place), others, drafter
 
 
 class Homing:
