@@ -6,6 +6,11 @@ from pydantic import Field, model_validator
 
 from outrider.cluster.config_section import Section
 
+REASONS = ("steady", "queue", "refused", "kv", "round", "idle", "loading", "no_data", "bounds")
+"""Why there are to be so many: nothing calls for a change; work waits too long; requests were refused; KV caches are
+full; steps are too long; there is room for one less; what was called for is being loaded; replicas or callers said
+nothing lately; the configuration's limits have changed."""
+
 
 class AutoscalingConfig(Section):
     """As many target replicas as the load takes; docs/autoscaling.md says how that is told."""

@@ -15,11 +15,6 @@ from typing import Any
 
 from outrider.cluster.scaling_config import AutoscalingConfig
 
-REASONS = ("steady", "queue", "refused", "kv", "round", "idle", "loading", "no_data", "bounds")
-"""Why there are to be so many: nothing calls for a change; work waits too long; requests were refused; KV caches are
-full; steps are too long; there is room for one less; what was called for is being loaded; replicas or callers said
-nothing lately; the configuration's limits have changed."""
-
 USUAL_LOAD_S = 60.0
 """How long a replica takes to load, until one has."""
 
@@ -98,7 +93,7 @@ class Look:
 class Decision:
     replicas: int
     reason: str
-    """One of REASONS."""
+    """One of scaling_config.REASONS."""
 
 
 class ScalingPolicy:

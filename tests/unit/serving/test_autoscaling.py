@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from outrider.actors.serving.autoscaling import REASONS, Decision, Look, Report, ScalingPolicy
-from outrider.cluster.scaling_config import AutoscalingConfig
+from outrider.actors.serving.autoscaling import Decision, Look, Report, ScalingPolicy
+from outrider.cluster.scaling_config import REASONS, AutoscalingConfig
 
 SEATS = 16
 RATE = 1000.0
