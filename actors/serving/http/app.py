@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -90,7 +91,7 @@ class Front(Ingress):
             self._max_retries,
             self,
             self._broadcast,
-            None if self._capacity is None else lambda: self._capacity.now(target),
+            None if self._capacity is None else partial(self._capacity.now, target),
             self._limits,
             self._admission,
             self._owners,
