@@ -187,6 +187,13 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         None if serving.autoscaling is None else running_replicas,
     )
     most_held = serving.most_replicas * capacity.a_replica + capacity.queue
+    if serving.autoscaling is not None and most_held > config.limits.max_sequences:
+        logger.warning(
+            "limits.max_sequences: %d is less than serving.autoscaling.max replicas and the queue hold (%d); what is "
+            "refused by it calls for no replica",
+            config.limits.max_sequences,
+            most_held,
+        )
     full = BackpressureConfig(status_code=429)
     variables = process_environment(serving)
     environment: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}

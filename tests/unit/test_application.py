@@ -82,7 +82,9 @@ def test_an_application_may_come_before_its_nodes_where_that_is_said(
         build({**arguments, "nodes_may_come": "yes"})
 
 
-def test_replicas_that_follow_the_load_are_serves_to_start(deployments: dict[str, Any]) -> None:
+def test_replicas_that_follow_the_load_are_serves_to_start(
+    deployments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     scaled = built(autoscaling={"min": 2, "max": 4}, max_ongoing_requests=8, max_queued_requests=32)
     config = scaled["Target"]._deployment_config
     assert (config.autoscaling_config.min_replicas, config.autoscaling_config.max_replicas) == (2, 4)
@@ -94,6 +96,9 @@ def test_replicas_that_follow_the_load_are_serves_to_start(deployments: dict[str
     assert room.running is not None
     assert scaled["Ingress"]._deployment_config.max_ongoing_requests >= 4 * 8 + 32, "whoever grows has room"
     assert scaled["Ingress"].init_kwargs["max_retries"] == 3
+    assert "limits.max_sequences" not in caplog.text
+    built(autoscaling={"max": 64}, max_ongoing_requests=64)
+    assert "limits.max_sequences: 1024 is less than" in caplog.text
 
 
 def test_only_the_least_replicas_have_to_fit_todays_nodes(
