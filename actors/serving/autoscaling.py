@@ -26,7 +26,7 @@ _SHORTEST_TREND_S = 2.0
 LAST_REFUSAL_S = 3.0
 """A refusal that is older calls for nothing any more."""
 
-ROOM_AFTER = 0.7
+ROOM_AFTER = 0.8
 """Share of the seats that may be taken when one replica less does it all."""
 
 QUEUE_AFTER = 0.5
