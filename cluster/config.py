@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from outrider.cluster.config_section import ConfigError as ConfigError
 from outrider.cluster.config_section import EngineConfig as EngineConfig
@@ -25,6 +32,7 @@ from outrider.cluster.drafter_config import NgramConfig as NgramConfig
 from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
 from outrider.cluster.limits import LimitsConfig as LimitsConfig
+from outrider.cluster.scaling_config import AutoscalingConfig as AutoscalingConfig
 
 _KEY = re.compile(r"([a-z_]+): ")
 
@@ -139,7 +147,11 @@ class ServingConfig(Section):
     """Serve application, and the registry's name."""
 
     num_replicas: int = Field(1, ge=1)
-    """Target replicas, each with its own drafter."""
+    """Target replicas, each with its own drafter; for a number that follows the load, ``autoscaling``."""
+
+    autoscaling: AutoscalingConfig | None = None
+    """Target replicas as the load takes them, between two numbers: ``{min: 1, max: 4}``, and what is under
+    «serving.autoscaling». None: ``num_replicas``."""
 
     host: str = Field("127.0.0.1", min_length=1)
     """Address on which gRPC and HTTP listen. ``0.0.0.0`` or ``::``: every interface."""
@@ -239,7 +251,28 @@ class ServingConfig(Section):
             raise ValueError("ssl_ca_certs: needs ssl_certfile and ssl_keyfile; certificates are shown over TLS only")
         if self.tenant_isolation and self.keys_file is None:
             raise ValueError("tenant_isolation: needs keys_file; a tenant is a key")
+        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
+            raise ValueError(
+                "num_replicas: is given beside autoscaling, which decides it; leave it out, or write autoscaling.min"
+            )
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_it_can_be_read_again(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the default of num_replicas beside what it may not stand beside."""
+        written: dict[str, Any] = whole(self)
+        if self.autoscaling is not None:
+            written.pop("num_replicas", None)
+        return written
+
+    @property
+    def least_replicas(self) -> int:
+        """There always are, but for those that are being replaced."""
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.min
+
+    @property
+    def most_replicas(self) -> int:
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max
 
 
 class OutriderConfig(Section):

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from outrider.cluster.config import (
+    AutoscalingConfig,
     CoLocatedConfig,
     DraftModelConfig,
     LimitsConfig,
@@ -79,6 +80,11 @@ _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("speculation", "How much is drafted.", SpeculationConfig),
     ("link", "The wire between one verifier and one drafter.", LinkConfig),
     ("serving", "Serve, ports and queues.", ServingConfig),
+    (
+        "serving.autoscaling",
+        "How many target replicas there are ([autoscaling.md](autoscaling.md)).",
+        AutoscalingConfig,
+    ),
     ("limits", "What callers may take, each and together. All of it is checked at the door.", LimitsConfig),
     ("openai", "OpenAI's HTTP endpoints. Keys are vLLM's.", OpenAIConfig),
 ]

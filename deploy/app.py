@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,8 +159,9 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
         return ReplicaPlan(placement_of(config, on_gpu=True), None, (), pool, num_drafters)
     cores = plan_cores(config, available_cores())
     warnings = cores.warnings
-    if config.serving.num_replicas > 1:
-        warnings += ("replicas on one machine share the cores planned for one of them (serving.num_replicas)",)
+    if config.serving.most_replicas > 1:
+        field = "num_replicas" if config.serving.autoscaling is None else "autoscaling.max"
+        warnings += (f"replicas on one machine share the cores planned for one of them (serving.{field})",)
     if num_drafters > 1:
         warnings += ("drafters on one machine share the cores planned for one of them (drafter.num_drafters)",)
     placement, pool = placement_of(config, False, cores), pool_placement_of(config, False, cores)
@@ -178,12 +180,15 @@ def engine_on_gpu() -> bool:
 def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool = False) -> Application:
     """Bind Target, Ingress and, where there is one, the pool of drafters for a validated configuration.
 
-    Raises ConfigError when Ray is up and its cluster cannot hold the replicas, unless nodes may come: then the log says
-    what is waited for; and for tokenizers that differ in more than added tokens.
+    Raises ConfigError when Ray is up and its cluster cannot hold the replicas that there are at least, unless nodes may
+    come: then the log says what is waited for, as it does for those that there are at most; and for tokenizers that
+    differ in more than added tokens.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
+    from outrider.actors.serve_seam.running_replicas import running_replicas
     from outrider.actors.serve_seam.stopping import is_stopping
+    from outrider.actors.serving.capacity import Capacity
     from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
     from outrider.actors.serving.http.admin import AdminAddress
     from outrider.actors.serving.http.app import Front
@@ -193,13 +198,21 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     placement, serving = plan.placement, config.serving
     if ray.is_initialized():
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        try:
-            check_cluster_can_hold(placement, serving.num_replicas, nodes, plan.pool, plan.num_drafters)
-        except ConfigError as error:
-            if not nodes_may_come:
-                raise
-            logger.warning("waiting for nodes, since args.nodes_may_come is set: %s", error)
-    capacity = serving.num_replicas * serving.max_ongoing_requests + serving.max_queued_requests
+        check_nodes(plan, serving, nodes, nodes_may_come=nodes_may_come)
+    capacity = Capacity(
+        serving.max_ongoing_requests,
+        serving.max_queued_requests,
+        serving.least_replicas,
+        None if serving.autoscaling is None else running_replicas,
+    )
+    most_held = serving.most_replicas * capacity.a_replica + capacity.queue
+    if serving.autoscaling is not None and most_held > config.limits.max_sequences:
+        logger.warning(
+            "limits.max_sequences: %d is less than serving.autoscaling.max replicas and the queue hold (%d); what is "
+            "refused by it calls for no replica",
+            config.limits.max_sequences,
+            most_held,
+        )
     full = BackpressureConfig(status_code=429)
     variables = process_environment(serving)
     environment: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
@@ -207,7 +220,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     target = serve.deployment(
         Target,
         name="Target",
-        num_replicas=serving.num_replicas,
+        **replicas(serving),
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
         ray_actor_options={"num_cpus": placement.bundles[0]["CPU"], **environment},
@@ -232,9 +245,9 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         logging_config=logging_config,
         # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
         # milliseconds. What has to wait for a place here is refused only when another request ends, seconds later.
-        max_ongoing_requests=capacity + BEING_REFUSED,
+        max_ongoing_requests=most_held + BEING_REFUSED,
         # Calls count as queued until the proxy has looked at them: a burst must not shut out what has room, or health.
-        max_queued_requests=capacity + BEING_REFUSED,
+        max_queued_requests=most_held + BEING_REFUSED,
         backpressure_config=full,
         max_constructor_retry_count=1,
         health_check_timeout_s=60.0,
@@ -269,14 +282,47 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         docs=serving.docs,
         keys_file=None if serving.keys_file is None else os.path.abspath(os.path.expanduser(serving.keys_file)),
         isolates_tenants=serving.tenant_isolation,
-        max_retries=serving.num_replicas - 1,
+        max_retries=serving.most_replicas - 1,
         capacity=capacity,
+        autoscaled=serving.autoscaling is not None,
         broadcast=broadcast,
         limits=config.limits,
         is_stopping=is_stopping,
         admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
         pool=pool,
     )
+
+
+def check_nodes(
+    plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Mapping[str, float]], *, nodes_may_come: bool
+) -> None:
+    """Raises ConfigError when the nodes cannot hold what has to run at once, unless others may come. nodes: resources
+    of each. What autoscaling may ask for beyond that is a warning: nodes may come for it then."""
+    scales = serving.autoscaling is not None
+
+    def problem(number: int, field: str) -> str | None:
+        try:
+            check_cluster_can_hold(plan.placement, number, nodes, plan.pool, plan.num_drafters)
+        except ConfigError as error:
+            return str(error).replace("serving.num_replicas", field)
+        return None
+
+    least = problem(serving.least_replicas, "serving.autoscaling.min" if scales else "serving.num_replicas")
+    if least is not None:
+        if not nodes_may_come:
+            raise ConfigError(least)
+        logger.warning("waiting for nodes, since args.nodes_may_come is set: %s", least)
+    elif scales and (most := problem(serving.most_replicas, "serving.autoscaling.max")) is not None:
+        logger.warning("replicas that are called for beyond today's nodes will wait for others: %s", most)
+
+
+def replicas(serving: ServingConfig) -> dict[str, Any]:
+    """How many target replicas: the deployment's option."""
+    from outrider.actors.serve_seam.autoscaling import serve_autoscaling
+
+    if serving.autoscaling is None:
+        return {"num_replicas": serving.num_replicas}
+    return {"autoscaling_config": serve_autoscaling(serving.autoscaling, serving.app_name)}
 
 
 def routing(config: OutriderConfig) -> RequestRouterConfig:

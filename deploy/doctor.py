@@ -420,7 +420,7 @@ def memory_needed(config: OutriderConfig) -> tuple[int, list[str]]:
     for engine in {id(engine): engine for _, _, engine in parts}.values():
         kv = engine.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
         needed += engine.tensor_parallel_size * (kv + RUNTIME_BYTES)
-    return needed * config.serving.num_replicas + OTHERS_BYTES, unknown
+    return needed * config.serving.least_replicas + OTHERS_BYTES, unknown
 
 
 def check_memory(config: OutriderConfig, available: int) -> Finding:
@@ -439,7 +439,7 @@ def check_memory(config: OutriderConfig, available: int) -> Finding:
 
 def check_gpus(config: OutriderConfig) -> list[Finding]:
     """Enough GPUs, and what is free on them, as nvidia-smi has it."""
-    wanted = plan_replica(config).total("GPU", config.serving.num_replicas)
+    wanted = plan_replica(config).total("GPU", config.serving.least_replicas)
     try:
         query = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -479,7 +479,7 @@ def judge_gpus(memory_mib: Sequence[tuple[int, int]], wanted: int, utilization: 
 
 def check_shared_memory(config: OutriderConfig, free: int) -> Finding:
     """free: bytes in /dev/shm."""
-    wanted = OBJECT_STORE_BYTES + 2 * SHARED_MEMORY_BYTES * config.serving.num_replicas
+    wanted = OBJECT_STORE_BYTES + 2 * SHARED_MEMORY_BYTES * config.serving.least_replicas
     text = f"{free / 2**20:.0f} MiB free in {SHARED_MEMORY}, {wanted / 2**20:.0f} MiB wanted"
     fix = f"make it larger (docker run --shm-size, or mount -o remount,size=2G {SHARED_MEMORY}), or remove leftovers"
     if free < 2 * SHARED_MEMORY_BYTES:

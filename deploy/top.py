@@ -154,12 +154,24 @@ class ReplicaView:
 
 
 @dataclass(frozen=True)
+class ScalingView:
+    """Of target replicas that follow the load."""
+
+    wanted: int
+    running: int
+    most: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class View:
     interval_s: float
     """Between the two looks; 0 for a single one, whose rates are all 0."""
 
     replicas: list[ReplicaView] = field(default_factory=list)
     rejected_per_s: float = 0.0
+    scaling: ScalingView | None = None
+    """None: the number of replicas is fixed, or what was decided is not known."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -175,7 +187,16 @@ def view(before: Scrape | None, now: Scrape) -> View:
         interval_s,
         [_replica(before, now, replica) for replica in replicas],
         changes.rate("outrider:admission_rejections_total"),
+        _scaling(now),
     )
+
+
+def _scaling(now: Scrape) -> ScalingView | None:
+    numbers = {labels["state"]: int(value) for labels, value in now.of("outrider:autoscaling_replicas")}
+    reasons = (labels["reason"] for labels, value in now.of("outrider:autoscaling_reason") if value == 1)
+    if not {"wanted", "running", "most"} <= numbers.keys():
+        return None
+    return ScalingView(numbers["wanted"], numbers["running"], numbers["most"], next(reasons, ""))
 
 
 class _Changes:

@@ -144,6 +144,22 @@ INGRESS = (
     MetricSpec(
         "outrider:admission_rejections_total", "counter", "Requests refused before they reached an engine.", ("reason",)
     ),
+    MetricSpec(
+        "outrider:refused_generations_total",
+        "counter",
+        "Generations refused because replicas and queue were full, by proxies as far as they have told, and by the "
+        "ingress itself.",
+        ("by",),
+    ),
+    MetricSpec(
+        "outrider:autoscaling_replicas",
+        "gauge",
+        "Target replicas: wanted, running, and the least and most that there may be.",
+        ("state",),
+    ),
+    MetricSpec(
+        "outrider:autoscaling_reason", "gauge", "1 for why so many are wanted, 0 for the other reasons.", ("reason",)
+    ),
     MetricSpec("outrider:key_requests_total", "counter", "Calls let in, by the key they showed.", ("key",)),
     MetricSpec(
         "outrider:key_tokens_total", "counter", "Tokens of its requests: prompt and completion.", ("key", "kind")

@@ -20,6 +20,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from outrider.actors.observability.exposition import Families, merge, render
 from outrider.cluster.installed import VLLM, installed_version
+from outrider.cluster.scaling_config import REASONS
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -73,6 +74,25 @@ class KeysFile(Protocol):
     failures: int
 
 
+class Scaling(Protocol):
+    """As outrider.actors.serving.scaling_board has it."""
+
+    @property
+    def wanted(self) -> int: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def least(self) -> int: ...
+
+    @property
+    def most(self) -> int: ...
+
+    @property
+    def reason(self) -> str: ...
+
+
 class IngressMetrics:
     """Not thread-safe: for the ingress's event loop."""
 
@@ -80,6 +100,10 @@ class IngressMetrics:
         self._ended: Counter[tuple[str, str, str]] = Counter()
         self._in_flight: Counter[str] = Counter()
         self._rejections: Counter[str] = Counter({"queue_full": 0})
+        self._refused_generations: Counter[str] = Counter({"ingress": 0, "proxy": 0})
+        self.scaling: Scaling | None = None
+        """None: nothing scales, or what was decided is not known."""
+
         self._key_requests: Counter[str] = Counter()
         self._key_tokens: Counter[tuple[str, str]] = Counter()
         self._key_refusals: Counter[tuple[str, str]] = Counter()
@@ -102,6 +126,14 @@ class IngressMetrics:
     def rejected(self, reason: str) -> None:
         """A request was refused before it reached an engine, such as ``queue_full``."""
         self._rejections[reason] += 1
+
+    def refused_generations(self, by: str, number: int = 1) -> None:
+        """For lack of room. by: ``ingress`` or ``proxy``."""
+        self._refused_generations[by] += number
+
+    @property
+    def num_refused_generations(self) -> int:
+        return self._refused_generations.total()
 
     def key_request(self, key: str) -> None:
         """key: its name in the file of keys, here and below."""
@@ -136,6 +168,13 @@ class IngressMetrics:
             families.add("outrider:requests_in_flight", number, api=api)
         for reason, count in sorted(self._rejections.items()):
             families.add("outrider:admission_rejections_total", count, reason=reason)
+        for by, count in self._refused_generations.items():
+            families.add("outrider:refused_generations_total", count, by=by)
+        if (scaling := self.scaling) is not None:
+            for state in ("wanted", "running", "least", "most"):
+                families.add("outrider:autoscaling_replicas", getattr(scaling, state), state=state)
+            for reason in REASONS:
+                families.add("outrider:autoscaling_reason", float(reason == scaling.reason), reason=reason)
         return render(families)
 
 

@@ -22,6 +22,12 @@ CALLER = Table(
     PROJECT,
     "actors/serve_seam/request_router.py and broadcast.py",
     (
+        Borrowed(f"{_ROUTER}._deployment_id", "whose replicas are counted"),
+        Borrowed(
+            "ray.serve.config:AutoscalingConfig.metrics_interval_s",
+            "set: how often callers' queues are told to the controller",
+            read_by=("ray.serve._private.router:RouterMetricsManager.update_deployment_config",),
+        ),
         Borrowed(
             f"{_ROUTER}._choose_replica_for_request",
             "overridden: where a caller that gives up waiting shows; there is no hook for it",
@@ -145,6 +151,39 @@ HTTP_PROXY = Table(
     ),
 )
 
+_SCALING = "ray.serve._private.autoscaling_state"
+
+CONTROLLER = Table(
+    PROJECT,
+    "actors/serve_seam/autoscaling.py",
+    (
+        Borrowed(
+            f"{_SCALING}:_resolve_policy_callable",
+            "makes one object of a policy that is a class, with policy_kwargs",
+            takes=("policy",),
+            read_by=(f"{_SCALING}:DeploymentAutoscalingState.register",),
+        ),
+        Borrowed("ray.serve.config:AutoscalingPolicy", "names the policy", also=("policy_function", "policy_kwargs")),
+        Borrowed(
+            "ray.serve.config:AutoscalingContext",
+            "what the policy is called with",
+            also=(
+                "app_name",
+                "running_replicas",
+                "target_num_replicas",
+                "raw_metrics",
+                "total_queued_requests",
+                "capacity_adjusted_min_replicas",
+                "capacity_adjusted_max_replicas",
+            ),
+        ),
+        Borrowed("ray.serve._private.common:ReplicaID.unique_id", "by which replicas are told apart"),
+        Borrowed(
+            "ray.serve._private.common:TimeStampedValue", "what a replica said, and when", also=("timestamp", "value")
+        ),
+    ),
+)
+
 _PROXY_START = "ray.serve._private.proxy:ProxyActor.__ray_metadata__.modified_class.__init__"
 
 LISTENING = Table(
@@ -204,6 +243,15 @@ REPLICA = Table(
             "what a replica is asked for routing",
             value="record_routing_stats",
         ),
+        Borrowed(
+            "ray.serve._private.replica:UserCallableWrapper.call_record_autoscaling_stats",
+            "asks a replica for record_autoscaling_stats, which it looks for by that name",
+        ),
+        Borrowed(
+            "ray.serve.config:AutoscalingConfig.metrics_interval_s",
+            "set: how often it is asked",
+            read_by=("ray.serve._private.replica:ReplicaMetricsManager.start_metrics_pusher",),
+        ),
     ),
 )
 
@@ -225,4 +273,4 @@ SERVER = Table(
     ),
 )
 
-TABLES = (CALLER, GRPC_PROXY, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER)
+TABLES = (CALLER, CONTROLLER, GRPC_PROXY, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER)

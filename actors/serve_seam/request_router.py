@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from outrider.actors.serve_seam import leans_on
+from outrider.actors.serve_seam import leans_on, running_replicas
 from outrider.actors.serving.routing.policy import RoutingPolicy, RoutingSettings
 from outrider.actors.serving.routing.request_profile import RoutedRequest, profile
 
@@ -32,6 +32,7 @@ class TargetRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
+        running_replicas.note(self._deployment_id.app_name, self._deployment_id.name, len(replicas))
         self._policy.update({replica.replica_id.unique_id: replica.routing_stats for replica in replicas})
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

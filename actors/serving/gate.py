@@ -28,6 +28,10 @@ from outrider.cluster.limits import LimitsConfig, from_environment
 CAPACITY_METADATA = "outrider-capacity"
 """Trailing metadata of gRPC answers, and header of HTTP's: how many generations can be held and queued together."""
 
+REFUSED = "outrider-refused"
+"""What a proxy adds to a generation that it lets through: how many it has refused since the one before. Metadata of a
+gRPC call, and a key of an HTTP request's scope, where no client can write. Autoscaling goes by it."""
+
 _LOG_EVERY_S = 10.0
 _MOST_APPLICATIONS = 64
 
@@ -49,6 +53,7 @@ class Gate:
         self._capacity: int | None = None
         self._in_flight = 0
         self._told_s = float("-inf")
+        self._untold = 0
         self.refused = 0
 
     def learn(self, capacity: str | bytes) -> None:
@@ -63,6 +68,7 @@ class Gate:
             self._in_flight += 1
             return True
         self.refused += 1
+        self._untold += 1
         if (now := time.monotonic()) - self._told_s >= _LOG_EVERY_S:
             self._told_s = now
             logger.warning("%s: %d in flight, as many as there is room for: refused", self._name, self._in_flight)
@@ -70,6 +76,11 @@ class Gate:
 
     def leave(self) -> None:
         self._in_flight -= 1
+
+    def untold(self) -> int:
+        """How many were refused since this was asked."""
+        untold, self._untold = self._untold, 0
+        return untold
 
 
 class Gates:

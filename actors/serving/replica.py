@@ -139,6 +139,14 @@ class Target:
         """What routers hear of this replica; Serve asks."""
         return await self._routing_stats.collect()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What autoscaling hears of this replica: Serve asks, where it is configured. Nothing of a dead engine."""
+        try:
+            await self._engine.check_health()
+        except Exception:  # noqa: BLE001 - of whatever; Serve's health check reports it
+            return {}
+        return self._engine.report()
+
     async def status(self) -> dict[str, Any]:
         """The public API's server status, as a nested dict."""
         status: dict[str, Any] = {

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from ray.serve.exceptions import BackPressureError
 
+from outrider.actors.observability.metrics import METRICS
 from outrider.actors.replica_calls import GenerationRequest, ReplicaLost, RoundOutput, Usage
 from outrider.actors.serving.draining import DRAIN, Drain
 from outrider.actors.serving.failures import REPLICA_LOST, cause_of
@@ -85,6 +86,8 @@ async def _retried(
                 await asyncio.sleep(queue_pause_s)
                 queue_pause_s = min(2 * queue_pause_s, _LONGEST_PAUSE_S)
                 continue
+            if isinstance(lost, BackPressureError):
+                METRICS.refused_generations("ingress")
             if not isinstance(lost, REPLICA_LOST) or retries == max_retries:
                 raise
             retries, give_up = retries + 1, time.monotonic() + QUEUE_PATIENCE_S

@@ -79,8 +79,15 @@ REPLICA = Table(
         ),
         Borrowed(
             f"{_OUTPUTS}:RequestState",
-            "whose answer an output is part of",
-            also=("parent_req", "external_req_id", "request_index"),
+            "whose answer an output is part of, and what a request that waits comes to",
+            also=(
+                "parent_req",
+                "external_req_id",
+                "request_index",
+                "is_prefilling",
+                "prompt_len",
+                "max_tokens_param",
+            ),
         ),
         Borrowed(
             "vllm.v1.engine:EngineCoreOutput",
@@ -99,7 +106,16 @@ REPLICA = Table(
             "the engine's load",
             also=("num_running_reqs", "num_waiting_reqs", "kv_cache_usage"),
         ),
-        Borrowed("vllm.v1.metrics.stats:IterationStats.num_preempted_reqs", "the engine's load"),
+        Borrowed(
+            "vllm.v1.metrics.stats:IterationStats",
+            "the engine's load, and the work that it does",
+            also=("num_preempted_reqs", "num_prompt_tokens", "num_generation_tokens", "finished_requests"),
+        ),
+        Borrowed(
+            "vllm.v1.metrics.stats:FinishedRequestStats",
+            "how large a usual request is",
+            also=("num_prompt_tokens", "num_generation_tokens"),
+        ),
         Borrowed(
             "vllm.v1.metrics.stats:RequestStateStats",
             "a request's times",

@@ -40,13 +40,18 @@ class StepWatch:
             self._took.append(now - self._last)
         self._last, self._still = now, 0
 
+    @property
+    def usual_s(self) -> float:
+        """The median step; 0 before the first."""
+        return median(self._took) if self._took else 0.0
+
     def tick(self, busy: bool) -> str | None:
         """Why the engine counts as standing still, or None. busy: whether it has requests."""
         if not busy:
             self._last, self._still = None, 0
             return None
         self._still += 1
-        usual_s = median(self._took) if self._took else 0.0
+        usual_s = self.usual_s
         if self._still * self._tick_s <= max(self._least_s, MEDIANS * usual_s):
             return None
         still_s = self._still * self._tick_s

@@ -46,6 +46,7 @@ from outrider.actors.vllm_seam.engine_requests import (
 )
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
+from outrider.actors.vllm_seam.work_meter import WorkMeter
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -57,6 +58,7 @@ class EngineLoad:
         self.running = self.waiting = 0
         self.kv_cache_usage = 0.0
         self.preemptions = 0
+        self.work = WorkMeter()
         self.on_step: Callable[[], None] | None = None
         """Called with each output of the engine's."""
 
@@ -87,6 +89,11 @@ class _Recorder(StatLoggerBase):
             self._load.kv_cache_usage = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self._load.preemptions += iteration_stats.num_preempted_reqs
+            self._load.work.stepped(
+                iteration_stats.num_prompt_tokens + iteration_stats.num_generation_tokens,
+                ((each.num_prompt_tokens, each.num_generation_tokens) for each in iteration_stats.finished_requests),
+                busy=bool(self._load.running or self._load.waiting),
+            )
 
     def log_engine_initialized(self) -> None:
         return None
@@ -134,6 +141,9 @@ class TargetEngine:
     chat_template: in place of the tokenizer's own. structured_output: see ServingConfig.
     """
 
+    _steps: StepWatch | None = None
+    """Once they are watched."""
+
     def __init__(
         self, vllm_config: VllmConfig, chat_template: str | None = None, structured_output: Mode = "all"
     ) -> None:
@@ -170,7 +180,7 @@ class TargetEngine:
     def watch_steps(self, least_s: float) -> None:
         """From now on an engine that stands still for so long, and for MEDIANS times the usual step, is dead: its
         requests end, new ones are refused, and check_health says why."""
-        watch = StepWatch(least_s)
+        watch = self._steps = StepWatch(least_s)
         self._load.on_step = watch.stepped
         self._watching = asyncio.create_task(self._watch(watch))
 
@@ -284,6 +294,24 @@ class TargetEngine:
     def load(self) -> dict[str, Any]:
         """``running`` and ``waiting`` requests, ``kv_cache_usage`` 0..1."""
         return self._load.snapshot()
+
+    def report(self) -> dict[str, float]:
+        """What autoscaling goes by: see Report in outrider.actors.serving.autoscaling."""
+        load, work = self._load, self._load.work
+        states = [state for state in self._llm.output_processor.request_states.values() if state.is_prefilling]
+        tokens = sum(work.expected_tokens(state.prompt_len, state.max_tokens_param) for state in states)
+        # Some of those without a token yet have a seat, and wait for nothing.
+        waiting_tokens = tokens * min(1.0, load.waiting / len(states)) if states else 0.0
+        return {
+            "running": float(load.running),
+            "waiting": float(load.waiting),
+            "seats": float(self._max_num_seqs),
+            "waiting_tokens": waiting_tokens,
+            "request_tokens": work.request_tokens,
+            "tokens_per_s": work.tokens_per_s,
+            "kv_cache_usage": float(load.kv_cache_usage),
+            "step_ms": 0.0 if self._steps is None else 1e3 * self._steps.usual_s,
+        }
 
     def kv_cache_tokens(self) -> int:
         """Tokens that the KV cache holds, running and cached together."""

@@ -29,6 +29,7 @@ from outrider.deploy.top import (
     LinkView,
     ReplicaView,
     RoundView,
+    ScalingView,
     Scrape,
     ScrapeError,
     View,
@@ -168,12 +169,17 @@ def _header(view: View, note: str) -> str:
         f"outrider · {model}",
         f"{len(up)} of {len(targets)} replicas up",
         f"a pool of {pooled}" if pooled else "",
+        _scaling(view.scaling),
         f"{sum(replica.running for replica in up)} running, {sum(replica.waiting for replica in up)} waiting",
         f"{view.tokens_per_s:.1f} tok/s" if view.interval_s else "",
         f"{view.rejected_per_s:.1f} rejected/s" if view.rejected_per_s else "",
         note,
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _scaling(scaling: ScalingView | None) -> str:
+    return "" if scaling is None else f"{scaling.wanted} of at most {scaling.most} wanted ({scaling.reason})"
 
 
 def _cells(replica: ReplicaView) -> list[Text]:

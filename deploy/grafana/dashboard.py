@@ -79,6 +79,15 @@ TRAFFIC = Row(
             ),
         ),
         Panel(
+            "Autoscaling",
+            (
+                ("max by (state) (outrider:autoscaling_replicas)", "{{state}}"),
+                ("max by (reason) (outrider:autoscaling_reason) == 1", "because: {{reason}}"),
+            ),
+            "short",
+            "Target replicas wanted and running, and why. Nothing without serving.autoscaling.",
+        ),
+        Panel(
             "Prompt tokens",
             (
                 ("sum(rate(vllm:prompt_tokens_total{$of}[$rate]))", "prompt"),
@@ -141,7 +150,10 @@ TARGET_LOAD = Row(
         Panel("Time in the queue", quantiles("vllm:request_queue_time_seconds"), "s"),
         Panel(
             "Refused at the door",
-            (("sum by (reason) (rate(outrider:admission_rejections_total[$rate]))", "{{reason}}"),),
+            (
+                ("sum by (reason) (rate(outrider:admission_rejections_total[$rate]))", "{{reason}}"),
+                ("sum by (by) (rate(outrider:refused_generations_total[$rate]))", "no room, by {{by}}"),
+            ),
             "reqps",
         ),
         Panel(

@@ -31,6 +31,9 @@ class Proxy:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.metadata: list[list[tuple[str, Any]]] = []
+        """Of each call, as the handler gets it."""
+
         self.told: list[tuple[str, str]] = []
         self.sent = 0
         self.read = asyncio.Semaphore(10)
@@ -41,6 +44,7 @@ class Proxy:
     def make_handler(self, service_method: str, streaming_type: gRPCStreamingType) -> Any:
         async def unary(request: Any, context: Any) -> bytes:
             self.asked.append((service_method, request))
+            self.metadata.append(list(context.invocation_metadata()))
             if _id(request) == "wait":
                 await self.read.acquire()
             if _id(request) == "huge":

@@ -14,13 +14,17 @@ from outrider.deploy.app import TAKE_DOWN_S, build, build_app, plan_replica
 DRAIN_S = 77.0
 
 
-@pytest.fixture(scope="module")
-def deployments() -> dict[str, Any]:
+def built(**serving: Any) -> dict[str, Any]:
     """By name: the deployments of an application, Ingress first, as Serve would get them."""
-    config = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}, "serving": {"drain_s": DRAIN_S}})
+    config = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}, "serving": serving})
     ingress = build_app(config, plan_replica(config))._bound_deployment
     (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
     return {bound.name: bound for bound in (ingress, target)}
+
+
+@pytest.fixture(scope="module")
+def deployments() -> dict[str, Any]:
+    return built(drain_s=DRAIN_S)
 
 
 def bound(drafter: dict[str, Any], num_replicas: int = 1) -> dict[str, Any]:
@@ -100,3 +104,38 @@ def test_an_application_may_come_before_its_nodes_where_that_is_said(
     assert "the cluster has 0" in caplog.text
     with pytest.raises(ConfigError, match=r"args\.nodes_may_come: 'yes' is neither true nor false"):
         build({**arguments, "nodes_may_come": "yes"})
+
+
+def test_replicas_that_follow_the_load_are_serves_to_start(
+    deployments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    scaled = built(autoscaling={"min": 2, "max": 4}, max_ongoing_requests=8, max_queued_requests=32)
+    config = scaled["Target"]._deployment_config
+    assert (config.autoscaling_config.min_replicas, config.autoscaling_config.max_replicas) == (2, 4)
+    assert config.autoscaling_config.policy.policy_function.endswith(":TargetScaling")
+    assert deployments["Target"]._deployment_config.autoscaling_config is None
+    assert deployments["Target"]._deployment_config.num_replicas == 1
+    room = scaled["Ingress"].init_kwargs["capacity"]
+    assert (room.a_replica, room.queue, room.replicas) == (8, 32, 2)
+    assert room.running is not None
+    assert scaled["Ingress"]._deployment_config.max_ongoing_requests >= 4 * 8 + 32, "whoever grows has room"
+    assert scaled["Ingress"].init_kwargs["max_retries"] == 3
+    assert "limits.max_sequences" not in caplog.text
+    built(autoscaling={"max": 64}, max_ongoing_requests=64)
+    assert "limits.max_sequences: 1024 is less than" in caplog.text
+
+
+def test_only_the_least_replicas_have_to_fit_todays_nodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpus = 4.0
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}}])
+    assert built(autoscaling={"min": 1, "max": 64})
+    assert "serving.autoscaling.max: 64 replicas" in caplog.text
+    with pytest.raises(ConfigError, match=r"serving\.autoscaling\.min: 32 replicas .*the cluster has 4"):
+        built(autoscaling={"min": 32, "max": 64})
+    cpus = 4096.0
+    caplog.clear()
+    assert built(autoscaling={"min": 32, "max": 64})
+    assert "will wait for others" not in caplog.text

@@ -77,6 +77,17 @@ def test_drafter_is_told_apart_by_method() -> None:
         (tree(speculation={"max_side_branches": -1}), "speculation.max_side_branches.*found -1"),
         (tree(speculation={"max_side_branches": 65}), "speculation.max_side_branches.*found 65"),
         (tree(speculation={"adaptive": "often"}), "speculation.adaptive.*found 'often'"),
+        (tree(serving={"autoscaling": {}}), "serving.autoscaling.max: required"),
+        (tree(serving={"autoscaling": {"min": 0, "max": 2}}), r"serving.autoscaling.min: 0 replicas.*write 1 or more"),
+        (tree(serving={"autoscaling": {"min": 3, "max": 2}}), r"serving.autoscaling.max: 2 is below min \(3\)"),
+        (tree(serving={"autoscaling": {"max": 2, "target_queue_s": 0}}), "target_queue_s.*found 0"),
+        (tree(serving={"autoscaling": {"max": 2, "target_kv_usage": 1.5}}), "target_kv_usage.*found 1.5"),
+        (tree(serving={"autoscaling": {"max": 2, "downscale_delay_s": -1}}), "downscale_delay_s.*found -1"),
+        (tree(serving={"autoscaling": {"max": 2, "target_ongoing_requests": 2}}), "target_ongoing_requests: unknown"),
+        (
+            tree(serving={"num_replicas": 2, "autoscaling": {"max": 4}}),
+            r"serving.num_replicas: is given beside autoscaling.*write autoscaling.min",
+        ),
         ([], "expected a mapping"),
         (None, "expected a mapping"),
     ],
@@ -114,8 +125,17 @@ def test_load_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_parsed_configuration_survives_a_round_trip() -> None:
-    config = parse_config(tree(link={"round_deadline_ms": 50}))
-    assert parse_config(config.model_dump()) == config
+    for sections in ({"link": {"round_deadline_ms": 50}}, {"serving": {"autoscaling": {"max": 2}}}):
+        config = parse_config(tree(**sections))
+        assert parse_config(config.model_dump()) == config
+        assert parse_config(config.model_dump(mode="json", exclude_unset=True)) == config
+
+
+def test_replicas_are_a_number_or_follow_the_load() -> None:
+    serving = parse_config(tree(serving={"num_replicas": 3})).serving
+    assert (serving.least_replicas, serving.most_replicas) == (3, 3)
+    serving = parse_config(tree(serving={"autoscaling": {"min": 2, "max": 4}})).serving
+    assert (serving.least_replicas, serving.most_replicas) == (2, 4)
 
 
 @pytest.mark.parametrize("k", [0, -1, 33])

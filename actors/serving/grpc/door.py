@@ -43,6 +43,7 @@ from outrider.actors.serving.failures import (
 )
 from outrider.actors.serving.gate import (
     CAPACITY_METADATA,
+    REFUSED,
     Arrival,
     Doors,
     Gate,
@@ -109,8 +110,10 @@ def proxied_call(method: str, handler: Handler, *, streams: bool) -> ProxiedCall
             _GATES.count_refusal()
             _fail(context, place)
             return
+        refused = gate.untold() if method in _GENERATIONS else 0
+        told = _Told(context, refused) if refused or REFUSED in metadata else context
         try:
-            await _Answer(handler, streams, context, here, place).give(request)
+            await _Answer(handler, streams, told, here, place).give(request)
             for key, value in context.trailing_metadata() or ():
                 if key == CAPACITY_METADATA:
                     gate.learn(value)
@@ -176,6 +179,20 @@ async def _received(requests: AsyncIterator[Any], here: Doors) -> Any:
     if (request := reading.result()) is None:
         return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
     return request
+
+
+class _Told:
+    """A call's context, with what the proxy tells the ingress beside its metadata."""
+
+    def __init__(self, context: Any, refused: int) -> None:
+        self._context, self._refused = context, refused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
+        given = ((key, value) for key, value in self._context.invocation_metadata() or () if key != REFUSED)
+        return (*given, *([(REFUSED, str(self._refused))] if self._refused else []))
 
 
 class _Place:

@@ -26,7 +26,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
-from outrider.actors.observability.metrics import CANCELLED, METRICS
+from outrider.actors.observability.metrics import CANCELLED, METRICS, Scaling
 from outrider.actors.observability.tracing import RequestSpan, rpc_span
 from outrider.actors.replica_calls import (
     Broadcast,
@@ -43,9 +43,10 @@ from outrider.actors.serving.access.guard import CALLER
 from outrider.actors.serving.access.owners import Owners, cache_salt, tenant_of
 from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
+from outrider.actors.serving.capacity import Capacity
 from outrider.actors.serving.draining import DRAIN, DrainCalls
 from outrider.actors.serving.failures import IN_PROCESS_PEERS, REQUEST_ID_METADATA, UnknownService, errors_become_status
-from outrider.actors.serving.gate import CAPACITY_METADATA
+from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
 from outrider.actors.serving.grpc.responses import (
     Answers,
     load_metadata,
@@ -62,6 +63,7 @@ from outrider.actors.serving.grpc.validation import (
     to_tokenize_request,
 )
 from outrider.actors.serving.running import RunningRequests, retried
+from outrider.actors.serving.scaling_board import Teller
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
@@ -85,10 +87,18 @@ def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | Non
     in_process = not isinstance(grpc_context, RayServegRPCContext) or grpc_context.peer() in IN_PROCESS_PEERS
     with ExitStack() as keyed:
         if not in_process:
+            _note_refusals(grpc_context)
             with errors_become_status(grpc_context, rpc):
                 keyed.enter_context(let_in(grpc_context, rpc))
         with _counted("in_process" if in_process else "grpc", grpc_context, rpc, request_id) as span:
             yield span
+
+
+def _note_refusals(grpc_context: RayServegRPCContext) -> None:
+    """Those that the proxy which the call came through tells of with it."""
+    for key, value in grpc_context.invocation_metadata():
+        if key == REFUSED and str(value).isdecimal():
+            METRICS.refused_generations("proxy", int(value))
 
 
 @contextmanager
@@ -122,7 +132,11 @@ class HealthCalls:
     _target: DeploymentHandle
     _broadcast: Broadcast
     _health_poll: SharedPoll[int]
-    _capacity_metadata: list[tuple[str, str]]
+    _capacity: Capacity | None
+
+    @property
+    def _capacity_metadata(self) -> list[tuple[str, str]]:
+        return [] if self._capacity is None else [(CAPACITY_METADATA, str(self._capacity.now(self._target)))]
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
@@ -225,19 +239,21 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         num_speculative_tokens: int,
         vocab_size: int | None = None,
         max_retries: int = 1,
-        capacity: int | None = None,
+        capacity: Capacity | None = None,
         *,
         broadcast: Broadcast,
         keys_file: str | None = None,
         isolates_tenants: bool = False,
         limits: LimitsConfig | None = None,
         is_stopping: Callable[[], bool] = bool,
+        autoscaled: bool = False,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
         targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
         None: the defaults. keys_file: whose keys calls need; None: none. isolates_tenants: caches are a key's own.
-        is_stopping: whether Serve takes this replica down.
+        is_stopping: whether Serve takes this replica down. autoscaled: what was refused is to be told, on the event
+        loop that this is made on.
 
         Raises ConfigError for a file of keys that cannot be used."""
         DRAIN.watch(is_stopping)
@@ -250,11 +266,12 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         self._health_poll = SharedPoll(self._ask_health)
         self._status_poll = SharedPoll(self._ask_status)
         self._max_retries = max_retries
-        self._capacity_metadata = [] if capacity is None else [(CAPACITY_METADATA, str(capacity))]
+        self._capacity = capacity
         self._running = RunningRequests()
         self._owners = Owners()
         self._isolates_tenants = isolates_tenants
         self._started_unix_s = time.time()
+        self._telling = asyncio.get_running_loop().create_task(_teller().run()) if autoscaled else None
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         request_id = _request_id(request)
@@ -446,6 +463,16 @@ async def _within(seconds: float, call: Any) -> Any:
 
 def _request_id(request: GenerationMessage) -> str:
     return request.request_id if request.HasField("request_id") else uuid.uuid4().hex
+
+
+def _teller() -> Teller:
+    """Of this replica."""
+
+    def hear(scaling: Scaling | None) -> None:
+        METRICS.scaling = scaling
+
+    context = serve.get_replica_context()
+    return Teller(context.app_name, context.replica_id.unique_id, lambda: METRICS.num_refused_generations, hear)
 
 
 def _this_deployment() -> DeploymentHandle:

@@ -13,6 +13,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -31,7 +32,7 @@ from outrider.actors.observability.tracing import TRACE_HEADERS, ingress_span, p
 from outrider.actors.replica_calls import Broadcast, RequestError
 from outrider.actors.serving.access.calls import GuardedHttp
 from outrider.actors.serving.access.process import ingress_guard
-from outrider.actors.serving.gate import CAPACITY_METADATA
+from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.actors.serving.heap import return_large_blocks
 from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
@@ -92,7 +93,7 @@ class Front(Ingress):
             self._max_retries,
             self,
             self._broadcast,
-            kwargs.get("capacity"),
+            None if self._capacity is None else partial(self._capacity.now, target),
             self._limits,
             self._admission,
             self._owners,
@@ -186,6 +187,8 @@ class CountRequests:
             await send(message)
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
+        if refused := scope.get(REFUSED):  # the proxy's, which no client can write into
+            self._metrics.refused_generations("proxy", refused)
         with self._metrics.in_flight("http"):
             failed = False
             try:
@@ -232,13 +235,13 @@ class TraceRequests:
 class TellCapacity:
     """ASGI middleware of the ingress: a header with every response."""
 
-    def __init__(self, app: ASGIApp, capacity: int) -> None:
-        self._app, self._capacity = app, str(capacity)
+    def __init__(self, app: ASGIApp, capacity: Callable[[], int]) -> None:
+        self._app, self._capacity = app, capacity
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def tell(message: Any) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).append(CAPACITY_METADATA, self._capacity)
+                MutableHeaders(scope=message).append(CAPACITY_METADATA, str(self._capacity()))
             await send(message)
 
         await self._app(scope, receive, tell if scope["type"] == "http" else send)

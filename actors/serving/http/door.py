@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.actors.serving.gate import (
     CAPACITY_METADATA,
+    REFUSED,
     Arrival,
     Doors,
     Gate,
@@ -93,6 +94,8 @@ class HttpDoor:
             if not gate.enter():
                 self._gates.count_refusal()
                 raise HttpError(queue_full())
+            if refused := gate.untold():
+                scope[REFUSED] = refused
             try:
                 yield gate
             finally:

@@ -114,8 +114,8 @@ class HttpContext:
 
     broadcast: Broadcast
 
-    capacity: int | None = None
-    """Requests that targets and queue hold together, which proxies are told; None: unknown."""
+    capacity: Callable[[], int] | None = None
+    """Requests that targets and queue hold together now, which proxies are told; None: unknown."""
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     admission: Admission = field(default_factory=lambda: Admission(LimitsConfig()))

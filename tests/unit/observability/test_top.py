@@ -16,9 +16,11 @@ import grpc
 import pytest
 from rich.console import Console
 
+from outrider.actors.observability.metrics import IngressMetrics
+from outrider.actors.serving.scaling_board import Scaling
 from outrider.deploy.cli import main, top
 from outrider.deploy.client.error import OutriderError
-from outrider.deploy.top import LinkView, ReplicaView, ScrapeError, View, parse, view, view_of_status
+from outrider.deploy.top import LinkView, ReplicaView, ScalingView, ScrapeError, View, parse, view, view_of_status
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.observability.test_application_metrics import exposed
 
@@ -137,6 +139,17 @@ def test_a_drafter_of_the_pool_is_no_replica_that_serves():
     row, drafter = lines[-2:]
     assert row.split()[:3] == ["p", "drafts", "-"]
     assert drafter.strip().startswith("drafter 7 sequences of 4 targets, ")
+
+
+def test_replicas_that_follow_the_load_are_in_the_first_line():
+    metrics = IngressMetrics()
+    fixed = parse(text() + metrics.text(), 0.0)
+    assert view(None, fixed).scaling is None
+    assert "wanted" not in render(view(None, fixed), width=150)[0]
+    metrics.scaling = Scaling(wanted=3, running=1, least=1, most=4, reason="queue")
+    shown = view(None, parse(text() + metrics.text(), 0.0))
+    assert shown.scaling == ScalingView(3, 1, 4, "queue")
+    assert "1 of 1 replicas up · 3 of at most 4 wanted (queue) · " in render(shown, width=150)[0]
 
 
 def test_what_is_wrong_is_red():

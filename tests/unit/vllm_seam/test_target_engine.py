@@ -15,9 +15,11 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from outrider.actors.replica_calls import GenerationRequest, RequestError, RequestIdInUse, RoundOutput, SamplingFailed
 from outrider.actors.round.origins import RoundLog
+from outrider.actors.serving.autoscaling import Report
 from outrider.actors.vllm_seam.engine_requests import sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine
+from outrider.actors.vllm_seam.work_meter import USUAL_ANSWER_TOKENS
 from tests.unit.vllm_seam.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
 
@@ -136,3 +138,20 @@ def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
         assert (await anext(engine.generate(request()))).token_ids == (3,)
 
     asyncio.run(ask_twice())
+
+
+def test_a_report_counts_the_tokens_of_those_that_have_no_seat() -> None:
+    states = {
+        "runs": SimpleNamespace(is_prefilling=False, prompt_len=1000, max_tokens_param=1000),
+        "has a seat": SimpleNamespace(is_prefilling=True, prompt_len=100, max_tokens_param=20),
+        "waits": SimpleNamespace(is_prefilling=True, prompt_len=200, max_tokens_param=None),
+    }
+    engine = object.__new__(TargetEngine)
+    engine._load, engine._max_num_seqs = EngineLoad(), 4
+    engine._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    engine._load.running, engine._load.waiting = 2, 1
+    report = engine.report()
+    assert report["waiting_tokens"] == (100 + 20 + 200 + USUAL_ANSWER_TOKENS) / 2
+    assert Report.of(report) == Report(2, 1, 4, report["waiting_tokens"], 512, 0, 0, 0)
+    engine._load.waiting = 0
+    assert engine.report()["waiting_tokens"] == 0

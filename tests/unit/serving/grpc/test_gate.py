@@ -78,3 +78,12 @@ def test_applications_have_gates_of_their_own() -> None:
     assert entered(gates.of("a"), 2) == 1
     assert entered(gates.of("b"), 2) == 2
     assert gates.of("a") is gates.of("a")
+
+
+def test_refusals_are_told_once() -> None:
+    gate = Gate("calls")
+    gate.learn("1")
+    entered(gate, 4)
+    assert [gate.untold(), gate.untold()] == [3, 0]
+    gate.enter()
+    assert gate.untold() == 1

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.actors.serving.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA
-from outrider.actors.serving.gate import CAPACITY_METADATA, Doors, Gates
+from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED, Doors, Gates
 from outrider.actors.serving.grpc import door
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
@@ -259,6 +259,31 @@ async def test_beyond_the_capacity_that_an_answer_told_generations_are_refused_h
         proxy.read.release()
         await asyncio.gather(*held)
         await stub.Generate(pb.GenerateRequest())
+
+
+async def test_the_next_call_that_is_let_in_tells_of_those_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_GATES", Gates("grpc"))
+    proxy = Proxy()
+    proxy.read = asyncio.Semaphore(0)
+    proxy.told = [(CAPACITY_METADATA, "1")]
+    async with serving(proxy) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        await stub.Generate(pb.GenerateRequest())
+        held = stub.Generate(pb.GenerateRequest(request_id="wait"))
+        while len(proxy.asked) < 2:  # noqa: ASYNC110 - another task's list
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Generate(pb.GenerateRequest())
+        proxy.read.release()
+        await held
+        forged = ((REFUSED, "1000"), ("kept", "yes"))
+        for _ in range(2):
+            await stub.Generate(pb.GenerateRequest(), metadata=forged)
+        await stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=forged)
+    told = [[value for key, value in metadata if key == REFUSED] for metadata in proxy.metadata]
+    assert told == [[], [], ["3"], [], []], "once, and what a client writes is no number of refusals"
+    assert all(("kept", "yes") in metadata for metadata in proxy.metadata[2:])
 
 
 @pytest.mark.parametrize("way", ["Generate", "GenerateStream"])

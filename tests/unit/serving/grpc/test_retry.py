@@ -7,6 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
+from outrider.actors.observability.metrics import METRICS
 from outrider.actors.replica_calls import ReplicaLost
 from outrider.actors.serving import running as retry
 from outrider.actors.serving.running import retried
@@ -141,3 +142,12 @@ def test_a_deadline_cancels_the_call():
 
 def test_the_error_says_which_replica():
     assert str(lost("a").cause) == "replica a: the engine is gone"
+
+
+def test_a_full_queue_counts_as_refused_once_it_is_final():
+    before = METRICS.num_refused_generations
+    with pytest.raises(BackPressureError):
+        asyncio.run(read(Sender(Call(error=FULL))))
+    assert METRICS.num_refused_generations == before + 1
+    assert asyncio.run(read(Sender(Call(error=DIED), Call(error=FULL), Call(1)))) == [1]
+    assert METRICS.num_refused_generations == before + 1

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from outrider.actors.serve_seam.http_proxy import middlewares
 from outrider.actors.serving.access.calls import GuardedHttp
-from outrider.actors.serving.gate import CAPACITY_METADATA
+from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
 from outrider.actors.serving.http.app import TellCapacity
 from outrider.actors.serving.http.door import GENERATIONS, HttpDoor
 from outrider.actors.serving.http.error_faces import ErrorFaces
@@ -29,9 +29,13 @@ class Server:
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.started = 0
+        self.capacity = CAPACITY
+        self.told: list[int | None] = []
+        """How many refusals each generation was told of."""
 
     async def generate(self, request: Request) -> Response:
         self.started += 1
+        self.told.append(request.scope.get(REFUSED))
         await self.go.wait()
         return JSONResponse({"text": "done"})
 
@@ -44,7 +48,7 @@ class Server:
             Route(before + end, self.generate, methods=["POST"]) for before in ("", "/b") for end in GENERATIONS
         ]
         others = [Route(path, self.other, methods=["GET", "POST"]) for path in ("/health", "/b/health", "/tokenize")]
-        app = HttpDoor(TellCapacity(Starlette(routes=[*generations, *others]), CAPACITY))
+        app = HttpDoor(TellCapacity(Starlette(routes=[*generations, *others]), lambda: self.capacity))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
             yield client
 
@@ -106,3 +110,34 @@ def test_serve_gets_a_list_of_middlewares() -> None:
 
     found = [middleware.cls for middleware in validate_http_proxy_callback_return(middlewares())]
     assert found == [ErrorFaces, HttpDoor, GuardedHttp]  # the last is the first that a request meets
+
+
+async def test_room_follows_what_the_ingress_tells_last(server: Server) -> None:
+    """As many more as there are places in a replica that has come."""
+    async with server.client() as client:
+        await client.get("/health")
+        held = [asyncio.create_task(client.post(GENERATIONS[0], json={})) for _ in range(CAPACITY)]
+        await server.until_started(CAPACITY)
+        assert (await client.post(GENERATIONS[0], json={})).status_code == 429
+        server.capacity = 2 * CAPACITY
+        await client.get("/health")
+        held += [asyncio.create_task(client.post(GENERATIONS[0], json={})) for _ in range(CAPACITY)]
+        await server.until_started(2 * CAPACITY)
+        assert (await client.post(GENERATIONS[0], json={})).status_code == 429
+        server.go.set()
+        assert {(await answer).status_code for answer in held} == {200}
+
+
+async def test_the_next_generation_that_is_let_in_tells_of_those_refused(server: Server) -> None:
+    async with server.client() as client:
+        await client.get("/health")
+        held = [asyncio.create_task(client.post(GENERATIONS[0], json={})) for _ in range(CAPACITY)]
+        await server.until_started(CAPACITY)
+        for _ in range(5):
+            assert (await client.post(GENERATIONS[1], json={})).status_code == 429
+        server.go.set()
+        await asyncio.gather(*held)
+        forged = {REFUSED: "1000"}
+        for _ in range(2):
+            assert (await client.post(GENERATIONS[0], json={}, headers=forged)).status_code == 200
+    assert server.told == [None] * CAPACITY + [5, None], "once, and what a client writes is no number of refusals"

@@ -1,0 +1,53 @@
+"""``serving.autoscaling``: how many target replicas there are to be, and by what."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from outrider.cluster.config_section import Section
+
+REASONS = ("steady", "queue", "refused", "kv", "round", "idle", "loading", "no_data", "bounds")
+"""Why there are to be so many: nothing calls for a change; work waits too long; requests were refused; KV caches are
+full; steps are too long; there is room for one less; what was called for is being loaded; replicas or callers said
+nothing lately; the configuration's limits have changed."""
+
+
+class AutoscalingConfig(Section):
+    """As many target replicas as the load takes; docs/autoscaling.md says how that is told."""
+
+    min: int = 1
+    """Replicas that there always are. At least 1: a request that no replica takes could not be answered for as long as
+    a model takes to load."""
+
+    max: int
+    """Replicas that there are at most."""
+
+    target_queue_s: float = Field(5.0, gt=0, le=3600)
+    """How long requests that wait for a replica's engine may wait: their tokens, prompt and expected answer, by the
+    tokens a second that the replicas were measured to do. What is longer calls for more replicas."""
+
+    target_round_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """How long a step of the target, a round where it speculates, may take in the median. A batch of more requests has
+    longer ones: what is above it calls for more replicas, as long as there are more requests than replicas. None: steps
+    may be as long as they are."""
+
+    target_kv_usage: float = Field(0.9, gt=0, le=1)
+    """Share of their KV caches that running requests may take while others wait. More calls for more replicas."""
+
+    upscale_delay_s: float = Field(5.0, ge=0, le=3600)
+    """How long more replicas have to be called for before they are started."""
+
+    downscale_delay_s: float = Field(300.0, ge=0, le=86_400)
+    """How long one replica less has to do before one is taken away; the next one as much later. Starting one again
+    takes as long as its models take to load."""
+
+    @model_validator(mode="after")
+    def _at_least_one(self) -> AutoscalingConfig:
+        if self.min < 1:
+            raise ValueError(
+                f"min: {self.min} replicas would answer nothing until a model is loaded; write 1 or more, or take the "
+                "application down"
+            )
+        if self.max < self.min:
+            raise ValueError(f"max: {self.max} is below min ({self.min}); raise the first or lower the second")
+        return self
