@@ -28,6 +28,7 @@ from outrider.cluster.config import (
 )
 from outrider.cluster.config_section import EngineConfig
 from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, reason_against, schema
+from outrider.cluster.scaling_config import PoolScalingConfig
 
 PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
 ENGINE_ARGS_PATH = PATH.with_name("engine-args.md")
@@ -77,6 +78,7 @@ _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
         "Inside the target's engine. Keys are those of vLLM's `speculative_config`; left out, vLLM's default holds.",
         CoLocatedConfig,
     ),
+    ("drafter.autoscaling", "How many drafters a pool has ([pool.md](pool.md)).", PoolScalingConfig),
     ("speculation", "How much is drafted.", SpeculationConfig),
     ("link", "The wire between one verifier and one drafter.", LinkConfig),
     ("serving", "Serve, ports and queues.", ServingConfig),

@@ -16,6 +16,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from outrider.cluster.config_section import ConfigError, CoreSet, EngineConfig, Section
 from outrider.cluster.engine_args import Side
+from outrider.cluster.scaling_config import PoolScalingConfig
 
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
 """In a drafter actor: what needs tokens only."""
@@ -248,9 +249,22 @@ class ActorConfig(Section):
     num_drafters: int = Field(1, ge=1, le=1024)
     """``placement: pool``: how many. A drafter of 8B has time for four to eight targets of 70B."""
 
+    autoscaling: PoolScalingConfig | None = None
+    """``placement: pool``: a number of drafters that follows what they gain, in place of ``num_drafters``; keys below,
+    under «drafter.autoscaling»."""
+
     @property
     def pooled(self) -> bool:
         return self.placement == "pool"
+
+    @property
+    def least_drafters(self) -> int:
+        """Of a pool: that there are from the start."""
+        return self.num_drafters if self.autoscaling is None else self.autoscaling.min
+
+    @property
+    def most_drafters(self) -> int:
+        return self.num_drafters if self.autoscaling is None else self.autoscaling.max
 
     @model_validator(mode="before")
     @classmethod
@@ -263,6 +277,10 @@ class ActorConfig(Section):
             raise ValueError(
                 f"num_drafters ({self.num_drafters}): only with placement: pool; each target replica has one of its own"
             )
+        if self.autoscaling is not None and not self.pooled:
+            raise ValueError("autoscaling: only with placement: pool; serving.autoscaling is for targets")
+        if self.autoscaling is not None and self.num_drafters > 1:
+            raise ValueError("num_drafters: is given beside autoscaling, which decides it; leave it out")
         return self
 
 

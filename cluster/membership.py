@@ -49,7 +49,7 @@ def fingerprint(config: OutriderConfig) -> str:
     """Of what both ends of a link have to agree on: the two models and their tokens, how is drafted, and the protocol.
     A deployment that is replaced by another configuration has members of both for a while."""
     drafter, target = config.remote_drafter, config.target
-    where = {"placement", "cores", "num_drafters"}
+    where = {"placement", "cores", "num_drafters", "autoscaling"}
     agreed = {
         "protocol": PROTOCOL_VERSION,
         "drafter": None if drafter is None else drafter.model_dump(mode="json", exclude=where),
@@ -109,6 +109,20 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a target does, tokens a second as its length controller expects them; 0: not known."""
+
+    is_busy: bool = False
+    """Requests run that may be drafted for."""
+
+    rate: float = 0.0
+    """With drafts."""
+
+    plain_rate: float = 0.0
+    """Without."""
+
+
+@dataclass(frozen=True)
 class Verifier:
     """Who asks for a drafter."""
 
@@ -119,6 +133,8 @@ class Verifier:
     place: Place = Place()
     linked_to: str = ""
     """The drafter of the link that is up."""
+
+    work: Work = Work()
 
 
 @dataclass

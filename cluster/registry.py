@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outrider.cluster.link.authentication import new_secret
-from outrider.cluster.membership import Assignment, LinkGrant, LinkReport, Member, Membership, Place, Verifier
+from outrider.cluster.membership import Assignment, LinkGrant, LinkReport, Member, Membership, Place, Verifier, Work
 from outrider.cluster.placement import NAMESPACE
 
 LEASE_S = 60.0
@@ -62,6 +62,10 @@ class Registry:
 
     async def links(self) -> dict[str, LinkReport]:
         return dict(self._members.links)
+
+    async def work(self) -> list[Work]:
+        """Of every verifier that has asked for a drafter."""
+        return [verifier.work for verifier in self._members.verifiers.values()]
 
     async def drafters(self) -> dict[str, list[str]]:
         """Those of the pool, each with the verifiers whose links to it are up."""

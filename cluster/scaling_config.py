@@ -1,4 +1,5 @@
-"""``serving.autoscaling``: how many target replicas there are to be, and by what."""
+"""``serving.autoscaling`` and ``drafter.autoscaling``: how many target replicas there are to be, and how many drafters
+of the pool, and by what."""
 
 from __future__ import annotations
 
@@ -48,6 +49,44 @@ class AutoscalingConfig(Section):
                 f"min: {self.min} replicas would answer nothing until a model is loaded; write 1 or more, or take the "
                 "application down"
             )
+        if self.max < self.min:
+            raise ValueError(f"max: {self.max} is below min ({self.min}); raise the first or lower the second")
+        return self
+
+
+POOL_REASONS = ("targets", "gain", "idle", "probe", "no_data", "bounds")
+"""Why there are to be so many drafters: as many as the targets at work take; fewer, since more would gain less than
+they cost; no target is at work; to see what one gains now; nobody has said anything lately; the configuration's
+limits."""
+
+
+class PoolScalingConfig(Section):
+    """As many drafters as pay for themselves; docs/pool.md says how that is told."""
+
+    min: int = Field(0, ge=0, le=1024)
+    """Drafters that there always are. 0: where none pays, all targets decode plainly."""
+
+    max: int = Field(ge=1, le=1024)
+    """Drafters that there are at most."""
+
+    targets_per_drafter: int = Field(4, ge=1, le=1024)
+    """Targets with requests that one drafter has time for. A drafter of 8B has it for four to eight targets of 70B."""
+
+    worth: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
+    """What a drafter has to gain, in tokens a second over plain decoding, by what its accelerators would do as part of
+    a target. 0: any gain will do."""
+
+    upscale_delay_s: float = Field(5.0, ge=0, le=3600)
+    """How long more drafters have to be called for before they are started."""
+
+    downscale_delay_s: float = Field(300.0, ge=0, le=86_400)
+    """How long one drafter less has to do before one is taken away; the next one as much later."""
+
+    probe_s: float = Field(900.0, ge=1, le=86_400)
+    """Where none pays and requests run: how long until one is started to see whether that has changed."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PoolScalingConfig:
         if self.max < self.min:
             raise ValueError(f"max: {self.max} is below min ({self.min}); raise the first or lower the second")
         return self

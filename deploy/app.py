@@ -137,18 +137,21 @@ class ReplicaPlan:
     """Where each drafter of the pool runs; None without one."""
 
     num_drafters: int = 0
-    """In the pool."""
+    """In the pool, at least."""
 
-    def total(self, resource: str, num_replicas: int) -> float:
-        """Of all replicas and the pool."""
-        pool = 0.0 if self.pool is None else self.pool.total(resource) * self.num_drafters
+    most_drafters: int = 0
+
+    def total(self, resource: str, num_replicas: int, num_drafters: int) -> float:
+        """Of so many replicas and so large a pool."""
+        pool = 0.0 if self.pool is None else self.pool.total(resource) * num_drafters
         return self.placement.total(resource) * num_replicas + pool
 
 
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had."""
     gpu = engine_on_gpu()
-    num_drafters = drafter.num_drafters if (drafter := config.remote_drafter) is not None and drafter.pooled else 0
+    pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
+    sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
     if config.co_located is not None:
         check_build_drafts(config.co_located, gpu)
     if gpu:
@@ -156,16 +159,16 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
         pool = pool_placement_of(config, on_gpu=True)
-        return ReplicaPlan(placement_of(config, on_gpu=True), None, (), pool, num_drafters)
+        return ReplicaPlan(placement_of(config, on_gpu=True), None, (), pool, *sizes)
     cores = plan_cores(config, available_cores())
     warnings = cores.warnings
     if config.serving.most_replicas > 1:
         field = "num_replicas" if config.serving.autoscaling is None else "autoscaling.max"
         warnings += (f"replicas on one machine share the cores planned for one of them (serving.{field})",)
-    if num_drafters > 1:
+    if sizes[1] > 1:
         warnings += ("drafters on one machine share the cores planned for one of them (drafter.num_drafters)",)
     placement, pool = placement_of(config, False, cores), pool_placement_of(config, False, cores)
-    return ReplicaPlan(placement, cores, warnings, pool, num_drafters)
+    return ReplicaPlan(placement, cores, warnings, pool, *sizes)
 
 
 def engine_on_gpu() -> bool:
@@ -264,7 +267,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         pool = serve.deployment(
             DrafterPool,
             name="DrafterPool",
-            num_replicas=plan.num_drafters,
+            **drafters(config),
             placement_group_bundles=[dict(bundle) for bundle in plan.pool.bundles],
             placement_group_strategy=plan.pool.strategy,
             ray_actor_options={"num_cpus": plan.pool.bundles[0]["CPU"], **environment},
@@ -325,6 +328,20 @@ def replicas(serving: ServingConfig) -> dict[str, Any]:
     return {"autoscaling_config": serve_autoscaling(serving.autoscaling, serving.app_name)}
 
 
+def drafters(config: OutriderConfig) -> dict[str, Any]:
+    """How many drafters a pool has: the deployment's option."""
+    from outrider.actors.serve_seam.pool_scaling import serve_pool_autoscaling
+
+    drafter = config.remote_drafter
+    assert drafter is not None
+    if drafter.autoscaling is None:
+        return {"num_replicas": drafter.num_drafters}
+    # A look-up drafter has none.
+    own = drafter.tensor_parallel_size if isinstance(drafter, DraftModelConfig) else 0
+    accelerators = own / config.target.tensor_parallel_size
+    return {"autoscaling_config": serve_pool_autoscaling(drafter.autoscaling, accelerators, config.serving.app_name)}
+
+
 def routing(config: OutriderConfig) -> RequestRouterConfig:
     """How callers choose among target replicas."""
     from outrider.actors.serve_seam.request_router import TargetRouter
@@ -362,7 +379,11 @@ def describe(config: OutriderConfig) -> str:
 
 
 def _pool(drafter: ActorConfig) -> str:
-    return f"a pool of {drafter.num_drafters} of " if drafter.pooled else ""
+    if not drafter.pooled:
+        return ""
+    if drafter.autoscaling is None:
+        return f"a pool of {drafter.num_drafters} of "
+    return f"a pool of {drafter.autoscaling.min} to {drafter.autoscaling.max} of "
 
 
 def _engine(engine: EngineConfig) -> str:

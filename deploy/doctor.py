@@ -439,7 +439,8 @@ def check_memory(config: OutriderConfig, available: int) -> Finding:
 
 def check_gpus(config: OutriderConfig) -> list[Finding]:
     """Enough GPUs, and what is free on them, as nvidia-smi has it."""
-    wanted = plan_replica(config).total("GPU", config.serving.least_replicas)
+    plan = plan_replica(config)
+    wanted = plan.total("GPU", config.serving.least_replicas, plan.num_drafters)
     try:
         query = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -197,7 +197,7 @@ class Server:
             ray.init(self._address, namespace=NAMESPACE, log_to_driver=self._verbose, logging_level=level)
         else:
             self._progress.say("starting Ray")
-            needed = plan.total("CPU", self._config.serving.most_replicas)
+            needed = plan.total("CPU", self._config.serving.most_replicas, plan.most_drafters)
             # Logical: ranks that share cores still need a bundle each.
             num_cpus = max(os.cpu_count() or 1, math.ceil(needed))
             context = ray.init(**cluster_of_its_own(num_cpus), log_to_driver=self._verbose, logging_level=level)

@@ -356,7 +356,8 @@ class Deployments:
         self._take_down()
         config = parse_config(self._configurations[name])
         plan = plan_replica(config)
-        pooled = plan.pool is not None  # so that a test may change how many there are
+        # So that a test may change how many there are.
+        pooled = plan.pool is not None and plan.num_drafters == plan.most_drafters
         serve.run(
             build_app(config, plan), name=config.serving.app_name, route_prefix="/", external_scaler_enabled=pooled
         )

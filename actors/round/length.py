@@ -74,6 +74,11 @@ class FixedLengths:
     def snapshot(self) -> dict[str, Any]:
         return {}
 
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Nobody expects anything."""
+        return 0.0, 0.0
+
 
 _PLAN_ROUNDS = 8
 _START_GAIN, _STAY_GAIN = 1.04, 1.02  # what drafting must promise to begin again, and to go on
@@ -224,6 +229,12 @@ class LengthController:
             "expected_rate": self._rate,
             "expected_plain_rate": self._plain_rate,
         }
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Tokens a second that are expected of the batch, with drafts and without; 0 before its first round. Any
+        thread."""
+        return self._rate, self._plain_rate
 
     # What is known.
 

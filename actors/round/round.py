@@ -34,6 +34,7 @@ from outrider.actors.round.statistics import RoundStatistics, RoundTimes
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.link.link import Link
 from outrider.cluster.link.messages import CloseReason, DraftOrigin, Message, Proposals, ProposalStatus, SparseQ
+from outrider.cluster.membership import Work
 
 logger = logging.getLogger(__name__)
 
@@ -296,6 +297,12 @@ class Round:
             self._warned_of_bad_proposals = True
             message = "request %s: a proposal was not usable; further ones are only counted"
             logger.warning(message, request_id, extra=about(request_id))
+
+    def work(self) -> Work:
+        """What the target does now. Any thread."""
+        rate, plain_rate = self._lengths.rates
+        is_busy = bool(self.requests) and self.deployment.num_speculative_tokens > 0
+        return Work(is_busy, rate, plain_rate)
 
     def reset_statistics(self) -> None:
         """Forget the rounds of the warm-up."""

@@ -43,20 +43,29 @@ logger = logging.getLogger("ray.serve.outrider.autoscaling")
 
 
 def serve_autoscaling(settings: AutoscalingConfig, app_name: str) -> ServeAutoscaling:
-    """For the Target deployment. Delays are the policy's own, so Serve's are none."""
+    """For the Target deployment."""
+    return without_delays(
+        TargetScaling,
+        {"app_name": app_name, "settings": settings.model_dump()},
+        min_replicas=settings.min,
+        max_replicas=settings.max,
+    )
+
+
+def without_delays(policy: type, arguments: Mapping[str, Any], **limits: int) -> ServeAutoscaling:
+    """policy: a class that Serve makes one object of, with these arguments. Delays are its own, so Serve's are none."""
     with warnings.catch_warnings():
         # Serve says that a variable will be in place of metrics_interval_s, which this Serve does not read yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         return ServeAutoscaling(
-            min_replicas=settings.min,
-            max_replicas=settings.max,
+            **limits,
             metrics_interval_s=REPORT_EVERY_S,
             look_back_period_s=LOOK_BACK_S,
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,
             policy=AutoscalingPolicy(
-                policy_function=f"{TargetScaling.__module__}:{TargetScaling.__name__}",
-                policy_kwargs={"app_name": app_name, "settings": settings.model_dump()},
+                policy_function=f"{policy.__module__}:{policy.__name__}",
+                policy_kwargs=dict(arguments),
             ),
         )
 

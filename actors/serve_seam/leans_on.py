@@ -155,7 +155,7 @@ _SCALING = "ray.serve._private.autoscaling_state"
 
 CONTROLLER = Table(
     PROJECT,
-    "actors/serve_seam/autoscaling.py",
+    "actors/serve_seam/autoscaling.py and pool_scaling.py",
     (
         Borrowed(
             f"{_SCALING}:_resolve_policy_callable",

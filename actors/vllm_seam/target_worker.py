@@ -58,6 +58,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
                 decode=lambda payload: unpack(payload, vocab_size, k),
                 on_link=self._round.offer_link,
                 device=None if self.device.type == "cpu" else str(self.device),
+                work=self._round.work,
             )
 
     def _make_round(self, config: OutriderConfig, sampler: TargetSampler) -> Round:

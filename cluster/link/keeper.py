@@ -18,7 +18,7 @@ import ray
 
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.link import HANG, Link, LinkError, host_link
-from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Place, Verifier, fingerprint
+from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Place, Verifier, Work, fingerprint
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import this_place
 
@@ -83,8 +83,10 @@ class LinkKeeper:
         decode: Callable[[Any], Sequence[Any]],
         on_link: Callable[[Link], None],
         device: str | None = None,
+        work: Callable[[], Work] = Work,
     ) -> None:
-        """device: the rank's CUDA device, for an nccl link."""
+        """device: the rank's CUDA device, for an nccl link. work: what the target does now; any thread."""
+        self._work = work
         self._config, self._identity = config, identity
         self._vocab_size, self._capacity_words, self._decode = vocab_size, capacity_words, decode
         self._on_link, self._device = on_link, device
@@ -149,7 +151,7 @@ class LinkKeeper:
     def _verifier(self, linked_to: str = "") -> Verifier:
         if self._place is None:
             self._place = this_place()
-        return Verifier(self._identity.replica, self._fingerprint, self._place, linked_to)
+        return Verifier(self._identity.replica, self._fingerprint, self._place, linked_to, self._work())
 
     def _restart(self, drafter: str) -> None:
         """Kill a drafter whose loop is stuck; Ray starts a fresh one under the same name."""

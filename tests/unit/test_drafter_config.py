@@ -261,3 +261,25 @@ def test_a_pool_has_a_number_of_drafters(number) -> None:
 def test_each_target_has_one_drafter_of_its_own_outside_a_pool() -> None:
     with pytest.raises(ConfigError, match=r"num_drafters \(2\): only with placement: pool"):
         parsed({"method": "ngram", "num_drafters": 2})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ({"autoscaling": {"max": 2}}, "autoscaling: only with placement: pool"),
+        ({"placement": "pool", "num_drafters": 2, "autoscaling": {"max": 2}}, "num_drafters: is given beside"),
+        ({"placement": "pool", "autoscaling": {"min": 3, "max": 2}}, r"max: 2 is below min \(3\)"),
+        ({"placement": "pool", "autoscaling": {}}, r"drafter\.autoscaling\.max"),
+        ({"placement": "pool", "autoscaling": {"max": 2, "worth": -1}}, r"drafter\.autoscaling\.worth"),
+    ],
+)
+def test_a_pool_that_follows_its_gain_is_checked(drafter, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parsed({"method": "ngram", **drafter})
+
+
+def test_a_pool_s_limits() -> None:
+    fixed = parsed({"method": "ngram", "placement": "pool", "num_drafters": 3}).drafter
+    assert (fixed.least_drafters, fixed.most_drafters) == (3, 3)
+    scaled = parsed({"method": "ngram", "placement": "pool", "autoscaling": {"max": 5}}).drafter
+    assert (scaled.least_drafters, scaled.most_drafters) == (0, 5)

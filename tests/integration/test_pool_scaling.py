@@ -1,0 +1,44 @@
+"""A pool of drafters goes down to none while nobody asks for anything, and is back when somebody does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pools import PROMPT, ask_registry
+from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, drafted, engine, num_draft_tokens, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def scaled_pool(deployments: Deployments, models: Models) -> Deployment:
+    deployments.add(
+        "scaled_pool",
+        {
+            "target": engine(models.target, max_num_seqs=4),
+            "drafter": {
+                "method": "draft_model",
+                **engine(models.drafter),
+                "placement": "pool",
+                "autoscaling": {"min": 0, "max": 2, "worth": 0, "upscale_delay_s": 1, "downscale_delay_s": 8},
+            },
+            # Without a controller of lengths nobody knows what is gained: whoever works gets a drafter.
+            "speculation": {"num_speculative_tokens": 4, "adaptive": False},
+            "link": {"link_deadline_ms": 10_000},
+        },
+    )
+    return deployments.use("scaled_pool")
+
+
+def test_no_drafter_without_work_and_one_with_it(scaled_pool: Deployment) -> None:
+    def ask() -> object:
+        answer = scaled_pool.client.generate(PROMPT, temperature=0.0, max_tokens=200, ignore_eos=True)
+        scaled_pool.reference.check(PROMPT, answer.token_ids, label="whoever drafts")
+        return answer
+
+    drafted(ask)
+    wait_until(lambda: not scaled_pool.drafters(), HANG_GUARD_S, "no drafter is left")
+    assert ask_registry(scaled_pool, "drafters") == {}
+    assert num_draft_tokens(ask()) == 0, "it serves without"
+    drafted(ask)
+    assert len(scaled_pool.drafters()) == 1, "for one target"
