@@ -75,7 +75,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch, **limits: float) -> AsyncIter
         monkeypatch.setattr(module, "doors", lambda: doors)
     server = Server(0, doors)
     routes = [Route(PATH, server.generate, methods=["POST"]), Route("/ping", server.health, methods=["POST"])]
-    app = HttpDoor(TellCapacity(Starlette(routes=routes), CAPACITY))
+    app = HttpDoor(TellCapacity(Starlette(routes=routes), lambda: CAPACITY))
     http = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=0, http=TimedProtocol, lifespan="off", log_level="critical")
     )
