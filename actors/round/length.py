@@ -74,7 +74,6 @@ class FixedLengths:
     def snapshot(self) -> dict[str, Any]:
         return {}
 
-    @property
     def rates(self) -> tuple[float, float]:
         """Nobody expects anything."""
         return 0.0, 0.0
@@ -230,7 +229,6 @@ class LengthController:
             "expected_plain_rate": self._plain_rate,
         }
 
-    @property
     def rates(self) -> tuple[float, float]:
         """Tokens a second that are expected of the batch, with drafts and without; 0 before its first round. Any
         thread."""

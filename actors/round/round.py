@@ -300,7 +300,7 @@ class Round:
 
     def work(self) -> Work:
         """What the target does now. Any thread."""
-        rate, plain_rate = self._lengths.rates
+        rate, plain_rate = self._guarded(self._lengths.rates) or (0.0, 0.0)
         is_busy = bool(self.requests) and self.deployment.num_speculative_tokens > 0
         return Work(is_busy, rate, plain_rate)
 

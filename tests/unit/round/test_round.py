@@ -21,6 +21,7 @@ from outrider.cluster.link.messages import (
     ProposalStatus,
     SparseQ,
 )
+from outrider.cluster.membership import Work
 from tests.unit.round.scripted_link import (
     PROMPT,
     Engine,
@@ -266,7 +267,7 @@ def test_forgetting_the_warm_up():
 
 # The length controller.
 
-CONTROLLER = ("choose", "observe_answer", "observe_round", "observe_step", "snapshot", "track")
+CONTROLLER = ("choose", "observe_answer", "observe_round", "observe_step", "rates", "snapshot", "track")
 
 
 @pytest.mark.parametrize("fails", CONTROLLER)
@@ -284,12 +285,26 @@ def test_a_controller_that_fails_ends_drafting_and_not_the_engine(fails, caplog)
         engine.step({request_id: [7]})
         engine.step({request_id: [1, 2, 3, 9]}, {request_id: [1, 2, 3]})
         engine.round.status()
+        engine.round.work()
         engine.tell(finished=[request_id])
     engine.begin("c")
     assert engine.step({"c": [7]}) == [[]]
     assert engine.round.metrics()["length_controller_failures"] == 1
     assert caplog.text.count("the length controller failed") == 1
     assert len(engine.said(Open)) == 3, "requests are followed all the same"
+
+
+def test_what_the_target_does_is_what_its_controller_expects():
+    class Expecting(FixedLengths):
+        def rates(self):
+            return 60.0, 40.0
+
+    engine = Engine(drafting([1]), lengths=Expecting(4))
+    assert engine.round.work() == Work(False, 60.0, 40.0)
+    engine.begin("a")
+    assert engine.round.work() == Work(True, 60.0, 40.0)
+    engine.tell(finished=["a"])
+    assert not engine.round.work().is_busy
 
 
 class Watching(FixedLengths):
