@@ -46,8 +46,8 @@ from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
 
-INGRESS = "Ingress"
-"""The deployment's name."""
+INGRESS, POOL = "Ingress", "DrafterPool"
+"""The deployments' names."""
 
 BEING_REFUSED = 4096
 """Calls an ingress takes beyond the generations it may hold: status under full load, and what it is about to refuse."""
@@ -266,7 +266,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     if plan.pool is not None:
         pool = serve.deployment(
             DrafterPool,
-            name="DrafterPool",
+            name=POOL,
             **drafters(config),
             placement_group_bundles=[dict(bundle) for bundle in plan.pool.bundles],
             placement_group_strategy=plan.pool.strategy,

@@ -14,13 +14,13 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, leans_on
@@ -32,7 +32,7 @@ from outrider.cluster.engine_args import Side, about
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy import ray_access
-from outrider.deploy.app import INGRESS, ReplicaPlan, build_app, describe, plan_replica, serve_logging
+from outrider.deploy.app import INGRESS, POOL, ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from outrider.deploy.drain import drain
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
 from outrider.deploy.probe import Probe
@@ -145,10 +145,7 @@ class Server:
         app = serve.status().applications.get(self._config.serving.app_name)
         if app is None:
             return ApplicationState(None, serves=False)
-        serves = app.status is ApplicationStatus.RUNNING or all(
-            any(getattr(state, "value", state) == "RUNNING" and count for state, count in each.replica_states.items())
-            for each in app.deployments.values()
-        )
+        serves = app.status is ApplicationStatus.RUNNING or all_serve(app.deployments)
         message = app.message or next((each.message for each in app.deployments.values() if each.message), "")
         return ApplicationState(app.status.value, serves and bool(app.deployments), message)
 
@@ -291,6 +288,15 @@ class Server:
         serve.delete(self._config.serving.app_name)
         if self._address and not serve.status().applications:
             serve.shutdown()
+
+
+def all_serve(deployments: Mapping[str, DeploymentStatusOverview]) -> bool:
+    """Whether each has a running replica, but for the pool: targets serve without drafters."""
+    return all(
+        any(getattr(state, "value", state) == "RUNNING" and count for state, count in each.replica_states.items())
+        for name, each in deployments.items()
+        if name != POOL
+    )
 
 
 def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import threading
 
 import psutil
 import pytest
+from ray.serve.schema import DeploymentStatusOverview
 
 from outrider.cluster.config import parse_config
 from outrider.deploy import liveness
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
 from outrider.deploy.processes import Stopped, StopSignal
 from outrider.deploy.progress import Progress
-from outrider.deploy.server import Server
+from outrider.deploy.server import Server, all_serve
 
 RUNNING = ApplicationState("RUNNING", serves=True)
 REPLACING = ApplicationState("UNHEALTHY", serves=False, message="a replica\nfailed its health check")
@@ -136,3 +137,22 @@ def test_a_daemon_of_rays_that_ended_is_told_unless_a_signal_came_too() -> None:
         stop._event.set()
         with pytest.raises(Stopped):
             server._check_lives(judge)
+
+
+def deployments(**running: int) -> dict[str, DeploymentStatusOverview]:
+    return {
+        name: DeploymentStatusOverview(
+            status="UNHEALTHY",
+            status_trigger="UNSPECIFIED",
+            replica_states={"RUNNING": number, "STARTING": 1},
+            message="",
+        )
+        for name, number in running.items()
+    }
+
+
+def test_a_server_whose_drafters_are_gone_serves_on() -> None:
+    assert all_serve(deployments(Ingress=1, Target=2, DrafterPool=0))
+    assert all_serve(deployments(Ingress=1, Target=1))
+    assert not all_serve(deployments(Ingress=1, Target=0, DrafterPool=3))
+    assert not all_serve(deployments(Ingress=0, Target=1))
