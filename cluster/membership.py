@@ -166,7 +166,8 @@ class Membership:
         self.leases[member.replica] = now + lease_s
         known = self.members.get(member.replica)
         # Who drains goes, whatever a renewal says that was sent before.
-        self.members[member.replica] = replace(member, draining=known is not None and known.draining)
+        draining = member.draining or (known is not None and known.draining)
+        self.members[member.replica] = replace(member, draining=draining)
 
     def expire(self, now: float) -> None:
         for replica in [name for name, end in self.leases.items() if end <= now]:
@@ -208,11 +209,18 @@ class Membership:
 
     def assigned_to(self, verifier: Verifier, now: float) -> Assignment:
         """Which drafter the verifier should have now."""
-        if verifier.name not in self.assigned and verifier.linked_to:
-            self.assigned[verifier.name] = verifier.linked_to  # a registry that was made anew moves nobody
+        linked_to = verifier.linked_to
+        # A registry that was made anew moves nobody, and learns who is linked to whom.
+        if linked_to and all(member.drafter != linked_to for member in self.members.values()):
+            for table in (self.verifiers, self.assigned):
+                table.pop(verifier.name, None)
+            return Assignment(linked_to)
+        if linked_to:
+            self.assigned.setdefault(verifier.name, linked_to)
+            self.links.setdefault(verifier.name, LinkReport("up", drafter=linked_to))
         self.verifiers[verifier.name] = verifier
         self.assign(now)
-        going = any(member.drafter == verifier.linked_to for member in self.members.values() if member.draining)
+        going = any(member.drafter == linked_to for member in self.members.values() if member.draining)
         return Assignment(self.assigned.get(verifier.name), at_once=going)
 
     def assign(self, now: float) -> None:

@@ -132,7 +132,7 @@ def check_cluster_can_hold(
         ("target", placement, placement.target_bundle_indices),
         ("drafter", pool or placement, (pool or placement).drafter_bundle_indices),
     ):
-        bundle = of.bundles[indices[0]] if indices else {}
+        bundle = _on_one_node(of, indices)
         if not any(all(node.get(name, 0.0) >= count for name, count in bundle.items()) for node in node_resources):
             needs = " and ".join(f"{count:g} {name}s" for name, count in bundle.items())
             ranks = f"{len(indices)} {section} rank{'s' if len(indices) > 1 else ''}"
@@ -140,6 +140,15 @@ def check_cluster_can_hold(
                 f"{section}.tensor_parallel_size: {ranks} on one node need {needs} there, which no node of the cluster "
                 "has; lower it, or add a node that does"
             )
+
+
+def _on_one_node(placement: ReplicaPlacement, indices: Sequence[int]) -> Bundle:
+    """What one node has to have for these ranks."""
+    if not indices:
+        return {}
+    if placement.strategy != "STRICT_PACK":
+        return placement.bundles[indices[0]]
+    return {name: placement.total(name) for bundle in placement.bundles for name in bundle}
 
 
 def _field(resource: str, num_replicas: int) -> str:

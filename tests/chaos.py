@@ -22,7 +22,7 @@ import psutil
 
 from outrider.deploy.client.sync_client import OutriderError
 from tests.reference import GREEDY, Choice, Coupled
-from tests.serving import HANG_GUARD_S, Deployment, living_actors
+from tests.serving import HANG_GUARD_S, Deployment, living_actors, wait_until
 
 TOP_K = 4
 """Of sampled calls whose tokens no seed tells: each has to be one of so many."""
@@ -30,8 +30,8 @@ TOP_K = 4
 ANSWERED_WITHIN_S = 300.0
 """After the first attempt: a target that loads anew on cores that are shared with all others may be waited for."""
 
-AFTERMATH_S = 120.0
-"""For so long a fault may be what a call failed of: connections, routers and replicas learn of it one after another."""
+AFTERMATH_S = 30.0
+"""Beyond that all targets are whole again: connections and routers learn of it one after another."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,12 @@ class Clients:
 class Faults:
     """One at a time, a few seconds apart. No target falls while another is down: then there would be no service."""
 
-    def __init__(self, deployment: Deployment, seed: int) -> None:
+    def __init__(self, deployment: Deployment, seed: int, *, cutting: bool) -> None:
+        """cutting: also those that take with them what runs on them."""
         self._deployment = deployment
         self._choose = random.Random(seed)
         self.done: list[Fault] = []
+        self.over_at = float("inf")
         self._kinds: dict[str, tuple[int, bool, Callable[[], bool]]] = {
             "drafter killed": (6, False, lambda: self._kill(self._drafter())),
             "drafter stopped": (4, False, lambda: self._stop(self._drafter(), 12.0)),
@@ -154,6 +156,9 @@ class Faults:
             "target replica killed": (1, True, lambda: self._kill_target(lambda pid: pid)),
             "ingress killed": (1, True, lambda: self._kill(self._actor("#Ingress#"))),
         }
+
+        if not cutting:
+            self._kinds = {name: kind for name, kind in self._kinds.items() if not kind[1]}
 
     def run(self, seconds: float, pause_s: tuple[float, float] = (2.0, 8.0)) -> None:
         over = time.monotonic() + seconds
@@ -167,6 +172,11 @@ class Faults:
                 if strike():
                     self.done.append(Fault(name, at, cuts))
 
+    def whole_again(self, within_s: float) -> None:
+        """Wait until all targets are; what failed until then may have failed of the last fault."""
+        wait_until(lambda: all_targets_are_whole(self._deployment), within_s, "all targets are whole", every_s=0.5)
+        self.over_at = time.monotonic()
+
     def _pids(self, part: str) -> list[int]:
         return sorted(pid for name, pid in living_actors() if part in name)
 
@@ -178,11 +188,10 @@ class Faults:
         return self._actor("Drafter:")
 
     def _engine_core(self, replica_pid: int) -> int | None:
-        children = psutil.Process(replica_pid).children(recursive=True)
-        return next((child.pid for child in children if "EngineCore" in child.name()), None)
+        return engine_core(replica_pid)
 
     def _kill_target(self, part_of: Callable[[int], int | None]) -> bool:
-        if not self._deployment.all_replicas_are_known():
+        if not all_targets_are_whole(self._deployment):
             return False
         return self._kill(part_of(self._choose.choice(sorted(self._deployment.replicas().values()))))
 
@@ -204,10 +213,28 @@ class Faults:
         return True
 
 
-def violations(deployment: Deployment, calls: list[Call], faults: list[Fault]) -> list[str]:
+def engine_core(replica_pid: int) -> int | None:
+    """Its process; None: there is none. Raises psutil.NoSuchProcess."""
+    children = psutil.Process(replica_pid).children(recursive=True)
+    return next((child.pid for child in children if "EngineCore" in child.name()), None)
+
+
+def all_targets_are_whole(deployment: Deployment) -> bool:
+    """Every process of each, and the front door knows them: a dead engine is found out some seconds later."""
+    replicas = deployment.replicas()
+    verifiers = sum(name.startswith("Verifier:") for name, _ in living_actors())
+    try:
+        cores = [engine_core(pid) for pid in replicas.values()]
+        return len(replicas) == verifiers == len(cores) and None not in cores and deployment.all_replicas_are_known()
+    except (psutil.NoSuchProcess, OSError):
+        return False
+
+
+def violations(deployment: Deployment, calls: list[Call], faults: Faults) -> list[str]:
     """What should not have happened, in words."""
     found = []
-    cuts = [fault.at for fault in faults if fault.cuts]
+    first_cut = min((fault.at for fault in faults.done if fault.cuts), default=float("inf"))
+    last_error = faults.over_at + AFTERMATH_S
     for call in calls:
         said = f"{call.kind.name}, {len(call.prompt)} + {call.max_tokens} tokens"
         for attempt in call.attempts:
@@ -217,7 +244,7 @@ def violations(deployment: Deployment, calls: list[Call], faults: list[Fault]) -
                 continue
             if error.code is not grpc.StatusCode.UNAVAILABLE:
                 found.append(f"{said}: ended with {error}")
-            if not any(at <= attempt.ended and at + AFTERMATH_S >= attempt.started for at in cuts):
+            if not (first_cut <= attempt.ended and attempt.started <= last_error):
                 found.append(f"{said}: cut although nothing that it ran on was lost: {error}")
         if not call.answered:
             found.append(f"{said}: not answered after {len(call.attempts)} attempts: {call.attempts[-1].error}")

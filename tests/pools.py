@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -14,17 +15,23 @@ from outrider.cluster.registry import registry_name
 from outrider.deploy.top import Scrape, parse
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
 
+FRESH_S = 5.0
+"""What is older was counted before."""
+
 PROMPT = list(b"Whoever drafts, the words are the same. ")
 
 
 def ask_registry(pool: Deployment, method: str, *args: Any) -> Any:
+    """Raises ValueError or RayError while there is none."""
     registry = ray.get_actor(registry_name(pool.config.serving.app_name), namespace=NAMESPACE)
     return ray.get(getattr(registry, method).remote(*args), timeout=HANG_GUARD_S)
 
 
 def shares(pool: Deployment) -> list[int]:
-    """Of the drafters that are there: links of each that are up."""
-    return sorted(len(users) for users in ask_registry(pool, "drafters").values())
+    """Of the drafters that are there: links of each that are up. Nothing while there is no registry."""
+    with suppress(ValueError, ray.exceptions.RayError):
+        return sorted(len(users) for users in ask_registry(pool, "drafters").values())
+    return []
 
 
 def is_even(pool: Deployment) -> bool:
@@ -36,10 +43,18 @@ def scraped(pool: Deployment) -> Scrape:
         return parse(response.read().decode(), time.monotonic())
 
 
-def by_target(pool: Deployment, name: str) -> dict[str, float]:
-    """A metric of each target replica."""
-    now = scraped(pool)
-    return {replica: now.sum(name, replica=replica) for replica in pool.replicas()}
+def by_target(pool: Deployment, name: str, **labels: str) -> dict[str, float]:
+    """A metric of each target replica, once all of them have told it, as it is now."""
+
+    def all_told() -> dict[str, float] | None:
+        now, replicas = scraped(pool), list(pool.replicas())
+        ages = [now.value("outrider:snapshot_age_seconds", replica=replica) for replica in replicas]
+        if not replicas or any(age is None or age > FRESH_S for age in ages):
+            return None
+        return {replica: now.sum(name, replica=replica, **labels) for replica in replicas}
+
+    told: dict[str, float] = wait_until(all_told, HANG_GUARD_S, f"{name} of every target", every_s=0.5)
+    return told
 
 
 def all_draft(pool: Deployment) -> None:
@@ -55,6 +70,6 @@ def all_draft(pool: Deployment) -> None:
             for answer in asked:
                 pool.reference.check(PROMPT, answer.result().token_ids, label="any of both")
         after = by_target(pool, "outrider:drafted_rounds_total")
-        return all(after[replica] > count for replica, count in before.items())
+        return before.keys() == after.keys() and all(after[replica] > count for replica, count in before.items())
 
     wait_until(once, HANG_GUARD_S, "both targets are drafted for")

@@ -252,7 +252,7 @@ def launch_drafter(
         ranks = RankPlacement(ray_address, names, list(indices), cores, env_vars)
     bundle = placement.bundles[indices[0]]
     return (
-        ray.remote(concurrency_groups={"control": 4})(Drafter)
+        ray.remote(concurrency_groups={"control": 16})(Drafter)
         .options(
             name=drafter_name(replica),
             namespace=NAMESPACE,

@@ -35,7 +35,7 @@ _MOMENT_S = 1e-3
 class Line:
     """One link: what is to be said over it, and whom the drafter at its other end knows by which handle."""
 
-    __slots__ = ("by_handle", "link", "outbox", "silent_since")
+    __slots__ = ("by_handle", "is_late", "link", "outbox", "silent_since")
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -43,6 +43,9 @@ class Line:
         self.by_handle: dict[int, Request] = {}
         self.silent_since: float | None = None
         """Since when commits are out and nothing at all has come back."""
+
+        self.is_late = False
+        """An answer was given up, and nothing has come since."""
 
     @property
     def is_unanswered(self) -> bool:
@@ -58,7 +61,7 @@ class Line:
     def poll(self, timeout_s: float) -> Received[list[Message]] | None:
         received = self.link.poll(timeout_s)
         if received is not None:
-            self.silent_since = None
+            self.silent_since, self.is_late = None, False
         return received
 
 
@@ -109,7 +112,10 @@ class Conversation:
 
     def offer(self, link: Link) -> None:
         """A new link is up. Taken over at the next step boundary; requests move to it, and then the one before it is
-        ended. Any thread."""
+        ended. One that was offered before and not taken, for want of steps, is not needed any more. Any thread."""
+        with suppress(queue.Empty):
+            while True:
+                self._offered.get_nowait().retire(f"link of epoch {link.epoch} takes its place")
         self._offered.put(link)
 
     def check_link(self, at_boundary: bool = False) -> bool:
@@ -278,13 +284,17 @@ class Conversation:
                 self.degrade(request, "no_link")
             return
         request.asked = num_wanted > 0
-        request.awaited = request.asked and request.ready
+        leaving = self._leaving
+        # The round waits for the new drafter's answers whatever the old one does.
+        is_late = leaving is not None and leaving.is_late and request.handle in leaving.by_handle
+        request.awaited = request.asked and request.ready and not is_late
         base = len(request.token_ids) - len(token_ids)
         for line in self._lines():
             if request.handle in line.by_handle:
                 line.outbox.append(Commit(request.handle, base, token_ids, num_wanted, num_on_miss))
             elif request.next_handle is not None:
-                line.outbox.append(Commit(request.next_handle, base, token_ids, 0, 0))
+                # Asked there, too: a text that nobody asks for is read when there is nothing else to do.
+                line.outbox.append(Commit(request.next_handle, base, token_ids, num_wanted, num_on_miss))
 
     def degrade(self, request: Request, cause: str) -> None:
         """The request decodes plainly for a round. Counts once in its life."""
@@ -338,6 +348,8 @@ class Conversation:
         for request in late:
             request.awaited = False
             self.degrade(request, "late")
+        for line in self._lines():
+            line.is_late = line.is_late or any(request.handle in line.by_handle for request in late)
         return late
 
     def _take(self, request: Request, proposal: Proposals) -> None:

@@ -82,10 +82,7 @@ class DrafterPool:
     async def __del__(self) -> None:
         """Serve calls and awaits this on a graceful shutdown."""
         if (lease := getattr(self, "_lease", None)) is not None:
-            try:
-                await self._let_go(lease)
-            except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
-                logger.warning("%s ends without having been left: %s", lease.member.drafter, error)
+            await self._let_go(lease)
             lease.leave()
         if (drafter := getattr(self, "_drafter", None)) is not None:
             ray.kill(drafter)
@@ -96,11 +93,13 @@ class DrafterPool:
         assert lease.member.drafter is not None
         give_up = time.monotonic() + MOVE_WITHIN_S
         while time.monotonic() < give_up:
-            if not await lease.drain():
-                break
+            try:
+                await lease.renew(LEASE_S)  # at another registry, where there is one by now
+                if not await lease.drain():
+                    status = await self._status.ask(lease.member.drafter, CONTROL_TIMEOUT_S)
+                    if not status["num_sequences"]:
+                        return
+            except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+                logger.warning("%s cannot be left yet: %s", lease.member.drafter, error)
             await asyncio.sleep(_LOOK_S)
-        while time.monotonic() < give_up:
-            status = await self._status.ask(lease.member.drafter, CONTROL_TIMEOUT_S)
-            if not status["num_sequences"]:
-                break
-            await asyncio.sleep(_LOOK_S)
+        logger.warning("%s ends without having been left", lease.member.drafter)

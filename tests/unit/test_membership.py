@@ -272,6 +272,29 @@ def test_a_registry_that_was_made_anew_moves_nobody():
         assert [assigned(members, each, now * MOVE_PAUSE_S) for each in linked] == ["D2", "D1"]
 
 
+def test_a_registry_that_was_made_anew_waits_for_a_drafter_that_is_slow_to_tell():
+    members = pool("D2")
+    linked = [Verifier("r0", linked_to="D1"), Verifier("r1", linked_to="D2")]
+    assert [assigned(members, each) for each in linked] == ["D1", "D2"]
+    members.renew(Member("p-D1", "D1", pooled=True), 1000, now=1)
+    for now in range(10):
+        assert [assigned(members, each, 2 + now * MOVE_PAUSE_S) for each in linked] == ["D1", "D2"]
+
+
+def test_a_registry_that_was_made_anew_knows_who_has_to_move():
+    members = pool("D1", "D2")
+    assigned(members, Verifier("r0", linked_to="D1"))
+    assert members.users("D1") == ["r0"]
+    assert members.drain("p-D1", 1.0) == ["r0"]
+
+
+def test_who_drains_where_nobody_knew_it_before():
+    members = pool("D1")
+    members.renew(Member("p-D2", "D2", pooled=True, draining=True), 1000, now=0)
+    assert shares(members, ["r1", "r2"]) == [2]
+    assert assigned(members, "r1", 1.0) == "D1"
+
+
 def test_who_uses_a_drafter():
     members = pool("D1")
     members.links["r1"] = LinkReport("up", 1, "D1")

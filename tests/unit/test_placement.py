@@ -124,5 +124,7 @@ def test_a_pool_counts_where_the_cluster_is_looked_at() -> None:
     check_cluster_can_hold(target, 3, [{"GPU": 3.0, "CPU": 99.0}, {"GPU": 4.0, "CPU": 99.0}], pool, 2)
     with pytest.raises(ConfigError, match=r"and a pool of 2 need 7 GPUs, the cluster has 6"):
         check_cluster_can_hold(target, 3, [{"GPU": 3.0, "CPU": 99.0}] * 2, pool, 2)
+    with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 2 drafter ranks on one node need 3 CPUs"):
+        check_cluster_can_hold(target, 3, [{"GPU": 2.0, "CPU": 2.0}] * 7, pool, 2)
     with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 2 drafter ranks on one node"):
         check_cluster_can_hold(target, 3, [{"GPU": 1.0, "CPU": 99.0}] * 7, pool, 2)

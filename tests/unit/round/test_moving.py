@@ -56,7 +56,7 @@ def test_it_is_drafted_for_where_it_was_until_its_text_has_been_read_where_it_go
         assert engine.step({"a": [1, 2, 20 + number]}, drafts={"a": [1, 2]}) == [[1, 2]]
     followed = of_kind(new, Commit)
     assert [list(each.token_ids) for each in followed] == [[1, 2, 9], [1, 2, 20], [1, 2, 21], [1, 2, 22]]
-    assert {(each.num_wanted, each.num_on_miss) for each in followed} == {(0, 0)}, "nothing is asked of it yet"
+    assert {(each.num_wanted, each.num_on_miss) for each in followed} == {(4, 2)}, "else nobody reads it in a hurry"
     assert old.broken is None
     is_read.append(True)
     ready(engine, new)
@@ -182,11 +182,37 @@ def test_silence_at_the_old_one_ends_that_link_only():
     assert new.broken is None
 
 
+def test_an_old_drafter_that_is_late_holds_up_nobody_at_the_new_one():
+    engine = Engine(drafting([1, 2]), round_deadline_ms=10.0)
+    engine.begin("a")
+    engine.step({"a": [8]})
+    old, new = moved_to(engine, silent)
+    old._answer = silent
+    engine.begin(arrival("b", prompt=[3]))
+    new._answer = drafting([7])
+    new.arrive(Proposals(engine["b"].handle, 1, [], ProposalStatus.READY))
+    waits = []
+    for number in range(6):
+        before = engine.now
+        engine.step({"a": [20 + number], "b": [number]})
+        waits.append(engine.now - before)
+    assert sum(wait > 0 for wait in waits) == 1, "late once, and not waited for until it is heard from"
+
+
+def test_a_link_that_was_never_taken_is_ended_when_there_is_another():
+    engine = Engine(drafting([1]))
+    second, third = engine.offer(silent), engine.offer(drafting([7]))
+    assert "takes its place" in second.broken
+    engine.begin("a")
+    assert engine.step({"a": [8]}) == [[7]]
+    assert third.broken is None
+
+
 def test_answers_of_both_are_heard_while_they_move(engine):
     _old, new = moved_to(engine, silent)
     engine.begin(arrival("b", prompt=[3]))
-    new._answer = drafting([7])
     handle = engine["b"].handle
+    new._answer = lambda message: drafting([7])(message) if message.request == handle else []
     new.arrive(Proposals(handle, 1, [], ProposalStatus.READY))
     step = engine.commit({"a": [1, 2, 20], "b": [4]}, drafts={"a": [1, 2]})
     assert engine.round.take_drafts(step, ["a", "b"])[0] == [1, 2]
