@@ -83,7 +83,7 @@ class DrafterPool:
         """Serve calls and awaits this on a graceful shutdown."""
         if (lease := getattr(self, "_lease", None)) is not None:
             await self._let_go(lease)
-            lease.leave()
+            await lease.end()
         if (drafter := getattr(self, "_drafter", None)) is not None:
             ray.kill(drafter)
 

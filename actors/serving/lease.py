@@ -46,6 +46,14 @@ class Lease:
         with suppress(ray.exceptions.RayError):
             self._registry.leave.remote(self.member.replica)
 
+    async def end(self) -> None:
+        """As leave, and the registry has heard of it, where there is one: whoever ends with its process right after must
+        not be taken for a member meanwhile."""
+        self.leave()
+        with suppress(ray.exceptions.RayError, TimeoutError):
+            left = self._registry.leave.remote(self.member.replica)
+            await asyncio.wait_for(asyncio.wrap_future(left.future()), CONTROL_TIMEOUT_S)
+
     async def drain(self) -> list[str]:
         """See Registry.drain. Raises RayError or TimeoutError."""
         answer = self._registry.drain.remote(self.member.replica)
