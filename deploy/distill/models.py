@@ -77,6 +77,14 @@ def choose_layers(total: int, count: int) -> list[int]:
     return [round(index * (total - 1) / (count - 1)) for index in range(count)]
 
 
+def config_of_layers(document: dict[str, Any], layers: list[int]) -> dict[str, Any]:
+    """config.json of a model of these layers."""
+    changed = {**document, "num_hidden_layers": len(layers)}
+    if document.get("layer_types"):
+        changed["layer_types"] = [document["layer_types"][index] for index in layers]
+    return changed
+
+
 def load(checkpoint: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """For reading: nothing of it is trained."""
     import torch
@@ -108,14 +116,9 @@ def end_tokens(model: PreTrainedModel) -> set[int]:
 
 def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     """A model of these layers of the target's, float32, with copies of its embeddings, last norm and head."""
-    import copy
-
     from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(target.config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[index] for index in layers]
+    config = type(target.config).from_dict(config_of_layers(target.config.to_dict(), layers))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
     renamed = {
         name.replace(f"model.layers.{old}.", f"model.layers.{new}.", 1): tensor

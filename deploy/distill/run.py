@@ -19,6 +19,7 @@ from outrider.cluster.config import ConfigError
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models, stored
 from outrider.deploy.distill.checkpoint import Checkpoints, whole_file
+from outrider.deploy.distill.memory import keep_large_blocks
 from outrider.deploy.distill.plot import can_draw, draw_course
 from outrider.deploy.distill.prompts import PromptFile, read_prompts, tokens_of
 from outrider.deploy.distill.stored import Reference
@@ -120,8 +121,9 @@ class _Run:
         self._layers: list[int] = []
         if self._start is None:
             self._layers = models.choose_layers(int(document["num_hidden_layers"]), settings.layers or 2)
+            self._config = models.config_of_layers(document, self._layers)
         else:
-            models.check_architecture(self._start, "--from")
+            self._config = models.check_architecture(self._start, "--from")
             models.check_same_words(self._target, self._start)
         limit = document.get("max_position_embeddings")
         if isinstance(limit, int) and settings.seq_len > limit:
@@ -156,6 +158,8 @@ class _Run:
         budget = None if self._settings.minutes is None else self._settings.minutes * 60
         clock = Clock(float(about.get("elapsed_s", self._logged_s())), budget, self._settings.steps)
         device, dtype = device_of(self._settings.device), dtype_of(self._settings.dtype, self._settings.device)
+        if device == "cpu":
+            keep_large_blocks()
         target = models.load(self._target, dtype, device)
         train, held = self._texts(target, clock)
         if self._start is None:
@@ -284,7 +288,7 @@ class _Run:
         about: dict[str, Any] = {"elapsed_s": clock.elapsed_s}
         if trainer.named_ids is not None:
             about["draft_vocabulary"] = trainer.named_ids.tolist()
-        self._checkpoints.save(step, trainer.drafter.config.to_dict(), tensors, optimizer, about)
+        self._checkpoints.save(step, self._config, tensors, optimizer, about)
 
     def _finish(self, trainer: Trainer, held: list[Text], clock: Clock, step: int, named: torch.Tensor | None) -> Path:
         out, rows = self._settings.out, self._read_log()
@@ -299,13 +303,12 @@ class _Run:
             "machine": machine(()),
             "versions": versions(),
         }
-        config = {**json.loads(trainer.drafter.config.to_json_string(use_diff=False)), "use_cache": True}
         stored.store(
             out / "drafter",
             self._reference,
             self._base,
             self._base_checkpoint,
-            _loadable(config, trainer.drafter),
+            self._config,
             trainer.state()[0],
             made,
             None if named is None else named.tolist(),
@@ -318,13 +321,6 @@ class _Run:
         size = (out / "drafter" / stored.TENSORS).stat().st_size
         self._progress.say(f"stored in {out / 'drafter'} ({size / 1e6:.1f} MB), assembled in {out / 'model'}")
         return out / "model"
-
-
-def _loadable(config: dict[str, Any], drafter: Any) -> dict[str, Any]:
-    """With what vLLM and older readers look for."""
-    config["architectures"] = [type(drafter).__name__]
-    config.setdefault("rope_theta", (config.get("rope_parameters") or {}).get("rope_theta", 10000.0))
-    return config
 
 
 def _decisive(
