@@ -96,12 +96,14 @@ def _check(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from transformers.utils import logging
 
+    from outrider.deploy.distill import memory
     from outrider.deploy.distill.measure import LookUp, Settings, look_up_of, measure
     from outrider.deploy.distill.models import locate
     from outrider.deploy.distill.prompts import read_prompts
     from outrider.deploy.distill.run import device_of, dtype_of
 
     logging.disable_progress_bar()
+    memory.keep_large_blocks()
     drafter: Path | LookUp
     k = args.k
     if args.preset is None:

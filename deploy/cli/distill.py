@@ -82,9 +82,11 @@ def _trained(args: argparse.Namespace, progress: Progress) -> Path:
         raise ConfigError(f"--minutes: {args.minutes:g} is not above 0")
     from transformers.utils import logging
 
+    from outrider.deploy.distill import memory
     from outrider.deploy.distill.run import Settings, distill
 
     logging.disable_progress_bar()
+    memory.keep_large_blocks()
     minutes = DEFAULT_MINUTES if args.minutes is None and args.steps is None else args.minutes
     settings = Settings(
         target=args.target,

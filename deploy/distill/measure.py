@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from outrider.cluster.config import ConfigError, NgramConfig, SpeculationConfig, SuffixConfig
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
-from outrider.deploy.distill.memory import keep_large_blocks
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
 from outrider.deploy.distill.rounds import StepTimes, Tally, look_up, walk
 from outrider.deploy.distill.texts import generate
@@ -100,8 +99,6 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
     tokens = tokens_of(
         prompts, models.load_tokenizer(settings.target), room, settings.chat, "lower --max-tokens", "--dataset"
     )
-    if settings.device == "cpu":
-        keep_large_blocks()
     drafter: PreTrainedModel | None = None
     if isinstance(settings.drafter, Path):
         models.check_same_words(settings.target, settings.drafter)
@@ -161,9 +158,8 @@ def table(report: dict[str, Any]) -> str:
         positions = "  ".join("  -  " if share is None else f"{share:.3f}" for share in found["by_position"])
         lines.append(f"{mode}: by position {positions}")
         for row in found["by_k"]:
-            line = (
-                f"  K = {row['k']}: {row['tokens_per_round']:.2f} tokens a round, {row['acceptance_rate']:.3f} accepted"
-            )
+            tokens, rate = row["tokens_per_round"], row["acceptance_rate"]
+            line = f"  K = {row['k']}: {tokens:.2f} tokens a round, {rate:.3f} accepted"
             if "speedup_in_turn" in row:
                 line += f"; x{row['speedup_in_turn']:.2f} drafted in turn, x{row['speedup_hidden']:.2f} hidden"
             lines.append(line)

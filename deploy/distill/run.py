@@ -19,7 +19,6 @@ from outrider.cluster.config import ConfigError
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models, stored
 from outrider.deploy.distill.checkpoint import Checkpoints, whole_file
-from outrider.deploy.distill.memory import keep_large_blocks
 from outrider.deploy.distill.plot import can_draw, draw_course
 from outrider.deploy.distill.prompts import PromptFile, read_prompts, tokens_of
 from outrider.deploy.distill.stored import Reference
@@ -37,7 +36,7 @@ EVALUATIONS = 16
 """In a whole training, besides the first and the last."""
 
 TEXT_SHARE = 0.4
-"""Of the minutes at most: generating text. What is there by then is trained on."""
+"""Of the minutes that are left, at most: generating text. What is there by then is trained on."""
 
 GENERATED_TOGETHER = 32
 
@@ -158,8 +157,6 @@ class _Run:
         budget = None if self._settings.minutes is None else self._settings.minutes * 60
         clock = Clock(float(about.get("elapsed_s", self._logged_s())), budget, self._settings.steps)
         device, dtype = device_of(self._settings.device), dtype_of(self._settings.dtype, self._settings.device)
-        if device == "cpu":
-            keep_large_blocks()
         target = models.load(self._target, dtype, device)
         train, held = self._texts(target, clock)
         if self._start is None:
@@ -200,7 +197,9 @@ class _Run:
         store = TextStore(self._settings.out / "texts")
         jobs = plan(len(self._prompts), self._held_out, self._settings.samples, GENERATED_TOGETHER, self._settings.seed)
         least = 1 + next(job.number for job in jobs if job.prompts[0] not in self._held_out)
-        until = None if clock.budget_s is None else TEXT_SHARE * clock.budget_s
+        until = None
+        if clock.budget_s is not None:
+            until = clock.elapsed_s + TEXT_SHARE * max(clock.budget_s - clock.elapsed_s, 0.0)
         tokens = 0
         for job in jobs:
             if store.has(job):
