@@ -59,8 +59,8 @@ def check_architecture(checkpoint: Path, option: str) -> dict[str, Any]:
 
 def check_same_words(target: Path, drafter: Path) -> None:
     """Raise ConfigError where the two checkpoints' token ids may mean different things."""
-    documents = [read_model_json(EngineConfig(model=str(path)), "model") for path in (target, drafter)]
-    check_vocabularies(*documents, (read_vocabulary(str(target)), read_vocabulary(str(drafter))))
+    of_target, of_drafter = (read_model_json(EngineConfig(model=str(path)), "model") for path in (target, drafter))
+    check_vocabularies(of_target, of_drafter, (read_vocabulary(str(target)), read_vocabulary(str(drafter))))
 
 
 def choose_layers(total: int, count: int) -> list[int]:

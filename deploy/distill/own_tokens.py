@@ -80,8 +80,8 @@ def rooted(texts: Sequence[Text], pad: int, generator: torch.Generator, num_anch
 
 
 def to_device(branches: Branches, device: torch.device) -> Branches:
-    tensors = (branches.ids, branches.positions, branches.sees, branches.anchors)
-    return Branches(*(tensor.to(device) for tensor in tensors), branches.depth)
+    ids, positions = branches.ids.to(device), branches.positions.to(device)
+    return Branches(ids, positions, branches.sees.to(device), branches.anchors.to(device), branches.depth)
 
 
 def reach(p: Tensor, q: Tensor) -> Tensor:

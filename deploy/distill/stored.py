@@ -117,8 +117,8 @@ def read(stored: Path) -> Description:
         document = json.loads(file.read_text())
         if document.pop("format", None) != FORMAT:
             raise ConfigError(f"{file}: its format is not {FORMAT}; it was made by another version, train again")
-        references = {key: Reference(**document.pop(key)) for key in ("target", "base")}
-        return Description(**references, **document)
+        target, base = (Reference(**document.pop(key)) for key in ("target", "base"))
+        return Description(target, base, **document)
     except FileNotFoundError:
         raise ConfigError(f"{stored} is no stored drafter: it has no {DESCRIPTION}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -171,7 +171,7 @@ def _chooser(choose: ChooseNext, padding: torch.Tensor) -> Any:
     """What makes transformers' greedy search take the chosen tokens. padding: [B], tokens before each prompt."""
     from transformers import LogitsProcessor, LogitsProcessorList
 
-    class Chosen(LogitsProcessor):  # type: ignore[misc]
+    class Chosen(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             chosen = choose(scores.float().cpu(), input_ids.shape[1] - padding.cpu()).to(scores.device)
             return scores.new_full(scores.shape, float("-inf")).scatter(1, chosen[:, None], 0.0)

@@ -165,3 +165,31 @@ def test_a_place_without_a_checkpoint_is_refused(tmp_path):
 def test_a_description_is_what_it_was(stored):
     description = read(stored)
     assert dataclasses.asdict(description)["made"] == {"steps": 0}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_a_model_of_some_layers_computes_with_these(family):
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    target = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    drafter = from_layers(target, [0, 3]).eval()
+    assert type(drafter) is type(target)
+    ids = torch.arange(9)[None]
+    before = drafter(ids, use_cache=False).logits
+    target.model.layers = torch.nn.ModuleList([target.model.layers[0], target.model.layers[3]])
+    target.config.num_hidden_layers = 2
+    torch.testing.assert_close(target(ids, use_cache=False).logits, before)
+    names = freeze(drafter, torch.float32)
+    assert names
+    assert all(name.startswith(("model.layers.", "model.norm.")) for name in names)
