@@ -73,6 +73,8 @@ class Clock:
     before_s: float
     budget_s: float | None
     steps: int | None
+    text_s: float = 0.0
+    """Of them: generating text."""
 
     def __post_init__(self) -> None:
         self._start = time.monotonic()
@@ -82,11 +84,12 @@ class Clock:
         return self.before_s + time.monotonic() - self._start
 
     def done(self, step: int) -> float:
-        """The share of the training that is over."""
+        """The share of the training, of which text is no part, that is over: 1 when the budget is used up."""
         if self.steps is not None:
             return step / self.steps
         assert self.budget_s is not None
-        return self.elapsed_s / self.budget_s
+        left_s = self.budget_s - self.elapsed_s
+        return 1.0 if left_s <= 0 else 1.0 - left_s / (self.budget_s - self.text_s)
 
 
 def distill(settings: Settings, progress: Progress) -> Path:
@@ -155,7 +158,8 @@ class _Run:
         state = None if saved is None else self._checkpoints.load(saved)
         about = {} if state is None else state[2]
         budget = None if self._settings.minutes is None else self._settings.minutes * 60
-        clock = Clock(float(about.get("elapsed_s", self._logged_s())), budget, self._settings.steps)
+        before_s, text_s = (float(about.get(key, 0.0)) for key in ("elapsed_s", "text_s"))
+        clock = Clock(before_s, budget, self._settings.steps, text_s)
         device, dtype = device_of(self._settings.device), dtype_of(self._settings.dtype, self._settings.device)
         target = models.load(self._target, dtype, device)
         train, held = self._texts(target, clock)
@@ -200,7 +204,7 @@ class _Run:
         until = None
         if clock.budget_s is not None:
             until = clock.elapsed_s + TEXT_SHARE * max(clock.budget_s - clock.elapsed_s, 0.0)
-        tokens = 0
+        tokens, began_s = 0, clock.elapsed_s
         for job in jobs:
             if store.has(job):
                 continue
@@ -211,6 +215,7 @@ class _Run:
             store.save(job, made)
             tokens += sum(len(text.ids) - text.start for text in made)
             self._progress.wait("generating:", f"batch {job.number + 1} of {len(jobs)}, {tokens} tokens of answers")
+        clock.text_s += clock.elapsed_s - began_s
         texts = [text for job in jobs if store.has(job) for text in store.load(job)]
         train = [text for text in texts if text.prompt not in self._held_out]
         held = [text for text in texts if text.prompt in self._held_out]
@@ -278,13 +283,9 @@ class _Run:
         with whole_file(self._log) as work:
             work.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def _logged_s(self) -> float:
-        rows = self._read_log()
-        return rows[0]["minutes"] * 60 if rows else 0.0
-
     def _save(self, trainer: Trainer, clock: Clock, step: int) -> None:
         tensors, optimizer = trainer.state()
-        about: dict[str, Any] = {"elapsed_s": clock.elapsed_s}
+        about: dict[str, Any] = {"elapsed_s": clock.elapsed_s, "text_s": clock.text_s}
         if trainer.named_ids is not None:
             about["draft_vocabulary"] = trainer.named_ids.tolist()
         self._checkpoints.save(step, self._config, tensors, optimizer, about)
