@@ -236,7 +236,7 @@ class _Run:
         self._write_log(rows)
         saved_at = said_at = clock.elapsed_s
         losses, first = [], clock.done(step)
-        shown = rows[-1].get("done", first)
+        shown = first
         while clock.done(step) < 1.0:
             loss, _ = trainer.step(step, clock.done(step), train)
             losses.append(loss)
@@ -246,7 +246,7 @@ class _Run:
                 self._progress.say(f"step {step}, loss {sum(recent) / len(recent):.3f}")
                 said_at = clock.elapsed_s
             done = clock.done(step)
-            if done - shown >= (1 - min(first, 0.9)) / EVALUATIONS or done >= 1.0:
+            if done - shown >= (1 - first) / EVALUATIONS or done >= 1.0:
                 rows.append(self._row(step, clock, losses, trainer.evaluate(held)))
                 self._write_log(rows)
                 shown, losses, said_at = done, [], clock.elapsed_s
