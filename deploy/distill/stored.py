@@ -119,7 +119,7 @@ def read(stored: Path) -> Description:
             raise ConfigError(f"{file}: its format is not {FORMAT}; it was made by another version, train again")
         target, base = (Reference(**document.pop(key)) for key in ("target", "base"))
         return Description(target, base, **document)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{stored} is no stored drafter: it has no {DESCRIPTION}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not readable as a stored drafter's description ({error})") from None
