@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -234,14 +235,17 @@ class _Run:
         if not rows:
             rows = [self._row(step, clock, [], trainer.evaluate(held))]
         self._write_log(rows)
+        if step == 0:
+            self._save(trainer, clock, step)  # the minutes that the text took count, whatever happens now
         saved_at = said_at = clock.elapsed_s
         losses, first = [], clock.done(step)
         shown = first
         while clock.done(step) < 1.0:
             loss, _ = trainer.step(step, clock.done(step), train)
-            losses.append(loss)
+            if math.isfinite(loss):
+                losses.append(loss)
             step += 1
-            if clock.elapsed_s - said_at > SAY_EVERY_S:
+            if clock.elapsed_s - said_at > SAY_EVERY_S and losses:
                 recent = losses[-20:]
                 self._progress.say(f"step {step}, loss {sum(recent) / len(recent):.3f}")
                 said_at = clock.elapsed_s
@@ -250,6 +254,8 @@ class _Run:
                 rows.append(self._row(step, clock, losses, trainer.evaluate(held)))
                 self._write_log(rows)
                 shown, losses, said_at = done, [], clock.elapsed_s
+                if trainer.skipped:
+                    self._progress.say(f"{trainer.skipped} steps so far had no finite gradient and changed nothing")
             if clock.elapsed_s - saved_at > SAVE_EVERY_S:
                 self._save(trainer, clock, step)
                 saved_at = clock.elapsed_s

@@ -99,6 +99,9 @@ class Trainer:
         self._pad = int(target.generation_config.pad_token_id)
         parameters = dict(drafter.named_parameters())
         self.trained = {name: parameters[name] for name in trained}
+        self.skipped = 0
+        """Steps whose gradient was not finite: one such update would leave a drafter of nothing else."""
+
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
@@ -119,8 +122,10 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), MAX_GRADIENT)
-        if torch.isfinite(norm):  # one bad batch must not end in a drafter of NaN
+        if torch.isfinite(norm):
             self.optimizer.step()
+        else:
+            self.skipped += 1
         return float(loss.detach()), float(overlap)
 
     def evaluate(self, texts: Sequence[Text]) -> Held:
