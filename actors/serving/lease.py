@@ -47,8 +47,8 @@ class Lease:
             self._registry.leave.remote(self.member.replica)
 
     async def end(self) -> None:
-        """As leave, and the registry has heard of it, where there is one: whoever ends with its process right after must
-        not be taken for a member meanwhile."""
+        """As leave, and the registry has heard of it, where there is one: the word of a process that ends right after
+        may be lost."""
         self.leave()
         with suppress(ray.exceptions.RayError, TimeoutError):
             left = self._registry.leave.remote(self.member.replica)

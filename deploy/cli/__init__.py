@@ -17,6 +17,8 @@ COMMANDS = {
     "keys": "make, list and revoke API keys",
     "fetch": "get a preset's models onto this machine",
     "methods": "say which speculation methods fit a target model, and why",
+    "distill": "train a drafter for a target, of the target's own layers, on what the target says",
+    "acceptance": "measure how many of a drafter's tokens a target accepts, without a server",
     "doctor": "check a configuration against this machine before anything is loaded",
     "bench": "measure a closed-loop load, in turns with another way to serve the same model",
 }

@@ -1,0 +1,117 @@
+"""``outrider distill``: a drafter for a target, of its own layers or a given one, trained on what the target says.
+
+Exit status: 0 done, 1 it failed (one line on stderr says why), 130 interrupted: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from outrider.cluster.config import ConfigError
+from outrider.deploy.cli import fail
+from outrider.deploy.progress import Progress
+
+DEFAULT_MINUTES = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="checkpoint directory or hub id")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="everything; a run there is resumed")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", default=[], metavar="PROMPTS", help=".txt, or .jsonl with prompt or messages"
+    )
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--layers", type=_positive, metavar="L", help="of the target's, to start from (default: 2)")
+    start.add_argument("--from", dest="start", metavar="DRAFTER", help="train this one further")
+    start.add_argument("--assemble", type=Path, metavar="STORED", help="train nothing: this stored drafter and TARGET")
+    parser.add_argument("--base", metavar="DRAFTER", help="with --assemble: what it was trained from, if not TARGET")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--minutes", type=float, metavar="M", help=f"in all, resumed or not, text included ({DEFAULT_MINUTES:g})"
+    )
+    budget.add_argument("--steps", type=_positive, metavar="N", help="instead of minutes: training steps in all")
+    parser.add_argument("--seq-len", type=_positive, default=256, metavar="N", help="tokens of prompt and answer (256)")
+    parser.add_argument("--answer-tokens", type=_positive, default=128, metavar="N", help="of these the answer's (128)")
+    parser.add_argument(
+        "--samples", type=_positive, default=2, metavar="N", help="answers a prompt: one greedy, the rest drawn (2)"
+    )
+    parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, not a text to continue")
+    parser.add_argument(
+        "--draft-vocab-size", type=_positive, metavar="V", help="train on the V likeliest tokens (default: all)"
+    )
+    parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="R", help="the highest (0.001)")
+    parser.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="texts a step (8)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on GPUs, else float32"
+    )
+    parser.add_argument("--verbose", action="store_true", help="the whole traceback when it fails")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the assembled checkpoint's directory on stdout. Returns the exit status."""
+    progress = Progress()
+    try:
+        print(_assembled(args) if args.assemble else _trained(args, progress), flush=True)
+    except KeyboardInterrupt:
+        return fail("distill: interrupted; the same command goes on from the last checkpoint", status=130)
+    except (ConfigError, OSError) as error:
+        return fail(f"distill: {error}", verbose=args.verbose)
+    except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
+        return fail(f"distill: {type(error).__name__}: {error}", verbose=args.verbose)
+    return 0
+
+
+def _assembled(args: argparse.Namespace) -> Path:
+    from outrider.deploy.distill.models import locate
+    from outrider.deploy.distill.stored import assemble
+
+    base = locate(args.base, "--base") if args.base else None
+    assemble(args.assemble, locate(args.target, "TARGET"), args.out, base)
+    return Path(args.out)
+
+
+def _trained(args: argparse.Namespace, progress: Progress) -> Path:
+    if not args.data:
+        raise ConfigError("--data: no prompts; give at least one file")
+    if args.answer_tokens >= args.seq_len:
+        raise ConfigError(f"--answer-tokens: {args.answer_tokens} leave a prompt no room in --seq-len {args.seq_len}")
+    if args.minutes is not None and args.minutes <= 0:
+        raise ConfigError(f"--minutes: {args.minutes:g} is not above 0")
+    from transformers.utils import logging
+
+    from outrider.deploy.distill import memory
+    from outrider.deploy.distill.run import Settings, distill
+
+    logging.disable_progress_bar()
+    memory.keep_large_blocks()
+    minutes = DEFAULT_MINUTES if args.minutes is None and args.steps is None else args.minutes
+    settings = Settings(
+        target=args.target,
+        data=tuple(args.data),
+        out=args.out,
+        layers=args.layers if args.start else args.layers or 2,
+        start=args.start,
+        minutes=minutes,
+        steps=args.steps,
+        seq_len=args.seq_len,
+        answer_tokens=args.answer_tokens,
+        samples=args.samples,
+        chat=args.chat,
+        draft_vocab_size=args.draft_vocab_size,
+        learning_rate=args.learning_rate,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        device=args.device,
+        dtype=args.dtype,
+    )
+    return distill(settings, progress)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value

@@ -1,0 +1,298 @@
+"""Acceptance without a server: the target answers prompts, and a drafter's rounds are walked along its answers.
+
+A draft model's forward pass over an answer gives what it would have drafted at every token of it (`rounds.walk`).
+Look-up drafters are the served ones' own strategies, told the text round by round.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.cluster.config import ConfigError, NgramConfig, SpeculationConfig, SuffixConfig
+from outrider.deploy.bench.machine import machine, versions
+from outrider.deploy.distill import models
+from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
+from outrider.deploy.distill.rounds import StepTimes, Tally, look_up, walk
+from outrider.deploy.distill.texts import generate
+from outrider.deploy.progress import Progress
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+TOGETHER = 16
+TOP_N = 64
+"""Tokens of q that travel to the verifier, as DraftSampling.top_n has it."""
+
+LookUp = NgramConfig | SuffixConfig
+
+
+@dataclass(frozen=True)
+class Settings:
+    target: Path
+    drafter: Path | LookUp
+    """The checkpoint of a draft model, or the look-up's own configuration."""
+
+    data: PromptFile
+    limit: int | None
+    chat: bool
+    temperature: float
+    """Above 0: answers drawn at it are measured too."""
+
+    k: int
+    max_tokens: int
+    seed: int
+    times: StepTimes | None
+    device: str
+    dtype: torch.dtype
+
+
+@dataclass
+class ByMode:
+    """Rounds of one way to verify, for every number of drafts up to K."""
+
+    tallies: list[Tally]
+    overlaps: list[float] = field(default_factory=list)
+    """At every token alike: the probability that a draft there is accepted. Of draft models only."""
+
+    @staticmethod
+    def up_to(k: int) -> ByMode:
+        return ByMode([Tally(size) for size in range(1, k + 1)])
+
+    def walk(self, overlap: list[float], moves_on: list[float]) -> None:
+        self.overlaps += overlap
+        for tally in self.tallies:
+            tally.add(walk(overlap, moves_on, tally.k))
+
+    def document(self, times: StepTimes | None) -> dict[str, Any]:
+        rows = []
+        for tally in self.tallies:
+            row: dict[str, Any] = {
+                "k": tally.k,
+                "tokens_per_round": tally.tokens_per_round,
+                "acceptance_rate": tally.acceptance_rate,
+            }
+            if times is not None:
+                row["speedup_in_turn"] = times.in_turn(tally.tokens_per_round, tally.k)
+                row["speedup_hidden"] = times.hidden(tally.tokens_per_round, tally.k)
+            rows.append(row)
+        last = self.tallies[-1]
+        return {
+            "acceptance_rate": last.acceptance_rate,
+            "per_token_acceptance": last.per_token,
+            "by_position": last.by_position,
+            "rounds": last.rounds,
+            "overlap": sum(self.overlaps) / len(self.overlaps) if self.overlaps else None,
+            "by_k": rows,
+        }
+
+
+def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
+    """The report. Raises ConfigError."""
+    prompts = spread(settings.data.prompts, settings.limit)
+    document = models.check_architecture(settings.target, "TARGET")
+    room = int(document.get("max_position_embeddings") or 1 << 20) - settings.max_tokens
+    tokens = tokens_of(
+        prompts, models.load_tokenizer(settings.target), room, settings.chat, "lower --max-tokens", "--dataset"
+    )
+    drafter: PreTrainedModel | None = None
+    if isinstance(settings.drafter, Path):
+        models.check_same_words(settings.target, settings.drafter)
+        drafter = models.load(settings.drafter, settings.dtype, settings.device)
+    target = models.load(settings.target, settings.dtype, settings.device)
+    found: dict[str, ByMode] = {}
+    answers = answered = 0
+    for temperature in (0.0,) if settings.temperature == 0 else (0.0, settings.temperature):
+        texts = []
+        for prompt, answer in _answers(target, tokens, settings, temperature):
+            texts.append((prompt, answer))
+            answers, answered = answers + 1, answered + len(answer)
+            progress.wait("answers:", f"{len(texts)} of {len(tokens)} at temperature {temperature:g}")
+        if drafter is None:
+            assert not isinstance(settings.drafter, Path)
+            modes = {"greedy" if temperature == 0 else "sampled": _looked_up(texts, settings.drafter, settings.k)}
+        else:
+            modes = _walked(target, drafter, texts, settings, temperature)
+        found |= modes
+    chosen = "greedy" if settings.temperature == 0 else next(mode for mode in found if mode != "greedy")
+    return {
+        "acceptance_rate": found[chosen].tallies[-1].acceptance_rate,
+        "mode": chosen,
+        "temperature": settings.temperature,
+        "k": settings.k,
+        "target": str(settings.target),
+        "drafter": {"method": "draft_model", "model": str(settings.drafter)}
+        if isinstance(settings.drafter, Path)
+        else settings.drafter.model_dump(exclude_none=True, include=_ABOUT),
+        "dataset": {"path": str(settings.data.path), "sha256": settings.data.sha256, "prompts": len(prompts)},
+        "answers": answers,
+        "tokens": answered,
+        "max_tokens": settings.max_tokens,
+        "chat": settings.chat,
+        "seed": settings.seed,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "modes": {mode: by_mode.document(settings.times) for mode, by_mode in found.items()},
+        "step_times": None
+        if settings.times is None
+        else {"target_ms": settings.times.target_ms, "draft_ms": settings.times.draft_ms},
+        "machine": machine(()),
+        "versions": versions(),
+        "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+_ABOUT = {"method", "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth"}
+
+
+def table(report: dict[str, Any]) -> str:
+    """For people."""
+    lines = [
+        f"{report['answers']} answers, {report['tokens']} tokens; acceptance_rate {report['acceptance_rate']:.3f} "
+        f"({report['mode']}, K = {report['k']})"
+    ]
+    for mode, found in report["modes"].items():
+        positions = "  ".join("  -  " if share is None else f"{share:.3f}" for share in found["by_position"])
+        lines.append(f"{mode}: by position {positions}")
+        for row in found["by_k"]:
+            tokens, rate = row["tokens_per_round"], row["acceptance_rate"]
+            line = f"  K = {row['k']}: {tokens:.2f} tokens a round, {rate:.3f} accepted"
+            if "speedup_in_turn" in row:
+                line += f"; x{row['speedup_in_turn']:.2f} drafted in turn, x{row['speedup_hidden']:.2f} hidden"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _answers(
+    target: PreTrainedModel, prompts: Sequence[list[int]], settings: Settings, temperature: float
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, answer), greedy or drawn by coupled noise: rounds of every mode may be walked along these."""
+    import torch
+
+    from outrider.actors.verification.coupled import coupled_choice
+
+    for at in range(0, len(prompts), TOGETHER):
+        batch = prompts[at : at + TOGETHER]
+        seeds = torch.tensor([_seed(settings, at + row) for row in range(len(batch))])
+
+        def choose(logits: torch.Tensor, places: torch.Tensor, seeds: torch.Tensor = seeds) -> torch.Tensor:
+            heat = torch.full((len(logits),), temperature)
+            return coupled_choice(logits, heat, None, logits.amax(-1), seeds, places)
+
+        chosen = generate(target, batch, settings.max_tokens, None, choose if temperature else None)
+        yield from zip(batch, chosen, strict=True)
+
+
+def _seed(settings: Settings, index: int) -> int:
+    return settings.seed + 1 + index
+
+
+def _walked(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    texts: Sequence[tuple[list[int], list[int]]],
+    settings: Settings,
+    temperature: float,
+) -> dict[str, ByMode]:
+    """A draft model's rounds. q of rejection is the drafter's TOP_N likeliest tokens, as it is when served."""
+    import torch
+
+    from outrider.actors.verification.coupled import coupled_choice
+
+    names = ("rejection", "coupled") if temperature else ("greedy",)
+    found = {name: ByMode.up_to(settings.k) for name in names}
+    for index, (prompt, answer) in enumerate(texts):
+        if len(answer) < 2:
+            continue
+        ids = torch.tensor([prompt + answer], device=settings.device)
+        # The first token comes with the prompt's own step.
+        rows = slice(len(prompt), ids.shape[1] - 1)
+        tokens = torch.tensor(answer[1:])
+        with torch.inference_mode():
+            theirs = drafter(ids).logits[0, rows].float().cpu()
+            if not temperature:
+                same = (theirs.argmax(-1) == tokens).float().tolist()
+                found["greedy"].walk(same, same)
+                continue
+            ours = target(ids).logits[0, rows].float().cpu()
+        p, q = (ours / temperature).softmax(-1), (theirs / temperature).softmax(-1)
+        overlap, moves_on = rejection(p, q, tokens)
+        found["rejection"].walk(overlap.tolist(), moves_on.tolist())
+        heat, seeds = torch.full((len(tokens),), temperature), torch.full((len(tokens),), _seed(settings, index))
+        places = torch.arange(len(prompt) + 1, ids.shape[1])
+        drafted = coupled_choice(theirs, heat, None, theirs.amax(-1), seeds, places)
+        same = (drafted == tokens).float().tolist()
+        found["coupled"].walk(same, same)
+    return found
+
+
+def rejection(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token: sum min(p, q), and min(1, q / p) at the token. p: [N, V]; q: [N, W], where W may be another
+    padding of the vocabulary; tokens: int64 [N]. q is cut to its TOP_N likeliest."""
+    import torch
+
+    size = min(p.shape[1], q.shape[1])
+    kept, ids = q[:, :size].topk(min(TOP_N, size), dim=-1)
+    kept = kept / kept.sum(-1, keepdim=True)
+    overlap = torch.minimum(p.gather(1, ids), kept).sum(-1)
+    at_token = torch.where(ids == tokens[:, None], kept, 0.0).sum(-1)
+    return overlap, (at_token / p.gather(1, tokens[:, None])[:, 0].clamp(min=1e-30)).clamp(max=1.0)
+
+
+def _looked_up(texts: Sequence[tuple[list[int], list[int]]], config: LookUp, k: int) -> ByMode:
+    """q of a look-up is one-hot, so a draft is accepted where the text has it, whatever the temperature. Every K is a
+    deployment of its own, which reads the answers one after the other."""
+    found = ByMode.up_to(k)
+    for tally in found.tallies:
+        propose_for = _strategy(config, tally.k)
+        for handle, (prompt, answer) in enumerate(texts):
+            with_end = propose_for(handle, prompt)
+            tally.add(look_up(answer, with_end, tally.k))
+            with_end([])
+    return found
+
+
+def _strategy(config: LookUp, k: int) -> Callable[[int, list[int]], Callable[[Sequence[int]], list[int]]]:
+    """What opens a sequence with its prompt. That gives what proposes; told no tokens, it closes the sequence."""
+    from outrider.actors.drafter.load import load_strategy
+    from outrider.cluster.link.messages import Commit, DraftSampling, Open
+
+    strategy = load_strategy(config, SpeculationConfig(num_speculative_tokens=k), None, None)
+
+    def work_off() -> None:
+        while (work := strategy.plan()[0]) is not None:
+            work.execute()
+            strategy.complete(work)
+
+    def open_sequence(handle: int, prompt: list[int]) -> Callable[[Sequence[int]], list[int]]:
+        sequence = strategy.new_sequence((0, handle))
+        sequence.add_prompt(Open(handle, len(prompt), 0, prompt, k, DraftSampling()))
+        strategy.open(sequence)
+        work_off()
+
+        def propose(committed: Sequence[int]) -> list[int]:
+            if not committed:
+                strategy.close(sequence)
+                work_off()
+                return []
+            answers = strategy.commit(sequence, Commit(handle, sequence.committed_len, list(committed), k, k))
+            work_off()
+            return list(answers[-1].proposals.token_ids)[:k]
+
+        return propose
+
+    return open_sequence
+
+
+def look_up_of(drafter: Any) -> LookUp:
+    """Raises ConfigError for a drafter that is no look-up."""
+    if not isinstance(drafter, LookUp):
+        method = getattr(drafter, "method", "none")
+        raise ConfigError(
+            f"--preset: its drafter is of method {method}, which drafts from inside the target; only draft_model, "
+            "ngram and suffix can be measured without a server; use outrider bench"
+        )
+    return drafter

@@ -1,0 +1,179 @@
+"""The target, and the drafter that is made of its own layers or of a given one. Thin over transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.cluster.config import ConfigError, EngineConfig
+from outrider.deploy.models.check import check_vocabularies, read_model_json, read_vocabulary
+from outrider.deploy.models.store import BY_HUB_ID, find_model
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Decoders whose layers follow one another unchanged, so that some of them are a model of the same kind."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def locate(model: str, option: str) -> Path:
+    """A local checkpoint: a directory, or a hub id of which `outrider fetch` or the hub's client has a copy. Raises
+    ConfigError."""
+    path = Path(model).expanduser()
+    if source := BY_HUB_ID.get(model):
+        path = find_model(source.name) or path
+    if not path.exists():
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(model))
+        except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"{option}: {model} is no directory, and the model hub does not give it ({reason}); give a checkpoint "
+                "directory, or the hub id of a model that `outrider fetch` has fetched"
+            ) from None
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{option}: {path} holds no config.json, so it is no checkpoint directory")
+    return path.resolve()
+
+
+def check_architecture(checkpoint: Path, option: str) -> dict[str, Any]:
+    """config.json. Raises ConfigError unless drafters of its kind can be made."""
+    document = read_model_json(EngineConfig(model=str(checkpoint)), option)
+    architecture = (document.get("architectures") or ["none"])[0]
+    if architecture not in SUPPORTED:
+        raise ConfigError(
+            f"{option}: {checkpoint.name} is a {architecture}; drafters can be made of {', '.join(SUPPORTED)}"
+        )
+    if not list(checkpoint.glob("*.safetensors")):
+        raise ConfigError(f"{option}: {checkpoint} holds no .safetensors file; convert or fetch the checkpoint again")
+    return document
+
+
+def check_same_words(target: Path, drafter: Path) -> None:
+    """Raise ConfigError where the two checkpoints' token ids may mean different things."""
+    of_target, of_drafter = (read_model_json(EngineConfig(model=str(path)), "model") for path in (target, drafter))
+    check_vocabularies(of_target, of_drafter, (read_vocabulary(str(target)), read_vocabulary(str(drafter))))
+
+
+def choose_layers(total: int, count: int) -> list[int]:
+    """Which of the target's layers the drafter starts from: the first, the last, and others evenly between them.
+
+    The first is made for embeddings and the last for the output head, which the drafter has from the target; those in
+    the middle change the residual stream least from one to the next, so they are missed least and any of them stands
+    for its neighbours (as in DistilBERT, Sanh et al., 1910.01108, which takes every other). A single one is the first.
+    """
+    if not 1 <= count < total:
+        raise ConfigError(f"--layers: {count} is not in 1 to {total - 1}; the target has {total} layers")
+    if count == 1:
+        return [0]
+    return [round(index * (total - 1) / (count - 1)) for index in range(count)]
+
+
+def config_of_layers(document: dict[str, Any], layers: list[int]) -> dict[str, Any]:
+    """config.json of a model of these layers."""
+    changed = {**document, "num_hidden_layers": len(layers)}
+    if document.get("layer_types"):
+        changed["layer_types"] = [document["layer_types"][index] for index in layers]
+    return changed
+
+
+def load(checkpoint: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """For reading: nothing of it is trained."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+    # Answers are what the target says by itself: a checkpoint's own penalties and cuts would be others' distributions.
+    known = model.generation_config
+    ends, pad = known.eos_token_id, known.pad_token_id
+    first = ends[0] if isinstance(ends, list) else ends
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=first if pad is None else pad)
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = 0
+    return model.to(torch.device(device)).eval().requires_grad_(False)
+
+
+def load_tokenizer(checkpoint: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+
+
+def end_tokens(model: PreTrainedModel) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    return set() if ends is None else set(ends if isinstance(ends, list) else [ends])
+
+
+def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """A model of these layers of the target's, float32, with copies of its embeddings, last norm and head."""
+    from transformers import AutoModelForCausalLM
+
+    config = type(target.config).from_dict(config_of_layers(target.config.to_dict(), layers))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+    renamed = {
+        name.replace(f"model.layers.{old}.", f"model.layers.{new}.", 1): tensor
+        for new, old in enumerate(layers)
+        for name, tensor in target.state_dict().items()
+        if name.startswith(f"model.layers.{old}.")
+    }
+    rest = {name: tensor for name, tensor in target.state_dict().items() if not name.startswith("model.layers.")}
+    model.load_state_dict({**rest, **renamed})
+    return model
+
+
+def freeze(drafter: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Embeddings and head stay as they are, in dtype; the names of the tensors that are trained."""
+    drafter.requires_grad_(True)
+    for module in (drafter.get_input_embeddings(), drafter.get_output_embeddings()):
+        module.weight.requires_grad_(False)
+        module.weight.data = module.weight.data.to(dtype)
+    return [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]
+
+
+def tensors_of(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint's safetensors files, by name."""
+    from safetensors import safe_open
+
+    places: dict[str, Path] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            places |= dict.fromkeys(opened.keys(), file)
+    for name in sorted(places):
+        with safe_open(places[name], "pt") as opened:
+            yield name, opened.get_tensor(name)
+
+
+def same_embeddings(target: Path, drafter: Path) -> bool:
+    """Whether a drafter's embeddings and head are the target's, tensor for tensor."""
+    import torch
+
+    theirs = {name: tensor for name, tensor in tensors_of(target) if name in (EMBEDDING, HEAD)}
+    ours = {name: tensor for name, tensor in tensors_of(drafter) if name in (EMBEDDING, HEAD)}
+    return theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """Of all tensors, by name: the same however they are spread over files."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in tensors_of(checkpoint):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def vocabulary_digest(checkpoint: Path) -> str:
+    """Of what each token id means; of nothing where the checkpoint has no tokenizer.json."""
+    vocabulary = read_vocabulary(str(checkpoint)) or {}
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()

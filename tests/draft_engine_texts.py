@@ -1,0 +1,53 @@
+"""Greedy drafts of our draft engine, and what transformers gives: `python draft_engine_texts.py MODEL TARGET`.
+
+Prints one JSON object. Prompts go through the target's tokenizer; wanted is the model's likeliest token, again and
+again. A process of its own, because an engine stays in the process that started it.
+"""
+
+import json
+import os
+import sys
+
+WANTED = 4
+PROMPTS = ("red and cat", "black and a rather longer prompt, to fill more than one block of the cache", "pink and emu")
+
+
+def main(model, target):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from outrider.actors.drafter.draft_model import DraftModelStrategy
+    from outrider.actors.drafter.planner import LookaheadLimits
+    from outrider.actors.vllm_seam.draft_engine import DraftEngine
+    from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
+    from outrider.cluster.config import DraftModelConfig
+    from outrider.cluster.link.messages import Commit, DraftSampling, Open
+
+    config = DraftModelConfig(
+        method="draft_model", model=model, dtype="float32", max_model_len=512, kv_cache_memory_bytes=64 << 20
+    )
+    engine = DraftEngine(drafter_vllm_config(config, None, None), in_process=True)
+    strategy = DraftModelStrategy(engine, 64, LookaheadLimits(ahead=False))
+    tokenizer, plain = AutoTokenizer.from_pretrained(target), AutoModelForCausalLM.from_pretrained(model).float()
+    drafts, wanted = [], []
+    for handle, prompt in enumerate(PROMPTS):
+        ids = tokenizer(prompt)["input_ids"]
+        sequence = strategy.new_sequence((1, handle))
+        sequence.add_prompt(Open(handle, len(ids) - 1, 0, ids[:-1], WANTED, DraftSampling()))
+        strategy.open(sequence)
+        answers = strategy.commit(sequence, Commit(handle, len(ids) - 1, ids[-1:], WANTED, WANTED))
+        while (work := strategy.plan()[0]) is not None:
+            work.execute()
+            answers = answers + strategy.complete(work)
+        drafts.append([int(token) for token in answers[-1].proposals.token_ids])
+        text = torch.tensor([ids])
+        for _ in range(WANTED):
+            with torch.inference_mode():
+                text = torch.cat([text, plain(text).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        wanted.append(text[0, len(ids) :].tolist())
+    print(json.dumps({"drafts": drafts, "wanted": wanted}), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    main(*sys.argv[1:])

@@ -1,0 +1,194 @@
+"""A drafter trained on a tiny target: acceptance rises, the same by seed, resumed or not; vLLM loads it.
+
+The target's first layer passes on what it gets, and its second makes the next token from the last one, mostly. So a
+drafter of the first layer starts from nothing, and can learn what the second does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.cluster.config import ConfigError
+from outrider.deploy.cli import main
+from outrider.deploy.distill import run as distill_run
+from outrider.deploy.distill.run import Settings, distill
+from outrider.deploy.models.store import read_manifest
+from outrider.deploy.progress import Progress
+from tests.tiny_models import build_tiny_llama
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[2]
+STEPS = 50
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def other_allocator(monkeypatch):
+    """The commands change how their process allocates, for good; this one runs other tests too."""
+    monkeypatch.setattr("outrider.deploy.distill.memory.keep_large_blocks", lambda: True)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    path = build_tiny_llama(tmp_path_factory.mktemp("target") / "learnable")
+    tensors = load_file(path / "model.safetensors")
+    for name, share in (("0.self_attn.o_proj", 0.0), ("0.mlp.down_proj", 0.0), ("1.self_attn.o_proj", 0.05)):
+        tensors[f"model.layers.{name}.weight"] *= share
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(target, tmp_path_factory):
+    data = tmp_path_factory.mktemp("data") / "prompts.txt"
+    colours, animals = "red green blue black white grey pink gold", "cat dog cow hen fox owl bee ant elk emu"
+    data.write_text("".join(f"{a} and {b}\n" for a in colours.split() for b in animals.split()))
+    return Settings(
+        target=str(target),
+        data=(data,),
+        out=tmp_path_factory.mktemp("out") / "first",
+        layers=1,
+        start=None,
+        minutes=None,
+        steps=STEPS,
+        seq_len=56,
+        answer_tokens=40,
+        samples=2,
+        chat=False,
+        draft_vocab_size=None,
+        learning_rate=5e-3,
+        batch_size=16,
+        seed=0,
+        device="cpu",
+        dtype="float32",
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(settings):
+    """Its directory."""
+    distill(settings, Progress())
+    return settings.out
+
+
+def tensors_of(out):
+    return load_file(out / "drafter" / "drafter.safetensors")
+
+
+def test_acceptance_on_held_out_answers_rises_well_above_the_start(trained):
+    rows = [json.loads(line) for line in (trained / "progress.jsonl").read_text().splitlines()]
+    assert rows[0]["step"] == 0
+    assert rows[-1]["step"] == STEPS
+    assert rows[-1]["acceptance_rate"] > rows[0]["acceptance_rate"] + 0.2
+    assert rows[-1]["loss"] < rows[1]["loss"] / 2
+    assert (trained / "curve.png").stat().st_size > 0
+    made = json.loads((trained / "drafter" / "drafter.json").read_text())["made"]
+    assert (made["steps"], made["seed"], made["layers_of_target"]) == (STEPS, 0, [0])
+
+
+def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(trained, settings, tmp_path, monkeypatch):
+    """And so the same seed gives the same drafter: it is another directory, in which everything is made anew."""
+    again = dataclasses.replace(settings, out=tmp_path / "again")
+    monkeypatch.setattr(distill_run, "SAVE_EVERY_S", -1.0)  # after every step
+    whole = distill_run._Run._save
+
+    def interrupted(self, trainer, clock, step):
+        whole(self, trainer, clock, step)
+        if step == STEPS // 2:
+            raise Interrupted
+
+    monkeypatch.setattr(distill_run._Run, "_save", interrupted)
+    with pytest.raises(Interrupted):
+        distill(again, Progress())
+    monkeypatch.undo()
+    texts = {file.name: file.stat().st_mtime_ns for file in (again.out / "texts").iterdir()}
+    # What an interruption in the middle of writing leaves.
+    (again.out / "checkpoints" / f"step-{STEPS:08d}.unfinished").mkdir()
+    distill(again, Progress())
+    assert {file.name: file.stat().st_mtime_ns for file in (again.out / "texts").iterdir()} == texts
+    first, second = tensors_of(trained), tensors_of(again.out)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_seed_gives_another_drafter_and_needs_another_directory(trained, settings):
+    with pytest.raises(ConfigError, match=r"holds a run with other settings \(seed 0, now 1\)"):
+        distill(dataclasses.replace(settings, seed=1), Progress())
+
+
+def test_a_drafter_is_trained_further_with_a_draft_vocabulary(trained, settings, tmp_path):
+    further = dataclasses.replace(
+        settings, out=tmp_path / "further", layers=None, start=str(trained / "model"), steps=4, draft_vocab_size=60
+    )
+    distill(further, Progress())
+    document = json.loads((further.out / "drafter" / "drafter.json").read_text())
+    assert document["base"] == document["target"]  # it has the target's embeddings, which are not stored again
+    assert len(document["draft_vocabulary"]) == 60
+    rows = [json.loads(line) for line in (further.out / "progress.jsonl").read_text().splitlines()]
+    last = json.loads((trained / "progress.jsonl").read_text().splitlines()[-1])
+    assert rows[0]["acceptance_rate"] == pytest.approx(last["acceptance_rate"])
+
+
+def test_acceptance_is_measured_by_position_and_mode(trained, settings, tmp_path, capsys, other_allocator):
+    report_file = tmp_path / "report.json"
+    command = ["acceptance", str(settings.target), str(trained / "model"), "--dataset", str(settings.data[0])]
+    command += ["--limit", "12", "--temperature", "0.8", "--k", "3", "--max-tokens", "40", "--json", str(report_file)]
+    assert main([*command, "--target-ms", "30", "--draft-ms", "3", "--plot", str(tmp_path / "p.png")]) == 0
+    report = json.loads(report_file.read_text())
+    assert report["acceptance_rate"] == report["modes"]["rejection"]["acceptance_rate"]
+    assert report["modes"].keys() == {"greedy", "rejection", "coupled"}
+    greedy = report["modes"]["greedy"]
+    assert len(greedy["by_position"]) == len(greedy["by_k"]) == 3
+    assert greedy["acceptance_rate"] > 0.2
+    # Rejection's exact figure and coupled noise, which is drawn, are of the same drafter.
+    assert 0.1 < report["modes"]["coupled"]["per_token_acceptance"] < 1.0
+    assert "tokens a round" in capsys.readouterr().out
+
+
+def test_a_look_up_preset_is_measured_by_its_own_code(settings, tmp_path, other_allocator):
+    preset = tmp_path / "ngram.yaml"
+    preset.write_text(
+        json.dumps(
+            {
+                "target": {"model": settings.target, "dtype": "float32", "max_model_len": 512},
+                "drafter": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+                "speculation": {"num_speculative_tokens": 3},
+            }
+        )
+    )
+    command = ["acceptance", "--preset", str(preset), "--dataset", str(settings.data[0]), "--limit", "8"]
+    assert main([*command, "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    # The target soon says what it said before: a look-up finds it.
+    assert report["acceptance_rate"] > 0.3
+    assert report["drafter"]["method"] == "ngram"
+
+
+def test_the_assembled_drafter_loads_in_vllm_by_our_own_draft_engine(trained, target):
+    assert read_manifest(trained / "model")["drafter_of"]["name"] == target.name
+    command = [sys.executable, "tests/draft_engine_texts.py", str(trained / "model"), str(target)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.strip().splitlines()[-1])
+    assert seen["drafts"] == seen["wanted"]

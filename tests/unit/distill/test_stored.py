@@ -1,0 +1,195 @@
+"""A stored drafter has only what was trained, and goes together with its own target alone."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from outrider.cluster.config import ConfigError
+from outrider.deploy.distill.models import (
+    check_architecture,
+    choose_layers,
+    config_of_layers,
+    freeze,
+    from_layers,
+    load,
+    locate,
+    same_embeddings,
+    weights_digest,
+)
+from outrider.deploy.distill.stored import DESCRIPTION, TENSORS, Reference, assemble, read, store
+from outrider.deploy.models.check import check_vocabularies, read_vocabulary
+from tests.tiny_models import build_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def stored(target, tmp_path_factory):
+    model = load(target, torch.float32, "cpu")
+    drafter = from_layers(model, [0])
+    names = freeze(drafter, torch.float32)
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if name in names}
+    with torch.no_grad():
+        trained["model.norm.weight"] += 0.25
+    document = check_architecture(target, "TARGET")
+    reference = Reference.of(target)
+    out = tmp_path_factory.mktemp("stored") / "drafter"
+    store(out, reference, reference, target, config_of_layers(document, [0]), trained, {"steps": 0}, [3, 5])
+    return out
+
+
+def test_what_is_frozen_is_not_stored(stored, target):
+    tensors = load_file(stored / TENSORS)
+    assert not [name for name in tensors if "embed" in name or "lm_head" in name]
+    assert {name for name in tensors if not name.startswith("model.layers.0.")} == {"model.norm.weight"}
+    description = read(stored)
+    assert description.borrowed == ["lm_head.weight", "model.embed_tokens.weight"]
+    assert description.target == Reference.of(target)
+    assert description.draft_vocabulary == [3, 5]
+
+
+def test_assembled_it_is_a_checkpoint_of_the_trained_and_the_targets_tensors(stored, target, tmp_path):
+    out = tmp_path / "model"
+    assemble(stored, target, out)
+    whole = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert whole.config.num_hidden_layers == 1
+    assert torch.equal(whole.lm_head.weight, theirs.lm_head.weight)
+    assert torch.equal(whole.model.norm.weight, theirs.model.norm.weight + 0.25)
+    ours = whole.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(ours, theirs.model.layers[0].mlp.up_proj.weight)
+    assert same_embeddings(target, out)
+    documents = [json.loads((path / "config.json").read_text()) for path in (target, out)]
+    check_vocabularies(*documents, (read_vocabulary(str(target)), read_vocabulary(str(out))))
+
+
+def test_a_drafter_of_another_target_is_refused_by_name(stored, target, tmp_path):
+    other = build_tiny_llama(tmp_path / "other-tiny", noise_of=target, noise=0.01)
+    with pytest.raises(ConfigError, match=r"trained for tiny, and .*other-tiny is not the target: its tensors have"):
+        assemble(stored, other, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_target_with_other_token_ids_is_refused(stored, target, tmp_path):
+    import shutil
+
+    other = tmp_path / "renamed"
+    shutil.copytree(target, other)
+    document = json.loads((other / "tokenizer.json").read_text())
+    document["model"]["vocab"]["!!"] = 270
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="its token ids have"):
+        assemble(stored, other, tmp_path / "model")
+
+
+def test_damage_is_found(stored, target, tmp_path):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(stored, copy)
+    tensors = load_file(copy / TENSORS)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, copy / TENSORS)
+    with pytest.raises(ConfigError, match="is damaged"):
+        assemble(copy, target, tmp_path / "model")
+    (copy / DESCRIPTION).write_text("{}")
+    with pytest.raises(ConfigError, match="its format is not"):
+        assemble(copy, target, tmp_path / "model")
+    (copy / DESCRIPTION).unlink()
+    with pytest.raises(ConfigError, match="is no stored drafter"):
+        read(copy)
+
+
+def test_one_trained_from_another_drafter_takes_that_ones_embeddings(stored, target, tmp_path):
+    start = build_tiny_llama(tmp_path / "start", noise_of=target, noise=0.1)
+    assert not same_embeddings(target, start)
+    drafter = load(start, torch.float32, "cpu")
+    names = freeze(drafter, torch.float32)
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if name in names}
+    config = check_architecture(start, "--from")
+    references = Reference.of(target), Reference.of(start)
+    store(tmp_path / "further", *references, start, config, trained, {})
+    with pytest.raises(ConfigError, match="takes its embeddings from start"):
+        assemble(tmp_path / "further", target, tmp_path / "model")
+    with pytest.raises(ConfigError, match="is not the drafter it was trained from"):
+        assemble(tmp_path / "further", target, tmp_path / "model", base=target)
+    assemble(tmp_path / "further", target, tmp_path / "model", base=start)
+    assert same_embeddings(start, tmp_path / "model")
+
+
+def test_the_digest_is_of_the_tensors_not_of_the_files(target, tmp_path):
+    tensors = load_file(target / "model.safetensors")
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:3]}, tmp_path / "a.safetensors")
+    save_file({name: tensors[name] for name in names[3:]}, tmp_path / "b.safetensors")
+    assert weights_digest(tmp_path) == weights_digest(target)
+    tensors[names[0]].view(-1)[0] += 1
+    save_file({name: tensors[name] for name in names[:3]}, tmp_path / "a.safetensors")
+    assert weights_digest(tmp_path) != weights_digest(target)
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "layers"), [(30, 1, [0]), (30, 2, [0, 29]), (30, 3, [0, 14, 29]), (4, 3, [0, 2, 3])]
+)
+def test_layers_are_even_from_the_first_to_the_last(total, count, layers):
+    assert choose_layers(total, count) == layers
+
+
+@pytest.mark.parametrize("count", [0, 4, 9])
+def test_as_many_layers_as_the_target_has_are_no_drafter(count):
+    with pytest.raises(ConfigError, match="--layers: "):
+        choose_layers(4, count)
+
+
+def test_an_architecture_that_is_not_known_is_refused_by_name(target, tmp_path):
+    document = json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**document, "architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"is a MambaForCausalLM; drafters can be made of LlamaForCausalLM"):
+        check_architecture(tmp_path, "TARGET")
+
+
+def test_a_place_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"TARGET: .* holds no config.json"):
+        locate(str(tmp_path), "TARGET")
+    with pytest.raises(ConfigError, match=r"TARGET: .*nowhere is no directory"):
+        locate(str(tmp_path / "nowhere"), "TARGET")
+
+
+def test_a_description_is_what_it_was(stored):
+    description = read(stored)
+    assert dataclasses.asdict(description)["made"] == {"steps": 0}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_a_model_of_some_layers_computes_with_these(family):
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    target = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    drafter = from_layers(target, [0, 3]).eval()
+    assert type(drafter) is type(target)
+    ids = torch.arange(9)[None]
+    before = drafter(ids, use_cache=False).logits
+    target.model.layers = torch.nn.ModuleList([target.model.layers[0], target.model.layers[3]])
+    target.config.num_hidden_layers = 2
+    torch.testing.assert_close(target(ids, use_cache=False).logits, before)
+    names = freeze(drafter, torch.float32)
+    assert names
+    assert all(name.startswith(("model.layers.", "model.norm.")) for name in names)

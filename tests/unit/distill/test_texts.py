@@ -1,0 +1,67 @@
+"""What is generated in which order, what is held out, and texts on disk."""
+
+import pytest
+import torch
+
+from outrider.deploy.distill.texts import Job, Text, TextStore, answer_positions, held_out, padded, plan
+
+
+def test_held_out_prompts_depend_on_their_content_alone():
+    digests = [f"prompt {index}" for index in range(100)]
+    chosen = held_out(digests)
+    assert len(chosen) == 5
+    assert {digests[index] for index in chosen} == {digests[::-1][index] for index in held_out(digests[::-1])}
+    # A prompt that occurs twice is on one side.
+    twice = held_out(digests * 2)
+    assert {index % 100 for index in twice} == chosen
+    assert len(twice) == 10
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 0), (2, 1), (4, 2), (5000, 64)])
+def test_how_many_are_held_out(count, expected):
+    assert len(held_out([str(index) for index in range(count)])) == expected
+
+
+def test_the_plan_begins_with_what_is_held_out_and_repeats_by_seed():
+    jobs = plan(10, {2, 5}, samples=2, batch_size=3, seed=1)
+    assert jobs == plan(10, {2, 5}, samples=2, batch_size=3, seed=1)
+    assert jobs != plan(10, {2, 5}, samples=2, batch_size=3, seed=2)
+    assert [job.number for job in jobs] == list(range(7))
+    assert set(jobs[0].prompts) == {2, 5}
+    for sample in (0, 1):
+        others = [prompt for job in jobs[1:] if job.sample == sample for prompt in job.prompts]
+        assert sorted(others) == [0, 1, 3, 4, 6, 7, 8, 9]
+
+
+def text(prompt, length, start, sample=0):
+    answers = length - start
+    return Text(
+        prompt,
+        sample,
+        torch.arange(length) + prompt,
+        start,
+        torch.arange(answers * 2).view(answers, 2),
+        torch.full((answers, 2), -0.5),
+    )
+
+
+def test_texts_come_back_from_disk_and_a_half_written_batch_does_not_count(tmp_path):
+    store, job = TextStore(tmp_path / "texts"), Job(3, 1, (7, 4))
+    (tmp_path / "texts" / "batch-000003.safetensors.unfinished").write_bytes(b"half")
+    assert not store.has(job)
+    texts = [text(7, 6, 4, 1), text(4, 5, 1, 1)]
+    store.save(job, texts)
+    assert store.has(job)
+    for before, after in zip(texts, store.load(job), strict=True):
+        assert (after.prompt, after.sample, after.start) == (before.prompt, 1, before.start)
+        for name in ("ids", "top_ids", "top_log_p"):
+            torch.testing.assert_close(getattr(after, name), getattr(before, name))
+
+
+def test_positions_that_predict_an_answer():
+    texts = [text(0, 6, 4), text(0, 3, 1)]
+    ids, mask = padded(texts, 99)
+    assert ids[1].tolist() == [0, 1, 2, 99, 99, 99]
+    assert mask[1].tolist() == [1, 1, 1, 0, 0, 0]
+    rows, places = answer_positions(texts)
+    assert list(zip(rows.tolist(), places.tolist(), strict=True)) == [(0, 3), (0, 4), (1, 0), (1, 1)]

@@ -1,0 +1,96 @@
+"""A training step on tiny models, and the draft vocabulary."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.deploy.distill.models import freeze, from_layers
+from outrider.deploy.distill.texts import Job, generate, scored
+from outrider.deploy.distill.train import Recipe, Trainer, draft_vocabulary
+
+VOCAB, END = 64, 63
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        eos_token_id=END,
+        pad_token_id=END,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.lm_head.weight.data *= 20  # no near-ties
+    return model
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    prompts = [[1, 2, 3], [4, 5], [9, 8, 7, 6]]
+    return scored(target, Job(0, 0, (0, 1, 2)), prompts, generate(target, prompts, 12, None))
+
+
+def trainer(target, **changes):
+    drafter = from_layers(target, [0, 2])
+    settings = {"recipe": Recipe(), "dtype": torch.float32, "named_ids": None, **changes}
+    return Trainer(drafter, target, freeze(drafter, torch.float32), **settings)
+
+
+def test_greedy_answers_in_a_batch_are_those_alone_and_their_scores_are_the_targets(target, texts):
+    for text in texts:
+        alone = text.ids[: text.start][None]
+        for token, top_ids, top_log_p in zip(text.ids[text.start :], text.top_ids, text.top_log_p, strict=True):
+            log_p = target(alone, use_cache=False).logits[0, -1].log_softmax(-1)
+            assert int(token) == int(log_p.argmax()) == int(top_ids[0])
+            torch.testing.assert_close(top_log_p, log_p[top_ids], atol=1e-4, rtol=1e-3)
+            alone = torch.cat([alone, token[None, None]], 1)
+
+
+@pytest.mark.parametrize("own_share", [0.0, 1.0])
+@pytest.mark.parametrize("named_ids", [None, torch.arange(0, VOCAB, 2)])
+def test_steps_lower_the_loss_and_leave_the_head_alone(target, texts, own_share, named_ids):
+    made = trainer(target, recipe=Recipe(own_share=own_share, learning_rate=3e-3), named_ids=named_ids)
+    frozen = [module.weight.clone() for module in (made.drafter.lm_head, made.drafter.model.embed_tokens)]
+    losses = [made.step(number, 0.5, texts)[0] for number in range(25)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert made.skipped == 0
+    after = [module.weight for module in (made.drafter.lm_head, made.drafter.model.embed_tokens)]
+    assert all(torch.equal(a, b) for a, b in zip(frozen, after, strict=True))
+
+
+def test_a_drafter_that_is_the_target_has_every_draft_accepted(target, texts):
+    drafter = from_layers(target, [0, 1, 2])
+    made = Trainer(drafter, target, freeze(drafter, torch.float32), Recipe(), torch.float32, None)
+    held = made.evaluate(texts)
+    assert held.tally.by_position == [1.0, 1.0, 1.0]
+    assert held.tally.tokens_per_round == pytest.approx(4.0)
+    assert held.overlap == pytest.approx(1.0, abs=1e-3)
+    # And on its own tokens the two agree, so that every context is reached.
+    assert made.step(0, 0.5, texts)[0] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing(target, texts):
+    made = trainer(target)
+    bad = dataclasses.replace(texts[0], top_log_p=torch.full_like(texts[0].top_log_p, float("nan")))
+    before = {name: tensor.clone() for name, tensor in made.trained.items()}
+    made.step(0, 0.5, [bad])
+    assert made.skipped == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in made.trained.items())
+
+
+def test_the_draft_vocabulary_is_what_the_target_expects_and_the_end(texts):
+    chosen = draft_vocabulary(texts, 10, VOCAB, {END})
+    assert len(chosen) == 10
+    assert chosen.tolist() == sorted(chosen.tolist())
+    assert END in chosen.tolist()
+    likeliest = torch.cat([text.top_ids[:, 0] for text in texts]).mode().values
+    assert int(likeliest) in chosen.tolist()
