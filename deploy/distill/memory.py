@@ -12,9 +12,8 @@ def keep_large_blocks() -> bool:
     """For the rest of this process: what is freed is kept for the next allocation.
 
     glibc gives large blocks back to the system and gets them anew, page by page and zeroed. Every step of a model on a
-    CPU needs hundreds. Where page faults are dear, as in a sandbox, half of the time was the kernel's: 32 answers of a
-    model of 135 million parameters took 0.65 s a token, and 0.11 s with blocks kept. Returns whether the C library
-    took it.
+    CPU needs hundreds, and where page faults are dear, as in a sandbox, half of the time was seen to go into that.
+    Returns whether the C library took it.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):

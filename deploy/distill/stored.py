@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.cluster.config import ConfigError
 from outrider.deploy.distill.checkpoint import whole_directory
 from outrider.deploy.distill.models import HEAD, tensors_of, vocabulary_digest, weights_digest
-from outrider.deploy.models.store import write_manifest
+from outrider.deploy.models.store import read_manifest, write_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -126,13 +126,15 @@ def read(stored: Path) -> Description:
 
 
 def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, found: Reference | None = None) -> None:
-    """Write the whole checkpoint to ``out``, in place of what is there.
+    """Write the whole checkpoint to ``out``, in place of one that was assembled there before.
 
     base: the drafter that was trained further, where the description names one. found: the target's reference where the
-    caller has it. Raises ConfigError: another target, another base, a damaged file.
+    caller has it. Raises ConfigError: another target, another base, a damaged file, something else in ``out``.
     """
     from safetensors.torch import load_file, save_file
 
+    if out.exists() and "drafter_of" not in (read_manifest(out) or {}):
+        raise ConfigError(f"--out: {out} is there and no assembled drafter; move it away, or choose another place")
     description = read(stored)
     found = found or Reference.of(target)
     _check("the target", description.target, found, target, stored)

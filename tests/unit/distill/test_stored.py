@@ -70,6 +70,16 @@ def test_assembled_it_is_a_checkpoint_of_the_trained_and_the_targets_tensors(sto
     check_vocabularies(*documents, (read_vocabulary(str(target)), read_vocabulary(str(out))))
 
 
+def test_assembling_takes_the_place_of_an_assembled_drafter_and_of_nothing_else(stored, target, tmp_path):
+    for _ in range(2):
+        assemble(stored, target, tmp_path / "model")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").write_text("dear")
+    with pytest.raises(ConfigError, match=r"--out: .*home is there and no assembled drafter"):
+        assemble(stored, target, tmp_path / "home")
+    assert (tmp_path / "home" / "letter").read_text() == "dear"
+
+
 def test_a_drafter_of_another_target_is_refused_by_name(stored, target, tmp_path):
     other = build_tiny_llama(tmp_path / "other-tiny", noise_of=target, noise=0.01)
     with pytest.raises(ConfigError, match=r"trained for tiny, and .*other-tiny is not the target: its tensors have"):
