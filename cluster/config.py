@@ -326,6 +326,24 @@ class OutriderConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _nccl_is_between_two_gpus(self) -> OutriderConfig:
+        """A drafter process without a GPU of its own would take another's."""
+        drafter = self.remote_drafter
+        if self.link.backend != "nccl" or drafter is None:
+            return self
+        if isinstance(drafter, LookupConfig):
+            raise ValueError(
+                f"link.backend: nccl needs a GPU at both ends, and a drafter of method {drafter.method} has none; use "
+                "gloo"
+            )
+        if drafter.tensor_parallel_size > 1:
+            raise ValueError(
+                "link.backend: nccl needs a GPU at both ends, and with drafter.tensor_parallel_size above 1 the "
+                "drafter's GPUs are its ranks', none of which holds the link; use gloo"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _co_located_is_vllms(self) -> OutriderConfig:
         """Settings of our rounds would be ignored by vLLM's: refused, except as the defaults they are."""
         drafter = self.drafter
@@ -409,7 +427,8 @@ def explained(error: ValidationError) -> str:
                 where, message = f"{where}.{message.partition(': ')[0]}", message.partition(": ")[2]
             found = item.get("input")
             shown = "" if isinstance(found, Mapping | list | Section) or _is_nan(found) else f" (found {found!r})"
-            lines.append(f"{where}: {message}{shown}")
+            # What is wrong between two sections names its field itself.
+            lines.append(f"{where}: {message}{shown}" if parts else f"{message}{shown}")
     return "; ".join(lines)
 
 

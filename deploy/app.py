@@ -160,6 +160,8 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
         pool = pool_placement_of(config, on_gpu=True)
         return ReplicaPlan(placement_of(config, on_gpu=True), None, (), pool, *sizes)
+    if config.link.backend == "nccl":
+        raise ConfigError("link.backend: nccl needs a GPU at both ends, and this vLLM runs on CPU; use gloo")
     cores = plan_cores(config, available_cores())
     warnings = cores.warnings
     if config.serving.most_replicas > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy import app
 from outrider.deploy.app import TAKE_DOWN_S, build, build_app, plan_replica
 
 DRAIN_S = 77.0
@@ -139,3 +140,12 @@ def test_only_the_least_replicas_have_to_fit_todays_nodes(
     caplog.clear()
     assert built(autoscaling={"min": 32, "max": 64})
     assert "will wait for others" not in caplog.text
+
+
+def test_nccl_is_refused_where_nothing_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": "nccl"}}
+    monkeypatch.setattr(app, "engine_on_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"link\.backend: nccl needs a GPU at both ends, and this vLLM runs on CPU"):
+        plan_replica(parse_config(data))
+    monkeypatch.setattr(app, "engine_on_gpu", lambda: True)
+    assert plan_replica(parse_config(data)).cores is None

@@ -142,3 +142,26 @@ def test_replicas_are_a_number_or_follow_the_load() -> None:
 def test_a_k_out_of_range_says_how_to_serve_without_speculation(k: int) -> None:
     with pytest.raises(ConfigError, match=r"speculation\.num_speculative_tokens: must be 1 to 32; .*leave the drafter"):
         parse_config({"target": {"model": "m"}, "speculation": {"num_speculative_tokens": k}})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ({"method": "ngram"}, r"link\.backend: nccl .* method ngram has none; use gloo"),
+        ({"method": "suffix"}, r"link\.backend: nccl .* method suffix has none"),
+        (
+            {"method": "draft_model", "model": "d", "tensor_parallel_size": 2},
+            r"link\.backend: nccl .*drafter\.tensor_parallel_size above 1",
+        ),
+    ],
+)
+def test_nccl_is_refused_where_the_drafter_has_no_gpu_of_its_own(drafter, message):
+    data = {"target": {"model": "t"}, "drafter": drafter}
+    with pytest.raises(ConfigError, match=f"^config: {message}"):
+        parse_config({**data, "link": {"backend": "nccl"}})
+    assert parse_config({**data, "link": {"backend": "gloo"}}).link.backend == "gloo"
+
+
+def test_nccl_between_two_gpus_is_taken():
+    one = {"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": "nccl"}}
+    assert parse_config(one).link.backend == "nccl"

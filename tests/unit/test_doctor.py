@@ -211,7 +211,7 @@ def test_the_method_and_the_link_are_checked_against_the_build():
     assert levels(check_method(config(drafter=drafter), gpu=False))["method"] is Level.FAIL
     assert levels(check_method(config(drafter=drafter), gpu=True))["method"] is Level.OK
     assert levels(check_method(config(), gpu=False))["method"] is Level.WARN
-    link = {"drafter": {"method": "suffix"}, "link": {"backend": "nccl"}}
+    link = {"drafter": {"method": "draft_model", "model": "org/d"}, "link": {"backend": "nccl"}}
     assert levels(check_method(config(**link), gpu=False))["link.backend"] is Level.FAIL
 
 
