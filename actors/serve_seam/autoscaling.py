@@ -70,19 +70,13 @@ def without_delays(policy: type, arguments: Mapping[str, Any], **limits: int) ->
         )
 
 
-class TargetScaling:
-    """Serve pickles this module with it, not those that it imports."""
+class Looks:
+    """A policy as Serve calls it: it looks once a second, and where it fails the number stays as it is."""
 
-    def __init__(self, app_name: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         leans_on.CONTROLLER.check()
-        self._settings = AutoscalingConfig(**settings)
-        self._policy = ScalingPolicy(self._settings)
         self._clock = clock
-        self._reports = LatestReports()
-        self._board = BoardCalls(app_name)
-        self._gauges = Gauges(app_name)
         self._looked_s = float("-inf")
-        self._decision: Decision | None = None
         self._failing = False
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -90,13 +84,31 @@ class TargetScaling:
         if now - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now
             try:
-                return self._decide(context, now), {}
+                number = self._decide(context, now)
+                self._failing = False
+                return number, {}
             except Exception:
                 # Raised here it would end the control loop's turn for every application of the cluster.
                 if not self._failing:
-                    logger.exception("autoscaling failed; the number of replicas stays as it is")
+                    logger.exception("autoscaling of %s failed; its number stays as it is", context.deployment_name)
                 self._failing = True
         return context.target_num_replicas, {}
+
+    def _decide(self, context: AutoscalingContext, now: float) -> int:
+        raise NotImplementedError
+
+
+class TargetScaling(Looks):
+    """Serve pickles this module with it, not those that it imports."""
+
+    def __init__(self, app_name: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._settings = AutoscalingConfig(**settings)
+        self._policy = ScalingPolicy(self._settings)
+        self._reports = LatestReports()
+        self._board = BoardCalls(app_name)
+        self._gauges = Gauges(app_name)
+        self._decision: Decision | None = None
 
     def _decide(self, context: AutoscalingContext, now: float) -> int:
         replicas = [replica.unique_id for replica in context.running_replicas]
@@ -115,7 +127,7 @@ class TargetScaling:
                 look.wanted,
                 decision.reason,
             )
-        self._decision, self._failing = decision, False
+        self._decision = decision
         self._gauges.set(decision, len(replicas))
         return decision.replicas
 

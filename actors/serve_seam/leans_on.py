@@ -169,6 +169,7 @@ CONTROLLER = Table(
             "what the policy is called with",
             also=(
                 "app_name",
+                "deployment_name",
                 "running_replicas",
                 "target_num_replicas",
                 "raw_metrics",

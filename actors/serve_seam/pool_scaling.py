@@ -16,8 +16,7 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext
 from ray.util.metrics import Gauge
 
-from outrider.actors.serve_seam import leans_on
-from outrider.actors.serve_seam.autoscaling import LOOK_EVERY_S, without_delays
+from outrider.actors.serve_seam.autoscaling import Looks, without_delays
 from outrider.actors.serving.pool_scaling import PoolLook, PoolPolicy
 from outrider.cluster.membership import Work
 from outrider.cluster.placement import NAMESPACE
@@ -41,7 +40,7 @@ def serve_pool_autoscaling(settings: PoolScalingConfig, accelerators: float, app
     )
 
 
-class PoolScaling:
+class PoolScaling(Looks):
     """Serve pickles this module with it, not those that it imports."""
 
     def __init__(
@@ -51,28 +50,12 @@ class PoolScaling:
         accelerators: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        leans_on.CONTROLLER.check()
+        super().__init__(clock)
         self._policy = PoolPolicy(PoolScalingConfig(**settings), accelerators)
-        self._clock = clock
         self._registry = RegistryCalls(app_name)
         self._tags = {"application": app_name}
         self._wanted = Gauge("outrider_pool_wanted_drafters", "Drafters that there are to be.", ("application",))
         self._reason = Gauge("outrider_pool_reason", "1 for why there are to be so many.", ("application", "reason"))
-        self._looked_s = float("-inf")
-        self._failing = False
-
-    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        now = self._clock()
-        if now - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s = now
-            try:
-                return self._decide(context, now), {}
-            except Exception:
-                # Raised here it would end the control loop's turn for every application of the cluster.
-                if not self._failing:
-                    logger.exception("autoscaling of drafters failed; their number stays as it is")
-                self._failing = True
-        return context.target_num_replicas, {}
 
     def _decide(self, context: AutoscalingContext, now: float) -> int:
         wanted = context.target_num_replicas
@@ -84,7 +67,6 @@ class PoolScaling:
             change = "more" if decision.replicas > wanted else "fewer"
             message = "%s: %s drafters, %d in place of %d: %s"
             logger.info(message, context.app_name, change, decision.replicas, wanted, decision.reason)
-        self._failing = False
         self._wanted.set(decision.replicas, self._tags)
         for reason in POOL_REASONS:
             self._reason.set(float(reason == decision.reason), {**self._tags, "reason": reason})

@@ -132,7 +132,7 @@ def test_an_error_leaves_the_number_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     controller.target = 2
     monkeypatch.setattr(controller.policy._policy, "decide", lambda *_: 1 / 0)
     assert controller.seconds(5, {A: IDLE, B: IDLE}) == {2}
-    assert caplog.text.count("autoscaling failed") == 1
+    assert caplog.text.count("autoscaling of Target failed") == 1
 
 
 def test_freshness_goes_by_the_controllers_own_clock() -> None:

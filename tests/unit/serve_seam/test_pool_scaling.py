@@ -77,7 +77,7 @@ def test_a_policy_that_fails_leaves_the_number_alone(caplog: pytest.LogCaptureFi
     policy = controller.state._policy.__wrapped__
     policy._registry = None
     assert controller.seconds(30, [IDLE]) == 1
-    assert caplog.text.count("autoscaling of drafters failed") == 1
+    assert caplog.text.count("autoscaling of DrafterPool failed") == 1
 
 
 class Answers:
