@@ -157,9 +157,6 @@ class Membership:
     """Verifier -> drafter."""
 
     epoch: int = 0
-    moves: int = 0
-    """Made for better shares."""
-
     _moved_at: float = -MOVE_PAUSE_S
 
     def renew(self, member: Member, lease_s: float, now: float) -> None:
@@ -235,7 +232,6 @@ class Membership:
                 self.assigned[verifier.name] = shares.best(verifier)
         if not waiting and now - self._moved_at >= MOVE_PAUSE_S and (move := shares.best_move()) is not None:
             self.assigned[move[0]], self._moved_at = move[1], now
-            self.moves += 1
         for name in self.verifiers:
             if (own := self.own(name)) is not None:
                 self.assigned[name] = own

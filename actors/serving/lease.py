@@ -41,18 +41,21 @@ class Lease:
 
     def leave(self) -> None:
         """Give it up. Returns at once, raises nothing."""
-        if self._keeping is not None:
-            self._keeping.cancel()
+        self._stop_keeping()
         with suppress(ray.exceptions.RayError):
             self._registry.leave.remote(self.member.replica)
 
     async def end(self) -> None:
         """As leave, and the registry has heard of it, where there is one: the word of a process that ends right after
         may be lost."""
-        self.leave()
+        self._stop_keeping()
         with suppress(ray.exceptions.RayError, TimeoutError):
             left = self._registry.leave.remote(self.member.replica)
             await asyncio.wait_for(asyncio.wrap_future(left.future()), CONTROL_TIMEOUT_S)
+
+    def _stop_keeping(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
 
     async def drain(self) -> list[str]:
         """See Registry.drain. Raises RayError or TimeoutError."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig
 from outrider.deploy.bench.plot import check_plot
-from outrider.deploy.cli import fail
+from outrider.deploy.cli.models import add_device_arguments, exit_status, positive
 from outrider.deploy.distill.rounds import StepTimes
 from outrider.deploy.preset import resolve_config
 from outrider.deploy.progress import Progress
@@ -29,49 +29,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset", type=Path, required=True, metavar="FILE", help=".txt, or .jsonl with prompt or messages; gzip too"
     )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="prompts, evenly spread over the file (all)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="prompts, evenly spread over the file (all)")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, not a text to continue")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="above 0: answers drawn at T are measured too (0)"
     )
-    parser.add_argument("--k", type=_positive, metavar="K", help=f"drafts a round (the preset's, or {DEFAULT_K})")
-    parser.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="of an answer (128)")
+    parser.add_argument("--k", type=positive, metavar="K", help=f"drafts a round (the preset's, or {DEFAULT_K})")
+    parser.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="of an answer (128)")
     parser.add_argument("--seed", type=int, default=0, help="of draws")
     parser.add_argument("--target-ms", type=float, metavar="MS", help="a step of the target's, for expected speed-ups")
     parser.add_argument("--draft-ms", type=float, metavar="MS", help="a step of the drafter's, likewise")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the whole report")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="write a picture; needs matplotlib")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on GPUs, else float32"
-    )
-    parser.add_argument("--verbose", action="store_true", help="the whole traceback when it fails")
+    add_device_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report. Returns the exit status."""
-    progress = Progress()
-    try:
-        _check(args)
-        report = _measure(args, progress)
-        from outrider.deploy.distill.measure import table
+    return exit_status("acceptance", lambda: _report(args, Progress()), verbose=args.verbose)
 
-        print(table(report), flush=True)
-        if args.json is not None:
-            args.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-            progress.say(f"wrote {args.json}")
-        if args.plot is not None:
-            from outrider.deploy.distill.plot import draw_acceptance
 
-            draw_acceptance(report, args.plot)
-            progress.say(f"wrote {args.plot}")
-    except KeyboardInterrupt:
-        return fail("acceptance: interrupted", status=130)
-    except (ConfigError, OSError) as error:
-        return fail(f"acceptance: {error}", verbose=args.verbose)
-    except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
-        return fail(f"acceptance: {type(error).__name__}: {error}", verbose=args.verbose)
-    return 0
+def _report(args: argparse.Namespace, progress: Progress) -> None:
+    _check(args)
+    report = _measure(args, progress)
+    from outrider.deploy.distill.measure import table
+
+    print(table(report), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        progress.say(f"wrote {args.json}")
+    if args.plot is not None:
+        from outrider.deploy.distill.plot import draw_acceptance
+
+        draw_acceptance(report, args.plot)
+        progress.say(f"wrote {args.plot}")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -134,10 +125,3 @@ def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         dtype=dtype_of(args.dtype, args.device),
     )
     return measure(settings, progress)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError
-from outrider.deploy.cli import fail
+from outrider.deploy.cli.models import add_device_arguments, exit_status, positive
 from outrider.deploy.progress import Progress
 
 DEFAULT_MINUTES = 30.0
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", type=Path, nargs="+", default=[], metavar="PROMPTS", help=".txt, or .jsonl with prompt or messages"
     )
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("--layers", type=_positive, metavar="L", help="of the target's, to start from (default: 2)")
+    start.add_argument("--layers", type=positive, metavar="L", help="of the target's, to start from (default: 2)")
     start.add_argument("--from", dest="start", metavar="DRAFTER", help="train this one further")
     start.add_argument("--assemble", type=Path, metavar="STORED", help="train nothing: this stored drafter and TARGET")
     parser.add_argument("--base", metavar="DRAFTER", help="with --assemble: what it was trained from, if not TARGET")
@@ -30,38 +30,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--minutes", type=float, metavar="M", help=f"in all, resumed or not, text included ({DEFAULT_MINUTES:g})"
     )
-    budget.add_argument("--steps", type=_positive, metavar="N", help="instead of minutes: training steps in all")
-    parser.add_argument("--seq-len", type=_positive, default=256, metavar="N", help="tokens of prompt and answer (256)")
-    parser.add_argument("--answer-tokens", type=_positive, default=128, metavar="N", help="of these the answer's (128)")
+    budget.add_argument("--steps", type=positive, metavar="N", help="instead of minutes: training steps in all")
+    parser.add_argument("--seq-len", type=positive, default=256, metavar="N", help="tokens of prompt and answer (256)")
+    parser.add_argument("--answer-tokens", type=positive, default=128, metavar="N", help="of these the answer's (128)")
     parser.add_argument(
-        "--samples", type=_positive, default=2, metavar="N", help="answers a prompt: one greedy, the rest drawn (2)"
+        "--samples", type=positive, default=2, metavar="N", help="answers a prompt: one greedy, the rest drawn (2)"
     )
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, not a text to continue")
     parser.add_argument(
-        "--draft-vocab-size", type=_positive, metavar="V", help="train on the V likeliest tokens (default: all)"
+        "--draft-vocab-size", type=positive, metavar="V", help="train on the V likeliest tokens (default: all)"
     )
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="R", help="the highest (0.001)")
-    parser.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="texts a step (8)")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="texts a step (8)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on GPUs, else float32"
-    )
-    parser.add_argument("--verbose", action="store_true", help="the whole traceback when it fails")
+    add_device_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the assembled checkpoint's directory on stdout. Returns the exit status."""
     progress = Progress()
-    try:
+
+    def work() -> None:
         print(_assembled(args) if args.assemble else _trained(args, progress), flush=True)
-    except KeyboardInterrupt:
-        return fail("distill: interrupted; the same command goes on from the last checkpoint", status=130)
-    except (ConfigError, OSError) as error:
-        return fail(f"distill: {error}", verbose=args.verbose)
-    except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
-        return fail(f"distill: {type(error).__name__}: {error}", verbose=args.verbose)
-    return 0
+
+    interrupted = "interrupted; the same command goes on from the last checkpoint"
+    return exit_status("distill", work, interrupted=interrupted, verbose=args.verbose)
 
 
 def _assembled(args: argparse.Namespace) -> Path:
@@ -108,10 +101,3 @@ def _trained(args: argparse.Namespace, progress: Progress) -> Path:
         dtype=args.dtype,
     )
     return distill(settings, progress)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value

@@ -1,0 +1,38 @@
+"""What the commands share that run models in their own process, without a server."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from outrider.cluster.config import ConfigError
+from outrider.deploy.cli import fail
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on GPUs, else float32"
+    )
+    parser.add_argument("--verbose", action="store_true", help="the whole traceback when it fails")
+
+
+def positive(text: str) -> int:
+    """An argument's type."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def exit_status(command: str, work: Callable[[], None], *, interrupted: str = "interrupted", verbose: bool) -> int:
+    """Of a command that does this work: what goes wrong is one line on stderr. interrupted: what that says of it."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        return fail(f"{command}: {interrupted}", status=130)
+    except (ConfigError, OSError) as error:
+        return fail(f"{command}: {error}", verbose=verbose)
+    except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
+        return fail(f"{command}: {type(error).__name__}: {error}", verbose=verbose)
+    return 0
