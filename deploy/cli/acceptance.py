@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from outrider.actors.learning.rounds import StepTimes
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig
 from outrider.deploy.bench.plot import check_plot
 from outrider.deploy.cli.models import add_device_arguments, exit_status, positive
-from outrider.deploy.distill.rounds import StepTimes
 from outrider.deploy.preset import resolve_config
 from outrider.deploy.progress import Progress
 

@@ -1,53 +1,18 @@
-"""Directories and files that are there as a whole or not at all."""
+"""Checkpoints of a training run, each there as a whole or not at all."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from outrider.cluster.whole_files import UNFINISHED, whole_directory
 from outrider.deploy.models.store import read_manifest, write_manifest
 
-UNFINISHED = ".unfinished"
 TENSORS, OPTIMIZER = "trained.safetensors", "optimizer.pt"
 KEPT = 2
 """The last one, and one before it."""
-
-
-@contextmanager
-def whole_directory(final: Path) -> Iterator[Path]:
-    """An empty directory to fill, which takes the place of ``final`` when the block ends without an exception."""
-    work = final.with_name(final.name + UNFINISHED)
-    shutil.rmtree(work, ignore_errors=True)  # of a run that was interrupted
-    work.mkdir(parents=True)
-    yield work
-    for file in work.iterdir():
-        _to_disk(file)
-    _to_disk(work)
-    shutil.rmtree(final, ignore_errors=True)
-    work.replace(final)
-    _to_disk(final.parent)
-
-
-@contextmanager
-def whole_file(final: Path) -> Iterator[Path]:
-    """A path to write, which takes the place of ``final`` when the block ends without an exception."""
-    work = final.with_name(final.name + UNFINISHED)
-    yield work
-    _to_disk(work)
-    work.replace(final)
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Checkpoints:

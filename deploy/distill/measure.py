@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.actors.learning import draft_models
+from outrider.actors.learning.rounds import StepTimes, Tally, look_up, walk
 from outrider.cluster.config import ConfigError, NgramConfig, SpeculationConfig, SuffixConfig
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
-from outrider.deploy.distill.rounds import StepTimes, Tally, look_up, walk
 from outrider.deploy.distill.texts import generate
 from outrider.deploy.progress import Progress
 
@@ -102,8 +103,8 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
     drafter: PreTrainedModel | None = None
     if isinstance(settings.drafter, Path):
         models.check_same_words(settings.target, settings.drafter)
-        drafter = models.load(settings.drafter, settings.dtype, settings.device)
-    target = models.load(settings.target, settings.dtype, settings.device)
+        drafter = draft_models.load(settings.drafter, settings.dtype, settings.device)
+    target = draft_models.load(settings.target, settings.dtype, settings.device)
     found: dict[str, ByMode] = {}
     answers = answered = 0
     for temperature in (0.0,) if settings.temperature == 0 else (0.0, settings.temperature):

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.actors.learning.draft_models import SUPPORTED, tensors_of
 from outrider.cluster.config import ConfigError, EngineConfig
 from outrider.deploy.models.check import check_vocabularies, read_model_json, read_vocabulary
 from outrider.deploy.models.store import BY_HUB_ID, find_model
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
-
-SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Decoders whose layers follow one another unchanged, so that some of them are a model of the same kind."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -85,33 +81,10 @@ def config_of_layers(document: dict[str, Any], layers: list[int]) -> dict[str, A
     return changed
 
 
-def load(checkpoint: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """For reading: nothing of it is trained."""
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-    )
-    # Answers are what the target says by itself: a checkpoint's own penalties and cuts would be others' distributions.
-    known = model.generation_config
-    ends, pad = known.eos_token_id, known.pad_token_id
-    first = ends[0] if isinstance(ends, list) else ends
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=first if pad is None else pad)
-    if model.generation_config.pad_token_id is None:
-        model.generation_config.pad_token_id = 0
-    return model.to(torch.device(device)).eval().requires_grad_(False)
-
-
 def load_tokenizer(checkpoint: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-
-
-def end_tokens(model: PreTrainedModel) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    return set() if ends is None else set(ends if isinstance(ends, list) else [ends])
 
 
 def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
@@ -129,28 +102,6 @@ def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     rest = {name: tensor for name, tensor in target.state_dict().items() if not name.startswith("model.layers.")}
     model.load_state_dict({**rest, **renamed})
     return model
-
-
-def freeze(drafter: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """Embeddings and head stay as they are, in dtype; the names of the tensors that are trained."""
-    drafter.requires_grad_(True)
-    for module in (drafter.get_input_embeddings(), drafter.get_output_embeddings()):
-        module.weight.requires_grad_(False)
-        module.weight.data = module.weight.data.to(dtype)
-    return [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]
-
-
-def tensors_of(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a checkpoint's safetensors files, by name."""
-    from safetensors import safe_open
-
-    places: dict[str, Path] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            places |= dict.fromkeys(opened.keys(), file)
-    for name in sorted(places):
-        with safe_open(places[name], "pt") as opened:
-            yield name, opened.get_tensor(name)
 
 
 def same_embeddings(target: Path, drafter: Path) -> bool:

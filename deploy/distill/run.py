@@ -16,20 +16,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.actors.learning import draft_models
+from outrider.actors.learning.text import Text
 from outrider.cluster.config import ConfigError
+from outrider.cluster.whole_files import whole_file
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models, stored
-from outrider.deploy.distill.checkpoint import Checkpoints, whole_file
+from outrider.deploy.distill.checkpoint import Checkpoints
 from outrider.deploy.distill.plot import can_draw, draw_course
 from outrider.deploy.distill.prompts import PromptFile, read_prompts, tokens_of
 from outrider.deploy.distill.stored import Reference
-from outrider.deploy.distill.texts import Job, Text, TextStore, generate, held_out, plan, scored
+from outrider.deploy.distill.texts import Job, TextStore, generate, held_out, plan, scored
 from outrider.deploy.progress import Progress
 
 if TYPE_CHECKING:
     import torch
 
-    from outrider.deploy.distill.train import Held, Trainer
+    from outrider.actors.learning.train import Held, Trainer
 
 SAVE_EVERY_S = 60.0
 SAY_EVERY_S = 10.0
@@ -162,19 +165,19 @@ class _Run:
         before_s, text_s = (float(about.get(key, 0.0)) for key in ("elapsed_s", "text_s"))
         clock = Clock(before_s, budget, self._settings.steps, text_s)
         device, dtype = device_of(self._settings.device), dtype_of(self._settings.dtype, self._settings.device)
-        target = models.load(self._target, dtype, device)
+        target = draft_models.load(self._target, dtype, device)
         train, held = self._texts(target, clock)
         if self._start is None:
             drafter = models.from_layers(target, self._layers).to(torch.device(device))
         else:
-            drafter = models.load(self._start, torch.float32, device)
-        from outrider.deploy.distill.train import Recipe, Trainer, vocabulary_for
+            drafter = draft_models.load(self._start, torch.float32, device)
+        from outrider.actors.learning.train import Recipe, Trainer, vocabulary_for
 
         named = vocabulary_for(train, self._settings.draft_vocab_size, drafter, target)
         if state is not None and "draft_vocabulary" in about:
             named = torch.tensor(about["draft_vocabulary"])
         recipe = Recipe(self._settings.seed, self._settings.learning_rate, self._settings.batch_size)
-        trainer = Trainer(drafter, target, models.freeze(drafter, dtype), recipe, dtype, named)
+        trainer = Trainer(drafter, target, draft_models.freeze(drafter, dtype), recipe, dtype, named)
         if state is not None:
             trainer.restore(state[0], state[1])
             self._progress.say(f"going on from step {about['step']}, {clock.elapsed_s / 60:.1f} minutes in")

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.actors.learning.draft_models import tensors_of
 from outrider.cluster.config import ConfigError
-from outrider.deploy.distill.checkpoint import whole_directory
-from outrider.deploy.distill.models import HEAD, tensors_of, vocabulary_digest, weights_digest
+from outrider.cluster.whole_files import whole_directory
+from outrider.deploy.distill.models import HEAD, vocabulary_digest, weights_digest
 from outrider.deploy.models.store import read_manifest, write_manifest
 
 if TYPE_CHECKING:

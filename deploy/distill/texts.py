@@ -15,45 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.deploy.distill.checkpoint import UNFINISHED, whole_file
-from outrider.deploy.distill.loss import head
-from outrider.deploy.distill.models import end_tokens
+from outrider.actors.learning.draft_models import end_tokens
+from outrider.actors.learning.loss import head
+from outrider.actors.learning.text import TOP, Text, answer_positions, padded
+from outrider.cluster.whole_files import UNFINISHED, whole_file
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-TOP = 32
-"""The target's likeliest tokens that are kept; the rest is one number, which they give."""
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_LEAST, HELD_OUT_MOST = 2, 64
 
 ChooseNext = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """(logits float32 [B, V], tokens before int64 [B]) -> token ids [B]."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt's tokens and its answer's."""
-
-    prompt: int
-    """Which of the prompts."""
-
-    sample: int
-    """0: greedy."""
-
-    ids: torch.Tensor
-    """int64 [N]."""
-
-    start: int
-    """The first token of the answer. Position start - 1 predicts it."""
-
-    top_ids: torch.Tensor
-    """int64 [N - start, TOP], of positions start - 1 to N - 2."""
-
-    top_log_p: torch.Tensor
-    """float32, likewise."""
 
 
 @dataclass(frozen=True)
@@ -177,24 +152,6 @@ def _chooser(choose: ChooseNext, padding: torch.Tensor) -> Any:
             return scores.new_full(scores.shape, float("-inf")).scatter(1, chosen[:, None], 0.0)
 
     return LogitsProcessorList([Chosen()])
-
-
-def padded(texts: Sequence[Text], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int64 [B, N] with padding behind, and the mask."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    ids = pad_sequence([text.ids for text in texts], batch_first=True, padding_value=pad)
-    lengths = torch.tensor([len(text.ids) for text in texts])
-    return ids, (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
-
-
-def answer_positions(texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and position of everything that predicts a token of an answer, text after text: int64 [P] each."""
-    import torch
-
-    rows = [torch.full((len(text.ids) - text.start,), row) for row, text in enumerate(texts)]
-    return torch.cat(rows), torch.cat([torch.arange(text.start - 1, len(text.ids) - 1) for text in texts])
 
 
 def scored(target: PreTrainedModel, job: Job, prompts: Sequence[list[int]], answers: list[list[int]]) -> list[Text]:

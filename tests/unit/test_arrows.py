@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "actors.observability": {"cluster"},
     "actors.verification": {"actors.observability", "cluster"},
     "actors.round": {"actors.verification", "actors.observability", "cluster"},
-    "actors.drafter": {"actors.verification", "actors.observability", "cluster"},
+    "actors.drafter": {"actors.learning", "actors.verification", "actors.observability", "cluster"},
+    "actors.learning": {"actors.observability", "cluster"},
     "actors.replica_calls": {"actors.round", "cluster"},
     "actors.grammars": {"actors.replica_calls"},
 }

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from outrider.deploy.distill.checkpoint import Checkpoints, whole_directory, whole_file
+from outrider.cluster.whole_files import whole_directory, whole_file
+from outrider.deploy.distill.checkpoint import Checkpoints
 
 
 def fill_half(file):

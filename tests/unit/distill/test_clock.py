@@ -2,9 +2,9 @@
 
 import pytest
 
+from outrider.actors.learning.train import WARM_UP, rate_at
 from outrider.deploy.distill import run
 from outrider.deploy.distill.run import Clock
-from outrider.deploy.distill.train import WARM_UP, rate_at
 
 
 def test_the_training_is_what_the_text_leaves_of_the_minutes(monkeypatch):

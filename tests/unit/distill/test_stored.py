@@ -8,14 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from outrider.actors.learning.draft_models import freeze, load
 from outrider.cluster.config import ConfigError
 from outrider.deploy.distill.models import (
     check_architecture,
     choose_layers,
     config_of_layers,
-    freeze,
     from_layers,
-    load,
     locate,
     same_embeddings,
     weights_digest,

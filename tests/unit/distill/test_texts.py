@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from outrider.deploy.distill.texts import Job, Text, TextStore, answer_positions, held_out, padded, plan
+from outrider.actors.learning.text import Text, answer_positions, padded
+from outrider.deploy.distill.texts import Job, TextStore, held_out, plan
 
 
 def test_held_out_prompts_depend_on_their_content_alone():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from outrider.deploy.distill.loss import KL_FALL, DraftIds, distances, head, mixed
+from outrider.actors.learning.loss import KL_FALL, DraftIds, distances, head, mixed
 
 V, P = 40, 6
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.deploy.distill.own_tokens import grown, reach, rooted
-from outrider.deploy.distill.texts import Text
+from outrider.actors.learning.own_tokens import grown, reach, rooted
+from outrider.actors.learning.text import Text
 
 VOCAB = 50
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.deploy.distill.texts import Text, padded
+from outrider.actors.learning.text import Text, padded
 
 ANCHORS = 32
 """Of a text."""

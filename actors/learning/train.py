@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider.deploy.distill.loss import DraftIds, distances, head, mixed
-from outrider.deploy.distill.models import end_tokens
-from outrider.deploy.distill.own_tokens import Branches, grown, reach, rooted, to_device
-from outrider.deploy.distill.rounds import Tally, walk
-from outrider.deploy.distill.texts import TOP, Text, answer_positions, padded
+from outrider.actors.learning.draft_models import end_tokens
+from outrider.actors.learning.loss import DraftIds, distances, head, mixed
+from outrider.actors.learning.own_tokens import Branches, grown, reach, rooted, to_device
+from outrider.actors.learning.rounds import Tally, walk
+from outrider.actors.learning.text import TOP, Text, answer_positions, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.deploy.distill.models import freeze, from_layers
+from outrider.actors.learning.draft_models import freeze
+from outrider.actors.learning.train import Recipe, Trainer, draft_vocabulary
+from outrider.deploy.distill.models import from_layers
 from outrider.deploy.distill.texts import Job, generate, scored
-from outrider.deploy.distill.train import Recipe, Trainer, draft_vocabulary
 
 VOCAB, END = 64, 63
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from outrider.deploy.distill.rounds import StepTimes, Tally, look_up, walk
+from outrider.actors.learning.rounds import StepTimes, Tally, look_up, walk
 
 
 def test_greedy_rounds_are_walked_as_they_would_run():
