@@ -16,6 +16,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from outrider.cluster.config_section import ConfigError, CoreSet, EngineConfig, Section
 from outrider.cluster.engine_args import Side
+from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.scaling_config import PoolScalingConfig
 
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
@@ -316,6 +317,10 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     max_draft_rows: int = Field(128, ge=1, le=4096)
     """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
 
+    learn: LearningConfig | None = None
+    """Train it on the answers it drafts for, while it serves; keys below, under «drafter.learn». None: it stays as it
+    is."""
+
     block_size: int | None = Field(None, ge=1)
     """Tokens in a KV block. A side branch copies one, so small blocks branch quickly. None on CPU: 32; on GPU: vLLM's
     own."""
@@ -348,6 +353,11 @@ class DraftModelConfig(ActorConfig, EngineConfig):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be {MIN_DRAFT_STEP_TOKENS} at least: one "
                 "sequence may feed so many in a draft step"
+            )
+        if self.learn is not None and self.quantization is not None:
+            raise ValueError(
+                f"learn: weights quantised as {self.quantization} cannot be trained; give the drafter unquantised, or "
+                "leave learn out"
             )
         if self.draft_vocab_size and self.tensor_parallel_size > 1:
             raise ValueError(

@@ -103,3 +103,35 @@ def _bytes_to_unicode() -> dict[int, str]:
     table = {byte: chr(byte) for byte in kept}
     table.update({byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in table)})
     return table
+
+
+def build_learnable(path: Path) -> Path:
+    """A target whose first layer passes on what it gets, and whose second makes the next token from the last one,
+    mostly: a drafter of the first layer starts from nothing, and can learn what the second does."""
+    from safetensors.torch import load_file, save_file
+
+    if (path / "config.json").exists():
+        return path
+    build_tiny_llama(path)
+    tensors = load_file(path / "model.safetensors")
+    for name, share in (("0.self_attn.o_proj", 0.0), ("0.mlp.down_proj", 0.0), ("1.self_attn.o_proj", 0.05)):
+        tensors[f"model.layers.{name}.weight"] *= share
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def build_first_layer(path: Path, of: Path) -> Path:
+    """A drafter that is that target's first layer."""
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    if (path / "config.json").exists():
+        return path
+    shutil.copytree(of, path)
+    tensors = {name: tensor for name, tensor in load_file(of / "model.safetensors").items() if ".layers.1." not in name}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return path

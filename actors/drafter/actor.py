@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -22,14 +22,18 @@ from outrider.actors.drafter.load import load_strategy, warm_up
 from outrider.actors.drafter.loop import DraftLoop, LinkSink
 from outrider.actors.drafter.suffix import AnswerPart, SuffixStrategy
 from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
+from outrider.actors.learning.lessons import LessonBook
 from outrider.actors.observability.logs import configure as configure_logging
-from outrider.cluster.config import RemoteConfig, SpeculationConfig, SuffixConfig
+from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationConfig, SuffixConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.link import Link, LinkInvitation, join_link
 from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.messages import Message
 from outrider.cluster.placement import NAMESPACE, RankPlacement, ReplicaPlacement, bind_to, rank_environment
 from outrider.cluster.registry import application_secret
+
+if TYPE_CHECKING:
+    from outrider.actors.drafter.learning import LearningMember
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +74,9 @@ class Drafter:
             logger.exception("this drafter could not be restarted; trying again in %g s", _RESTART_PAUSE_S)
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
-        self._loop = DraftLoop(self._strategy)
         self._app_name = app_name
+        self._learning: LearningMember | None = None
+        self._loop = self._make_loop(config)
         self._pool = self._join_pool(config)
         self._links: dict[int, Link] = {}
         self._targets: dict[int, str] = {}
@@ -131,6 +136,8 @@ class Drafter:
         metrics = self._loop.metrics()
         if "link_steps" in metrics:
             metrics["link_steps"] = self._by_target(metrics["link_steps"])
+        if self._learning is not None:
+            metrics["learning"] = self._learning.status()
         return {**metrics, **pool, "pid": os.getpid()}
 
     def _by_target(self, of_links: Mapping[int, float]) -> dict[str, float]:
@@ -141,6 +148,18 @@ class Drafter:
             if link_id in targets:
                 sums[targets[link_id]] += number
         return sums
+
+    def _make_loop(self, config: RemoteConfig) -> DraftLoop:
+        if not isinstance(config, DraftModelConfig) or config.learn is None:
+            return DraftLoop(self._strategy)
+        from outrider.actors.drafter.draft_model import DraftModelStrategy
+        from outrider.actors.drafter.learning import LearningMember, RayTeacher
+
+        assert isinstance(self._strategy, DraftModelStrategy)
+        loop = DraftLoop(self._strategy, lessons=LessonBook(config.learn.max_text_tokens))
+        self._learning = LearningMember(RayTeacher(self._app_name, config), loop, self._strategy)
+        self._learning.start()
+        return loop
 
     def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
         """Learn from the suffix drafters of the application's other replicas, and teach them."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,6 +43,18 @@ class Hashing:
 
     def execute(self) -> None:
         self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt, self.sequence.sampling.tenant)
+
+
+@dataclass(eq=False, slots=True)
+class WeightsChange:
+    """Work: another version of the model's tensors."""
+
+    is_step: ClassVar[bool] = False
+    engine: Engine
+    tensors: Mapping[str, Any]
+
+    def execute(self) -> None:
+        self.engine.load_weights(self.tensors)
 
 
 class DraftModelStrategy:
@@ -99,6 +111,9 @@ class DraftModelStrategy:
             self._shares,
             clock,
         )
+        self._weights: Mapping[str, Any] | None = None
+        """Of the version that is to draft, where it does not yet."""
+
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
         self.guesses_right = 0
@@ -175,8 +190,16 @@ class DraftModelStrategy:
             self._vocabulary.limit(size)
         self._num_drawable = size
 
+    def change_weights(self, tensors: Mapping[str, Any]) -> None:
+        """From the next step on, draft with these tensors of the model's, by the checkpoint's names. Sequences keep the
+        KV that they have: their drafts may be a little worse until they end, and every one is verified."""
+        self._weights = tensors
+
     def plan(self) -> tuple[Work | None, list[Answer]]:
         self._release()
+        if self._weights is not None:
+            change, self._weights = WeightsChange(self._engine, self._weights), None
+            return change, []
         self._pin_more()
         if not self._read_last and (reading := self._reading()) is not None:
             return reading, []
@@ -209,6 +232,8 @@ class DraftModelStrategy:
                 return []
             del self._unstarted[work.sequence]
             return self._started(work.sequence, work.prompt, work.hashed)
+        if isinstance(work, WeightsChange):
+            return []
         assert isinstance(work, DraftStep)
         answers: list[Answer] = []
         drafting = False

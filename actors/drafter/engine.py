@@ -6,7 +6,7 @@ travels to every rank of it, and what was `Drawn` comes back from the first: pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -109,6 +109,10 @@ class Engine(Protocol):
     def free_blocks(self, block_ids: list[int]) -> None: ...
 
     def finish(self, request_id: str) -> None: ...
+
+    def load_weights(self, tensors: Mapping[str, Any]) -> None:
+        """Other tensors of the model's, by the checkpoint's names: from the next step on, and in the KV of texts that
+        are started from now on. Neither embeddings nor output head are among them."""
 
     def run(self, plan: StepPlan) -> list[list[Drawn]]:
         """Execute a step on every rank. Returns, for every row, what was drawn, up to the first draw that is not what

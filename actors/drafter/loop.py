@@ -26,9 +26,10 @@ from typing import Any, Protocol
 from outrider.actors.drafter.hang_watch import STEP
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
 from outrider.actors.drafter.strategy import DraftStrategy
+from outrider.actors.learning.lessons import LessonBook, Taught
 from outrider.cluster.link import Link, LinkBroken
 from outrider.cluster.link.codec import pack
-from outrider.cluster.link.messages import Close, Commit, Message, Name, Open, Proposals, ProposalStatus
+from outrider.cluster.link.messages import Close, Commit, Lesson, Message, Name, Open, Proposals, ProposalStatus
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,14 @@ class LinkSink:
 class DraftLoop:
     """attach, detach and deliver may be called from any thread; run belongs to one."""
 
-    def __init__(self, strategy: DraftStrategy[Any], clock: abc.Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        strategy: DraftStrategy[Any],
+        clock: abc.Callable[[], float] = time.perf_counter,
+        lessons: LessonBook | None = None,
+    ) -> None:
+        """lessons: where what targets teach goes; None: nowhere."""
+        self._lessons = lessons
         self.sequences: dict[SequenceKey, Sequence] = {}
         self._strategy = strategy
         self._clock = clock
@@ -115,7 +123,14 @@ class DraftLoop:
             self._sequence(key).name = message.request_id
         elif isinstance(message, Close):
             self._close(key)
+        elif isinstance(message, Lesson):
+            self._learn(key, message)
         return []
+
+    def _learn(self, key: SequenceKey, lesson: Lesson) -> None:
+        sequence = self.sequences.get(key)
+        if self._lessons is not None and sequence is not None and sequence.is_open:
+            self._lessons.add(key, sequence.text, lesson, sequence.is_greedy)
 
     def _open(self, key: SequenceKey, piece: Open) -> list[Answer]:
         sequence = self._sequence(key)
@@ -148,6 +163,8 @@ class DraftLoop:
     def _close(self, key: SequenceKey) -> None:
         sequence = self.sequences.pop(key, None)
         if sequence is not None and sequence.is_open:
+            if self._lessons is not None:
+                self._lessons.close(key, sequence.text, sequence.is_greedy)
             self._strategy.close(sequence)
 
     def _outgoing(self, answers: abc.Sequence[Answer]) -> list[tuple[ProposalSink, list[Proposals], int]]:
@@ -201,6 +218,21 @@ class DraftLoop:
     def stop(self) -> None:
         with self._lock:
             self._stopped = True
+            self._wake()
+
+    def taught(self) -> list[Taught]:
+        """What targets have taught since the last time. Any thread."""
+        with self._lock:
+            return [] if self._lessons is None else self._lessons.take()
+
+    @property
+    def dropped_lessons(self) -> int:
+        return 0 if self._lessons is None else self._lessons.dropped
+
+    def change(self, strategy_change: abc.Callable[[], None]) -> None:
+        """Something of the strategy's own, which may give it work. Any thread."""
+        with self._lock:
+            strategy_change()
             self._wake()
 
     def wake(self) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from outrider.actors.observability import logs
 from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, Open, Proposals, ProposalStatus, SparseQ
+from outrider.cluster.modes import Mode
 
 SequenceKey = tuple[int, int]
 """(link, request handle): unique over every target linked to one drafter."""
@@ -52,6 +53,11 @@ class Sequence:
     def about(self) -> Mapping[str, str]:
         """``extra`` of a log line about it; {} when its verifier names none."""
         return {} if self.name is None else logs.about(self.name)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Its tokens are the target's likeliest ones."""
+        return self.sampling.mode is Mode.GREEDY
 
     @property
     def next_offset(self) -> int:

@@ -1,17 +1,11 @@
 """What the suffix drafters of all replicas tell each other: parts of answers, by way of one named Ray actor.
 
-Control only, never on the path of a round: every drafter hands over what it has and takes what is new about once a
-second. A pool that is slow or gone costs learning from others, nothing else.
+A pool that is slow or gone costs learning from others, nothing else (see shared_actor.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
 import secrets
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,23 +13,11 @@ from itertools import islice
 from typing import Any, Protocol
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outrider.actors.drafter.suffix import AnswerPart
-from outrider.cluster.placement import NAMESPACE
+from outrider.actors.shared_actor import IdleLife, Member, SharedActor, get_or_create
 
-logger = logging.getLogger(__name__)
-
-EXCHANGE_EVERY_S = 1.0
 PARTS_AT_ONCE = 256
-_CALL_TIMEOUT_S = 5.0
-_START_TIMEOUT_S = 120.0
-"""For the first answer of a pool that has just been looked up: it may have to start, a process that imports this
-package, while models load beside it."""
-
-_LONGEST_PAUSE_S = 30.0
-_IDLE_LIFE_S = 120.0
-"""A pool that nobody has asked for so long ends itself: its application is gone."""
 
 
 @dataclass
@@ -85,21 +67,12 @@ class SuffixPool:
 
     def __init__(self, max_tokens: int) -> None:
         self._log = PartLog(max_tokens)
-        self._asked = time.monotonic()
-        self._reaper: asyncio.Task | None = None
+        self._life = IdleLife()
 
     async def exchange(self, drafter: str, cursor: tuple[str, int] | None, parts: list[AnswerPart]) -> Exchange:
-        self._asked = time.monotonic()
-        if self._reaper is None:
-            self._reaper = asyncio.create_task(self._reap())
+        self._life.asked()
         self._log.add(parts)
         return self._log.since(cursor, drafter)
-
-    async def _reap(self) -> None:
-        while True:
-            await asyncio.sleep(_IDLE_LIFE_S / 4)
-            if time.monotonic() - self._asked > _IDLE_LIFE_S:
-                os._exit(0)  # exit_actor raises, which would end this task and not the actor
 
 
 class Pool(Protocol):
@@ -115,76 +88,33 @@ class RayPool:
         self, app_name: str, max_tokens: int, get: Callable[..., Any] = ray.get, find: Callable[[], Any] | None = None
     ) -> None:
         """get: as ray.get. find: returns the actor's handle, which may still be starting."""
-        self._name, self._max_tokens = f"SuffixPool:{app_name}", max_tokens
-        self._get, self._find = get, find or self._get_or_create
-        self._actor: Any = None
-
-    def exchange(self, drafter: str, cursor: tuple[str, int] | None, parts: list[AnswerPart]) -> Exchange:
-        """Raises RayError or GetTimeoutError; the next call looks the pool up anew."""
-        actor, self._actor = self._actor, None
-        timeout_s = _CALL_TIMEOUT_S
-        if actor is None:
-            actor, timeout_s = self._find(), _START_TIMEOUT_S
-        answer: Exchange = self._get(actor.exchange.remote(drafter, cursor, parts), timeout=timeout_s)
-        self._actor = actor
-        return answer
-
-    def _get_or_create(self) -> Any:
-        return (
-            ray.remote(SuffixPool)
-            .options(
-                name=self._name,
-                namespace=NAMESPACE,
-                get_if_exists=True,
-                lifetime="detached",
-                # Not on the bundles of the replica that happens to ask first: they go when that replica goes.
-                scheduling_strategy=PlacementGroupSchedulingStrategy(None),
-                num_cpus=0,
-            )
-            .remote(self._max_tokens)
+        self._actor = SharedActor(
+            find or (lambda: get_or_create(SuffixPool, f"SuffixPool:{app_name}", max_tokens)), get
         )
 
+    def exchange(self, drafter: str, cursor: tuple[str, int] | None, parts: list[AnswerPart]) -> Exchange:
+        """See SharedActor.call."""
+        answer: Exchange = self._actor.call("exchange", drafter, cursor, parts)
+        return answer
 
-@dataclass
-class PoolMember:
-    """One drafter's side: takes what it has to tell, hands on what it is told. Counts, and never raises."""
 
-    drafter: str
-    pool: Pool
-    take: Callable[[], list[AnswerPart]]
-    learn: Callable[[list[AnswerPart]], None]
-    failures: int = 0
-    """Exchanges that failed; the parts they carried are lost to others."""
+class PoolMember(Member):
+    """One drafter's side: takes what it has to tell, hands on what it is told."""
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        drafter: str,
+        pool: Pool,
+        take: Callable[[], list[AnswerPart]],
+        learn: Callable[[list[AnswerPart]], None],
+    ) -> None:
+        super().__init__("suffix pool", self._once)
+        self._drafter, self._pool, self._take, self._learn = drafter, pool, take, learn
         self._cursor: tuple[str, int] | None = None
-        self._failing = False
 
-    def exchange(self) -> bool:
-        """Once. Returns whether there is more to be had at once."""
-        try:
-            answer = self.pool.exchange(self.drafter, self._cursor, self.take())
-        except Exception as error:  # noqa: BLE001 - of another process; speculation goes on with what is known
-            self.failures += 1
-            if not self._failing:
-                self._failing = True
-                logger.warning("suffix pool not reachable, drafting from this drafter's own answers: %s", error)
-            return False
-        self._failing = False
+    def _once(self) -> bool:
+        answer = self._pool.exchange(self._drafter, self._cursor, self._take())
         self._cursor = answer.cursor
         if answer.parts:
-            self.learn(answer.parts)
+            self._learn(answer.parts)
         return answer.more
-
-    def run(self, sleep: Callable[[float], object] = time.sleep) -> None:
-        """For ever, on a thread of its own."""
-        pause_s = EXCHANGE_EVERY_S
-        while True:
-            failures = self.failures
-            more = self.exchange()
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if self.failures > failures else EXCHANGE_EVERY_S
-            if not more:
-                sleep(pause_s)
-
-    def start(self) -> None:
-        threading.Thread(target=self.run, name="suffix-pool", daemon=True).start()

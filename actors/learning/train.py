@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,20 +83,21 @@ class Trainer:
     def __init__(
         self,
         drafter: PreTrainedModel,
-        target: PreTrainedModel,
+        target: PreTrainedModel | None,
         trained: Sequence[str],
         recipe: Recipe,
         dtype: torch.dtype,
         named_ids: Tensor | None,
     ) -> None:
-        """drafter and target: on one device. trained: names of the drafter's tensors that are. dtype: of its forward
-        pass; bfloat16 is mixed with float32 where torch says so. named_ids: see draft_vocabulary; None: all."""
+        """drafter and target: on one device; None: no target is at hand, and recipe.own_share is 0. trained: names of
+        the drafter's tensors that are. dtype: of its forward pass; bfloat16 is mixed with float32 where torch says so.
+        named_ids: see draft_vocabulary; None: all."""
         self.drafter, self.target, self._recipe, self._dtype = drafter, target, recipe, dtype
         self._device = drafter.device
         self._head: Tensor = drafter.get_output_embeddings().weight
         self.named_ids = named_ids
         self._vocab_size = self._head.shape[0]
-        self._pad = int(target.generation_config.pad_token_id)
+        self._pad = int((target or drafter).generation_config.pad_token_id)
         parameters = dict(drafter.named_parameters())
         self.trained = {name: parameters[name] for name in trained}
         self.skipped = 0
@@ -106,8 +107,8 @@ class Trainer:
             self.trained.values(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
-    def step(self, number: int, done: float, texts: Sequence[Text]) -> tuple[float, float]:
-        """One update. done: the share of the training before it. Returns the loss and the mean overlap."""
+    def step(self, number: int, rate: float, texts: Sequence[Text]) -> tuple[float, float]:
+        """One update. rate: share of the learning rate. Returns the loss and the mean overlap."""
         chance = random.Random(f"{self._recipe.seed}:{number}")
         generator = torch.Generator().manual_seed(chance.getrandbits(62))
         own = chance.random() < self._recipe.own_share
@@ -116,7 +117,7 @@ class Trainer:
         ids = self._draft_ids(generator)
         self.drafter.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = self._recipe.learning_rate * rate_at(done)
+            group["lr"] = self._recipe.learning_rate * rate
         terms = self._own_terms(batch, ids, generator) if own else self._terms(batch, ids)
         loss, overlap = mixed(*terms)
         self.optimizer.zero_grad(set_to_none=True)
@@ -130,23 +131,39 @@ class Trainer:
 
     def evaluate(self, texts: Sequence[Text]) -> Held:
         """On greedy texts. A draft of the drafter's is its likeliest token of all, draft vocabulary or not."""
+        tally, overlaps = Tally(EVAL_K), []
+        for same, overlap in self._drafted(texts):
+            tally.add(walk(same.tolist()[1:], same.tolist()[1:], EVAL_K))
+            overlaps.append(overlap)
+        return Held(tally, float(torch.cat(overlaps).mean()))
+
+    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+        """Mean over the tokens of each text: of greedy ones whether the likeliest draft is the token, of others the
+        probability that a draft drawn at temperature 1 is accepted."""
+        return [
+            float((same if text.sample == 0 else overlap).mean())
+            for text, (same, overlap) in zip(texts, self._drafted(texts), strict=True)
+        ]
+
+    def _drafted(self, texts: Sequence[Text]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each text, at each token of its answer: whether the likeliest draft is the token, and the overlap; float32
+        on the CPU."""
         self.drafter.eval()
-        tally, overlaps, every = Tally(EVAL_K), [], self._every()
+        every = self._every()
         with torch.no_grad():
             for at in range(0, len(texts), EVAL_BATCH):
                 batch = texts[at : at + EVAL_BATCH]
-                likeliest = []
+                likeliest, overlaps = [], []
                 for hidden, top_ids, top_log_p in zip(
                     *(part.split(EVAL_ROWS) for part in self._predicting(batch)), strict=True
                 ):
                     logits = head(hidden, self._head, None)
                     likeliest.append(logits.argmax(-1).cpu())
-                    overlaps.append(distances(*every.log_q(logits, top_ids), top_log_p)[1])
-                drafts = torch.cat(likeliest).split([len(text.ids) - text.start for text in batch])
-                for text, drafted in zip(batch, drafts, strict=True):
-                    same = (drafted == text.ids[text.start :]).float().tolist()[1:]
-                    tally.add(walk(same, same, EVAL_K))
-        return Held(tally, float(torch.cat(overlaps).mean()))
+                    overlaps.append(distances(*every.log_q(logits, top_ids), top_log_p)[1].cpu())
+                lengths = [len(text.ids) - text.start for text in batch]
+                drafts, overlap = torch.cat(likeliest).split(lengths), torch.cat(overlaps).split(lengths)
+                for text, drafted, shared in zip(batch, drafts, overlap, strict=True):
+                    yield (drafted == text.ids[text.start :]).float(), shared
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Trained tensors, and the optimizer's."""
@@ -238,6 +255,7 @@ class Trainer:
         """The target's likeliest tokens [D x B x A, TOP] after every branch's token, and the probability that it gives
         the branches' own tokens, [B, A, D]."""
         index = torch.arange(len(branches.ids), device=self._device)[:, None]
+        assert self.target is not None
         states, weight = self._states(self.target, branches), self.target.get_output_embeddings().weight
         probabilities, tops = [], []
         for depth in range(branches.depth + 1):

@@ -19,6 +19,7 @@ from outrider.cluster.link.messages import (
     Close,
     CloseReason,
     Commit,
+    Lesson,
     Message,
     Name,
     Open,
@@ -295,6 +296,12 @@ class Conversation:
             elif request.next_handle is not None:
                 # Asked there, too: a text that nobody asks for is read when there is nothing else to do.
                 line.outbox.append(Commit(request.next_handle, base, token_ids, num_wanted, num_on_miss))
+
+    def teach(self, request: Request, lesson: Lesson) -> None:
+        """Where it is drafted for; its commits have gone there before."""
+        for line in self._lines():
+            if lesson.request in line.by_handle:
+                line.outbox.append(lesson)
 
     def degrade(self, request: Request, cause: str) -> None:
         """The request decodes plainly for a round. Counts once in its life."""

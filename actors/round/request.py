@@ -21,6 +21,7 @@ EXTRA_ARGS_KEY = "outrider"
 - ``num_speculative_tokens``: fewer drafts than the deployment's, 0 for none;
 - ``verification``: ``rejection``, ``block`` or ``coupled``, the request's own choice;
 - ``tenant``: whose memory of answers a suffix drafter may use and add to, a 63-bit number; left out: everybody's;
+- ``learn``: false: no drafter learns from it;
 - ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;
 - ``deadline``: its form on the way through vLLM's serving classes, within one process
@@ -140,6 +141,9 @@ class Request:
     proposal: Proposals | None = None
     """A continuation of exactly token_ids. Kept until the next commit, whatever becomes of the link: the scheduler may
     hold its drafts, and verification needs the q they were drawn from."""
+
+    teaches: bool = False
+    """The drafter is told what the target thinks of its tokens (actors/round/teaching.py)."""
 
     degraded: bool = False
     """It has decoded plainly for another reason than the length controller's choice."""

@@ -31,6 +31,7 @@ from outrider.actors.round.deadline import RoundDeadline
 from outrider.actors.round.length import FixedLengths, LengthController, Lengths
 from outrider.actors.round.request import Deployment, Request, carried
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
+from outrider.actors.round.teaching import Teaching
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.link.link import Link
 from outrider.cluster.link.messages import CloseReason, DraftOrigin, Message, Proposals, ProposalStatus, SparseQ
@@ -135,9 +136,11 @@ class Round:
         *,
         names_requests: bool = False,
         tracer: RoundTracer | None = None,
+        teaching: Teaching | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """names_requests: tell the drafter their ids, for its log. tracer: where rounds are traced."""
+        """names_requests: tell the drafter their ids, for its log. tracer: where rounds are traced. teaching: with a
+        drafter that learns."""
         self.requests: dict[str, Request] = {}
         self.steps: deque[Step] = deque()
         """Those whose time runs: the last, and the one before it until it is committed."""
@@ -152,6 +155,7 @@ class Round:
 
         self._clock = clock
         self._tracer = tracer
+        self._teaching = teaching
         self._deadline = RoundDeadline(link.round_deadline_ms / 1e3, link.round_deadline_steps)
         self._drafter = Conversation(self.requests, link.link_deadline_ms / 1e3, clock, names_requests)
         self._lagging = False
@@ -199,6 +203,8 @@ class Round:
                         step.q[request_id] = request.proposal.q
                 else:
                     step.drafts[request_id] = [UNUSABLE] * len(drafts)
+        if self._teaching is not None:
+            self._teaching.saw(step, request_ids, logits)
         return self._choose(logits, [self.requests[request_id] for request_id in request_ids], step, metadata)
 
     def commit(self, step: Step, committed: Mapping[str, list[int]]) -> None:
@@ -213,6 +219,8 @@ class Round:
             request.token_ids.extend(token_ids)
             request.proposal, request.asked, request.awaited = None, False, False
             self.statistics.count(drafted, len(token_ids))
+            if self._teaching is not None:
+                self._teaching.committed(step, request, len(token_ids))
             if request.trace is not None and self._tracer is not None:
                 self._tracer.committed(request.trace, drafted, len(token_ids), self._drafter.epoch)
             if drafted:
@@ -236,6 +244,7 @@ class Round:
         """
         started = self._clock()
         self._check_link()
+        self._teach()
         longest_s = self._deadline.longest_s
         deadline = started + (0.0 if self._lagging else longest_s)
         while self._drafter.is_linked:
@@ -265,6 +274,13 @@ class Round:
         if self._tracer is not None:
             self._tracer.waited(waited_s)
         return [r.drafts if (r := self.requests.get(request_id)) is not None else [] for request_id in request_ids]
+
+    def _teach(self) -> None:
+        """While the drafter is at work on its answers."""
+        if self._teaching is not None:
+            for request, lesson in self._teaching.take():
+                self._drafter.teach(request, lesson)
+            self._drafter.flush()
 
     def settle(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
         """`take_drafts` for a step that was scheduled while the one before it ran, and has begun: no more drafts of
@@ -348,6 +364,8 @@ class Round:
             request.trace = self._tracer.track(headers)
         if request.max_drafts:
             request.estimate = self._guarded(self._lengths.track, request.max_drafts) or request.estimate
+        if self._teaching is not None:
+            self._teaching.enter(request)
         self.requests[arrival.request_id] = request
         self._follow(request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -42,6 +43,7 @@ class DraftEngine:
             )
         self._requests: dict[str, Request] = {}
         self._taken: dict[int, KVCacheBlock] = {}
+        self._weights_changes = 0
         self.block_sizes = tuple(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups)
         self.max_model_len: int = vllm_config.model_config.max_model_len
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
@@ -60,8 +62,16 @@ class DraftEngine:
             sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
             pooling_params=None,
             block_hasher=self._core.request_block_hasher,
-            cache_salt=str(tenant) if tenant else None,
+            cache_salt=self._cache_salt(tenant),
         )
+
+    def _cache_salt(self, tenant: int) -> str | None:
+        """KV blocks are of one tenant, and of one version of the weights."""
+        return f"{tenant}:{self._weights_changes}" if tenant or self._weights_changes else None
+
+    def load_weights(self, tensors: Mapping[str, Any]) -> None:
+        self._core.model_executor.collective_rpc("load_weights_of_version", args=(dict(tensors),))
+        self._weights_changes += 1
 
     def start(self, request_id: str, token_ids: list[int], hashed: Request | None = None) -> int:
         request = hashed or self.hashed(request_id, token_ids)

@@ -91,6 +91,11 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         draws = [one for row in plan.rows for one in row.draws]
         return up_to_first_miss(plan, draw(logits, draws, None if head is None else head.subset))
 
+    def load_weights_of_version(self, tensors: dict[str, Tensor]) -> None:
+        """In place of those that are there; what is not named stays. vLLM shards and packs them as when it loaded the
+        checkpoint."""
+        self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+
     def cut_head(self, token_ids: list[int]) -> None:
         """From now on draft from these tokens alone."""
         self._head = CutHead(self.model_runner.model, token_ids)

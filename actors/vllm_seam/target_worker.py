@@ -9,11 +9,13 @@ from outrider.actors.observability.tracing import process_tracer
 from outrider.actors.round.length import FixedLengths, LengthController
 from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
+from outrider.actors.round.teaching import Teaching
+from outrider.actors.verification.likeliest import likeliest
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
-from outrider.cluster.config import OutriderConfig
+from outrider.cluster.config import DraftModelConfig, OutriderConfig
 from outrider.cluster.link.codec import frame_capacity_words, unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 
@@ -64,6 +66,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
     def _make_round(self, config: OutriderConfig, sampler: TargetSampler) -> Round:
         drafts = config.remote_drafter is not None
         tracer = process_tracer("verifier") if drafts else None
+        learn = config.drafter.learn if isinstance(config.drafter, DraftModelConfig) else None
         deployment = Deployment(
             verification=config.speculation.verification,
             num_speculative_tokens=config.num_speculative_tokens if drafts else 0,
@@ -78,6 +81,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             self._lengths(config) if drafts else FixedLengths(0),
             names_requests=config.serving.log_format == "json",
             tracer=None if tracer is None else RoundTracer(tracer),
+            teaching=None if learn is None else Teaching(likeliest, learn.share),
         )
 
     def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:

@@ -10,6 +10,7 @@ request:
     Name       type length request | n | n characters, four a word
     Proposals  type length request | base_committed_len status k n origin step_us | k token ids
                | [k*n q ids | k*n q probabilities]
+    Lesson     type length request | position n w | n*w ids | n*w log-probabilities, two a word
 
 seed and tenant are int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q
 probabilities are float32 bits. Of a prompt cut into pieces the one at offset 0 carries the biases, the others say
@@ -28,11 +29,13 @@ import numpy as np
 from outrider.cluster.link.frame import HEADER_WORDS
 from outrider.cluster.link.messages import (
     MAX_BIASED_TOKENS,
+    TAUGHT_TOP,
     Close,
     CloseReason,
     Commit,
     DraftOrigin,
     DraftSampling,
+    Lesson,
     Message,
     MessageError,
     Name,
@@ -48,8 +51,8 @@ _FRAME_ROUNDING_WORDS = 64
 _MIN_OPEN_CHUNK_TOKENS = 64
 """An Open starts in the rest of a frame only if this many of its tokens, or all of them, fit there."""
 
-_OPEN, _COMMIT, _CLOSE, _PROPOSALS, _NAME = 1, 2, 3, 4, 5
-_FIXED_WORDS = {_OPEN: 21, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4}
+_OPEN, _COMMIT, _CLOSE, _PROPOSALS, _NAME, _LESSON = 1, 2, 3, 4, 5, 6
+_FIXED_WORDS = {_OPEN: 21, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4, _LESSON: 6}
 _OPEN_INTEGERS = 11
 _SAMPLING = struct.Struct("<qqddd")
 _SAMPLING_WORDS = struct.Struct("<10i")
@@ -90,6 +93,8 @@ def pack(messages: Sequence[Message], capacity_words: int) -> list[np.ndarray]:
             writer.add("Close", [_CLOSE, 4, message.request, message.reason])
         elif isinstance(message, Name):
             _write_name(message, writer)
+        elif isinstance(message, Lesson):
+            _write_lesson(message, writer)
         else:
             _write_open(message, writer)
     return writer.finish()
@@ -125,6 +130,8 @@ def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_wor
             messages.append(_read_close(head, words))
         elif kind == _NAME:
             messages.append(_read_name(head, words))
+        elif kind == _LESSON:
+            messages.append(_read_lesson(head, words, vocab_size, max_tokens_k))
         else:
             messages.append(_read_open(words, vocab_size, max_tokens_k, capacity_words))
         position += length
@@ -227,6 +234,29 @@ def _read_name(head: list[int], words: np.ndarray) -> Name:
     if any(encoded[count:]):
         raise MessageError("Name.request_id", "more characters than announced")
     return Name(head[2], encoded[:count].decode("latin-1"))
+
+
+def _write_lesson(message: Lesson, writer: PayloadWriter) -> None:
+    rows, width = message.ids.shape
+    log_p = np.zeros(-(-rows * width // 2) * 2, np.float16)
+    log_p[: rows * width] = message.log_p.reshape(-1)
+    packed = log_p.view(np.int32)
+    head = [_LESSON, _FIXED_WORDS[_LESSON] + rows * width + len(packed), message.request, message.position, rows, width]
+    writer.add("Lesson", head, (message.ids.reshape(-1), packed))
+
+
+def _read_lesson(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> Lesson:
+    _, length, request, position, rows, width = head[:6]
+    if not (1 <= rows <= max_tokens_k + 1 and 1 <= width <= TAUGHT_TOP):
+        raise MessageError("Lesson.ids", f"{rows} rows of {width} for {max_tokens_k} drafts and one")
+    fixed, count = _FIXED_WORDS[_LESSON], rows * width
+    if length != fixed + count + -(-count // 2):
+        raise MessageError("Lesson.ids", f"{rows} rows of {width} do not make {length} words")
+    ids = words[fixed : fixed + count].reshape(rows, width).copy()
+    if ids.max() >= vocab_size:
+        raise MessageError("Lesson.ids", f"id {ids.max()} is outside a vocabulary of {vocab_size}")
+    log_p = words[fixed + count :].copy().view(np.float16)[:count].reshape(rows, width)
+    return Lesson(request, position, ids, log_p)
 
 
 def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_words: int | None) -> Open:

@@ -20,7 +20,16 @@ from outrider.cluster.modes import Mode
 Q_SUM_TOLERANCE = 1e-3
 """By which the probabilities of a q may miss one: float32, summed."""
 
+TAUGHT_SUM_TOLERANCE = 0.02
+"""By which the probabilities of a row of a Lesson may exceed one: they travel as the exponents of 16-bit numbers."""
+
+_LOG_P_TOLERANCE = 1e-3
+
 MAX_TOP_N = 1024
+
+TAUGHT_TOP = 16
+"""Of the target's likeliest tokens, so many are told to a drafter that learns."""
+
 MAX_NAME_LENGTH = 160
 MAX_BIASED_TOKENS = 512
 """Of one request: a longer list stays with the verifier, which costs acceptance only."""
@@ -311,7 +320,51 @@ class Name:
             raise MessageError("Name.request_id", "not printable ASCII")
 
 
-Message: TypeAlias = Open | Commit | Close | Proposals | Name
+@dataclass(slots=True, eq=False)
+class Lesson:
+    """What the target thought of tokens that it has committed, for a drafter that learns. Sent after their Commit, when
+    nobody waits for it; one that is lost costs nothing but learning.
+
+    position: of the first row's token in the text, prompt included; row j is of the token at position + j.
+    ids: int32 [n, TAUGHT_TOP], the target's likeliest tokens there, the likeliest first, no id twice in a row; fewer
+    columns where the vocabulary is smaller. log_p: float16, likewise: their log-probabilities at temperature 1.
+    """
+
+    request: int
+    position: int
+    ids: np.ndarray
+    log_p: np.ndarray
+
+    def __post_init__(self) -> None:
+        _check_int31("Lesson.request", self.request)
+        _check_int31("Lesson.position", self.position)
+        ids, log_p = self.ids, self.log_p
+        if ids.dtype != np.int32 or ids.ndim != 2 or ids.size == 0 or ids.shape[1] > TAUGHT_TOP:
+            raise MessageError("Lesson.ids", f"must be int32 [n, {TAUGHT_TOP}], found {ids.dtype} {list(ids.shape)}")
+        if log_p.dtype != np.float16 or log_p.shape != ids.shape:
+            raise MessageError("Lesson.log_p", f"must be float16 {list(ids.shape)}, found {log_p.dtype}")
+        in_order = np.sort(ids, axis=1)
+        if in_order[:, 0].min() < 0:
+            raise MessageError("Lesson.ids", "a negative id")
+        if (in_order[:, 1:] == in_order[:, :-1]).any():
+            raise MessageError("Lesson.ids", "an id stands twice in one row")
+        with np.errstate(invalid="ignore"):
+            if not (log_p <= _LOG_P_TOLERANCE).all():  # NaN fails
+                raise MessageError("Lesson.log_p", "a log-probability is above 0 or not a number")
+        sums = np.exp(log_p.astype(np.float32)).sum(axis=1)
+        if not (sums <= 1 + TAUGHT_SUM_TOLERANCE).all():
+            raise MessageError("Lesson.log_p", f"a row sums to {sums.max():.6g}, more than 1")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Lesson):
+            return NotImplemented
+        same = (self.request, self.position) == (other.request, other.position)
+        return same and np.array_equal(self.ids, other.ids) and np.array_equal(self.log_p, other.log_p)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Message: TypeAlias = Open | Commit | Close | Proposals | Name | Lesson
 
 
 def _check_int31(field: str, value: int) -> None:

@@ -234,6 +234,8 @@ class _Run:
 
     def _train(self, trainer: Trainer, train: list[Text], held: list[Text], clock: Clock, step: int) -> int:
         """Until the budget is used up. Returns the last step."""
+        from outrider.actors.learning.train import rate_at
+
         rows = [row for row in self._read_log() if row["step"] <= step]
         if not rows:
             rows = [self._row(step, clock, [], trainer.evaluate(held))]
@@ -244,7 +246,7 @@ class _Run:
         losses, first = [], clock.done(step)
         shown = first
         while clock.done(step) < 1.0:
-            loss, _ = trainer.step(step, clock.done(step), train)
+            loss, _ = trainer.step(step, rate_at(clock.done(step)), train)
             if math.isfinite(loss):
                 losses.append(loss)
             step += 1

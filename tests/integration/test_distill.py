@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from outrider.cluster.config import ConfigError
 from outrider.deploy.cli import main
@@ -23,7 +23,7 @@ from outrider.deploy.distill import run as distill_run
 from outrider.deploy.distill.run import Settings, distill
 from outrider.deploy.models.store import read_manifest
 from outrider.deploy.progress import Progress
-from tests.tiny_models import build_tiny_llama
+from tests.tiny_models import build_learnable
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -51,12 +51,7 @@ def other_allocator(monkeypatch):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    path = build_tiny_llama(tmp_path_factory.mktemp("target") / "learnable")
-    tensors = load_file(path / "model.safetensors")
-    for name, share in (("0.self_attn.o_proj", 0.0), ("0.mlp.down_proj", 0.0), ("1.self_attn.o_proj", 0.05)):
-        tensors[f"model.layers.{name}.weight"] *= share
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return build_learnable(tmp_path_factory.mktemp("target") / "learnable")
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "actors.observability": {"cluster"},
     "actors.verification": {"actors.observability", "cluster"},
     "actors.round": {"actors.verification", "actors.observability", "cluster"},
-    "actors.drafter": {"actors.learning", "actors.verification", "actors.observability", "cluster"},
-    "actors.learning": {"actors.observability", "cluster"},
+    "actors.drafter": {
+        "actors.shared_actor",
+        "actors.learning",
+        "actors.verification",
+        "actors.observability",
+        "cluster",
+    },
+    "actors.shared_actor": {"cluster"},
+    "actors.learning": {"actors.shared_actor", "actors.observability", "cluster"},
     "actors.replica_calls": {"actors.round", "cluster"},
     "actors.grammars": {"actors.replica_calls"},
 }

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from outrider.actors.drafter.suffix_pool import _CALL_TIMEOUT_S, _START_TIMEOUT_S, Exchange, PoolMember, RayPool
+from outrider.actors.drafter.suffix_pool import Exchange, PoolMember, RayPool
+from outrider.actors.shared_actor import CALL_TIMEOUT_S, START_TIMEOUT_S
 
 
 class Ray:
@@ -48,7 +49,7 @@ def test_a_pool_that_has_to_start_is_waited_for_and_one_that_runs_is_not() -> No
     assert drafter.failures == 1, "a pool that answered before has no reason to take so long"
     drafter.exchange()
     assert slow_start.found == 2, "it is looked up anew"
-    assert slow_start.timeouts == [_START_TIMEOUT_S, _CALL_TIMEOUT_S, _CALL_TIMEOUT_S, _START_TIMEOUT_S]
+    assert slow_start.timeouts == [START_TIMEOUT_S, CALL_TIMEOUT_S, CALL_TIMEOUT_S, START_TIMEOUT_S]
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), ConnectionError("no GCS")])

@@ -1,0 +1,251 @@
+"""Training a draft model on what it drafted for, and the versions that come of it.
+
+One model in memory is trained all the time; a version is a copy of its tensors at one moment, rounded as the drafter
+holds them. Every so many steps the latest is compared with the one that serves, on texts that neither was trained on,
+and takes its place only if it is better for certain (gate.py). The one before is kept: if texts that came since say
+that it was better, it comes back. The approach of online speculative decoding (Liu et al., 2310.07177), with a replay
+and gates, since plain online training is worse than offline training by a tenth to a quarter.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider.actors.learning.draft_models import freeze
+from outrider.actors.learning.gate import Difference, Verdict, judge
+from outrider.actors.learning.lessons import Taught
+from outrider.actors.learning.replay import Replay
+from outrider.actors.learning.text import Text
+from outrider.actors.learning.train import Recipe, Trainer
+from outrider.cluster.learning_config import LearningConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_RISE_STEPS = 20
+"""Of the learning rate, at the beginning and after a way back."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """learner: which one made it; another one's mean nothing to it. number: 0 is the drafter as it was loaded."""
+
+    learner: str
+    number: int
+
+
+@dataclass
+class Learnt:
+    """A version's tensors, and what was found when it was adopted. held_out: texts that were there by then."""
+
+    version: Version
+    tensors: Mapping[str, Tensor]
+    verdict: Verdict | None = None
+    held_out: int = 0
+    step: int = 0
+
+
+@dataclass
+class Counts:
+    steps: int = 0
+    texts: int = 0
+    tokens: int = 0
+    """Taught, held-out ones too."""
+
+    adopted: int = 0
+    withdrawn: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Versions that the gate kept out, by reason."""
+
+
+class Learner:
+    """add and read from any thread; work belongs to one."""
+
+    def __init__(
+        self,
+        drafter: PreTrainedModel,
+        settings: LearningConfig,
+        *,
+        dtype: torch.dtype,
+        kept_dtype: torch.dtype,
+        seed: int = 0,
+    ) -> None:
+        """drafter: float32, on its device. dtype: of its forward pass in training. kept_dtype: of the checkpoint."""
+        self._settings, self._kept_dtype = settings, kept_dtype
+        recipe = Recipe(seed, settings.learning_rate, settings.batch_size, own_share=0.0)
+        self._trainer = Trainer(drafter, None, freeze(drafter, dtype), recipe, dtype, None)
+        self._vocab_size = int(drafter.get_output_embeddings().weight.shape[0])
+        self._replay: Replay[Text] = Replay(
+            settings.recent_tokens, settings.past_tokens, settings.max_text_tokens, settings.held_out, seed
+        )
+        self._lock = threading.Lock()
+        self._seen = Counts()
+        self._serving = Learnt(Version(secrets.token_hex(4), 0), self._rounded())
+        self._previous: Learnt | None = None
+        self._last_verdict: Verdict | None = None
+        self._since_reset = 0
+        self._loss = self._overlap = 0.0
+
+    # From any thread.
+
+    def add(self, taught: Sequence[Taught]) -> None:
+        with self._lock:
+            for part in taught:
+                if int(part.ids.max()) >= self._vocab_size:
+                    continue  # the drafter does not know such a token
+                text = _text(part)
+                self._replay.add(text, len(part.ids), part.conversation)
+                self._seen.texts += 1
+                self._seen.tokens += len(part.top_ids)
+
+    @property
+    def serving(self) -> Learnt:
+        with self._lock:
+            return self._serving
+
+    def figures(self) -> dict[str, Any]:
+        """In plain values."""
+        with self._lock:
+            verdict = self._last_verdict
+            return {
+                **asdict(self._seen),
+                "version": self._serving.version.number,
+                "learner": self._serving.version.learner,
+                "held_out": self._replay.num_held_out,
+                "loss": self._loss,
+                "overlap": self._overlap,
+                "last_verdict": None if verdict is None else asdict(verdict),
+                "serving_verdict": None if self._serving.verdict is None else asdict(self._serving.verdict),
+            }
+
+    def resume(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Before anything else: a version that served in an earlier life. Raises KeyError and RuntimeError for tensors
+        that are not this drafter's."""
+        self._go_back_to(tensors)
+        self._serving = Learnt(Version(self._serving.version.learner, number), self._rounded())
+
+    # The trainer's thread.
+
+    def work(self) -> bool:
+        """One step of training, and the comparison that is due after it. False: there is nothing to learn from now."""
+        settings = self._settings
+        with self._lock:
+            enough = self._seen.steps * settings.batch_size < settings.passes * self._replay.num_added
+            batch = self._replay.batch(settings.batch_size) if enough else []
+        if not batch:
+            return False
+        self._since_reset += 1
+        rate = min(1.0, self._since_reset / _RISE_STEPS)
+        self._loss, self._overlap = self._trainer.step(self._seen.steps, rate, batch)
+        self._seen.steps += 1
+        if self._seen.steps % settings.steps_per_version == 0:
+            self.compare()
+        return True
+
+    def compare(self) -> None:
+        """The version that serves with the one before it, and what was learned with what serves then."""
+        self._look_back()
+        with self._lock:
+            recent, past, serving = self._replay.held_recent(), self._replay.held_past(), self._serving
+        candidate = self._rounded()
+        if not all(bool(tensor.isfinite().all()) for tensor in candidate.values()):
+            verdict = Verdict(False, "not_finite")
+        else:
+            verdict = judge(
+                self._difference(candidate, serving.tensors, recent), self._difference(candidate, serving.tensors, past)
+            )
+        with self._lock:
+            self._last_verdict = verdict
+            if verdict.adopted:
+                self._seen.adopted += 1
+                self._publish(candidate, verdict, serving)
+            else:
+                self._seen.refused[verdict.reason] = self._seen.refused.get(verdict.reason, 0) + 1
+        worse = verdict.recent is not None and verdict.recent.is_loss
+        if verdict.adopted:
+            logger.info("version %d serves: %s", self.serving.version.number, _said(verdict))
+        elif worse or verdict.reason in ("not_finite", "forgets"):
+            logger.warning("what was learned is not used, and forgotten: %s", _said(verdict))
+            self._go_back_to(serving.tensors)
+
+    def _look_back(self) -> None:
+        """Whether texts that came since say that the version before the one that serves was better."""
+        with self._lock:
+            serving, previous = self._serving, self._previous
+            since = self._replay.held_recent(serving.held_out)
+        if previous is None:
+            return
+        difference = self._difference(serving.tensors, previous.tensors, since)
+        if not difference.is_loss:
+            return
+        with self._lock:
+            self._seen.withdrawn += 1
+            self._publish(previous.tensors, previous.verdict, None)
+        logger.warning("version %d is withdrawn: acceptance %+.4f", serving.version.number, difference.mean)
+        self._go_back_to(previous.tensors)
+
+    def _publish(self, tensors: Mapping[str, Tensor], verdict: Verdict | None, previous: Learnt | None) -> None:
+        number = Version(self._serving.version.learner, self._serving.version.number + 1)
+        self._serving = Learnt(number, tensors, verdict, self._replay.num_held_out, self._seen.steps)
+        self._previous = previous
+
+    def _difference(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], texts: Sequence[Text]) -> Difference:
+        return Difference.of(*(self._acceptance(tensors, texts) for tensors in (new, old))) if texts else _NOTHING
+
+    def _acceptance(self, tensors: Mapping[str, Tensor], texts: Sequence[Text]) -> list[float]:
+        trained = self._trainer.trained
+        kept = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        try:
+            self._set(tensors)
+            return self._trainer.acceptance(texts)
+        finally:
+            self._set(kept)
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._trainer.trained.items():
+                parameter.copy_(tensors[name])
+
+    def _go_back_to(self, tensors: Mapping[str, Tensor]) -> None:
+        """Train on from there; what the optimizer remembers led elsewhere."""
+        self._set(tensors)
+        self._trainer.optimizer.state.clear()
+        self._since_reset = 0
+
+    def _rounded(self) -> dict[str, Tensor]:
+        """Copies on the CPU, as the drafter holds them."""
+        state, _ = self._trainer.state()
+        return {name: tensor.to("cpu", self._kept_dtype, copy=True) for name, tensor in state.items()}
+
+
+_NOTHING = Difference.of((), ())
+
+
+def _text(part: Taught) -> Text:
+    return Text(
+        prompt=0,
+        sample=0 if part.greedy else 1,
+        ids=torch.from_numpy(part.ids).long(),
+        start=part.start,
+        top_ids=torch.from_numpy(part.top_ids).long(),
+        top_log_p=torch.from_numpy(part.top_log_p).float(),
+    )
+
+
+def _said(verdict: Verdict) -> str:
+    parts = [
+        f"{what} {difference.mean:+.4f} ± {difference.margin:.4f} on {difference.texts} texts"
+        for what, difference in (("recent", verdict.recent), ("past", verdict.past))
+        if difference is not None
+    ]
+    return ", ".join([verdict.reason, *parts])

@@ -1,0 +1,125 @@
+"""The Ray actor that trains: it takes what drafters were taught, and says which version is to serve.
+
+It works at the lowest priority, on cores or an accelerator of its own. Losing it costs what it learned since the last
+version on disk, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from outrider.actors.learning.learner import Learner, Learnt
+from outrider.actors.learning.lessons import Taught
+from outrider.actors.learning.versions import VersionStore
+from outrider.actors.observability.logs import configure as configure_logging
+from outrider.actors.shared_actor import IdleLife
+from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.placement import bind_to
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.5
+_LOWEST_PRIORITY = 19
+
+
+@dataclass
+class Update:
+    """version: trainer and number of what is to serve. tensors: a reference to them, in a list lest Ray fetch it, where
+    the drafter holds another version; else empty."""
+
+    version: tuple[str, int]
+    figures: dict[str, Any]
+    tensors: list[Any] = field(default_factory=list)
+
+
+class DrafterTrainer:
+    """Loads the draft model at construction."""
+
+    def __init__(self, model: str, revision: str | None, settings: LearningConfig) -> None:
+        configure_logging()
+        os.nice(_LOWEST_PRIORITY)
+        if settings.cores is not None:
+            bind_to(settings.cores)
+        import torch
+
+        from outrider.actors.learning.draft_models import load
+
+        gpu = settings.num_gpus > 0
+        if not gpu:
+            torch.set_num_threads(len(settings.cores or [0]))
+        base = local_copy(model, revision)
+        drafter = load(base, torch.float32, "cuda" if gpu else "cpu")
+        self._learner = Learner(
+            drafter, settings, dtype=torch.bfloat16 if gpu else torch.float32, kept_dtype=_written_as(base)
+        )
+        self._store: VersionStore | None = None
+        if settings.directory is not None:
+            self._store = VersionStore(Path(settings.directory), base, settings.kept_versions)
+            if (found := self._store.latest(set(self._learner.serving.tensors))) is not None:
+                self._learner.resume(*found)
+        self._handed_out: tuple[Learnt, Any] | None = None
+        self._saved = self._learner.serving.version
+        self._store_failures = 0
+        self._life = IdleLife()
+        threading.Thread(target=self._train, name="training", daemon=True).start()
+
+    async def exchange(self, held: tuple[str, int] | None, taught: list[Taught]) -> Update:
+        """held: what the drafter drafts with; None: the model as it was loaded."""
+        self._life.asked()
+        self._learner.add(taught)
+        serving = self._learner.serving
+        version = (serving.version.learner, serving.version.number)
+        update = Update(version, {**self._learner.figures(), "store_failures": self._store_failures})
+        if held != version and not (held is None and version[1] == 0):
+            if self._handed_out is None or self._handed_out[0] is not serving:
+                self._handed_out = serving, ray.put(dict(serving.tensors))
+            update.tensors = [self._handed_out[1]]
+        return update
+
+    def _train(self) -> None:
+        while True:
+            try:
+                worked = self._learner.work()
+            except BaseException:
+                # What is in memory may be anything now. Drafters keep what they have until another trainer is there.
+                logger.exception("training failed; this trainer ends and will be made anew")
+                os._exit(1)
+            self._save()
+            if not worked:
+                time.sleep(_PAUSE_S)
+
+    def _save(self) -> None:
+        serving = self._learner.serving
+        if self._store is None or serving.version == self._saved:
+            return
+        self._saved = serving.version
+        try:
+            self._store.save(serving.version.number, serving.tensors, self._learner.figures())
+        except OSError as error:
+            self._store_failures += 1
+            logger.error("drafter.learn.directory: version %d is not kept: %s", serving.version.number, error)
+
+
+def local_copy(model: str, revision: str | None) -> Path:
+    """A checkpoint's directory; a hub id's is fetched where it is missing. Raises what the hub's client raises."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision))
+
+
+def _written_as(checkpoint: Path) -> Any:
+    """The dtype of its layers."""
+    from outrider.actors.learning.draft_models import tensors_of
+
+    return next(tensor.dtype for name, tensor in tensors_of(checkpoint) if name.startswith("model.layers."))
