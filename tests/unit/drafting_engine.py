@@ -35,7 +35,7 @@ class MemoryEngine:
         self.cached = 0
         """Leading tokens of every new sequence that the prefix cache holds."""
 
-        self.plans = []
+        self.plans, self.loaded = [], []
         self.bad_after = None
         """Draw nothing usable after texts of this length and more."""
 
@@ -54,6 +54,9 @@ class MemoryEngine:
             self.blocks[request_id].append(block)
             self.memory[block] = dict(enumerate(token_ids[start : start + size]))
         return hit
+
+    def load_weights(self, tensors):
+        self.loaded.append(dict(tensors))
 
     def append(self, request_id, token_ids):
         self.committed[request_id] += token_ids

@@ -239,7 +239,8 @@ def test_a_drafters_status_says_which_target_had_how_many_steps():
         bench.commit((link_id, 0), [999])
     bench.settle()
     drafter = Drafter.__new__(Drafter)
-    drafter._loop, drafter._pool, drafter._lock = DraftLoop(bench.strategy.strategy), None, threading.Lock()
+    drafter._loop, drafter._lock = DraftLoop(bench.strategy.strategy), threading.Lock()
+    drafter._pool = drafter._learning = None
     drafter._targets = {1: "a", 2: "b", 3: "a"}  # it has linked anew, and its last link is not yet known to be gone
     assert drafter.status()["link_steps"] == pytest.approx({"a": 8 / 3, "b": 4 / 3})
     drafter._loop.detach(1)

@@ -12,6 +12,7 @@ from outrider.cluster.link.messages import (
     CloseReason,
     Commit,
     DraftSampling,
+    Lesson,
     Name,
     Open,
     Proposals,
@@ -55,6 +56,11 @@ def sparse_q(k=2, n=3):
     return SparseQ(np.arange(k * n, dtype=np.int32).reshape(k, n), probs)
 
 
+def lesson(rows=2, width=8, request=3, position=11):
+    ids = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    return Lesson(request, position, ids, np.log(np.full((rows, width), 0.9 / width)).astype(np.float16))
+
+
 EVERY_KIND = [
     open_request(),
     open_request(sampling=DraftSampling()),
@@ -77,6 +83,9 @@ EVERY_KIND = [
     Proposals(3, 11, []),
     *(Proposals(3, 11, [], status) for status in ProposalStatus),
     Proposals(3, 11, [2, 3], q=sparse_q()),
+    lesson(),
+    lesson(rows=1, width=1),
+    lesson(rows=3, width=3, request=MAX_INT31),
 ]
 
 

@@ -6,7 +6,17 @@ import pytest
 from outrider.cluster.link.codec import MIN_FRAME_WORDS, pack, unpack
 from outrider.cluster.link.frame import MAX_INT31
 from outrider.cluster.link.messages import MAX_TOP_N, Commit, MessageError, Name, Proposals, SparseQ
-from tests.unit.messages.message_samples import CAPACITY, EVERY_KIND, VOCAB, K, drawn, open_request, repack, sparse_q
+from tests.unit.messages.message_samples import (
+    CAPACITY,
+    EVERY_KIND,
+    VOCAB,
+    K,
+    drawn,
+    lesson,
+    open_request,
+    repack,
+    sparse_q,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +53,7 @@ def test_vocabulary_and_k_are_checked_on_receipt(message, field):
         ([2, 3, 4, 1, 1, 3, 4, 1, 1, 3, 4, 1, 1], "payload.count"),
         ([2, 2, 10, 1, 1, 4, 4, 5, 5, 5, 5], "payload.count"),
         ([1, 0, 4, 1, 1], "message.type"),
-        ([1, 6, 4, 1, 1], "message.type"),
+        ([1, 7, 4, 1, 1], "message.type"),
         ([1, 3, 3, 1, 1], "message.length"),
         ([1, 3, 5, 1, 1], "message.length"),
         ([1, 3, 5, 1, 1, 1], "message.length"),
@@ -178,6 +188,33 @@ def test_words_of_an_open_at_random():
         words[where] = choices[int(generator.integers(0, 2))]
         outcomes.add(survives(words))
     assert outcomes == {True, False}
+
+
+LESSON_WORDS = {"position": 4, "rows": 5, "width": 6, "an id": 7, "a log-probability": 23}
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "field"),
+    [
+        ("position", -1, "Lesson.position"),
+        ("rows", 0, "Lesson.ids"),
+        ("rows", K + 2, "Lesson.ids"),
+        ("rows", 1, "Lesson.ids"),
+        ("width", 17, "Lesson.ids"),
+        ("width", -8, "Lesson.ids"),
+        ("an id", VOCAB, "Lesson.ids"),
+        ("an id", -1, "Lesson.ids"),
+        ("an id", 1, "Lesson.ids"),  # twice in its row
+        ("a log-probability", 0x7E007E00, "Lesson.log_p"),  # not a number
+        ("a log-probability", 0x3C003C00, "Lesson.log_p"),  # 1, above 0
+        ("a log-probability", 0, "Lesson.log_p"),  # 0, and others beside it
+    ],
+)
+def test_words_that_are_no_lesson(word, value, field):
+    (words,) = pack([lesson()], CAPACITY)
+    words[LESSON_WORDS[word]] = value
+    with pytest.raises(MessageError, match=field.replace(".", r"\.")):
+        unpack(words, VOCAB, K)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""A drafter's side of learning: what it hands over, and which version it takes. The trainer is played here."""
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.learning import LearningMember
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.learning.lessons import LessonBook
+from outrider.actors.learning.service import Update
+from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Lesson, Open
+from outrider.cluster.modes import Mode
+from tests.unit.drafter.scripted_strategy import Sink
+from tests.unit.drafting_engine import MemoryEngine
+
+LINK = 1
+
+
+class PlayedTrainer:
+    def __init__(self):
+        self.version, self.weights = ("t1", 0), {}
+        self.heard, self.held = [], []
+        self.fails = False
+
+    def exchange(self, held, taught):
+        if self.fails:
+            raise ConnectionError("gone")
+        self.held.append(held)
+        self.heard += taught
+        new = held != self.version and not (held is None and self.version[1] == 0)
+        return Update(self.version, {"steps": 1}, [self.weights] if new else [])
+
+    def fetch(self, update):
+        return update.tensors[0]
+
+
+class Drafting:
+    """A drafter but for its process: loop, strategy and member, driven by hand."""
+
+    def __init__(self):
+        self.engine = MemoryEngine()
+        self.strategy = DraftModelStrategy(self.engine, 64)
+        self.loop = DraftLoop(self.strategy, lessons=LessonBook(256))
+        self.sink = Sink()
+        self.loop.attach(LINK, self.sink)
+        self.trainer = PlayedTrainer()
+        self.member = LearningMember(self.trainer, self.loop, self.strategy)
+
+    def hear(self, *messages):
+        self.loop.deliver(LINK, messages)
+
+    def work_off(self):
+        while (work := self.strategy.plan()[0]) is not None:
+            work.execute()
+            self.strategy.complete(work)
+
+
+@pytest.fixture
+def drafting():
+    return Drafting()
+
+
+def lesson(position, rows=1, request=7):
+    ids = np.array([[10 + row, 500] for row in range(rows)], np.int32)
+    return Lesson(request, position, ids, np.full(ids.shape, -1.0, np.float16))
+
+
+def opening(request=7, **sampling):
+    return Open(request, 3, 0, [1, 2, 3], 4, DraftSampling(**sampling))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "greedy"), [({}, True), ({"mode": Mode.COUPLED, "temperature": 0.7}, False)], ids=["greedy", "drawn"]
+)
+def test_what_was_taught_is_handed_over_once_when_a_request_ends(drafting, sampling, greedy):
+    drafting.hear(opening(**sampling), Commit(7, 3, [10], 0, 0), lesson(3))
+    drafting.hear(Commit(7, 4, [10, 11], 0, 0), lesson(4, rows=2))
+    drafting.member.exchange()
+    assert drafting.trainer.heard == []
+    drafting.hear(Close(7, CloseReason.FINISHED))
+    drafting.member.exchange()
+    drafting.member.exchange()
+    (part,) = drafting.trainer.heard
+    assert part.ids.tolist() == [1, 2, 3, 10, 10, 11]
+    assert (part.start, part.greedy) == (3, greedy)
+
+
+def test_a_lesson_about_nobody_changes_nothing(drafting):
+    drafting.hear(lesson(3), opening(), lesson(3), lesson(9), Close(7, CloseReason.ABORTED), lesson(3))
+    drafting.member.exchange()
+    assert drafting.trainer.heard == []
+
+
+def test_a_link_that_ends_gives_what_it_had(drafting):
+    drafting.hear(opening(), Commit(7, 3, [10], 0, 0), lesson(3))
+    drafting.loop.detach(LINK)
+    drafting.member.exchange()
+    assert len(drafting.trainer.heard) == 1
+
+
+def test_a_drafter_that_does_not_learn_takes_lessons_calmly():
+    loop = DraftLoop(DraftModelStrategy(MemoryEngine(), 64))
+    loop.attach(LINK, Sink())
+    loop.deliver(LINK, [opening(), Commit(7, 3, [10], 0, 0), lesson(3)])
+    assert loop.taught() == []
+
+
+def test_a_version_is_taken_between_two_steps_and_once(drafting):
+    drafting.member.exchange()
+    assert drafting.engine.loaded == [], "version 0 is what it has"
+    drafting.trainer.version, drafting.trainer.weights = ("t1", 1), {"w": torch.ones(2)}
+    drafting.member.exchange()
+    assert drafting.engine.loaded == []
+    drafting.work_off()
+    assert drafting.engine.loaded == [{"w": drafting.trainer.weights["w"]}]
+    drafting.member.exchange()
+    drafting.work_off()
+    assert len(drafting.engine.loaded) == 1
+    assert drafting.trainer.held == [None, ("t1", 0), ("t1", 1)]
+    assert drafting.member.status()["version"] == 1
+
+
+def test_the_latest_of_two_versions_counts(drafting):
+    for number in (1, 2):
+        drafting.trainer.version, drafting.trainer.weights = ("t1", number), {"w": torch.full((2,), float(number))}
+        drafting.member.exchange()
+    drafting.work_off()
+    assert [loaded["w"][0] for loaded in drafting.engine.loaded] == [2.0]
+
+
+def test_a_trainer_that_began_anew_is_followed(drafting):
+    drafting.trainer.version, drafting.trainer.weights = ("t1", 3), {"w": torch.ones(2)}
+    drafting.member.exchange()
+    drafting.trainer.fails = True
+    drafting.member.exchange()
+    drafting.work_off()
+    assert drafting.member.failures == 1
+    drafting.trainer.fails = False
+    drafting.trainer.version, drafting.trainer.weights = ("t2", 0), {"w": torch.zeros(2)}
+    drafting.member.exchange()
+    drafting.work_off()
+    assert [float(loaded["w"][0]) for loaded in drafting.engine.loaded] == [1.0, 0.0]
+    assert drafting.member.status()["version"] == 0
+
+
+@pytest.mark.parametrize("bad", [{}, {"w": torch.tensor([1.0, float("nan")])}, {"w": torch.tensor([float("inf")])}])
+def test_a_version_that_cannot_be_is_refused(drafting, bad):
+    drafting.trainer.version, drafting.trainer.weights = ("t1", 1), bad
+    drafting.member.exchange()
+    drafting.member.exchange()
+    drafting.work_off()
+    assert drafting.engine.loaded == []
+    assert drafting.member.refused == 1

@@ -1,0 +1,228 @@
+"""Learning on a tiny model: what is better serves, and nothing else ever does."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.actors.learning.gate import LEAST_TEXTS
+from outrider.actors.learning.learner import Learner, _text
+from outrider.actors.learning.lessons import Taught
+from outrider.cluster.learning_config import LearningConfig
+
+VOCAB, END = 64, 63
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def drafter(seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        eos_token_id=END,
+        pad_token_id=END,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def learner(**changes):
+    settings = {"learning_rate": 3e-3, "steps_per_version": 30, "passes": 100.0, **changes}
+    return Learner(drafter(), LearningConfig(**settings), dtype=torch.float32, kept_dtype=torch.float32)
+
+
+def follows(token, rule):
+    """What the target says after a token: another rule is another domain."""
+    return (rule * token + 1) % (VOCAB - 1)
+
+
+def taught(number, rule=5, greedy=True, length=24):
+    """A text by a rule, with the target's likeliest tokens at each place."""
+    chance = random.Random(number)
+    ids = [chance.randrange(VOCAB - 1)]
+    while len(ids) < length:
+        ids.append(follows(ids[-1], rule))
+    start = 4
+    likely = np.array(ids[start:], np.int32)
+    top = np.stack([likely, (likely + 1) % VOCAB], 1).astype(np.int32)
+    log_p = np.log(np.tile([0.95, 0.02], (len(likely), 1))).astype(np.float16)
+    return Taught(np.array(ids, np.int32), start, top, log_p, greedy, chance.random())
+
+
+def many(count=400, first=0, **changes):
+    return [taught(first + number, **changes) for number in range(count)]
+
+
+def acceptance(made, tensors, texts):
+    values = made._acceptance(tensors, [_text(one) for one in texts])
+    return sum(values) / len(values)
+
+
+def work(made, steps):
+    for _ in range(steps):
+        assert made.work()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_what_is_learned_serves_once_it_is_better(greedy):
+    made = learner()
+    assert made.serving.version.number == 0
+    made.add(many(greedy=greedy))
+    start = {name: tensor.clone() for name, tensor in made.serving.tensors.items()}
+    work(made, 90)
+    figures = made.figures()
+    assert figures["version"] == figures["adopted"] >= 1
+    assert figures["serving_verdict"]["recent"]["mean"] > 0
+    unseen = many(40, first=5000, greedy=greedy)
+    assert acceptance(made, made.serving.tensors, unseen) > acceptance(made, start, unseen) + 0.1
+    assert any(not torch.equal(made.serving.tensors[name], start[name]) for name in start)
+    assert "model.embed_tokens.weight" not in start
+    assert "lm_head.weight" not in start
+
+
+def test_without_texts_there_is_nothing_to_do():
+    made = learner(passes=1.0, batch_size=8)
+    assert not made.work()
+    made.add(many(40))
+    done = 0
+    while made.work():
+        done += 1
+    assert done == -(-made._replay.num_added // 8), "each text once, on average"
+
+
+def test_too_few_held_out_texts_decide_nothing():
+    made = learner(held_out=0.01)
+    made.add([one for one in many(200) if one.conversation >= 0.01])
+    work(made, 30)
+    assert made.figures()["refused"] == {"no_texts": 1}
+    assert made.serving.version.number == 0
+    assert LEAST_TEXTS > 0
+
+
+@pytest.mark.parametrize("poison", ["noise", "shuffled", "not_finite"])
+def test_what_was_poisoned_never_serves_and_is_forgotten(poison):
+    made = learner()
+    made.add(many())
+    work(made, 90)
+    good = made.serving
+    assert good.version.number >= 1
+    with torch.no_grad():
+        for name, parameter in made._trainer.trained.items():
+            if poison == "noise":
+                parameter += torch.randn_like(parameter)
+            elif poison == "shuffled":
+                parameter.copy_(parameter.flatten()[torch.randperm(parameter.numel())].view_as(parameter))
+            elif name.endswith("q_proj.weight"):
+                parameter[0, 0] = float("nan")
+    made.compare()
+    assert made.serving is good
+    assert sum(made.figures()["refused"].values()) >= 1
+    # Training goes on from what serves.
+    assert all(torch.equal(made._trainer.trained[name], tensor) for name, tensor in good.tensors.items())
+    made.add(many(200, first=1000))
+    work(made, 30)
+    assert made.serving.version.number >= good.version.number
+
+
+def test_labels_that_are_noise_are_not_learned():
+    """Held-out texts are of the same stream: on noise nothing is better than anything."""
+    made = learner()
+    chance = np.random.default_rng(0)
+    wrong = []
+    for one in many():
+        top = chance.permuted(np.tile(np.arange(VOCAB, dtype=np.int32), (len(one.top_ids), 1)), axis=1)[:, :2]
+        ids = np.concatenate([one.ids[: one.start], top[:, 0]])
+        wrong.append(Taught(ids, one.start, top, one.top_log_p, True, one.conversation))
+    made.add(wrong)
+    work(made, 120)
+    figures = made.figures()
+    assert sum(figures["refused"].values()) >= 3, figures
+
+
+def test_a_shift_is_followed_and_what_came_before_is_not_forgotten():
+    made = learner(recent_tokens=5000)
+    made.add(many(400, rule=5))
+    work(made, 120)
+    made.add(many(400, rule=11, first=1000))
+    before = made.serving
+    work(made, 240)
+    assert made.serving.version.number > before.version.number
+    old, new = many(40, rule=5, first=5000), many(40, rule=11, first=6000)
+    assert acceptance(made, made.serving.tensors, new) > acceptance(made, before.tensors, new) + 0.1
+    assert acceptance(made, made.serving.tensors, old) > acceptance(made, before.tensors, old) - 0.05
+
+
+def test_a_version_that_turns_out_worse_is_withdrawn():
+    made = learner()
+    made.add(many())
+    work(made, 90)
+    good = made.serving
+    # As if the gate had been wrong.
+    bad = {name: torch.randn_like(tensor) for name, tensor in good.tensors.items()}
+    with made._lock:
+        made._publish(bad, None, good)
+    made._set(bad)
+    made.compare()
+    assert made.figures()["withdrawn"] == 0, "nothing has come since"
+    made.add(many(200, first=2000))
+    made.compare()
+    assert made.figures()["withdrawn"] == 1
+    assert made.serving.version.number == good.version.number + 2
+    assert all(torch.equal(made.serving.tensors[name], tensor) for name, tensor in good.tensors.items())
+    made.compare()
+    assert made.figures()["withdrawn"] == 1
+
+
+def test_a_token_that_the_drafter_does_not_have_is_passed_over():
+    made = learner()
+    wrong = taught(1)
+    made.add([Taught(wrong.ids + VOCAB, wrong.start, wrong.top_ids, wrong.top_log_p, True, 0.9)])
+    assert made.figures()["texts"] == 0
+
+
+def test_texts_may_arrive_while_it_trains():
+    made = learner()
+    made.add(many(100))
+    stop = threading.Event()
+
+    def arrive():
+        number = 1000
+        while not stop.is_set():
+            made.add(many(4, first=number))
+            made.figures()
+            number += 4
+
+    arriving = threading.Thread(target=arrive)
+    arriving.start()
+    try:
+        work(made, 60)
+    finally:
+        stop.set()
+        arriving.join()
+    assert made.figures()["steps"] == 60
+
+
+def test_an_earlier_life_s_version_serves_at_once():
+    first = learner()
+    first.add(many())
+    work(first, 90)
+    second = learner()
+    second.resume(7, first.serving.tensors)
+    assert second.serving.version.number == 7
+    assert second.serving.version.learner != first.serving.version.learner
+    assert all(torch.equal(second.serving.tensors[name], tensor) for name, tensor in first.serving.tensors.items())

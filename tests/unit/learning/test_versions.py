@@ -1,0 +1,82 @@
+"""Versions on disk: whole, of this drafter, and no more than are wanted."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from outrider.actors.learning.versions import NOTE, TENSORS, VersionStore
+from tests.tiny_models import build_tiny_llama
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return build_tiny_llama(tmp_path_factory.mktemp("base") / "drafter")
+
+
+@pytest.fixture
+def store(base, tmp_path):
+    return VersionStore(tmp_path / "versions", base, kept=2)
+
+
+def changed(base, by):
+    return {NAME: load_file(base / TENSORS)[NAME] + by}
+
+
+def test_what_is_kept_is_a_checkpoint_and_is_found_again(store, base):
+    assert store.latest({NAME}) is None
+    path = store.save(1, changed(base, 1.0), {"steps": 5})
+    model = AutoModelForCausalLM.from_pretrained(path)
+    torch.testing.assert_close(dict(model.named_parameters())[NAME].data, changed(base, 1.0)[NAME])
+    assert (path / "tokenizer.json").exists()
+    assert json.loads((path / NOTE).read_text())["figures"] == {"steps": 5}
+    number, tensors = store.latest({NAME})
+    assert number == 1
+    assert torch.equal(tensors[NAME], changed(base, 1.0)[NAME])
+
+
+def test_the_latest_ones_are_kept(store, base, tmp_path):
+    for number in (1, 2, 3, 10):
+        store.save(number, changed(base, number), {})
+    assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["version-000003", "version-000010"]
+    assert store.latest({NAME})[0] == 10
+
+
+def test_what_is_half_written_or_damaged_is_left_alone(store, base, tmp_path):
+    store.save(1, changed(base, 1.0), {})
+    path = store.save(2, changed(base, 2.0), {})
+    data = bytearray((path / TENSORS).read_bytes())
+    data[-1] ^= 255
+    (path / TENSORS).write_bytes(data)
+    half = tmp_path / "versions" / "version-000003.unfinished"
+    half.mkdir()
+    (half / NOTE).write_text("{}")
+    (tmp_path / "versions" / "version-000004").mkdir()
+    (tmp_path / "versions" / "version-000005").mkdir()
+    (tmp_path / "versions" / "version-000005" / NOTE).write_text('{"base_sha256":')
+    assert store.latest({NAME})[0] == 1
+
+
+def test_another_drafter_s_versions_are_left_alone(store, base, tmp_path, tmp_path_factory):
+    store.save(1, changed(base, 1.0), {})
+    other = build_tiny_llama(tmp_path_factory.mktemp("other") / "another one")
+    assert VersionStore(tmp_path / "versions", other, kept=2).latest({NAME}) is None
+
+
+def test_a_full_disk_leaves_what_was_there(store, base, monkeypatch):
+    store.save(1, changed(base, 1.0), {})
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.save(2, changed(base, 2.0), {})
+    monkeypatch.undo()
+    assert store.latest({NAME})[0] == 1
+    store.save(2, changed(base, 2.0), {})
+    assert store.latest({NAME})[0] == 2
