@@ -38,7 +38,9 @@ def drafter(seed=0):
         pad_token_id=END,
         attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data *= 20  # it stays as it is, and must be able to say something for certain
+    return model
 
 
 def learner(**changes):
