@@ -67,6 +67,9 @@ class GenerationRequest(_MayHaveDeadline):
     tenant: int = 0
     """Whose memory of answers it may learn from and adds to; 0: everybody's."""
 
+    learns: bool = True
+    """A drafter that learns may do so from its answer."""
+
     cache_salt: str | None = None
     """Prompts share cached blocks with prompts of the same salt only."""
 
@@ -243,6 +246,9 @@ class ReplicaLoad:
     max_num_seqs: int
     """Requests it can run at once."""
 
+
+OF_THE_CALLER = frozenset({"tenant", "learn"})
+"""Round options that say who asks, and not what for."""
 
 Endpoint = Literal["chat", "completions", "tokenize", "detokenize", "models", "openapi"]
 """``/v1/chat/completions``, ``/v1/completions``, ``/tokenize``, ``/detokenize``, ``/v1/models``, ``/openapi.json``."""

@@ -28,6 +28,7 @@ from outrider.cluster.config import (
 )
 from outrider.cluster.config_section import EngineConfig
 from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, reason_against, schema
+from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.scaling_config import PoolScalingConfig
 
 PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -77,6 +78,11 @@ _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
         "drafter, `placement: co_located`",
         "Inside the target's engine. Keys are those of vLLM's `speculative_config`; left out, vLLM's default holds.",
         CoLocatedConfig,
+    ),
+    (
+        "drafter.learn",
+        "Training it on the answers it drafts for ([learning.md](learning.md)).",
+        LearningConfig,
     ),
     ("drafter.autoscaling", "How many drafters a pool has ([pool.md](pool.md)).", PoolScalingConfig),
     ("speculation", "How much is drafted.", SpeculationConfig),

@@ -120,6 +120,9 @@ class DrafterView:
     links: int = 0
     """Targets that it drafts for."""
 
+    version: int | None = None
+    """Of what it learned; None: it does not learn."""
+
 
 @dataclass(frozen=True)
 class ReplicaView:
@@ -303,6 +306,7 @@ def _drafter(changes: _Changes, now: Scrape, of: dict[str, str]) -> DrafterView 
         now.sum("outrider:drafter_kv_cache_usage_ratio", **of),
         None if step_s is None else step_s * 1e3,
         int(now.sum("outrider:drafter_links", **of)),
+        None if (version := now.value("outrider:drafter_version", **of)) is None else int(version),
     )
 
 

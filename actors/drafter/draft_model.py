@@ -141,7 +141,8 @@ class DraftModelStrategy:
         elif len(text) > _AT_ONCE:
             self._unstarted[sequence] = None
         else:
-            return self._started(sequence, text)
+            hashed = self._engine.hashed(sequence.engine_id, text, sequence.sampling.tenant)
+            return self._started(sequence, text, hashed)
         return []
 
     def commit(self, sequence: ModelSequence, commit: Commit) -> list[Answer]:

@@ -62,7 +62,7 @@ class DrafterTrainer:
         )
         self._store: VersionStore | None = None
         if settings.directory is not None:
-            self._store = VersionStore(Path(settings.directory), base, settings.kept_versions)
+            self._store = VersionStore(Path(settings.directory).expanduser(), base, settings.kept_versions)
             if (found := self._store.latest(set(self._learner.serving.tensors))) is not None:
                 self._learner.resume(*found)
         self._handed_out: tuple[Learnt, Any] | None = None

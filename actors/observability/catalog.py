@@ -123,6 +123,33 @@ SUFFIX = (
 )
 """Of a suffix drafter."""
 
+LEARNING = (
+    MetricSpec("outrider:drafter_version", "gauge", "Version that drafts; 0 is the drafter as it was loaded."),
+    MetricSpec("outrider:drafter_version_changes_total", "counter", "Versions that this drafter has taken."),
+    MetricSpec("outrider:drafter_refused_versions_total", "counter", "Versions that it did not take: not finite."),
+    MetricSpec("outrider:learning_failures_total", "counter", "Exchanges with the trainer that failed."),
+    MetricSpec("outrider:learning_dropped_texts_total", "counter", "Texts that no trainer fetched in time."),
+    MetricSpec("outrider:learning_tokens_total", "counter", "Tokens of answers that the trainer was given."),
+    MetricSpec("outrider:learning_steps_total", "counter", "Training steps."),
+    MetricSpec("outrider:learning_loss", "gauge", "Of the last training step."),
+    MetricSpec("outrider:learning_adopted_total", "counter", "Versions that were better for certain, and serve."),
+    MetricSpec("outrider:learning_withdrawn_total", "counter", "Versions that turned out worse, and no longer serve."),
+    MetricSpec(
+        "outrider:learning_refused_total",
+        "counter",
+        "Versions that the gate kept out: no_gain, forgets, not_finite, no_texts (too few held-out ones).",
+        ("reason",),
+    ),
+    MetricSpec(
+        "outrider:learning_gain",
+        "gauge",
+        "Acceptance per token that the last version offered had more than the one that serves, on held-out texts.",
+        ("texts",),
+    ),
+    MetricSpec("outrider:learning_store_failures_total", "counter", "Versions that could not be kept on disk."),
+)
+"""Of a drafter that learns. From learning_tokens_total on they are the trainer's, who all drafters share."""
+
 REPLICA = (
     MetricSpec("outrider:build_info", "gauge", "1; the versions are in the labels.", ("version", "vllm", "ray")),
     MetricSpec("outrider:snapshot_age_seconds", "gauge", "Age of the verifier's numbers in this scrape."),
@@ -184,7 +211,7 @@ APPLICATION = (
 
 CATALOG = {
     spec.name: spec
-    for group in (ROUNDS, LENGTHS, LINK, DRAFTER, SUFFIX, REPLICA, INGRESS, APPLICATION)
+    for group in (ROUNDS, LENGTHS, LINK, DRAFTER, SUFFIX, LEARNING, REPLICA, INGRESS, APPLICATION)
     for spec in group
 }
 

@@ -66,6 +66,22 @@ _SUFFIX = {
     "suffix_pool_failures": "outrider:suffix_pool_failures_total",
 }
 
+_LEARNING = {
+    "version": "outrider:drafter_version",
+    "changes": "outrider:drafter_version_changes_total",
+    "refused": "outrider:drafter_refused_versions_total",
+    "failures": "outrider:learning_failures_total",
+    "dropped_texts": "outrider:learning_dropped_texts_total",
+}
+_TRAINER = {
+    "tokens": "outrider:learning_tokens_total",
+    "steps": "outrider:learning_steps_total",
+    "loss": "outrider:learning_loss",
+    "adopted": "outrider:learning_adopted_total",
+    "withdrawn": "outrider:learning_withdrawn_total",
+    "store_failures": "outrider:learning_store_failures_total",
+}
+
 
 class KeysFile(Protocol):
     """As outrider.actors.serving.access.files has it."""
@@ -305,8 +321,24 @@ def add_drafter(families: Families, drafter: Mapping[str, Any] | None) -> None:
             families.add(name, drafter[key])
     for target, steps in drafter.get("link_steps", {}).items():
         families.add("outrider:drafter_link_steps_total", steps, target=target)
+    if "learning" in drafter:
+        _add_learning(families, drafter["learning"])
     if "step_seconds" in drafter:
         families.add_histogram("outrider:drafter_step_seconds", drafter["step_seconds"])
+
+
+def _add_learning(families: Families, learning: Mapping[str, Any]) -> None:
+    """learning: LearningMember.status(). The trainer's part is empty until it has been heard of."""
+    trainer = learning["trainer"]
+    for where, names in ((learning, _LEARNING), (trainer, _TRAINER)):
+        for key, name in names.items():
+            if key in where:
+                families.add(name, where[key])
+    for reason, count in trainer.get("refused", {}).items():
+        families.add("outrider:learning_refused_total", count, reason=reason)
+    for texts in ("recent", "past"):
+        if (difference := (trainer.get("last_verdict") or {}).get(texts)) is not None:
+            families.add("outrider:learning_gain", difference["mean"], texts=texts)
 
 
 class Scraped(NamedTuple):

@@ -66,6 +66,8 @@ def sampling_params(
         ours["num_speculative_tokens"] = limit
     if request.tenant:
         ours["tenant"] = request.tenant
+    if not request.learns:
+        ours["learn"] = False
     if request.verification is not None:
         ours["verification"] = request.verification
     if (left_s := request.seconds_left()) is not None:

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="90d, 12h, 4w, 1y from now, or a time such as 2027-01-01 (default: never)")  # fmt: skip
     for limit in ("requests-per-minute", "concurrent-requests", "tokens-per-minute"):
         new.add_argument(f"--{limit}", metavar="N", type=_positive, help="at most (default: any number)")
+    new.add_argument("--no-learn", action="store_true", help="no drafter learns from the answers to this key")
     shown = commands.add_parser("list", help="what the file says of each key")
     revoke = commands.add_parser("revoke", help="take a key out of the file")
     revoke.add_argument("name", metavar="NAME")
@@ -75,6 +76,7 @@ def _new(args: argparse.Namespace) -> None:
         requests_per_minute=args.requests_per_minute,
         concurrent_requests=args.concurrent_requests,
         tokens_per_minute=args.tokens_per_minute,
+        learn=not args.no_learn,
     )
     with _changing(args.file) as (text, write):
         keys = _parsed(args.file, text)
@@ -104,7 +106,8 @@ def _list(args: argparse.Namespace) -> None:
             for name in ("requests_per_minute", "concurrent_requests", "tokens_per_minute")
             if (value := getattr(key, name)) is not None
         ]
-        print("  ".join([key.name, ",".join(key.scopes), expires, *limits]))
+        kept = [] if key.learn else ["not learned from"]
+        print("  ".join([key.name, ",".join(key.scopes), expires, *limits, *kept]))
 
 
 def _revoke(args: argparse.Namespace) -> None:

@@ -243,7 +243,8 @@ def _drafter(drafter: DrafterView, is_pooled: bool) -> str:
     step = f", step {drafter.step_ms:.1f} ms" if drafter.step_ms is not None else ""
     of = f" of {drafter.links} target{'s' * (drafter.links != 1)}" if is_pooled else ""
     load = f"{drafter.sequences} sequences{of}, {drafter.prefilling} prefilling, KV {drafter.kv_cache_usage:.0%}"
-    return f"drafter {load}{step}"
+    version = f", version {drafter.version}" if drafter.version is not None else ""
+    return f"drafter {load}{step}{version}"
 
 
 def _number(value: float | None, digits: int) -> str:

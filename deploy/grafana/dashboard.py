@@ -389,6 +389,22 @@ DRAFTER = Row(
                 ),
             ),
         ),
+        Panel(
+            "Version that drafts, and what the last one would gain",
+            (
+                ("max by (replica) (outrider:drafter_version{$of})", "version, {{replica}}"),
+                ("100 * max by (texts) (outrider:learning_gain{$of})", "points of acceptance, {{texts}} texts"),
+            ),
+        ),
+        Panel(
+            "Learning: versions and failures",
+            (
+                ("max(outrider:learning_adopted_total{$of})", "adopted"),
+                ("max(outrider:learning_withdrawn_total{$of})", "withdrawn"),
+                ("max by (reason) (outrider:learning_refused_total{$of})", "refused, {{reason}}"),
+                ("sum by (replica) (outrider:learning_failures_total{$of})", "failed exchanges, {{replica}}"),
+            ),
+        ),
     ),
 )
 

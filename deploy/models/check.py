@@ -6,10 +6,12 @@ The checks are pure: they take decoded ``config.json`` documents and vocabularie
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.deploy.models.method_guide import ModelJson, kind_of, text_model
 
@@ -161,6 +163,8 @@ def check_models(config: OutriderConfig) -> None:
         return
     drafter = read_model_json(config.drafter, "drafter")
     check_drafts(drafter, "draft_model")
+    if config.drafter.learn is not None:
+        check_learns(config, drafter)
     check_tensor_parallel(drafter, config.drafter.tensor_parallel_size, "drafter")
     _check_length(drafter, config.drafter.max_model_len, "drafter")
     common = num_common_tokens(config)
@@ -183,6 +187,32 @@ def check_drafts(drafter: ModelJson, method: str) -> None:
         f"drafter.model: it holds {holds}, and method {method} drafts with {needs}; set drafter.method: "
         f"{'draft_model' if kind == 'model' else kind}, or give another checkpoint"
     )
+
+
+def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
+    """Raise ConfigError when the draft model cannot be trained while it serves."""
+    assert isinstance(config.drafter, DraftModelConfig)
+    assert config.drafter.learn is not None
+    architecture = (drafter.get("architectures") or ["none"])[0]
+    if architecture not in SUPPORTED:
+        raise ConfigError(
+            f"drafter.learn: drafter.model is a {architecture}; {', '.join(SUPPORTED)} can be trained; leave learn out"
+        )
+    if (how := drafter.get("quantization_config")) is not None:
+        method = how.get("quant_method", "quantised") if isinstance(how, dict) else "quantised"
+        raise ConfigError(
+            f"drafter.learn: drafter.model's weights are quantised ({method}) and cannot be trained; give another "
+            "checkpoint, or leave learn out"
+        )
+    if config.serving.tenant_isolation:
+        raise ConfigError(
+            "drafter.learn: serving.tenant_isolation keeps what one key's answers say from all others, and a drafter "
+            "that learned from them would tell; leave one of the two out"
+        )
+    if (directory := config.drafter.learn.directory) is not None:
+        path = Path(directory).expanduser()
+        if path.exists() and not (path.is_dir() and os.access(path, os.W_OK)):
+            raise ConfigError(f"drafter.learn.directory: {directory} is no directory that can be written to")
 
 
 def check_heads(target: ModelJson, heads: ModelJson) -> None:

@@ -53,6 +53,8 @@ class Key(Section):
     requests_per_minute: int | None = Field(None, ge=1)
     concurrent_requests: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
+    learn: bool = True
+    """False: no drafter learns from its answers, whatever ``drafter.learn`` says."""
 
     @field_validator("expires", mode="before")
     @classmethod
@@ -159,5 +161,7 @@ def as_entry(key: Key) -> str:
     for limit in ("requests_per_minute", "concurrent_requests", "tokens_per_minute"):
         if (value := getattr(key, limit)) is not None:
             fields[limit] = value
+    if not key.learn:
+        fields["learn"] = False
     text: str = yaml.safe_dump([fields], sort_keys=False, default_flow_style=None, width=120)
     return text

@@ -55,6 +55,11 @@ def tenant_of(caller: Caller | None) -> int:
     return (int.from_bytes(digest[:8], "big") >> 1) or 1
 
 
+def may_learn_from(caller: Caller | None) -> bool:
+    """Whether a drafter may learn from the answers."""
+    return caller is None or caller.key.learn
+
+
 def cache_salt(tenant: int, asked: str | None) -> str | None:
     """Of a request. tenant: 0 where tenants share their caches. asked: the client's own salt. No key can make the salt
     that another one gets."""

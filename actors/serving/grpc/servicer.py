@@ -40,7 +40,7 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.serving.access.calls import let_in
 from outrider.actors.serving.access.guard import CALLER
-from outrider.actors.serving.access.owners import Owners, cache_salt, tenant_of
+from outrider.actors.serving.access.owners import Owners, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.capacity import Capacity
@@ -414,8 +414,10 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
 
     def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
         checked = to_generation_request(request, self._served, request_id=request_id)
-        tenant = tenant_of(CALLER.get()) if self._isolates_tenants else 0
-        return replace(checked, tenant=tenant, cache_salt=cache_salt(tenant, checked.cache_salt))
+        caller = CALLER.get()
+        tenant = tenant_of(caller) if self._isolates_tenants else 0
+        salt = cache_salt(tenant, checked.cache_salt)
+        return replace(checked, tenant=tenant, cache_salt=salt, learns=may_learn_from(caller))
 
     async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """The target's outputs.

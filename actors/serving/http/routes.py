@@ -45,7 +45,7 @@ from outrider.actors.replica_calls import (
     TokensUsed,
 )
 from outrider.actors.serving.access.guard import CALLER, Caller
-from outrider.actors.serving.access.owners import Owners, cache_salt, tenant_of
+from outrider.actors.serving.access.owners import Owners, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.draining import DRAIN, Draining
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
@@ -194,6 +194,8 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
         admission = context.admission if endpoint in ("chat", "completions") else None
         if context.isolates_tenants:
             checked = _of_tenant(checked, tenant_of(CALLER.get()))
+        if not may_learn_from(CALLER.get()):
+            checked = replace(checked, round_options={**checked.round_options, "learn": False})
         return await ask(context.target, checked, context.max_retries, admission, context.owners)
 
     return answer

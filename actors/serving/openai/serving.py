@@ -33,6 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from outrider.actors.grammars.bounds import check_kind
 from outrider.actors.replica_calls import (
+    OF_THE_CALLER,
     OpenAIHead,
     OpenAIRequest,
     ReplicaLost,
@@ -178,7 +179,7 @@ class OpenAIServing:
 
     def _request(self, kind: type[Generating], request: OpenAIRequest) -> Generating:
         """vLLM's request, with what is ours in what becomes SamplingParams.extra_args."""
-        if request.round_options and self._config.co_located is not None:
+        if request.round_options.keys() - OF_THE_CALLER and self._config.co_located is not None:
             raise RequestError("speculation", "this deployment drafts for every request alike", "leave it out")
         self._check_structural_tag(request)
         parsed = validated(kind, request.body)

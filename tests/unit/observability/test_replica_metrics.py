@@ -30,6 +30,23 @@ DRAFTER_STATUS = {
     "vocabulary_missed": 7,
     "step_seconds": Histogram().snapshot(),
     "link_steps": {"a": 5.5, "b": 3.5},
+    "learning": {
+        "version": 3,
+        "changes": 4,
+        "refused": 1,
+        "failures": 2,
+        "dropped_texts": 5,
+        "trainer": {
+            "tokens": 1000,
+            "steps": 200,
+            "loss": 1.5,
+            "adopted": 3,
+            "withdrawn": 1,
+            "store_failures": 0,
+            "refused": {"no_gain": 2},
+            "last_verdict": {"recent": {"mean": 0.05}, "past": {"mean": -0.01}},
+        },
+    },
     "pid": 1,
 }
 LINK_STATUS = {

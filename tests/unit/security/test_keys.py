@@ -55,6 +55,7 @@ def test_an_entry_written_is_the_entry_read():
         requests_per_minute=60,
         concurrent_requests=2,
         tokens_per_minute=10_000,
+        learn=False,
     )
     small = Key(name="small", hash=hash_of(b"other"), scopes=("status",))
     assert parse_keys(as_entry(full) + as_entry(small)) == [full, small]
