@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from transformers import AutoModelForCausalLM
 
 from outrider.v1 import generation_pb2 as pb
@@ -68,6 +69,12 @@ def answers(learning: Deployment, **options: Any) -> list[pb.GenerateResponse]:
     return given
 
 
+def seeded(learning: Deployment) -> list[list[int]]:
+    """Answers drawn with a seed: whoever drafts, they are the same."""
+    options = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 32, "ignore_eos": True}
+    return [list(learning.client.generate(prompt, seed=7, **options).token_ids) for prompt in PROMPTS[:6]]
+
+
 def acceptance(given: list[pb.GenerateResponse]) -> float:
     counts = [answer.metrics.speculative_decoding for answer in given]
     return sum(c.num_accepted_draft_tokens for c in counts) / sum(c.num_draft_tokens for c in counts)
@@ -81,6 +88,7 @@ def status(learning: Deployment) -> dict[str, Any]:
 def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learning: Deployment, kept: Path) -> None:
     drafted(lambda: learning.client.generate(PROMPTS[0], temperature=0.0, max_tokens=48, ignore_eos=True))
     before = acceptance(answers(learning))
+    drawn = seeded(learning)
 
     def adopted() -> bool:
         answers(learning)
@@ -88,6 +96,7 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
 
     wait_until(adopted, HANG_GUARD_S, "two versions adopted")
     after = acceptance(answers(learning))
+    assert seeded(learning) == drawn, "another drafter, the same tokens"
     assert after > before + 0.15, status(learning)
     figures = status(learning)["trainer"]
     assert figures["adopted"] >= 2
@@ -99,9 +108,6 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
     assert AutoModelForCausalLM.from_pretrained(versions[-1]).config.num_hidden_layers == 1
 
     (pid,) = [pid for name, pid in living_actors() if name.startswith("Trainer:")]
-    import os
-    import signal
-
     os.kill(pid, signal.SIGKILL)
     given = answers(learning)
     assert acceptance(given) > before + 0.15, "the drafter keeps what it has"
@@ -113,4 +119,3 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
     wait_until(back, HANG_GUARD_S, "another trainer", every_s=0.5)
     assert status(learning)["version"] >= 1, "it goes on from the last version that was kept"
     assert acceptance(answers(learning)) > before + 0.15
-    assert ray.is_initialized()

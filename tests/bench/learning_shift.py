@@ -1,0 +1,184 @@
+"""A stream of requests that shifts from one domain to another: a server whose drafter learns, and its frozen twin.
+
+    python -m tests.bench.learning_shift --target T --drafter D --minutes 8 --out shift
+
+Both answer the same prompts in turns, greedy, in float32: the same tokens, or it says which were not. Acceptance by
+turn, tokens a second as a ratio of pairs, and a plot. What the trainer has left of the cores it has from both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import time
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.deploy.bench.machine import machine, versions
+from outrider.deploy.ports import pick_free_port
+from outrider.deploy.top import parse
+from tests.bench.domain_prompts import prompts
+from tests.bench.emulated_speed import working_directory
+from tests.bench.emulation import served
+from tests.bench.emulation.paired import ratio_of_pairs
+from tests.bench.real_pair import Turn, answer
+
+PREFIX = "<|im_start|>user\n"
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+WINDOW = 8
+"""Turns that are one point of the plot."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One turn of each."""
+
+    minute: float
+    domain: str
+    version: int
+    learning: Turn
+    frozen: Turn
+
+
+def acceptance(turns: list[Turn]) -> float:
+    drafted = sum(turn.counts["drafted"] for turn in turns)
+    return sum(turn.counts["accepted"] for turn in turns) / drafted if drafted else 0.0
+
+
+def length(turns: list[Turn]) -> float:
+    """Tokens a drafted round."""
+    return 1 + sum(t.counts["accepted"] for t in turns) / max(sum(t.counts["drafted_rounds"] for t in turns), 1)
+
+
+def scraped(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        found = parse(response.read().decode(), time.monotonic())
+    names = ("drafter_version", "learning_steps_total", "learning_tokens_total", "learning_adopted_total",
+             "learning_withdrawn_total", "learning_failures_total")  # fmt: skip
+    return {name: found.sum(f"outrider:{name}") for name in names}
+
+
+def table(pairs: list[Pair], domains: list[str]) -> list[str]:
+    columns = "", "turns", "accepted, learning", "frozen", "tokens a round, learning", "frozen", "tok/s, ratio [95%]"
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for number, domain in enumerate(domains):
+        of = [pair for pair in pairs if pair.domain == f"{number} {domain}"]
+        for name, part in (("first quarter", of[: len(of) // 4]), ("last quarter", of[-(len(of) // 4) :])):
+            if not part:
+                continue
+            ours, theirs = [pair.learning for pair in part], [pair.frozen for pair in part]
+            ratio = ratio_of_pairs([t.tokens / t.seconds for t in ours], [t.tokens / t.seconds for t in theirs])
+            lines.append(
+                f"| {domain}, {name} | {len(part)} | {acceptance(ours):.3f} | {acceptance(theirs):.3f} | "
+                f"{length(ours):.2f} | {length(theirs):.2f} | {ratio} |"
+            )
+    return lines
+
+
+def draw(pairs: list[Pair], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots()
+    starts = range(0, len(pairs) - WINDOW + 1, WINDOW)
+    minutes = [pairs[at + WINDOW - 1].minute for at in starts]
+    for name, colour in (("learning", "#1f6f8b"), ("frozen", "#d9822b")):
+        values = [acceptance([getattr(pair, name) for pair in pairs[at : at + WINDOW]]) for at in starts]
+        axes.plot(minutes, values, "o-", ms=3, color=colour, label=f"{name} drafter")
+    for before, after in itertools.pairwise(pairs):
+        if before.domain != after.domain:
+            axes.axvline(after.minute, color="grey", lw=1)
+        if before.version != after.version:
+            axes.axvline(after.minute, color="#1f6f8b", lw=0.5, alpha=0.35, ymax=0.05)
+    seen: set[str] = set()
+    for pair in pairs:
+        if pair.domain not in seen:
+            seen.add(pair.domain)
+            axes.text(pair.minute, axes.get_ylim()[1], " " + pair.domain.split(" ", 1)[1], va="bottom", fontsize=9)
+    axes.set_xlabel("minutes of the stream; short marks below: another version drafts")
+    axes.set_ylabel("accepted of all drafts")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--domains", default="code,math,general")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of each domain")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--learn", type=json.loads, default={}, help="drafter.learn, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.png")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    engine = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 1 << 28}
+    domains = args.domains.split(",")
+    ports = {name: pick_free_port() for name in ("learning", "frozen")}
+
+    def config(name: str, learn: dict[str, Any] | None) -> dict[str, Any]:
+        drafter = {"method": "draft_model", "model": args.drafter, "prompt_lookup_max": 0, **engine}
+        return {
+            "target": {"model": args.target, **engine},
+            "drafter": drafter if learn is None else {**drafter, "learn": {"num_cpus": 0, **learn}},
+            "speculation": {"num_speculative_tokens": args.k, "adaptive": False},
+            "serving": {"grpc_port": 0, "http_port": ports[name]},
+            "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
+        }
+
+    pairs: list[Pair] = []
+    version = 0
+    with (
+        working_directory(None) as directory,
+        served.serving(config("learning", args.learn), directory, "learning") as learning,
+        served.serving(config("frozen", None), directory, "frozen") as frozen,
+    ):
+        for client in (learning, frozen):
+            served.wait_until_drafting(client, args.concurrency)
+        started = time.monotonic()
+        for number, domain in enumerate(domains):
+            texts = [f"{PREFIX}{text}{SUFFIX}" for text in prompts(domain, 2000, seed=1 + number)]
+            until, at = time.monotonic() + 60 * args.minutes, 0
+            while time.monotonic() < until:
+                asked = [texts[(at + index) % len(texts)] for index in range(args.concurrency)]
+                at += args.concurrency
+                sides = [answer(client, asked, args.concurrency, args.max_tokens, 0.0) for client in (learning, frozen)]
+                version = (
+                    int(scraped(ports["learning"])["drafter_version"]) if len(pairs) % 4 == 0 else pairs[-1].version
+                )
+                minute = (time.monotonic() - started) / 60
+                pairs.append(Pair(minute, f"{number} {domain}", version, *sides))
+                if len(pairs) % WINDOW == 0:
+                    recent = pairs[-WINDOW:]
+                    print(
+                        f"{minute:5.1f} min, {domain}: learning {acceptance([p.learning for p in recent]):.3f}, "
+                        f"frozen {acceptance([p.frozen for p in recent]):.3f}, version {version}",
+                        flush=True,
+                    )
+        ended = scraped(ports["learning"])
+    texts_of = [(a, b) for pair in pairs for a, b in zip(pair.learning.texts, pair.frozen.texts, strict=True)]
+    same = sum(a == b for a, b in texts_of)
+    ratio = ratio_of_pairs(*([getattr(p, s).tokens / getattr(p, s).seconds for p in pairs] for s in ports))
+    print("\n".join(table(pairs, domains)))
+    print(f"same text: {same} of {len(texts_of)}; tokens a second, learning over frozen: {ratio}; {ended}")
+    document = {
+        "settings": {key: str(value) for key, value in vars(args).items()},
+        "machine": machine(()),
+        "versions": versions(),
+        "ended": ended,
+        "pairs": [asdict(pair) for pair in pairs],
+    }
+    args.out.with_suffix(".json").write_text(json.dumps(document, indent=1, default=str))
+    draw(pairs, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
