@@ -67,6 +67,9 @@ class GenerationRequest(_MayHaveDeadline):
     tenant: int = 0
     """Whose memory of answers it may learn from and adds to; 0: everybody's."""
 
+    caller: int = 0
+    """Whose it is, for fair order among callers; 0: nobody knows."""
+
     learns: bool = True
     """A drafter that learns may do so from its answer."""
 
@@ -247,7 +250,7 @@ class ReplicaLoad:
     """Requests it can run at once."""
 
 
-OF_THE_CALLER = frozenset({"tenant", "learn"})
+OF_THE_CALLER = frozenset({"caller", "tenant", "learn"})
 """Round options that say who asks, and not what for."""
 
 Endpoint = Literal["chat", "completions", "tokenize", "detokenize", "models", "openapi"]

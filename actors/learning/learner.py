@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -203,11 +204,16 @@ class Learner:
         return Difference.of(*(self._acceptance(tensors, texts) for tensors in (new, old))) if texts else _NOTHING
 
     def _acceptance(self, tensors: Mapping[str, Tensor], texts: Sequence[Text]) -> list[float]:
-        trained = self._trainer.trained
-        kept = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        with self.holding(tensors) as trainer:
+            return trainer.acceptance(texts)
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[Trainer]:
+        """The trainer's model with these tensors instead of those in training."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._trainer.trained.items()}
         try:
             self._set(tensors)
-            return self._trainer.acceptance(texts)
+            yield self._trainer
         finally:
             self._set(kept)
 

@@ -132,7 +132,7 @@ class Trainer:
     def evaluate(self, texts: Sequence[Text]) -> Held:
         """On greedy texts. A draft of the drafter's is its likeliest token of all, draft vocabulary or not."""
         tally, overlaps = Tally(EVAL_K), []
-        for same, overlap in self._drafted(texts):
+        for same, overlap in self.drafted(texts):
             tally.add(walk(same.tolist()[1:], same.tolist()[1:], EVAL_K))
             overlaps.append(overlap)
         return Held(tally, float(torch.cat(overlaps).mean()))
@@ -142,10 +142,10 @@ class Trainer:
         probability that a draft drawn at temperature 1 is accepted."""
         return [
             float((same if text.sample == 0 else overlap).mean())
-            for text, (same, overlap) in zip(texts, self._drafted(texts), strict=True)
+            for text, (same, overlap) in zip(texts, self.drafted(texts), strict=True)
         ]
 
-    def _drafted(self, texts: Sequence[Text]) -> Iterator[tuple[Tensor, Tensor]]:
+    def drafted(self, texts: Sequence[Text]) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each text, at each token of its answer: whether the likeliest draft is the token, and the overlap; float32
         on the CPU."""
         self.drafter.eval()

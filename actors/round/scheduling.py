@@ -3,6 +3,10 @@
 Requests are served by *virtual arrival*: when they came, plus a delay that grows with their size and ends at a limit.
 A small request overtakes large ones that came shortly before it; nobody is overtaken by one that came more than the
 limit after it. So neither many small requests nor a few huge ones can keep the others waiting for ever.
+
+Where callers are told apart, each has a clock that its requests move on by their size, and a request counts as having
+come when the ones before it are through by that clock (start-time fair queueing, Goyal et al. 1996, with the time of
+day for the system's virtual time): who asks for much comes behind who asks for little, within the same limit.
 """
 
 from __future__ import annotations
@@ -22,20 +26,36 @@ LONG_PREFILL_SHARE = 0.75
 _PRIORITY_STEP_MS = 1 << 43
 """Between two of vLLM's priorities: 278 years. A request with a lower one is served first whatever its size."""
 
+_MOST_CLOCKS = 1024
+"""Before those are looked for that tell nothing any more."""
+
 _SLACK = 64
 """Deadlines that are kept however few of them still count."""
 
 
-def virtual_arrival_ms(
-    arrival_unix_s: float, prompt_tokens: int, max_tokens: int, max_overtaking_s: float, priority: int = 0
-) -> int:
-    """The lower, the sooner. Units: milliseconds, but for the part that comes from priority (vLLM's: lower first).
+class FairOrder:
+    """Of all requests of an engine. Not thread-safe."""
 
-    max_overtaking_s: the limit above. 0: in order of arrival.
-    """
-    size = prompt_tokens + min(max_tokens, MAX_COUNTED_ANSWER_TOKENS)
-    delay_ms = min(size * DELAY_MS_PER_TOKEN, max_overtaking_s * 1e3)
-    return round(arrival_unix_s * 1e3 + delay_ms) + priority * _PRIORITY_STEP_MS
+    def __init__(self, max_overtaking_s: float) -> None:
+        """max_overtaking_s: the limit above. 0: in order of arrival."""
+        self._limit_ms = max_overtaking_s * 1e3
+        self._clocks: dict[int, float] = {}
+        """Of callers whose requests have moved them beyond the time of day."""
+
+    def virtual_arrival_ms(
+        self, arrival_unix_s: float, prompt_tokens: int, max_tokens: int, *, caller: int = 0, priority: int = 0
+    ) -> int:
+        """Of a request that is new. The lower, the sooner. Units: milliseconds, but for the part that comes from
+        priority (vLLM's: lower first). caller: 0 where nobody knows."""
+        arrival_ms = arrival_unix_s * 1e3
+        delay_ms = (prompt_tokens + min(max_tokens, MAX_COUNTED_ANSWER_TOKENS)) * DELAY_MS_PER_TOKEN
+        latest_ms = arrival_ms + self._limit_ms
+        virtual_ms = min(max(arrival_ms, self._clocks.get(caller, arrival_ms)) + delay_ms, latest_ms)
+        if caller:
+            if len(self._clocks) >= _MOST_CLOCKS:
+                self._clocks = {each: ms for each, ms in self._clocks.items() if ms > arrival_ms}
+            self._clocks[caller] = virtual_ms
+        return round(virtual_ms) + priority * _PRIORITY_STEP_MS
 
 
 def prefill_threshold(max_num_batched_tokens: int, num_prefills: int, at_least: int) -> int:

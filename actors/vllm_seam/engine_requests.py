@@ -66,6 +66,8 @@ def sampling_params(
         ours["num_speculative_tokens"] = limit
     if request.tenant:
         ours["tenant"] = request.tenant
+    if request.caller:
+        ours["caller"] = request.caller
     if not request.learns:
         ours["learn"] = False
     if request.verification is not None:

@@ -19,7 +19,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request, RequestStatus
 
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.round.scheduling import Deadlines, prefill_threshold, virtual_arrival_ms
+from outrider.actors.round.scheduling import Deadlines, FairOrder, prefill_threshold
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.ahead import DraftSlots
 from outrider.actors.vllm_seam.structured_outputs import guard
@@ -34,14 +34,17 @@ class FairScheduling(_Scheduler):
     """Mixin of a vLLM Scheduler with ``scheduling_policy="priority"``. It holds for requests of every kind: they all
     come through here."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._order = FairOrder(self.vllm_config.additional_config["outrider"]["serving"]["max_overtaking_s"])
+
     def add_request(self, request: Any) -> None:
-        serving = self.vllm_config.additional_config["outrider"]["serving"]
-        request.priority = virtual_arrival_ms(
+        request.priority = self._order.virtual_arrival_ms(
             request.arrival_time,
             request.num_prompt_tokens,
             request.max_tokens,
-            serving["max_overtaking_s"],
-            request.priority,
+            caller=_ours(request).get("caller", 0),
+            priority=request.priority,
         )
         super().add_request(request)
 
@@ -156,8 +159,12 @@ def _as_of_now(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
     return RequestSpecDecodeMetrics(metrics.num_spec_tokens, list(metrics.histogram), metrics.num_draft_tokens)
 
 
-def _timeout_s(request: Request) -> float | None:
+def _ours(request: Any) -> dict[str, Any]:
     params = request.sampling_params
-    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
-    timeout_s: float | None = ours.get("timeout_s")
+    ours: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
+    return ours
+
+
+def _timeout_s(request: Request) -> float | None:
+    timeout_s: float | None = _ours(request).get("timeout_s")
     return timeout_s

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -10,11 +12,16 @@ import pytest
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
 from outrider.deploy.client.calls import API_KEY_VARIABLE
 from outrider.deploy.client.sync_client import OutriderClient
-from tests.serving import Deployment, Deployments, Models, engine
+from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BLOCK = 128
+SEATS = 4
+FLOOD, TOGETHER_S = 32, 4.0
+"""Requests of one key at once, and how soon after them another key's has to come. They count as 13 s of work, of which
+10 are looked at."""
+
 SECRETS = {"alice": new_secret(), "bob": new_secret(), "root": new_secret()}
 
 
@@ -30,7 +37,7 @@ def tenants(deployments: Deployments, models: Models) -> Iterator[Deployment]:
     deployments.add(
         "tenants",
         {
-            "target": engine(models.target),
+            "target": engine(models.target, max_num_seqs=SEATS),
             "drafter": {"method": "suffix"},
             "serving": {"keys_file": str(path), "tenant_isolation": True},
         },
@@ -67,6 +74,44 @@ def test_cached_tokens_are_not_told_across_keys_over_http(tenants: Deployment) -
     assert cached("alice") == 0
     assert cached("alice") >= 2 * BLOCK
     assert cached("bob") == 0
+
+
+@pytest.mark.parametrize("api", ["grpc", "http"])
+def test_a_key_with_little_to_ask_does_not_wait_behind_one_that_floods(tenants: Deployment, api: str) -> None:
+    def before_bob() -> int | None:
+        """How many of alice's requests ended before bob's did; None: bob's came too late to tell anything."""
+        ended: list[str] = []
+
+        def ask(name: str, number: int, tokens: int) -> None:
+            prompt = [number + 1, 9, 9]
+            if api == "grpc":
+                with OutriderClient(tenants.address, api_key=SECRETS[name]) as client:
+                    client.generate(prompt, temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            else:
+                body = {"model": tenants.config.served_model_name, "prompt": prompt, "max_tokens": tokens}
+                headers = {"authorization": f"Bearer {SECRETS[name]}"}
+                url = f"{tenants.http_url}/v1/completions"
+                httpx.post(
+                    url, json={**body, "ignore_eos": True}, headers=headers, timeout=HANG_GUARD_S
+                ).raise_for_status()
+            ended.append(name)
+
+        with ThreadPoolExecutor(FLOOD + 1) as clients:
+            started = time.monotonic()
+            asked = [clients.submit(ask, "alice", number, 200) for number in range(FLOOD)]
+            wait_until(lambda: tenants.status().target.waiting >= FLOOD - 2 * SEATS, HANG_GUARD_S, "a flood")
+            apart_s = time.monotonic() - started
+            asked.append(clients.submit(ask, "bob", FLOOD, 8))
+            for each in asked:
+                each.result(HANG_GUARD_S)
+        return ended.index("bob") if apart_s < TOGETHER_S else None
+
+    def told() -> list[int] | None:
+        found = before_bob()
+        return None if found is None else [found]
+
+    (first,) = wait_until(told, HANG_GUARD_S, "a small request soon after a flood")
+    assert first < FLOOD * 2 / 3, "by order of arrival it would be the last"
 
 
 def test_openais_tokens_are_counted_by_key(tenants: Deployment) -> None:

@@ -414,10 +414,10 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
 
     def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
         checked = to_generation_request(request, self._served, request_id=request_id)
-        caller = CALLER.get()
-        tenant = tenant_of(caller) if self._isolates_tenants else 0
+        caller = tenant_of(CALLER.get())
+        tenant = caller if self._isolates_tenants else 0
         salt = cache_salt(tenant, checked.cache_salt)
-        return replace(checked, tenant=tenant, cache_salt=salt, learns=may_learn_from(caller))
+        return replace(checked, caller=caller, tenant=tenant, cache_salt=salt, learns=may_learn_from(CALLER.get()))
 
     async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """The target's outputs.

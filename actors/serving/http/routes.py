@@ -194,8 +194,9 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
         admission = context.admission if endpoint in ("chat", "completions") else None
         if context.isolates_tenants:
             checked = _of_tenant(checked, tenant_of(CALLER.get()))
-        if not may_learn_from(CALLER.get()):
-            checked = replace(checked, round_options={**checked.round_options, "learn": False})
+        if (caller := tenant_of(CALLER.get())) != 0:
+            learn = {} if may_learn_from(CALLER.get()) else {"learn": False}
+            checked = replace(checked, round_options={**checked.round_options, "caller": caller, **learn})
         return await ask(context.target, checked, context.max_retries, admission, context.owners)
 
     return answer

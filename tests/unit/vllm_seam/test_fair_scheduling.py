@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from outrider.actors.round.scheduling import prefill_threshold, virtual_arrival_ms
+from outrider.actors.round.scheduling import FairOrder, prefill_threshold
 from outrider.actors.vllm_seam.scheduler import FairScheduling
 
 
@@ -30,8 +30,10 @@ class Scheduler(FairScheduling, Base):
     pass
 
 
-def request(tokens, arrival_s, priority=0):
-    return SimpleNamespace(arrival_time=arrival_s, num_prompt_tokens=tokens, max_tokens=16, priority=priority)
+def request(tokens, arrival_s, priority=0, **ours):
+    params = SimpleNamespace(extra_args={"outrider": ours} if ours else None)
+    fields = {"arrival_time": arrival_s, "num_prompt_tokens": tokens, "max_tokens": 16, "priority": priority}
+    return SimpleNamespace(sampling_params=params, **fields)
 
 
 def test_waiting_requests_are_ordered_by_virtual_arrival():
@@ -41,7 +43,16 @@ def test_waiting_requests_are_ordered_by_virtual_arrival():
     scheduler.add_request(request(10, 104.0))
     huge, small, late = (added.priority for added in scheduler.added)
     assert small < huge < late
-    assert huge == virtual_arrival_ms(100.0, 5000, 16, 3.0)
+    assert huge == FairOrder(3.0).virtual_arrival_ms(100.0, 5000, 16)
+
+
+def test_callers_are_told_apart():
+    scheduler = Scheduler(max_overtaking_s=3.0)
+    for number in range(100):
+        scheduler.add_request(request(10, 100.0 + number / 1000, caller=7))
+    scheduler.add_request(request(10, 100.5, caller=8))
+    *much, little = (added.priority for added in scheduler.added)
+    assert sum(one > little for one in much) > 80
 
 
 def test_vllms_priority_is_kept():

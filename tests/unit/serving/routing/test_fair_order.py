@@ -7,15 +7,15 @@ import pytest
 from outrider.actors.round.scheduling import (
     DELAY_MS_PER_TOKEN,
     LONG_PREFILL_SHARE,
+    FairOrder,
     prefill_threshold,
-    virtual_arrival_ms,
 )
 
 LIMIT_S = 10.0
 
 
-def virtual(arrival_s, tokens, limit_s=LIMIT_S, **fields):
-    return virtual_arrival_ms(1.7e9 + arrival_s, tokens, 16, limit_s, **fields)
+def virtual(arrival_s, tokens, limit_s=LIMIT_S, order=None, **fields):
+    return (order or FairOrder(limit_s)).virtual_arrival_ms(1.7e9 + arrival_s, tokens, 16, **fields)
 
 
 def test_a_small_request_overtakes_a_large_one_that_came_shortly_before():
@@ -43,18 +43,22 @@ def test_vllms_priority_comes_first():
 
 
 def test_a_limitless_answer_is_not_taken_for_a_huge_one():
-    assert virtual_arrival_ms(0.0, 10, 10**6, 1e3) == virtual_arrival_ms(0.0, 10, 512, 1e3)
+    assert FairOrder(1e3).virtual_arrival_ms(0.0, 10, 10**6) == FairOrder(1e3).virtual_arrival_ms(0.0, 10, 512)
 
 
 def served(requests, limit_s, tokens_per_s=500.0):
-    """One after the other, by virtual arrival. requests: (arrival in s, tokens). Seconds waited, by number."""
-    arrivals = sorted((arrival, number) for number, (arrival, _) in enumerate(requests))
+    """One after the other, by virtual arrival. requests: (arrival in s, tokens), and maybe a caller. Seconds waited, by
+    number."""
+    order = FairOrder(limit_s)
+    arrivals = sorted((request[0], number) for number, request in enumerate(requests))
     waiting, waited, now = [], {}, 0.0
     while arrivals or waiting:
         now = max(now, arrivals[0][0]) if not waiting and arrivals else now
         while arrivals and arrivals[0][0] <= now:
             arrival, number = arrivals.pop(0)
-            heapq.heappush(waiting, (virtual(arrival, requests[number][1], limit_s), arrival, number))
+            _, tokens, *caller = requests[number]
+            fields = {"caller": caller[0]} if caller else {}
+            heapq.heappush(waiting, (virtual(arrival, tokens, limit_s, order, **fields), arrival, number))
         _, arrival, number = heapq.heappop(waiting)
         waited[number] = now - arrival
         now += requests[number][1] / tokens_per_s
@@ -118,3 +122,41 @@ def test_a_small_prompt_gets_in_after_a_step_for_each_huge_one_before_it():
 
 def test_the_delay_is_in_the_units_its_name_says():
     assert virtual(0.0, 1016) - virtual(0.0, 16) == 1000 * DELAY_MS_PER_TOKEN
+
+
+def test_who_asks_for_little_does_not_wait_behind_who_asks_for_much():
+    flood = [(0.0, 100, 7)] * 400
+    little = [(1.0 + 2 * number, 100, 8) for number in range(5)]
+    told_apart, alike = served(flood + little, LIMIT_S), served([(a, t) for a, t, _ in flood + little], LIMIT_S)
+    assert max(told_apart[400 + number] for number in range(5)) < 10.5
+    assert min(alike[400 + number] for number in range(5)) > 60
+    mean = sum(told_apart[400 + number] for number in range(1, 5)) / 4
+    assert mean < 5, "but for the first moments, in which nobody knew"
+
+
+def test_a_flood_of_one_caller_is_not_starved_by_another_s():
+    """Nobody waits behind what came more than the limit later, whoever sent it."""
+    small = [(0.04 * number, 20, 7) for number in range(5000)]
+    waited = served([*small, (1.0, 4000, 8)], LIMIT_S)
+    assert waited[5000] <= LIMIT_S + 0.1
+
+
+def test_requests_alike_of_one_caller_keep_their_order():
+    order = FairOrder(LIMIT_S)
+    found = [virtual(0.01 * number, 300, order=order, caller=7) for number in range(2000)]
+    assert found == sorted(found)
+    assert all(ms <= (1.7e9 + 0.01 * number + LIMIT_S) * 1e3 + 1 for number, ms in enumerate(found))
+
+
+def test_a_flood_is_forgotten_when_its_time_is_over():
+    order = FairOrder(LIMIT_S)
+    for _ in range(1000):
+        virtual(0.0, 4000, order=order, caller=7)
+    assert virtual(2 * LIMIT_S, 10, order=order, caller=7) == virtual(2 * LIMIT_S, 10)
+
+
+def test_clocks_of_callers_that_tell_nothing_are_not_kept():
+    order = FairOrder(LIMIT_S)
+    for caller in range(1, 10_000):
+        virtual(float(caller), 10, order=order, caller=caller)
+    assert len(order._clocks) <= 1024
