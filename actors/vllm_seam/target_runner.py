@@ -159,7 +159,13 @@ def _step(number: int, scheduled: Any) -> Step:
         scheduled.num_scheduled_tokens,
         scheduled.scheduled_spec_decode_tokens,
         arrived=[
-            Arrival(new.req_id, new.sampling_params, new.prompt_token_ids, _prompt_length(new))
+            Arrival(
+                new.req_id,
+                new.sampling_params,
+                new.prompt_token_ids,
+                _prompt_length(new),
+                "" if new.lora_request is None else new.lora_request.lora_name,
+            )
             for new in scheduled.scheduled_new_reqs
         ],
         resumed=scheduled.scheduled_cached_reqs.resumed_req_ids,

@@ -13,7 +13,7 @@ from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
-from outrider.cluster.config import OutriderConfig
+from outrider.cluster.config import OutriderConfig, SuffixConfig
 from outrider.cluster.link.codec import frame_capacity_words, unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 
@@ -70,6 +70,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             draft_top_n=config.speculation.draft_top_n,
             vocab_size=self.model_config.get_vocab_size(),
             max_model_len=self.model_config.max_model_len,
+            remembers_answers=isinstance(config.remote_drafter, SuffixConfig),
         )
         return Round(
             sampler,
