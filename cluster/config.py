@@ -31,7 +31,9 @@ from outrider.cluster.drafter_config import LookupConfig as LookupConfig
 from outrider.cluster.drafter_config import NgramConfig as NgramConfig
 from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
+from outrider.cluster.engine_args import ADAPTERS_PASSED_ON
 from outrider.cluster.limits import LimitsConfig as LimitsConfig
+from outrider.cluster.lora_config import LoraConfig as LoraConfig
 from outrider.cluster.scaling_config import AutoscalingConfig as AutoscalingConfig
 
 _KEY = re.compile(r"([a-z_]+): ")
@@ -69,6 +71,18 @@ class TargetConfig(EngineConfig):
 
     async_scheduling: bool = True
     """Schedule a step while the one before it runs. The tokens are the same either way."""
+
+    lora: LoraConfig | None = None
+    """A mapping: LoRA adapters, one of which a request may name ([lora.md](lora.md)). None: a name is refused."""
+
+    @model_validator(mode="after")
+    def _adapters_arguments(self) -> TargetConfig:
+        idle = next((name for name in ADAPTERS_PASSED_ON if name in self.engine_args), None)
+        if idle is not None and self.lora is None:
+            raise ValueError(
+                f"engine_args.{idle} is about adapters, and there are none; write target.lora, or remove it"
+            )
+        return self
 
 
 class SpeculationConfig(Section):
@@ -322,6 +336,23 @@ class OutriderConfig(Section):
             raise ValueError(
                 f"drafter.draft_vocab_size ({drafter.draft_vocab_size}) is below speculation.draft_top_n ({top_n}); "
                 "raise the first or lower the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_names_of_their_own(self) -> OutriderConfig:
+        lora = self.target.lora
+        if lora is None:
+            return self
+        if any(adapter.name == self.served_model_name for adapter in lora.adapters):
+            raise ValueError(
+                f"target.lora.adapters: one is called {self.served_model_name!r}, as the model itself is served; "
+                "rename it, or set serving.served_model_name"
+            )
+        if self.co_located is not None:
+            raise ValueError(
+                "target.lora: adapters are served with a drafter actor or with none, and not beside "
+                "drafter.placement: co_located, where vLLM drafts in the target's engine; remove one of the two"
             )
         return self
 

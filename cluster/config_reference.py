@@ -19,6 +19,7 @@ from outrider.cluster.config import (
     DraftModelConfig,
     LimitsConfig,
     LinkConfig,
+    LoraConfig,
     NgramConfig,
     OpenAIConfig,
     ServingConfig,
@@ -66,6 +67,7 @@ What vLLM has an engine argument for and this page has no key, `target.engine_ar
 
 _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("target", "The model whose distribution is served.", TargetConfig),
+    ("target.lora", "LoRA adapters that requests may name ([lora.md](lora.md)).", LoraConfig),
     (
         "drafter, `method: draft_model`",
         "A smaller model with the same tokenizer. Vocabularies may be padded to different sizes.",

@@ -295,6 +295,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         is_stopping=is_stopping,
         admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
         pool=pool,
+        lora=config.target.lora,
     )
 
 

@@ -82,6 +82,7 @@ def pad_vocabulary(path: Path, of: Path, vocab_size: int) -> Path:
     return path
 
 
+CONFIG = "adapter_config.json"
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules of a Llama that adapters change."""
 
@@ -96,7 +97,7 @@ def build_tiny_adapter(
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    if (path / "adapter_config.json").exists():
+    if (path / CONFIG).exists():
         return path
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +122,26 @@ def build_tiny_adapter(
         "bias": "none",
         "task_type": "CAUSAL_LM",
     }
-    (path / "adapter_config.json").write_text(json.dumps(config))
+    (path / CONFIG).write_text(json.dumps(config))
+    return path
+
+
+def merge_adapter(path: Path, of: Path, adapter: Path) -> Path:
+    """Write another checkpoint's weights with an adapter's added to them: what PEFT calls merging."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    if (path / "config.json").exists():
+        return path
+    model = AutoModelForCausalLM.from_pretrained(of, dtype=torch.float32)
+    tensors, config = load_file(adapter / "adapter_model.safetensors"), json.loads((adapter / CONFIG).read_text())
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace(".lora_A.", ".lora_B.")]
+            weight = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")).weight
+            weight.data += config["lora_alpha"] / config["r"] * (b @ a)
+    model.save_pretrained(path)
+    _byte_tokenizer().save_pretrained(path)
     return path
 
 

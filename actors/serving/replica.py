@@ -92,6 +92,7 @@ class Target:
             start_up.done("vllm imported by the replica")
             self._engine = self._start_engine()
             start_up.done("engine core and ranks started, model loaded")
+            await self._engine.adapters.load_configured()
             self._openai = self._start_openai()
         self._lease.keep()
         self._metrics = self._replica_metrics()
@@ -153,6 +154,7 @@ class Target:
             "model": self._config.served_model_name,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "target": self._engine.load(),
+            "adapters": self._engine.adapters.names,
         }
         if self._config.drafter is None:
             return status
@@ -226,7 +228,7 @@ class Target:
     def _start_openai(self) -> OpenAIServing:
         from outrider.actors.serving.openai.serving import OpenAIServing
 
-        return OpenAIServing(self._engine.llm, self._config, self._replica)
+        return OpenAIServing(self._engine.llm, self._config, self._replica, self._engine.adapters)
 
     async def _wait_for_link(self) -> None:
         """Requests could be served without it, but not the way the operator asked for."""
@@ -298,7 +300,12 @@ class Target:
             "replica": self._replica,
             "registry": registry_name(self._config.serving.app_name),
         }
-        return TargetEngine(vllm_config, configured_chat_template(self._config), self._config.serving.structured_output)
+        return TargetEngine(
+            vllm_config,
+            configured_chat_template(self._config),
+            self._config.serving.structured_output,
+            self._config.target.lora,
+        )
 
     def _cores(self, side: str) -> list[list[int]] | None:
         if self._core_plan is None:

@@ -14,7 +14,7 @@ from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers
 from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.cluster.answer_parsers import AUTO
-from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, LoraConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.engine_args import about
 from outrider.cluster.placement import RankPlacement
@@ -97,6 +97,7 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     Raises ConfigError for a co-located method that this build does not have."""
     args = _common(config.target)
     args["tokenizer"] = config.target.tokenizer
+    args |= _lora_arguments(config.target.lora)
     args["disable_log_stats"] = False
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
@@ -124,6 +125,20 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
             "num_speculative_tokens": config.num_speculative_tokens,
         }
     return args
+
+
+def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
+    """As many slots in a batch as adapters may be loaded. With fewer, a request that sits a step out, as one may near
+    its last token, leaves its adapter's slot to another's, and the step after holds more than there are slots: vLLM's
+    scheduler asserts that it cannot be."""
+    if lora is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": lora.max_lora_rank,
+        "max_loras": lora.max_loras,
+        "max_cpu_loras": lora.max_loras,
+    }
 
 
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:

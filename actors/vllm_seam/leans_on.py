@@ -37,8 +37,11 @@ REPLICA = Table(
         Borrowed(
             f"{_LLM}.generate",
             "CheckedEngine and tracing stand in front of it",
-            takes=("trace_headers", "reasoning_ended"),
+            takes=("trace_headers", "reasoning_ended", "lora_request"),
         ),
+        Borrowed(f"{_LLM}.add_lora", "adapters", exactly=("lora_request",)),
+        Borrowed(f"{_LLM}.remove_lora", "likewise", exactly=("lora_id",)),
+        Borrowed("vllm.lora.request:LoRARequest", "likewise", also=("lora_name", "lora_int_id", "lora_path")),
         Borrowed(
             "vllm.v1.engine.input_processor:InputProcessor.speculative_config",
             "nulled: vLLM refuses min_p and logit_bias under speculation by it, which our sampler knows (vllm#42744)",
@@ -494,7 +497,7 @@ TARGET_RANK = Table(
         Borrowed(
             "vllm.v1.core.sched.output:NewRequestData",
             "a request that arrives",
-            also=("req_id", "sampling_params", "prompt_token_ids", "prompt_embeds"),
+            also=("req_id", "sampling_params", "prompt_token_ids", "prompt_embeds", "lora_request"),
         ),
         Borrowed("vllm.v1.core.sched.output:CachedRequestData.resumed_req_ids", "requests that were preempted"),
         Borrowed("vllm.v1.outputs:ModelRunnerOutput.num_nans_in_logits", "set: requests without a next token"),

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.deploy.models.method_guide import ModelJson, kind_of, text_model
 
@@ -155,6 +156,7 @@ def check_models(config: OutriderConfig) -> None:
     target = read_model_json(config.target, "target")
     check_tensor_parallel(target, config.target.tensor_parallel_size, "target")
     _check_length(target, config.target.max_model_len, "target")
+    check_adapters(config)
     if config.co_located is not None:
         _check_co_located(config, config.co_located, target)
     if not isinstance(config.drafter, DraftModelConfig):
@@ -167,6 +169,19 @@ def check_models(config: OutriderConfig) -> None:
     if common is None:
         check_vocabularies(target, drafter, _tokens(config.target, target, config.drafter, drafter))
     check_draft_vocab_size(target, drafter, config.drafter.draft_vocab_size, common)
+
+
+def check_adapters(config: OutriderConfig) -> None:
+    """Raise ConfigError when an adapter's files are not of the target."""
+    lora = config.target.lora
+    if lora is None:
+        return
+    base = base_shapes(config.target.model) if lora.adapters else None
+    for adapter in lora.adapters:
+        try:
+            check_adapter(adapter.path, lora.max_lora_rank, base)
+        except AdapterError as error:
+            raise ConfigError(f"target.lora.adapters: {adapter.name}: {error}") from None
 
 
 def check_drafts(drafter: ModelJson, method: str) -> None:

@@ -99,6 +99,7 @@ class Front(Ingress):
             self._owners,
             self._isolates_tenants,
             docs,
+            has_adapters=self._lora is not None,
         )
         self._admin, self._pool = admin, pool
 

@@ -1,0 +1,149 @@
+"""Answers with LoRA adapters are plain vLLM's, and those of the model with the adapter in its weights, whatever drafts.
+
+Two adapters and none are mixed in every batch. The drafter has none of them: it agrees with the target often with
+``near`` and seldom with ``far``.
+"""
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from outrider.deploy.client.sync_client import OutriderError
+from tests.plain_engine import plain_answers
+from tests.reference import GREEDY, Coupled
+from tests.serving import drafted, num_accepted, num_draft_tokens
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+NUM_TOKENS = 64
+TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom. "
+PROMPTS = [b"Hello world, this is", TEXT]
+WITH = (None, "near", "far")
+BATCH = [(prompt, adapter) for prompt in PROMPTS for adapter in WITH]
+CHOICES = {"greedy": GREEDY, "T=1": Coupled(seed=11), "T=0.7, top_p=0.95": Coupled(-12, temperature=0.7, top_p=0.95)}
+
+
+def ask(deployment, prompt, adapter, choice, max_tokens=NUM_TOKENS, **changes):
+    options = {**choice.options(), "max_tokens": max_tokens, "ignore_eos": True, **changes}
+    return deployment.client.generate(list(prompt), adapter=adapter, **options)
+
+
+def ask_all(deployment, choice, batch=BATCH, **changes):
+    """At once."""
+    with ThreadPoolExecutor(len(batch)) as threads:
+        return list(threads.map(lambda one: ask(deployment, *one, choice, **changes), batch))
+
+
+def reference(deployment, adapter):
+    models = deployment.models
+    return deployment.reference_of(models.target if adapter is None else models.merged[adapter])
+
+
+def check(deployment, answers, choice, label, batch=BATCH):
+    for (prompt, adapter), answer in zip(batch, answers, strict=True):
+        reference(deployment, adapter).check(prompt, answer.token_ids, label=f"{label}, {adapter}", choice=choice)
+
+
+def test_the_adapters_answer_differently(adapters):
+    for prompt in PROMPTS:
+        assert len({tuple(reference(adapters, name).greedy(prompt, NUM_TOKENS)) for name in WITH}) == len(WITH)
+
+
+def test_greedy_answers_are_plain_vllm_s(adapters):
+    paths = [None if name is None else adapters.models.adapters[name] for _, name in BATCH]
+    plain = plain_answers(adapters.models.target, [prompt for prompt, _ in BATCH], NUM_TOKENS, paths)
+    for (prompt, name), answer, expected in zip(BATCH, ask_all(adapters, GREEDY), plain, strict=True):
+        reference(adapters, name).check(prompt, answer.token_ids, expected, label=f"plain vLLM, {name}")
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_with_a_draft_model_and_without(adapters, name):
+    choice = CHOICES[name]
+    answers = drafted(lambda: ask_all(adapters, choice), lambda all_: min(map(num_draft_tokens, all_)))
+    check(adapters, answers, choice, name)
+    assert sum(map(num_accepted, answers)) > 0
+    plain = ask_all(adapters, choice, speculation=False)
+    check(adapters, plain, choice, f"{name}, no drafts")
+    assert sum(map(num_draft_tokens, plain)) == 0
+
+
+def test_acceptance_differs_by_adapter_and_is_known_by_it(adapters):
+    answers = {name: drafted(lambda name=name: ask(adapters, TEXT, name, GREEDY)) for name in WITH}
+    rates = {name: num_accepted(answer) / num_draft_tokens(answer) for name, answer in answers.items()}
+    assert rates["far"] < rates[None]
+    assert rates["far"] < rates["near"]
+
+
+def test_with_a_drafter_that_is_killed(adapters):
+    """In the middle of every answer, and a new one is there afterwards."""
+    adapters.linked()
+    long = 8 * NUM_TOKENS
+    for choice in (GREEDY, CHOICES["T=1"]):
+        epoch = adapters.linked().epoch
+        with ThreadPoolExecutor(len(BATCH)) as threads:
+            streams = [
+                adapters.client.stream(list(prompt), adapter=name, max_tokens=long, ignore_eos=True, **choice.options())
+                for prompt, name in BATCH
+            ]
+            begun = [next(iter(stream)) for stream in streams]
+            adapters.signal_drafter(signal.SIGKILL)
+            rest = list(threads.map(list, streams))
+        for (prompt, name), first, others in zip(BATCH, begun, rest, strict=True):
+            tokens = [token for message in (first, *others) for token in message.token_ids]
+            assert len(tokens) == long
+            reference(adapters, name).check(prompt, tokens, label=f"killed, {name}", choice=choice)
+        adapters.linked(epoch_after=epoch)
+
+
+@pytest.mark.parametrize("name", ["greedy", "T=1"])
+def test_with_two_ranks_steps_one_after_the_other_and_a_suffix_drafter(adapters_tp2, name):
+    for number in range(2):  # the second time from what is remembered of the first
+        answers = ask_all(adapters_tp2, CHOICES[name], max_tokens=48)
+        check(adapters_tp2, answers, CHOICES[name], f"{name}, two ranks, {number}")
+
+
+def test_prefixes_are_cached_for_each_adapter_alone(adapters):
+    prompt = bytes(range(65, 90)) * 12
+    for name in WITH:
+        assert ask(adapters, prompt, name, GREEDY, max_tokens=2).usage.cached_tokens == 0
+    for name in WITH:
+        assert ask(adapters, prompt, name, GREEDY, max_tokens=2).usage.cached_tokens > 0
+
+
+def test_a_name_that_there_is_not_is_refused_by_both_apis(adapters):
+    with pytest.raises(OutriderError, match="adapter: 'none' is not known here; send one of 'near', 'far'"):
+        ask(adapters, b"a", "none", GREEDY)
+    answer = httpx.post(f"{adapters.http_url}/v1/completions", json={"model": "none", "prompt": "a"}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+    assert "near, far" in answer.json()["error"]["message"]
+
+
+def test_over_openai_s_api(adapters):
+    base = adapters.config.served_model_name
+    with OpenAI(base_url=f"{adapters.http_url}/v1", api_key="none") as client:
+        listed = {model.id: model for model in client.models.list()}
+        assert list(listed)[:3] == [base, "near", "far"]
+        assert listed["near"].parent == base
+        assert client.models.retrieve("far").id == "far"
+        for name in (base, "near", "far"):
+            answer = client.completions.create(
+                model=name,
+                prompt=list(TEXT),
+                max_tokens=NUM_TOKENS,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+            )
+            assert answer.model == name
+            tokens = answer.choices[0].token_ids
+            reference(adapters, None if name == base else name).check(TEXT, tokens, label=f"OpenAI, {name}")
+        chat = client.chat.completions.create(
+            model="far", messages=[{"role": "user", "content": "Name a colour."}], max_tokens=8, seed=3
+        )
+        assert chat.model == "far"
+
+
+def test_status_lists_them(adapters):
+    assert list(adapters.status().adapters)[:2] == ["near", "far"]
