@@ -158,7 +158,7 @@ def _by_layer(base: Shapes) -> dict[str, set[tuple[int, ...] | None]]:
         module, _, parameter = name.rpartition(".")
         if parameter == "weight" and len(shape) == 2:
             known[_place(module)].add(shape)
-        elif parameter not in ("weight", "bias"):
+        elif not shape or parameter not in ("weight", "bias"):
             known[_place(module)].add(None)
     return known
 

@@ -40,7 +40,8 @@ def main() -> None:
     model, prompts, max_tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
     paths = json.loads(sys.argv[4])
     numbers = {path: number for number, path in enumerate(filter(None, dict.fromkeys(paths)), start=1)}
-    lora = {"enable_lora": True, "max_loras": len(numbers), "max_lora_rank": 8} if numbers else {}
+    # One slot stays empty: vLLM's CPU kernels answer prompts without an adapter with that of the last slot.
+    lora = {"enable_lora": True, "max_loras": len(numbers) + 1, "max_lora_rank": 8} if numbers else {}
     engine = LLM(model, dtype="float32", enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20, **lora)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=bool(numbers))
     asked = [None if path is None else LoRARequest(path, numbers[path], path) for path in paths] or None

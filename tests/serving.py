@@ -203,7 +203,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         },
         # What else the target can be, at once: two ranks, steps one after the other, guesses from others' answers.
         "adapters_tp2": {
-            "target": {**target_of_two, "lora": {**lora, "load_from": None}, "async_scheduling": False},
+            "target": {**target_of_two, "lora": {**lora, "max_loras": 2, "load_from": None}, "async_scheduling": False},
             "drafter": {"method": "suffix"},
             **patient,
         },

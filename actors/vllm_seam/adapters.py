@@ -55,6 +55,11 @@ class Adapters:
     def names(self) -> list[str]:
         return list(self.requests)
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """By name."""
+        return {name: request.lora_path for name, request in self.requests.items()}
+
     async def load_configured(self) -> None:
         """Raises ConfigError for one that vLLM does not take."""
         for adapter in [] if self._lora is None else self._lora.adapters:
@@ -88,7 +93,7 @@ class Adapters:
             if not self._in_use[number]:
                 del self._in_use[number]
                 if number in self._leaving:
-                    self._forgetting = asyncio.ensure_future(self._forget(number))
+                    self._freeing = asyncio.ensure_future(self._free_later())
 
     async def load(self, name: str, path: str) -> None:
         """On every rank. Returns when requests may name it. Raises AdapterError."""
@@ -98,6 +103,7 @@ class Adapters:
                 if there.lora_path == path:
                     return
                 raise AdapterError(f"another is called {name!r}; unload it first, or send another name")
+            await self._free()
             held = len(self.requests) + len(self._leaving)
             if held >= self._lora.max_loras:
                 waits = f", {len(self._leaving)} of them for running requests alone" if self._leaving else ""
@@ -118,19 +124,22 @@ class Adapters:
         there was one."""
         async with self._changing:
             request = self.requests.pop(name, None)
-        if request is None:
-            return False
-        logger.info("adapter %r unloaded", name)
-        self._leaving.add(request.lora_int_id)
-        if not self._in_use[request.lora_int_id]:
-            await self._forget(request.lora_int_id)
+            if request is None:
+                return False
+            logger.info("adapter %r unloaded", name)
+            self._leaving.add(request.lora_int_id)
+            await self._free()
         return True
 
-    async def _forget(self, number: int) -> None:
+    async def _free_later(self) -> None:
         async with self._changing:
-            if number in self._leaving:
-                await self._engine.remove_lora(number)
-                self._leaving.discard(number)
+            await self._free()
+
+    async def _free(self) -> None:
+        """The memory of what has no name any more and is not in use."""
+        for number in [number for number in self._leaving if not self._in_use[number]]:
+            await self._engine.remove_lora(number)
+            self._leaving.discard(number)
 
     def _check(self, path: str) -> None:
         assert self._lora is not None

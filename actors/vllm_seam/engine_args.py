@@ -130,15 +130,14 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
 def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
     """As many slots in a batch as adapters may be loaded. With fewer, a request that sits a step out, as one may near
     its last token, leaves its adapter's slot to another's, and the step after holds more than there are slots: vLLM's
-    scheduler asserts that it cannot be."""
+    scheduler asserts that it cannot be.
+
+    On CPU one more, which stays empty: vLLM's kernels there take the last slot's adapter for requests that name none,
+    where others in their batch do."""
     if lora is None:
         return {}
-    return {
-        "enable_lora": True,
-        "max_lora_rank": lora.max_lora_rank,
-        "max_loras": lora.max_loras,
-        "max_cpu_loras": lora.max_loras,
-    }
+    slots = lora.max_loras + (0 if on_gpu() else 1)
+    return {"enable_lora": True, "max_lora_rank": lora.max_lora_rank, "max_loras": slots, "max_cpu_loras": slots}
 
 
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:

@@ -172,10 +172,12 @@ def check_models(config: OutriderConfig) -> None:
 
 
 def check_adapters(config: OutriderConfig) -> None:
-    """Raise ConfigError when an adapter's files are not of the target."""
+    """Raise ConfigError when an adapter's files are not of the target, or there are none to load from."""
     lora = config.target.lora
     if lora is None:
         return
+    if lora.load_from is not None and not Path(lora.load_from).is_dir():
+        raise ConfigError(f"target.lora.load_from: {lora.load_from} is no directory; make it, or leave it out")
     base = base_shapes(config.target.model) if lora.adapters else None
     for adapter in lora.adapters:
         try:

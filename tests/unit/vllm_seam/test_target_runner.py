@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
 from outrider.actors.round.round import UNUSABLE, Arrival
@@ -19,8 +20,13 @@ from outrider.actors.vllm_seam.target_runner import RoundRunner, _step
 PARAMS = SamplingParams()
 
 
-def new(request_id: str, prompt: list[int] | None, embeds: torch.Tensor | None = None) -> NewRequestData:
-    return NewRequestData(request_id, prompt, [], PARAMS, None, ([],), 0, None, embeds)
+def new(
+    request_id: str,
+    prompt: list[int] | None,
+    embeds: torch.Tensor | None = None,
+    lora_request: LoRARequest | None = None,
+) -> NewRequestData:
+    return NewRequestData(request_id, prompt, [], PARAMS, None, ([],), 0, lora_request, embeds)
 
 
 def scheduled(counts: dict[str, int], **changes: Any) -> SchedulerOutput:
@@ -38,7 +44,10 @@ def test_a_step_is_what_the_scheduler_said():
         7,
         scheduled(
             {"d": 3, "p": 1, "n": 2, "e": 4, "r": 5},
-            scheduled_new_reqs=[new("n", [1, 2]), new("e", None, torch.zeros(4, 8))],
+            scheduled_new_reqs=[
+                new("n", [1, 2], lora_request=LoRARequest("mine", 3, "/a")),
+                new("e", None, torch.zeros(4, 8)),
+            ],
             scheduled_cached_reqs=cached,
             scheduled_spec_decode_tokens={"d": [5, 6], "p": []},
             finished_req_ids={"f"},
@@ -47,7 +56,7 @@ def test_a_step_is_what_the_scheduler_said():
     )
     assert (step.number, step.num_requests, step.num_tokens, step.decodes_only) == (7, 5, 15, False)
     assert step.drafts == {"d": [5, 6]}
-    assert step.arrived == [Arrival("n", PARAMS, [1, 2], 2), Arrival("e", PARAMS, None, 4)]
+    assert step.arrived == [Arrival("n", PARAMS, [1, 2], 2, "mine"), Arrival("e", PARAMS, None, 4)]
     assert (set(step.resumed), set(step.finished), set(step.preempted)) == ({"r"}, {"f"}, {"q"})
     assert step.width == 3
 
