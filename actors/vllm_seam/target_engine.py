@@ -165,7 +165,7 @@ class TargetEngine:
             self._llm.input_processor.speculative_config = None
         self._llm.input_processor.structured_outputs_config = None  # looked at by sampling_params and CheckedEngine
         self._structured_output: Mode = structured_output
-        self.adapters = Adapters(self._llm, vllm_config.model_config.model, lora)
+        self.adapters = Adapters(self._llm, self._llm.model_config.model, lora)
         self._max_model_len = self._llm.model_config.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)
