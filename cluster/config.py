@@ -357,6 +357,19 @@ class OutriderConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_drafters_adapters_are_of_the_targets(self) -> OutriderConfig:
+        own = self.drafter.lora if isinstance(self.drafter, DraftModelConfig) else None
+        if own is None:
+            return self
+        known = [adapter.name for adapter in self.target.lora.adapters] if self.target.lora is not None else []
+        if (strange := next((each.name for each in own.adapters if each.name not in known), None)) is not None:
+            raise ValueError(
+                f"drafter.lora.adapters: {strange!r} is none of target.lora.adapters, so no request has it; name one "
+                "of these, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nccl_is_between_two_gpus(self) -> OutriderConfig:
         """A drafter process without a GPU of its own would take another's."""
         drafter = self.remote_drafter
@@ -471,6 +484,8 @@ def _unknown_key(parts: list[str]) -> str:
             "a drafter without an engine of its own has none; remove it (placement: co_located drafts in the target's "
             "engine: target.engine_args, and the keys of vLLM's speculative_config here)"
         )
+    if section == ["drafter"] and key == "lora":
+        return "adapters are a draft model's in a drafter actor (method: draft_model); remove it"
     if section == ["drafter"] and key in CoLocatedConfig.model_fields:
         return (
             "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"

@@ -29,6 +29,7 @@ from outrider.cluster.config import (
 )
 from outrider.cluster.config_section import EngineConfig
 from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, reason_against, schema
+from outrider.cluster.lora_config import DraftLoraConfig
 from outrider.cluster.scaling_config import PoolScalingConfig
 
 PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -73,6 +74,7 @@ _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
         "A smaller model with the same tokenizer. Vocabularies may be padded to different sizes.",
         DraftModelConfig,
     ),
+    ("drafter.lora", "Adapters of the draft model's own ([lora.md](lora.md)).", DraftLoraConfig),
     ("drafter, `method: ngram`", "Prompt lookup, no model.", NgramConfig),
     ("drafter, `method: suffix`", "Suffix decoding, no model.", SuffixConfig),
     (

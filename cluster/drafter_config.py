@@ -16,6 +16,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from outrider.cluster.config_section import ConfigError, CoreSet, EngineConfig, Section
 from outrider.cluster.engine_args import Side
+from outrider.cluster.lora_config import DraftLoraConfig
 from outrider.cluster.scaling_config import PoolScalingConfig
 
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
@@ -315,6 +316,10 @@ class DraftModelConfig(ActorConfig, EngineConfig):
 
     max_draft_rows: int = Field(128, ge=1, le=4096)
     """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
+
+    lora: DraftLoraConfig | None = None
+    """A mapping: LoRA adapters of the draft model's own, for requests with some of the target's ([lora.md](lora.md)).
+    None: it drafts for all alike."""
 
     block_size: int | None = Field(None, ge=1)
     """Tokens in a KV block. A side branch copies one, so small blocks branch quickly. None on CPU: 32; on GPU: vLLM's

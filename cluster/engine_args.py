@@ -199,8 +199,8 @@ _DRAFTERS_OWN = (
 
 _DRAFTERS_REFUSED = (
     Withheld(
-        (*_ADAPTERS, *ADAPTERS_PASSED_ON),
-        "a drafter drafts without adapters, whatever the target answers with; leave it out",
+        ADAPTERS_PASSED_ON,
+        "a draft model's adapters run as vLLM runs them by default; leave it out",
     ),
     Withheld(
         ("tokenizer", "tokenizer_mode", "tokenizer_revision", "renderer_num_workers"),
@@ -235,7 +235,7 @@ _DRAFTERS_REFUSED = (
     ),
 )  # fmt: skip
 
-OWNED["drafter"] = (*(each for each in OWNED["target"] if each.names != _ADAPTERS), *_DRAFTERS_OWN)
+OWNED["drafter"] = (*OWNED["target"], *_DRAFTERS_OWN)
 REFUSED["drafter"] = (*REFUSED["target"], *_DRAFTERS_REFUSED)
 
 RUN_HERE: dict[Side, frozenset[str]] = {

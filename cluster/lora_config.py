@@ -33,6 +33,33 @@ class AdapterConfig(Section):
         return absolute(path)
 
 
+Rank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+
+
+def check_names(adapters: tuple[AdapterConfig, ...]) -> None:
+    """Raises ValueError for two of one name."""
+    names = [adapter.name for adapter in adapters]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"adapters: two are called {twice!r}; a request could mean either, rename one")
+
+
+class DraftLoraConfig(Section):
+    """Adapters of the draft model ([lora.md](lora.md))."""
+
+    adapters: tuple[AdapterConfig, ...] = Field(min_length=1, max_length=256)
+    """Mappings of ``name``, that of one of ``target.lora.adapters``, and ``path``, a directory as there with an adapter
+    of the draft model. Requests with an adapter that is not named here are drafted for without any."""
+
+    max_lora_rank: Rank = 16
+    """Highest rank of an adapter. Every one takes the memory of this rank."""
+
+    @model_validator(mode="after")
+    def _fit(self) -> DraftLoraConfig:
+        check_names(self.adapters)
+        return self
+
+
 class LoraConfig(Section):
     """LoRA adapters that requests may name ([lora.md](lora.md)). Keys are vLLM's where vLLM has one."""
 
@@ -40,7 +67,7 @@ class LoraConfig(Section):
     """Loaded when a replica starts: mappings of ``name``, by which requests ask for it, and ``path``, a directory with
     ``adapter_config.json`` and ``adapter_model.safetensors`` as PEFT writes them."""
 
-    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    max_lora_rank: Rank = 16
     """Highest rank of an adapter. Every one takes the memory of this rank."""
 
     max_loras: int = Field(4, ge=1, le=256)
@@ -63,15 +90,12 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _fit(self) -> LoraConfig:
-        names = [adapter.name for adapter in self.adapters]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"adapters: two are called {twice!r}; a request could mean either, rename one")
-        if len(names) > self.max_loras:
+        check_names(self.adapters)
+        if len(self.adapters) > self.max_loras:
             raise ValueError(
-                f"adapters: {len(names)} are listed, and max_loras lets {self.max_loras} be loaded; raise it or list "
-                "fewer"
+                f"adapters: {len(self.adapters)} are listed, and max_loras lets {self.max_loras} be loaded; raise it or"
+                " list fewer"
             )
-        if not names and self.load_from is None:
+        if not self.adapters and self.load_from is None:
             raise ValueError("adapters: there are none, and none can be loaded; list some, or write load_from")
         return self

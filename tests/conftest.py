@@ -162,13 +162,13 @@ def pool(deployments: Deployments) -> Deployment:
 
 @pytest.fixture
 def adapters(deployments: Deployments) -> Deployment:
-    """A target with two adapters, and room for one more, and a draft model without any."""
+    """A target with three adapters, and room for one more, and a draft model with one of these."""
     return deployments.use("adapters")
 
 
 @pytest.fixture
 def adapters_tp2(deployments: Deployments) -> Deployment:
-    """A target of two ranks with two adapters, whose steps follow each other, and a suffix drafter."""
+    """A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter."""
     return deployments.use("adapters_tp2")
 
 

@@ -65,10 +65,10 @@ def build_models(directory: Path) -> Models:
     """A target, and a drafter that agrees with it on most tokens, not on all."""
     target = build_tiny_llama(directory / "tiny")
     drafter = build_tiny_llama(directory / "tiny-drafter", noise_of=target, noise=0.03)
-    # The drafter, which has none, agrees with the target often with the first, and seldom with the others.
+    # A drafter without any agrees with the target often with the first, and seldom with the others.
     adapters = {
         name: build_tiny_adapter(directory / LATER / name, target, rank=rank, seed=rank, scale=scale)
-        for name, rank, scale in (("near", 8, 0.05), ("far", 4, 0.5), ("later", 2, 0.4))
+        for name, rank, scale in (("near", 8, 0.05), ("far", 4, 0.5), ("own", 3, 0.5), ("later", 2, 0.4))
     }
     return Models(
         target,
@@ -122,10 +122,11 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
     }
     # Tests that look at drafts need them in every round, whether they pay or not.
     always = {"num_speculative_tokens": K, "adaptive": False}
+    adapters = [{"name": name, "path": str(models.adapters[name])} for name in ("near", "far", "own")]
     lora = {
-        "adapters": [{"name": name, "path": str(models.adapters[name])} for name in ("near", "far")],
+        "adapters": adapters,
         "max_lora_rank": 8,
-        "max_loras": 3,
+        "max_loras": 4,
         "load_from": str(models.target.parent / LATER),
     }
     return {
@@ -197,13 +198,13 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         },
         "adapters": {
             "target": {**target, "lora": lora},
-            "drafter": pinned_draft_model,
+            "drafter": {**pinned_draft_model, "lora": {"adapters": adapters[2:], "max_lora_rank": 8}},
             "speculation": always,
             "openai": {"chat_template": CHAT_TEMPLATE},
         },
         # What else the target can be, at once: two ranks, steps one after the other, guesses from others' answers.
         "adapters_tp2": {
-            "target": {**target_of_two, "lora": {**lora, "max_loras": 2, "load_from": None}, "async_scheduling": False},
+            "target": {**target_of_two, "lora": {**lora, "max_loras": 3, "load_from": None}, "async_scheduling": False},
             "drafter": {"method": "suffix"},
             **patient,
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -174,6 +174,8 @@ class Request:
             draft_sampling = sampling.drafting(params, top_n, deployment.vocab_size)
             if adapter and deployment.remembers_answers:
                 draft_sampling = replace(draft_sampling, tenant=_tenant_of(draft_sampling.tenant, adapter))
+            elif adapter in deployment.draft_adapters:
+                draft_sampling = replace(draft_sampling, adapter=deployment.draft_adapters[adapter])
             request.draft_sampling = draft_sampling
         return request
 
@@ -200,7 +202,8 @@ class Request:
 class Deployment:
     """What all requests of a deployment have in common. num_speculative_tokens: 0 without a drafter.
     remembers_answers: the drafter drafts from other requests' answers; a draft model keeps prompts, which are the same
-    to it whatever adapter the target has."""
+    to it whatever adapter the target has. draft_adapters: those that it has adapters of its own for, and their numbers.
+    """
 
     verification: str
     num_speculative_tokens: int
@@ -208,6 +211,7 @@ class Deployment:
     vocab_size: int
     max_model_len: int
     remembers_answers: bool = False
+    draft_adapters: Mapping[str, int] = field(default_factory=dict)
 
 
 def carried(params: Any) -> dict[str, Any]:

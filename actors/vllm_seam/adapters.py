@@ -115,7 +115,7 @@ class Adapters:
             try:
                 await self._engine.add_lora(request)
             except Exception as error:
-                raise AdapterError(f"vLLM does not take it: {_last_line(error)}") from error
+                raise AdapterError(f"vLLM does not take it: {last_line(error)}") from error
             self.requests[name] = request
             logger.info("adapter %r loaded from %s", name, path)
 
@@ -152,7 +152,7 @@ class Adapters:
             )
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """A rank's error comes with its traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -14,7 +14,7 @@ from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers
 from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.cluster.answer_parsers import AUTO
-from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, LoraConfig, OutriderConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.engine_args import about
 from outrider.cluster.placement import RankPlacement
@@ -97,7 +97,8 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     Raises ConfigError for a co-located method that this build does not have."""
     args = _common(config.target)
     args["tokenizer"] = config.target.tokenizer
-    args |= _lora_arguments(config.target.lora)
+    if (lora := config.target.lora) is not None:
+        args |= _lora_arguments(lora.max_loras, lora.max_lora_rank)
     args["disable_log_stats"] = False
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
@@ -127,17 +128,15 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     return args
 
 
-def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
+def _lora_arguments(num_adapters: int, max_lora_rank: int) -> dict[str, Any]:
     """As many slots in a batch as adapters may be loaded. With fewer, a request that sits a step out, as one may near
     its last token, leaves its adapter's slot to another's, and the step after holds more than there are slots: vLLM's
     scheduler asserts that it cannot be.
 
     On CPU one more, which stays empty: vLLM's kernels there take the last slot's adapter for requests that name none,
     where others in their batch do."""
-    if lora is None:
-        return {}
-    slots = lora.max_loras + (0 if on_gpu() else 1)
-    return {"enable_lora": True, "max_lora_rank": lora.max_lora_rank, "max_loras": slots, "max_cpu_loras": slots}
+    slots = num_adapters + (0 if on_gpu() else 1)
+    return {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": slots, "max_cpu_loras": slots}
 
 
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
@@ -151,6 +150,8 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
     args["worker_cls"] = "outrider.actors.vllm_seam.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True
+    if config.lora is not None:
+        args |= _lora_arguments(len(config.lora.adapters), config.lora.max_lora_rank)
     # Drafts are text. Else a model that takes images too is compiled, and captured, for embeddings instead of token
     # ids, and its other towers take memory.
     args["language_model_only"] = True

@@ -629,6 +629,12 @@ DRAFT_RANK = Table(
                 "is_padding",
             ),
         ),
+        Borrowed(
+            "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
+            "which rows are of which adapter",
+            takes=("prompt_lora_mapping", "token_lora_mapping", "lora_requests"),
+        ),
+        Borrowed(f"{_WORKER}.add_lora", "the draft model's adapters", exactly=("lora_request",)),
         Borrowed(f"{_BATCH}.block_table", "block sizes"),
         Borrowed("vllm.v1.worker.block_table:BlockTable.block_size", "block sizes"),
         Borrowed(
@@ -679,7 +685,7 @@ DRAFT_RANK = Table(
         Borrowed(
             "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch",
             "graphs of the model's pieces, on GPUs",
-            takes=("num_tokens", "valid_modes"),
+            takes=("num_tokens", "has_lora", "num_active_loras", "valid_modes"),
         ),
         Borrowed("vllm.config:CUDAGraphMode", "likewise", also=("NONE", "PIECEWISE")),
         Borrowed(

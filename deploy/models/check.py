@@ -6,12 +6,13 @@ The checks are pure: they take decoded ``config.json`` documents and vocabularie
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.lora_config import AdapterConfig
 from outrider.deploy.models.method_guide import ModelJson, kind_of, text_model
 
 
@@ -172,18 +173,26 @@ def check_models(config: OutriderConfig) -> None:
 
 
 def check_adapters(config: OutriderConfig) -> None:
-    """Raise ConfigError when an adapter's files are not of the target, or there are none to load from."""
+    """Raise ConfigError when an adapter's files are not of the target, or of the draft model, or there are none to load
+    from."""
+    if isinstance(config.drafter, DraftModelConfig) and (own := config.drafter.lora) is not None:
+        _check_adapters("drafter", own.adapters, own.max_lora_rank, config.drafter.model)
     lora = config.target.lora
     if lora is None:
         return
     if lora.load_from is not None and not Path(lora.load_from).is_dir():
         raise ConfigError(f"target.lora.load_from: {lora.load_from} is no directory; make it, or leave it out")
-    base = base_shapes(config.target.model) if lora.adapters else None
-    for adapter in lora.adapters:
+    _check_adapters("target", lora.adapters, lora.max_lora_rank, config.target.model)
+
+
+def _check_adapters(section: str, adapters: Sequence[AdapterConfig], max_lora_rank: int, model: str) -> None:
+    base = base_shapes(model) if adapters else None
+    for adapter in adapters:
         try:
-            check_adapter(adapter.path, lora.max_lora_rank, base)
+            check_adapter(adapter.path, max_lora_rank, base)
         except AdapterError as error:
-            raise ConfigError(f"target.lora.adapters: {adapter.name}: {error}") from None
+            said = str(error).replace("target.", f"{section}.")
+            raise ConfigError(f"{section}.lora.adapters: {adapter.name}: {said}") from None
 
 
 def check_drafts(drafter: ModelJson, method: str) -> None:

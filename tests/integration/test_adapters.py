@@ -1,7 +1,7 @@
 """Answers with LoRA adapters are plain vLLM's, and those of the model with the adapter in its weights, whatever drafts.
 
-Two adapters and none are mixed in every batch. The drafter has none of them: it agrees with the target often with
-``near`` and seldom with ``far``.
+Three adapters and none are mixed in every batch. The drafter has the one called ``own``; without any it agrees with the
+target often with ``near`` and seldom with ``far``.
 """
 
 import json
@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 NUM_TOKENS = 64
 TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom. "
 PROMPTS = [b"Hello world, this is", TEXT]
-WITH = (None, "near", "far")
+NAMES = ["near", "far", "own"]
+WITH = (None, *NAMES)
 BATCH = [(prompt, adapter) for prompt in PROMPTS for adapter in WITH]
 CHOICES = {"greedy": GREEDY, "T=1": Coupled(seed=11), "T=0.7, top_p=0.95": Coupled(-12, temperature=0.7, top_p=0.95)}
 
@@ -79,6 +80,7 @@ def test_acceptance_differs_by_adapter_and_is_known_by_it(adapters):
     rates = {name: num_accepted(answer) / num_draft_tokens(answer) for name, answer in answers.items()}
     assert rates["far"] < rates[None]
     assert rates["far"] < rates["near"]
+    assert rates["far"] < rates["own"], "as far away, but the drafter has it too"
 
 
 def test_with_a_drafter_that_is_killed(adapters):
@@ -118,18 +120,18 @@ def test_prefixes_are_cached_for_each_adapter_alone(adapters):
 
 
 def test_a_name_that_there_is_not_is_refused_by_both_apis(adapters):
-    with pytest.raises(OutriderError, match="adapter: 'none' is not known here; send one of 'near', 'far'"):
+    with pytest.raises(OutriderError, match="adapter: 'none' is not known here; send one of 'near', 'far', 'own'"):
         ask(adapters, b"a", "none", GREEDY)
     answer = httpx.post(f"{adapters.http_url}/v1/completions", json={"model": "none", "prompt": "a"}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
-    assert "near, far" in answer.json()["error"]["message"]
+    assert "near, far, own" in answer.json()["error"]["message"]
 
 
 def test_over_openai_s_api(adapters):
     base = adapters.config.served_model_name
     with OpenAI(base_url=f"{adapters.http_url}/v1", api_key="none") as client:
         listed = {model.id: model for model in client.models.list()}
-        assert list(listed)[:3] == [base, "near", "far"]
+        assert list(listed)[:4] == [base, *NAMES]
         assert listed["near"].parent == base
         assert client.models.retrieve("far").id == "far"
         for name in (base, "near", "far"):
@@ -150,7 +152,7 @@ def test_over_openai_s_api(adapters):
 
 
 def test_status_lists_them(adapters):
-    assert list(adapters.status().adapters)[:2] == ["near", "far"]
+    assert list(adapters.status().adapters) == NAMES
 
 
 def load(deployment, name, path):
@@ -169,7 +171,7 @@ def problem(answer, status=400):
 
 @pytest.fixture
 def later(adapters):
-    """The third adapter, loaded while the server runs."""
+    """Another adapter, loaded while the server runs."""
     answer = load(adapters, "later", adapters.models.adapters["later"])
     assert answer.status_code == 200, answer.text
     yield adapters
@@ -179,7 +181,7 @@ def later(adapters):
 def test_one_that_is_loaded_at_run_time_answers(later):
     answer = ask(later, TEXT, "later", GREEDY)
     reference(later, "later").check(TEXT, answer.token_ids, label="later")
-    assert list(later.status().adapters) == ["near", "far", "later"]
+    assert list(later.status().adapters) == [*NAMES, "later"]
     with OpenAI(base_url=f"{later.http_url}/v1", api_key="none") as client:
         assert "later" in [model.id for model in client.models.list()]
         assert client.completions.create(model="later", prompt="a", max_tokens=2).model == "later"
@@ -194,11 +196,11 @@ def test_what_cannot_be_loaded_is_refused_by_field(later, tmp_path):
     assert "no name" in problem(load(later, "two words", models.adapters["near"]))
     said = problem(load(later, "more", models.adapters["near"]))
     assert said.startswith(
-        "lora_path: lora_path: 3 adapters are loaded, which is all that target.lora.max_loras lets be"
+        "lora_path: lora_path: 4 adapters are loaded, which is all that target.lora.max_loras lets be"
     )
     assert "not beneath target.lora.load_from" in problem(load(later, "more", models.target))
     assert "not beneath target.lora.load_from" in problem(load(later, "more", "../tiny"))
-    assert list(later.status().adapters) == ["near", "far", "later"], "nothing of it is left"
+    assert list(later.status().adapters) == [*NAMES, "later"], "nothing of it is left"
     assert "configuration" in problem(unload(later, "near"))
     assert "not loaded" in problem(unload(later, "more"), 404)
 
@@ -218,7 +220,7 @@ def test_an_adapter_of_another_rank_or_base_or_none_is_refused_at_run_time(adapt
     config = json.loads((unsupported / "adapter_config.json").read_text())
     (unsupported / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
     assert "vLLM does not yet support DoRA" in problem(load(adapters, "dora", unsupported))
-    assert list(adapters.status().adapters) == ["near", "far"]
+    assert list(adapters.status().adapters) == NAMES
     check(adapters, ask_all(adapters, GREEDY), GREEDY, "after refusals")
 
 
@@ -245,6 +247,6 @@ def test_a_replica_that_starts_later_has_it_too(later):
         except OutriderError:
             return None
 
-    assert list(wait_until(replaced, HANG_GUARD_S, "another replica")) == ["near", "far", "later"]
+    assert list(wait_until(replaced, HANG_GUARD_S, "another replica")) == [*NAMES, "later"]
     answer = ask(later, TEXT, "later", GREEDY)
     reference(later, "later").check(TEXT, answer.token_ids, label="another replica")

@@ -94,6 +94,54 @@ def test_what_cannot_be_is_refused_by_its_key(lora: Any, message: str) -> None:
         configured(lora)
 
 
+DRAFTER = {"method": "draft_model", "model": "d"}
+
+
+def test_a_draft_model_has_adapters_of_its_own_for_some_of_the_target_s() -> None:
+    lora = {"adapters": [{"name": "far", "path": "/drafter/far"}], "max_lora_rank": 8}
+    config = configured({"adapters": [NEAR, FAR]}, drafter={**DRAFTER, "lora": lora})
+    assert [adapter.name for adapter in config.drafter.lora.adapters] == ["far"]
+    assert parse_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (
+            {**DRAFTER, "lora": {"adapters": [{"name": "x", "path": "/x"}]}},
+            "drafter.lora.adapters: 'x' is none of target",
+        ),
+        ({**DRAFTER, "lora": {"adapters": [NEAR, NEAR]}}, "drafter.lora.adapters: two are called 'near'"),
+        ({**DRAFTER, "lora": {"adapters": []}}, "drafter.lora.adapters"),
+        ({**DRAFTER, "lora": {"adapters": [NEAR], "max_loras": 4}}, "drafter.lora.max_loras: unknown key"),
+        ({"method": "ngram", "lora": {"adapters": [NEAR]}}, "drafter.lora: adapters are a draft model's"),
+    ],
+)
+def test_what_a_drafter_cannot_have_is_refused_by_its_key(drafter: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured({"adapters": [NEAR, FAR]}, drafter=drafter)
+
+
+def test_a_drafter_s_adapters_need_a_target_s() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.lora.adapters: 'near' is none of target.lora.adapters"):
+        parse_config({"target": {"model": "m"}, "drafter": {**DRAFTER, "lora": {"adapters": [NEAR]}}})
+
+
+def test_a_drafter_s_adapter_is_held_against_the_draft_model(target: Path, adapter: Path, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    store(drafter / "model.safetensors", {**BASE, "model.layers.0.self_attn.q_proj.weight": (16, 4)})
+    listed = [{"name": "mine", "path": str(adapter)}]
+    config = parse_config(
+        {
+            "target": {"model": str(target), "lora": {"adapters": listed}},
+            "drafter": {"method": "draft_model", "model": str(drafter), "lora": {"adapters": listed}},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"^drafter.lora.adapters: mine: .*drafter.model's is \[16, 4\]"):
+        check_adapters(config)
+
+
 def test_vllm_s_own_drafting_beside_adapters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"target.lora: .*drafter.placement: co_located"):
         configured({"adapters": [NEAR]}, drafter={"placement": "co_located", "method": "ngram"})

@@ -147,6 +147,15 @@ def test_answers_of_an_adapter_are_remembered_for_the_same_tenant_s_with_it_alon
     assert all(0 <= each < 2**63 for each in told)
 
 
+def test_the_drafter_hears_of_adapters_that_it_has_itself():
+    deployment = replace(DEPLOYMENT, draft_adapters={"one": 1, "two": 2})
+
+    def told(adapter):
+        return Request.of("a", params(), [1, 2], 2, deployment, adapter).draft_sampling.adapter
+
+    assert [told(adapter) for adapter in ("one", "two", "three", "")] == [1, 2, 0, 0]
+
+
 def test_a_draft_model_s_cached_prompts_are_shared_by_all_adapters():
     """It drafts without any."""
     assert tenant("one", remembers_answers=False, tenant=7) == 7
