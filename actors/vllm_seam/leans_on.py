@@ -19,6 +19,7 @@ _AHEAD = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RAY = "vllm.v1.executor.ray_executor_v2"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+_ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
@@ -429,6 +430,21 @@ TARGET_RANK = Table(
         Borrowed(f"{_WORKER}.compile_or_warm_up_model", "overridden: verification warms up too", exactly=()),
         Borrowed(f"{_WORKER}.shutdown", "overridden: the link's keeper stops", exactly=()),
         Borrowed(
+            f"{_RUNNER}._get_prompt_logprobs_dict",
+            "overridden: the output head is told of a prompt's adapter",
+            exactly=("hidden_states", "num_scheduled_tokens"),
+        ),
+        Borrowed(
+            _RUNNER,
+            "which prompts it is for, and whether there are adapters",
+            also=("num_prompt_logprobs", "lora_config"),
+        ),
+        Borrowed(
+            f"{_ADAPTERS}._set_active_loras",
+            "tells the layers of the prompt's adapter",
+            exactly=("prompt_lora_mapping", "token_lora_mapping", "lora_requests", "mapping_type"),
+        ),
+        Borrowed(
             _WORKER,
             "who the rank is",
             also=("rank", "device", "vllm_config", "model_config", "scheduler_config"),
@@ -630,7 +646,7 @@ DRAFT_RANK = Table(
             ),
         ),
         Borrowed(
-            "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
+            f"{_ADAPTERS}._set_active_loras",
             "which rows are of which adapter",
             takes=("prompt_lora_mapping", "token_lora_mapping", "lora_requests"),
         ),

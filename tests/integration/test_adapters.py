@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 from openai import OpenAI
 from safetensors.torch import load_file, save_file
 
@@ -109,6 +110,19 @@ def test_with_two_ranks_steps_one_after_the_other_and_a_suffix_drafter(adapters_
     for number in range(2):  # the second time from what is remembered of the first
         answers = ask_all(adapters_tp2, CHOICES[name], max_tokens=48)
         check(adapters_tp2, answers, CHOICES[name], f"{name}, two ranks, {number}")
+
+
+def test_a_prompt_s_logprobs_are_those_of_its_adapter(adapters):
+    """vLLM's output head ends an engine with adapters that is asked for them, whether the request has one or not."""
+    batch = [(TEXT, name) for name in WITH]
+    for (prompt, name), answer in zip(
+        batch, ask_all(adapters, GREEDY, batch, max_tokens=4, prompt_logprobs=1, logprobs=1), strict=True
+    ):
+        logits = reference(adapters, name).logits_along(torch.tensor([list(prompt)]))[0]
+        expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor([list(prompt[1:])]).T).squeeze(1)
+        found = [each.logprob for each in answer.prompt_logprobs[1:]]
+        assert found == pytest.approx(expected.tolist(), abs=1e-3), name
+    check(adapters, ask_all(adapters, GREEDY), GREEDY, "afterwards")
 
 
 def test_prefixes_are_cached_for_each_adapter_alone(adapters):
