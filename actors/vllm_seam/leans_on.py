@@ -100,6 +100,13 @@ REPLICA = Table(
         ),
         Borrowed("vllm.v1.metrics.stats:RequestSpecDecodeMetrics", "counts", also=("histogram", "num_draft_tokens")),
         Borrowed(
+            "vllm.v1.metrics.loggers:PrometheusStatLogger.gauge_lora_info",
+            "nulled: a series for every set of adapters",
+            read_by=("vllm.v1.metrics.loggers:PrometheusStatLogger.record",),
+        ),
+        Borrowed("vllm.v1.metrics.loggers:StatLoggerManager.stat_loggers", "where that is"),
+        Borrowed(f"{_LLM}.logger_manager", "likewise"),
+        Borrowed(
             "vllm.v1.metrics.loggers:StatLoggerBase.record",
             "overridden: the engine's load",
             takes=("scheduler_stats", "iteration_stats"),

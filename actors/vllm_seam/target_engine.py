@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from outrider.actors.grammars.bounds import Mode
@@ -131,6 +131,14 @@ def log_rounds(processor: OutputProcessor, log: RoundLog) -> None:
     processor.round_log = log
 
 
+def leave_out_lora_info(manager: StatLoggerManager | None) -> None:
+    """vLLM's ``vllm:lora_requests_info`` has a series for every set of adapters that ever ran or waited together, in
+    every order: as many as clients like."""
+    for stat_logger in [] if manager is None else manager.stat_loggers:
+        if isinstance(stat_logger, PrometheusStatLogger):
+            stat_logger.gauge_lora_info = None
+
+
 def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | None:
     if metrics is None:
         return None
@@ -166,6 +174,8 @@ class TargetEngine:
         self._llm.input_processor.structured_outputs_config = None  # looked at by sampling_params and CheckedEngine
         self._structured_output: Mode = structured_output
         self.adapters = Adapters(self._llm, self._llm.model_config.model, lora)
+        if lora is not None:
+            leave_out_lora_info(self._llm.logger_manager)
         self._max_model_len = self._llm.model_config.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)

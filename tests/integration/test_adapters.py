@@ -165,7 +165,11 @@ def test_over_openai_s_api(adapters):
         assert chat.model == "far"
 
 
-def test_status_lists_them(adapters):
+def test_status_lists_them_and_metrics_have_no_series_for_every_set_of_them(adapters):
+    ask_all(adapters, GREEDY, max_tokens=4)
+    scraped = httpx.get(f"{adapters.http_url}/metrics", timeout=60).text
+    assert "vllm:num_requests_running{" in scraped
+    assert "vllm:lora_requests_info{" not in scraped
     assert list(adapters.status().adapters) == NAMES
 
 

@@ -13,6 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from outrider.actors.replica_calls import GenerationRequest, RequestError, RequestIdInUse, RoundOutput, SamplingFailed
 from outrider.actors.round.origins import RoundLog
@@ -20,7 +21,7 @@ from outrider.actors.serving.autoscaling import Report
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.engine_requests import sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
-from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine
+from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine, leave_out_lora_info
 from outrider.actors.vllm_seam.work_meter import USUAL_ANSWER_TOKENS
 from tests.unit.vllm_seam.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
@@ -168,3 +169,12 @@ def test_a_report_counts_the_tokens_of_those_that_have_no_seat() -> None:
     assert Report.of(report) == Report(2, 1, 4, report["waiting_tokens"], 512, 0, 0, 0)
     engine._load.waiting = 0
     assert engine.report()["waiting_tokens"] == 0
+
+
+def test_no_series_for_every_set_of_adapters() -> None:
+    of_prometheus = object.__new__(PrometheusStatLogger)
+    of_prometheus.gauge_lora_info = object()
+    other = SimpleNamespace(gauge_lora_info=1)
+    leave_out_lora_info(SimpleNamespace(stat_loggers=[other, of_prometheus]))  # type: ignore[arg-type]
+    assert (of_prometheus.gauge_lora_info, other.gauge_lora_info) == (None, 1)
+    leave_out_lora_info(None)
