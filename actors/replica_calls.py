@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -75,6 +75,9 @@ class GenerationRequest(_MayHaveDeadline):
 
     cache_salt: str | None = None
     """Prompts share cached blocks with prompts of the same salt only."""
+
+    adapter: str | None = None
+    """That the target answers it with, by its name; None: with none."""
 
     @property
     def num_answers(self) -> int:
@@ -278,6 +281,9 @@ class OpenAIRequest(_MayHaveDeadline):
     deadline: Deadline | None = None
     """After which the answer is worthless."""
 
+    adapter: str | None = None
+    """What ``model`` in the body names, where that is not the model itself."""
+
     @property
     def num_answers(self) -> int:
         """Prompts times n."""
@@ -476,6 +482,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
 """Sampling parameters whose least and most, and how a refusal puts them, are our own and not vLLM's."""
 
 _MOST_OF_A_PROBLEM = 300
+_MOST_NAMED = 20
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -551,6 +558,14 @@ def check_num_speculative_tokens(wanted: int, *, enabled: bool, most: int) -> No
         )
     if not enabled:
         raise RequestError(field, "is given, but speculation.enabled is false", "leave one of the two out")
+
+
+def unknown_adapter(field: str, name: str, names: Sequence[str]) -> RequestError:
+    """names: of those that there are."""
+    if not names:
+        return RequestError(field, f"{shown(name)} is not known: there are no adapters", "leave it out")
+    listed = ", ".join(map(repr, names[:_MOST_NAMED])) + (", …" if len(names) > _MOST_NAMED else "")
+    return RequestError(field, f"{shown(name)} is not known here", f"send one of {listed}, or leave it out")
 
 
 def check_verification_under_grammar(field: str, asked: str | None) -> None:

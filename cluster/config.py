@@ -31,7 +31,9 @@ from outrider.cluster.drafter_config import LookupConfig as LookupConfig
 from outrider.cluster.drafter_config import NgramConfig as NgramConfig
 from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
+from outrider.cluster.engine_args import ADAPTERS_PASSED_ON
 from outrider.cluster.limits import LimitsConfig as LimitsConfig
+from outrider.cluster.lora_config import LoraConfig as LoraConfig
 from outrider.cluster.scaling_config import AutoscalingConfig as AutoscalingConfig
 
 _KEY = re.compile(r"([a-z_]+): ")
@@ -69,6 +71,18 @@ class TargetConfig(EngineConfig):
 
     async_scheduling: bool = True
     """Schedule a step while the one before it runs. The tokens are the same either way."""
+
+    lora: LoraConfig | None = None
+    """A mapping: LoRA adapters, one of which a request may name ([lora.md](lora.md)). None: a name is refused."""
+
+    @model_validator(mode="after")
+    def _adapters_arguments(self) -> TargetConfig:
+        idle = next((name for name in ADAPTERS_PASSED_ON if name in self.engine_args), None)
+        if idle is not None and self.lora is None:
+            raise ValueError(
+                f"engine_args.{idle} is about adapters, and there are none; write target.lora, or remove it"
+            )
+        return self
 
 
 class SpeculationConfig(Section):
@@ -326,6 +340,36 @@ class OutriderConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_have_names_of_their_own(self) -> OutriderConfig:
+        lora = self.target.lora
+        if lora is None:
+            return self
+        if any(adapter.name == self.served_model_name for adapter in lora.adapters):
+            raise ValueError(
+                f"target.lora.adapters: one is called {self.served_model_name!r}, as the model itself is served; "
+                "rename it, or set serving.served_model_name"
+            )
+        if self.co_located is not None:
+            raise ValueError(
+                "target.lora: adapters are served with a drafter actor or with none, and not beside "
+                "drafter.placement: co_located, where vLLM drafts in the target's engine; remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_drafters_adapters_are_of_the_targets(self) -> OutriderConfig:
+        own = self.drafter.lora if isinstance(self.drafter, DraftModelConfig) else None
+        if own is None:
+            return self
+        known = [adapter.name for adapter in self.target.lora.adapters] if self.target.lora is not None else []
+        if (strange := next((each.name for each in own.adapters if each.name not in known), None)) is not None:
+            raise ValueError(
+                f"drafter.lora.adapters: {strange!r} is none of target.lora.adapters, so no request has it; name one "
+                "of these, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nccl_is_between_two_gpus(self) -> OutriderConfig:
         """A drafter process without a GPU of its own would take another's."""
         drafter = self.remote_drafter
@@ -440,6 +484,8 @@ def _unknown_key(parts: list[str]) -> str:
             "a drafter without an engine of its own has none; remove it (placement: co_located drafts in the target's "
             "engine: target.engine_args, and the keys of vLLM's speculative_config here)"
         )
+    if section == ["drafter"] and key == "lora":
+        return "adapters are a draft model's in a drafter actor (method: draft_model); remove it"
     if section == ["drafter"] and key in CoLocatedConfig.model_fields:
         return (
             "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"

@@ -19,6 +19,7 @@ from outrider.cluster.config import (
     DraftModelConfig,
     LimitsConfig,
     LinkConfig,
+    LoraConfig,
     NgramConfig,
     OpenAIConfig,
     ServingConfig,
@@ -29,6 +30,7 @@ from outrider.cluster.config import (
 from outrider.cluster.config_section import EngineConfig
 from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, reason_against, schema
 from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.lora_config import DraftLoraConfig
 from outrider.cluster.scaling_config import PoolScalingConfig
 
 PATH = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -67,11 +69,13 @@ What vLLM has an engine argument for and this page has no key, `target.engine_ar
 
 _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("target", "The model whose distribution is served.", TargetConfig),
+    ("target.lora", "LoRA adapters that requests may name ([lora.md](lora.md)).", LoraConfig),
     (
         "drafter, `method: draft_model`",
         "A smaller model with the same tokenizer. Vocabularies may be padded to different sizes.",
         DraftModelConfig,
     ),
+    ("drafter.lora", "Adapters of the draft model's own ([lora.md](lora.md)).", DraftLoraConfig),
     ("drafter, `method: ngram`", "Prompt lookup, no model.", NgramConfig),
     ("drafter, `method: suffix`", "Suffix decoding, no model.", SuffixConfig),
     (

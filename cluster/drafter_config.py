@@ -17,6 +17,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from outrider.cluster.config_section import ConfigError, CoreSet, EngineConfig, Section
 from outrider.cluster.engine_args import Side
 from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.lora_config import DraftLoraConfig
 from outrider.cluster.scaling_config import PoolScalingConfig
 
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
@@ -320,6 +321,9 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     learn: LearningConfig | None = None
     """Train it on the answers it drafts for, while it serves; keys below, under «drafter.learn». None: it stays as it
     is."""
+    lora: DraftLoraConfig | None = None
+    """A mapping: LoRA adapters of the draft model's own, for requests with some of the target's ([lora.md](lora.md)).
+    None: it drafts for all alike."""
 
     block_size: int | None = Field(None, ge=1)
     """Tokens in a KV block. A side branch copies one, so small blocks branch quickly. None on CPU: 32; on GPU: vLLM's
@@ -353,6 +357,10 @@ class DraftModelConfig(ActorConfig, EngineConfig):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be {MIN_DRAFT_STEP_TOKENS} at least: one "
                 "sequence may feed so many in a draft step"
+            )
+        if self.learn is not None and self.lora is not None:
+            raise ValueError(
+                "learn: a drafter with adapters of its own (lora) is not trained; leave one of the two out"
             )
         if self.learn is not None and self.quantization is not None:
             raise ValueError(

@@ -54,11 +54,13 @@ _PLACES = (
     "device_ids", "numa_bind", "numa_bind_nodes", "numa_bind_cpus",
 )  # fmt: skip
 
-_ADAPTERS = (
-    "enable_lora", "max_loras", "max_lora_rank", "default_mm_loras", "fully_sharded_loras", "max_cpu_loras",
-    "lora_dtype", "lora_target_modules", "enable_tower_connector_lora", "specialize_active_lora",
-    "enable_mixed_moe_lora_format", "enable_moe_shared_loras", "max_lora_cls_labels",
+_ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
+
+ADAPTERS_PASSED_ON = (
+    "fully_sharded_loras", "lora_dtype", "specialize_active_lora", "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
 )  # fmt: skip
+"""Of the target's, where it has adapters."""
 
 _MEDIA = (
     "allowed_local_media_path", "allowed_media_domains", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs",
@@ -98,6 +100,7 @@ OWNED: dict[Side, tuple[Withheld, ...]] = {
             "answers, routing and /metrics are made of these counts; leave it out",
         ),
         Withheld(("additional_config",), "it carries Outrider's own settings to the ranks; leave it out"),
+        Withheld(_ADAPTERS, "adapters have a section of their own; write target.lora"),
         Withheld(("served_model_name",), "it has its key in another section; set serving.served_model_name"),
         Withheld(("otlp_traces_endpoint",), "it has its key in another section; set serving.otlp_traces_endpoint"),
         Withheld(
@@ -124,7 +127,12 @@ REFUSED: dict[Side, tuple[Withheld, ...]] = {
             ("pipeline_parallel_size", "prefill_context_parallel_size"),
             "a model is split over tensor-parallel ranks only; set target.tensor_parallel_size",
         ),
-        Withheld(_ADAPTERS, "a request has no way to name an adapter; merge it into the checkpoint"),
+        Withheld(
+            ("default_mm_loras", "enable_tower_connector_lora"),
+            "a request names its adapter, whatever else it holds; leave it out",
+        ),
+        Withheld(("lora_target_modules",), "it would drop parts of an adapter without a word; leave it out"),
+        Withheld(("max_lora_cls_labels",), "Outrider serves models that generate text token by token; leave it out"),
         Withheld(_MEDIA, "requests are text, pictures and sound are refused at the door; leave it out"),
         Withheld(
             ("runner", "convert", "pooler_config", "io_processor_plugin", "diffusion_config"),
@@ -190,6 +198,10 @@ _DRAFTERS_OWN = (
 )  # fmt: skip
 
 _DRAFTERS_REFUSED = (
+    Withheld(
+        ADAPTERS_PASSED_ON,
+        "a draft model's adapters run as vLLM runs them by default; leave it out",
+    ),
     Withheld(
         ("tokenizer", "tokenizer_mode", "tokenizer_revision", "renderer_num_workers"),
         "a drafter reads and writes token ids, the target's; leave it out",

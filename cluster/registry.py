@@ -32,6 +32,10 @@ class Registry:
     def __init__(self) -> None:
         self._members = Membership()
         self._secret = new_secret()
+        self._adapters: dict[str, str] | None = None
+        """That were loaded at run time: name -> path. None until anybody says which; then this may be a new registry
+        in the place of one that was lost."""
+
         self._reaper: asyncio.Task | None = None
 
     async def renew(self, member: Member, lease_s: float) -> None:
@@ -72,6 +76,23 @@ class Registry:
         pooled = (member.drafter for member in self._members.members.values() if member.pooled and member.drafter)
         return {name: self._members.users(name) for name in sorted(pooled)}
 
+    async def adapters(self, known: dict[str, str] | None) -> dict[str, str]:
+        """Those that every replica is to have, by name. known: what another registry has said before; None: nothing."""
+        if self._adapters is None and known is not None:
+            self._adapters = dict(known)
+        return dict(self._adapters or {})
+
+    async def add_adapter(self, name: str, path: str) -> str | None:
+        """Returns what is wrong."""
+        if name in (self._adapters or {}):
+            return f"the adapter {name!r} has been loaded already"
+        self._adapters = {**(self._adapters or {}), name: path}
+        return None
+
+    async def remove_adapter(self, name: str) -> bool:
+        """Whether there was one."""
+        return self._adapters is not None and self._adapters.pop(name, None) is not None
+
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 6)
@@ -101,6 +122,11 @@ def get_or_create_registry(app_name: str) -> Any:
     )
 
 
+def find_registry(app_name: str) -> Any:
+    """The one that there is. Raises ValueError when there is none."""
+    return ray.get_actor(registry_name(app_name), namespace=NAMESPACE)
+
+
 def this_place() -> Place:
     """Of this Ray process."""
     context = ray.get_runtime_context()
@@ -109,6 +135,5 @@ def this_place() -> Place:
 
 def application_secret(app_name: str, timeout_s: float) -> bytes:
     """See Registry.secret. Raises RayError or GetTimeoutError, ValueError when there is no registry."""
-    registry = ray.get_actor(registry_name(app_name), namespace=NAMESPACE)
-    secret: bytes = ray.get(registry.secret.remote(), timeout=timeout_s)
+    secret: bytes = ray.get(find_registry(app_name).secret.remote(), timeout=timeout_s)
     return secret

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -41,6 +42,7 @@ from outrider.cluster.placement import (
     plan_cores,
     pool_placement_of,
 )
+from outrider.cluster.registry import find_registry
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.preset import Overrides, resolve_config
 
@@ -295,6 +297,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         is_stopping=is_stopping,
         admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
         pool=pool,
+        lora=config.target.lora,
+        registry=partial(find_registry, serving.app_name),
     )
 
 

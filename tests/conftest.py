@@ -34,7 +34,7 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 DEPLOYMENTS = (
     "pair", "ngram_pair", "small_kv", "co_located", "two_replicas", "both_tp2",
-    "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2", "pool",
+    "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2", "pool", "adapters", "adapters_tp2",
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
@@ -49,9 +49,9 @@ FIRST_HALF = {
 either command."""
 
 IN_FULL_RUNS_ONLY = {
-    "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool",
-    "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain", "test_served_distribution",
-    "test_tenants", "test_tls", "test_vllm_bench",
+    "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "adapters",
+    "adapters_tp2", "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain",
+    "test_served_distribution", "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
 """Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
 all of them are marked exhaustive."""
@@ -158,6 +158,18 @@ def both_tp2(deployments: Deployments) -> Deployment:
 def pool(deployments: Deployments) -> Deployment:
     """Two targets that share two draft models."""
     return deployments.use("pool")
+
+
+@pytest.fixture
+def adapters(deployments: Deployments) -> Deployment:
+    """A target with three adapters, and room for one more, and a draft model with one of these."""
+    return deployments.use("adapters")
+
+
+@pytest.fixture
+def adapters_tp2(deployments: Deployments) -> Deployment:
+    """A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter."""
+    return deployments.use("adapters_tp2")
 
 
 @pytest.fixture

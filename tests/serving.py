@@ -27,7 +27,7 @@ from outrider.deploy.ports import pick_free_port
 from outrider.deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
-from tests.tiny_models import VOCAB_SIZE, build_tiny_llama, pad_vocabulary
+from tests.tiny_models import VOCAB_SIZE, build_tiny_adapter, build_tiny_llama, merge_adapter, pad_vocabulary
 
 Answer = TypeVar("Answer")
 
@@ -54,19 +54,34 @@ class Models:
     """The target with a vocabulary that is padded further."""
 
     wide_drafter: Path
+    adapters: dict[str, Path]
+    """Of the target, by name."""
+
+    merged: dict[str, Path]
+    """The target with each of them in its weights."""
 
 
 def build_models(directory: Path) -> Models:
     """A target, and a drafter that agrees with it on most tokens, not on all."""
     target = build_tiny_llama(directory / "tiny")
     drafter = build_tiny_llama(directory / "tiny-drafter", noise_of=target, noise=0.03)
+    # A drafter without any agrees with the target often with the first, and seldom with the others.
+    adapters = {
+        name: build_tiny_adapter(directory / LATER / name, target, rank=rank, seed=rank, scale=scale)
+        for name, rank, scale in (("near", 8, 0.05), ("far", 4, 0.5), ("own", 3, 0.5), ("later", 2, 0.4))
+    }
     return Models(
         target,
         drafter,
         pad_vocabulary(directory / "wide", target, WIDE_VOCAB_SIZE),
         pad_vocabulary(directory / "wide-drafter", drafter, WIDE_VOCAB_SIZE),
+        adapters,
+        {name: merge_adapter(directory / f"merged-{name}", target, path) for name, path in adapters.items()},
     )
 
+
+LATER = "adapters"
+"""Directory beneath the models' from which adapters may be loaded at run time."""
 
 TARGET_ENGINE_ARGS: dict[str, Any] = {
     "block_size": 64,
@@ -107,6 +122,13 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
     }
     # Tests that look at drafts need them in every round, whether they pay or not.
     always = {"num_speculative_tokens": K, "adaptive": False}
+    adapters = [{"name": name, "path": str(models.adapters[name])} for name in ("near", "far", "own")]
+    lora = {
+        "adapters": adapters,
+        "max_lora_rank": 8,
+        "max_loras": 4,
+        "load_from": str(models.target.parent / LATER),
+    }
     return {
         "pair": {
             "target": target,
@@ -174,6 +196,18 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {**pinned_draft_model, "model": str(models.wide_drafter)},
             "speculation": always,
         },
+        "adapters": {
+            "target": {**target, "lora": lora},
+            "drafter": {**pinned_draft_model, "lora": {"adapters": adapters[2:], "max_lora_rank": 8}},
+            "speculation": always,
+            "openai": {"chat_template": CHAT_TEMPLATE},
+        },
+        # What else the target can be, at once: two ranks, steps one after the other, guesses from others' answers.
+        "adapters_tp2": {
+            "target": {**target_of_two, "lora": {**lora, "max_loras": 3, "load_from": None}, "async_scheduling": False},
+            "drafter": {"method": "suffix"},
+            **patient,
+        },
         "both_tp2": {"target": target_of_two, "drafter": drafter_of_two, **patient},
         "target_tp2": {"target": target_of_two, "drafter": draft_model, **patient},
         "drafter_tp2": {"target": engine(models.target), "drafter": drafter_of_two, **patient},
@@ -210,6 +244,10 @@ class Deployment:
     drafter_reference: Reference
     http_url: str
     """Without a slash at its end."""
+
+    models: Models
+    reference_of: Callable[[Path], Reference]
+    """Of a checkpoint."""
 
     def status(self) -> pb.GetServerStatusResponse:
         return self.client.status(timeout_s=HANG_GUARD_S)
@@ -337,6 +375,7 @@ class Deployments:
 
     def __init__(self, models: Models, half: int = 1) -> None:
         self._configurations = configurations(models, half)
+        self._models = models
         self._drafter = str(models.drafter)
         self._references: dict[str, Reference] = {}
         """By checkpoint."""
@@ -366,7 +405,15 @@ class Deployments:
         drafter = config.drafter.model if isinstance(config.drafter, DraftModelConfig) else self._drafter
         references = self._reference(config.target.model), self._reference(drafter)
         self._current = Deployment(
-            name, config, plan, address, client, *references, f"http://127.0.0.1:{self._http_port}"
+            name,
+            config,
+            plan,
+            address,
+            client,
+            *references,
+            f"http://127.0.0.1:{self._http_port}",
+            self._models,
+            lambda checkpoint: self._reference(str(checkpoint)),
         )
         wait_until(lambda: _answers(client), HANG_GUARD_S, "an answer from the proxy")
         if config.serving.num_replicas > 1:

@@ -6,6 +6,8 @@ does not flip greedy choices.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -75,6 +77,69 @@ def pad_vocabulary(path: Path, of: Path, vocab_size: int) -> Path:
     embedding[known:] = torch.randn(embedding[known:].shape, generator=generator) * 0.1
     head[known:] = 0.0
     head[known : known + count] = head[first : first + count] * 1.1
+    model.save_pretrained(path)
+    _byte_tokenizer().save_pretrained(path)
+    return path
+
+
+CONFIG = "adapter_config.json"
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Modules of a Llama that adapters change."""
+
+
+def build_tiny_adapter(
+    path: Path, of: Path, *, rank: int = 8, seed: int = 1, scale: float = 0.5, modules: Sequence[str] = ADAPTED
+) -> Path:
+    """Write a LoRA adapter in PEFT's format for a checkpoint of `build_tiny_llama`, unless it is already there.
+
+    scale: size of its change of a weight, relative to the weight: large enough for other answers than the model's own.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    if (path / CONFIG).exists():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    with safe_open(of / "model.safetensors", framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - it is no mapping
+            module = name.removesuffix(".weight")
+            if module.rpartition(".")[2] not in modules:
+                continue
+            weight = weights.get_tensor(name)
+            size = (scale * float(weight.std()) / rank**0.5) ** 0.5
+            for letter, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                values = size * torch.randn(shape, generator=generator)
+                tensors[f"base_model.model.{module}.lora_{letter}.weight"] = values
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(of),
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(modules),
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (path / CONFIG).write_text(json.dumps(config))
+    return path
+
+
+def merge_adapter(path: Path, of: Path, adapter: Path) -> Path:
+    """Write another checkpoint's weights with an adapter's added to them: what PEFT calls merging."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    if (path / "config.json").exists():
+        return path
+    model = AutoModelForCausalLM.from_pretrained(of, dtype=torch.float32)
+    tensors, config = load_file(adapter / "adapter_model.safetensors"), json.loads((adapter / CONFIG).read_text())
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace(".lora_A.", ".lora_B.")]
+            weight = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")).weight
+            weight.data += config["lora_alpha"] / config["r"] * (b @ a)
     model.save_pretrained(path)
     _byte_tokenizer().save_pretrained(path)
     return path

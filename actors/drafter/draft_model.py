@@ -42,7 +42,7 @@ class Hashing:
     hashed: Any = None
 
     def execute(self) -> None:
-        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt, self.sequence.sampling.tenant)
+        self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt, self.sequence.sampling)
 
 
 @dataclass(eq=False, slots=True)
@@ -141,8 +141,7 @@ class DraftModelStrategy:
         elif len(text) > _AT_ONCE:
             self._unstarted[sequence] = None
         else:
-            hashed = self._engine.hashed(sequence.engine_id, text, sequence.sampling.tenant)
-            return self._started(sequence, text, hashed)
+            return self._started(sequence, text, self._engine.hashed(sequence.engine_id, text, sequence.sampling))
         return []
 
     def commit(self, sequence: ModelSequence, commit: Commit) -> list[Answer]:
@@ -305,7 +304,7 @@ class DraftModelStrategy:
         if not rest:
             del self._unpinned[sequence]
 
-    def _started(self, sequence: ModelSequence, prompt: list[int], hashed: Any = None) -> list[Answer]:
+    def _started(self, sequence: ModelSequence, prompt: list[int], hashed: Any) -> list[Answer]:
         sequence.main.num_computed = self._engine.start(sequence.engine_id, prompt, hashed)
         sequence.started, sequence.appended_to = True, len(prompt)
         return self._announced(sequence)

@@ -56,6 +56,7 @@ class StepRow:
     draws: what is drawn after token_ids; none for a prefill chunk.
     guesses: one fewer than draws; what these draws but the last are expected to be, fed in the same step. Draws count
         up to the first that is not its guess.
+    adapter: number of the draft model's LoRA adapter; 0: none.
     """
 
     token_ids: Sequence[int]
@@ -63,6 +64,7 @@ class StepRow:
     block_ids: tuple[Sequence[int], ...]
     draws: Sequence[Draw] = ()
     guesses: Sequence[int] = ()
+    adapter: int = 0
 
     @property
     def num_fed(self) -> int:
@@ -88,10 +90,11 @@ class Engine(Protocol):
     block_sizes: tuple[int, ...]
     """Tokens in a KV block, of each KV cache group."""
 
-    def hashed(self, request_id: str, token_ids: list[int], tenant: int = 0) -> Any:
-        """Most of what `start` does for a long prompt. Touches nothing: it may run beside any other call."""
+    def hashed(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> Any:
+        """Most of what `start` does for a long prompt. Touches nothing: it may run beside any other call. Blocks are
+        cached for the sampling's tenant and adapter."""
 
-    def start(self, request_id: str, token_ids: list[int], hashed: Any = None) -> int:
+    def start(self, request_id: str, token_ids: list[int], hashed: Any) -> int:
         """Register a sequence. Returns how many leading tokens the prefix cache has. hashed: of the same arguments."""
 
     def append(self, request_id: str, token_ids: list[int]) -> None: ...

@@ -54,7 +54,9 @@ def load_strategy(
     if ranks is not None and ray.get_runtime_context().was_current_actor_reconstructed:
         # The ranks of the life before may still be on their way out, and hold their names.
         ranks = replace(ranks, actor_names=[f"{name}#{os.getpid()}" for name in ranks.actor_names])
-    engine = DraftEngine(drafter_vllm_config(config, ranks, placement_group), in_process=ranks is None)
+    adapters = [] if config.lora is None else [adapter.path for adapter in config.lora.adapters]
+    vllm_config = drafter_vllm_config(config, ranks, placement_group)
+    engine = DraftEngine(vllm_config, in_process=ranks is None, adapters=adapters)
     limits = LookaheadLimits(
         ahead=speculation.draft_ahead,
         max_side_branches=speculation.max_side_branches,

@@ -223,7 +223,8 @@ class StepPlanner:
             turns.gave(sequence.key[0], end - start)
         for sequence, end in ends.items():
             start = sequence.main.num_computed
-            step.add(StepRow(sequence.text[start:end], start, sequence.blocks), sequence, None)
+            row = StepRow(sequence.text[start:end], start, sequence.blocks, adapter=sequence.sampling.adapter)
+            step.add(row, sequence, None)
         return self._finished(step)
 
     def _turns(self, capacity: int) -> Turns:
@@ -303,7 +304,7 @@ class StepPlanner:
     ) -> None:
         start = line.num_computed
         ids = sequence.token_ids(line, start, line.end)
-        step.add(StepRow(ids, start, blocks, draws, guesses), sequence, line)
+        step.add(StepRow(ids, start, blocks, draws, guesses, sequence.sampling.adapter), sequence, line)
 
     def _has_room(self, step: DraftStep, num_tokens: int) -> bool:
         fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens

@@ -1,6 +1,6 @@
 """How many tokens each request drafts in the next round, from three estimates of what the last ones measured. Pure.
 
-- *Acceptance* by position: of a request, pulled towards the deployment's where it has seen little.
+- *Acceptance* by position: of a request, pulled towards that of all of its adapter where it has seen little.
 - *Step cost*: a line over the tokens of the target's recent steps, and the drafter's step as it reports it.
 - *Hits*: how often the right continuation was ready, how much of it came, and how long rounds waited.
 
@@ -37,11 +37,13 @@ class Estimate:
     """Of one request. Made by `track`, held by the request, and nobody else's between two rounds.
 
     most: drafts it may have a round; 0: it decodes plainly, and is not looked at. accepted: [2, K], faded tries and
-    successes at each position. chosen, before: for the round that runs, and for the one before it.
+    successes at each position. alike: [2, K], those of all requests of its adapter, or of all without one; shared with
+    them. chosen, before: for the round that runs, and for the one before it.
     """
 
     most: int = 0
     accepted: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
+    alike: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
     chosen: Lengths = _OFF
     before: Lengths = _OFF
     planned: Lengths = _OFF
@@ -57,7 +59,7 @@ class FixedLengths:
     def __init__(self, num_tokens: int) -> None:
         self._lengths = Lengths(num_tokens, num_tokens)
 
-    def track(self, max_tokens: int) -> Estimate:
+    def track(self, max_tokens: int, adapter: str = "") -> Estimate:
         return Estimate(max_tokens)
 
     def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None: ...
@@ -91,6 +93,7 @@ _PROBE, _PROBED, _PROBE_ROUNDS, _PROBE_AFTER, _PROBE_AFTER_MAX = 2, 4, 4, 16, 51
 # drafts, and again after many where the gain is small.
 _HUSH_ROUNDS, _HUSH_FIRST, _HUSH_AFTER, _HUSH_GAIN = 3, 4, 128, 1.3
 _PROBE_SHARE, _FIRST_PROBE_SHARE = 0.01, 0.04  # of the time: in the long run; at first, where they promise much
+_MOST_ADAPTERS = 256  # whose acceptance is remembered
 
 
 def _add(counts: np.ndarray, tried: int, won: int, keep: float) -> None:
@@ -117,8 +120,9 @@ class LengthController:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        # [2, K] each, as of an Estimate: accepted; came on hits, and on misses that were waited for.
-        self._deployment, self._came, self._came_late = (np.zeros((2, max_tokens)) for _ in range(3))
+        # [2, K] each, as of an Estimate: accepted, by adapter; came on hits, and on misses that were waited for.
+        self._accepted = {"": np.zeros((2, max_tokens))}
+        self._came, self._came_late = (np.zeros((2, max_tokens)) for _ in range(2))
         self._origins = {DraftOrigin.MAIN_LINE: 5.0, DraftOrigin.SIDE_BRANCH: 1.8, DraftOrigin.MISS: 1.2}
         # Faded sums over steps of 1, then of w = 1 / seconds^2 times 1, tokens, tokens^2, seconds, tokens * seconds.
         self._steps = np.zeros(6)
@@ -136,9 +140,13 @@ class LengthController:
         self._promise = 0.0  # what drafting would gain if drafts came at once
         self._histogram: Counter[int] = Counter()
 
-    def track(self, max_tokens: int) -> Estimate:
-        """Of a request that may have up to max_tokens drafts a round (of the deployment's, if that is fewer)."""
-        return Estimate(max(0, min(max_tokens, self._max_tokens)), np.zeros((2, self._max_tokens)))
+    def track(self, max_tokens: int, adapter: str = "") -> Estimate:
+        """Of a request that may have up to max_tokens drafts a round (of the deployment's, if that is fewer). adapter:
+        what the target answers it with; the drafter has none, so that with each another share is accepted."""
+        if adapter not in self._accepted and len(self._accepted) > _MOST_ADAPTERS:
+            del self._accepted[next(name for name in self._accepted if name)]
+        alike = self._accepted.setdefault(adapter, np.zeros((2, self._max_tokens)))
+        return Estimate(max(0, min(max_tokens, self._max_tokens)), np.zeros((2, self._max_tokens)), alike)
 
     def observe_round(self, estimate: Estimate, drafted: int, accepted: int) -> None:
         """One request's verified round."""
@@ -146,7 +154,7 @@ class LengthController:
             accepted = max(0, min(accepted, drafted))
             tried = min(drafted, accepted + 1)
             _add(estimate.accepted, tried, accepted, _REQUEST_KEEP)
-            _add(self._deployment, tried, accepted, _DEPLOYMENT_KEEP)
+            _add(estimate.alike, tried, accepted, _DEPLOYMENT_KEEP)
 
     def observe_step(self, num_requests: int, num_tokens: int, step_s: float) -> None:
         """A step without prefill: scheduled tokens of all requests, and the round's time less its wait for drafts."""
@@ -223,7 +231,7 @@ class LengthController:
             "step_per_token_ms": per_token_s * 1e3,
             "draft_step_ms": self._draft_step_s * 1e3,
             "origins": {origin.name.lower(): count / total for origin, count in self._origins.items()},
-            "acceptance_by_position": _rates(self._deployment, _PRIOR_ACCEPTANCE).tolist(),
+            "acceptance_by_position": _rates(np.sum(list(self._accepted.values()), axis=0), _PRIOR_ACCEPTANCE).tolist(),
             "probes": self._probes,
             "expected_rate": self._rate,
             "expected_plain_rate": self._plain_rate,
@@ -260,9 +268,11 @@ class LengthController:
 
     def _survival(self, drafting: list[Estimate]) -> np.ndarray:
         """[requests, K] Probability that drafts 1..j are all accepted; 0 beyond what a request may have."""
-        average = _rates(self._deployment, _PRIOR_ACCEPTANCE)
+        counts_of = {id(estimate.alike): estimate.alike for estimate in drafting}
+        averages = {key: _rates(counts, _PRIOR_ACCEPTANCE) for key, counts in counts_of.items()}
+        average = np.stack([averages[id(estimate.alike)] for estimate in drafting])
         tried, won = np.stack([estimate.accepted for estimate in drafting], axis=1)
-        level = (won.sum(axis=1) - tried @ average) / (tried.sum(axis=1) + _LEVEL_TRIES)
+        level = (won.sum(axis=1) - (tried * average).sum(axis=1)) / (tried.sum(axis=1) + _LEVEL_TRIES)
         expected = np.clip(average + level[:, None], 0.0, 0.995)
         survival = np.cumprod((won + _POSITION_TRIES * expected) / (tried + _POSITION_TRIES), axis=1)
         most = np.array([estimate.most for estimate in drafting])
@@ -397,7 +407,8 @@ class LengthController:
 
     def _doubt(self, drafting: list[Estimate]) -> None:
         """Old evidence must not outweigh a probe: what was measured while everything stalled ends with the stall."""
-        counts_of = [(self._deployment, 12.0), (self._came, 4.0), (self._came_late, 4.0)]
+        counts_of = [(counts, 12.0) for counts in self._accepted.values()]
+        counts_of += [(self._came, 4.0), (self._came_late, 4.0)]
         counts_of += [(one.accepted, 2.0) for one in drafting]
         for counts, most in counts_of:
             counts *= min(1.0, most / max(float(counts[0, 0]), 1e-9))

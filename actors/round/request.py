@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.round.length import Estimate
@@ -157,9 +158,15 @@ class Request:
 
     @classmethod
     def of(
-        cls, request_id: str, params: Any, token_ids: list[int], num_prompt_tokens: int, deployment: Deployment
+        cls,
+        request_id: str,
+        params: Any,
+        token_ids: list[int],
+        num_prompt_tokens: int,
+        deployment: Deployment,
+        adapter: str = "",
     ) -> Request:
-        """params: vLLM's SamplingParams; token_ids: prompt and output so far.
+        """params: vLLM's SamplingParams; token_ids: prompt and output so far; adapter: see Arrival.
 
         Raises ValueError for a choice of verification that the request's other parameters rule out.
         """
@@ -169,7 +176,12 @@ class Request:
         request.max_drafts = max(0, min(carried(params).get("num_speculative_tokens", most), most))
         if request.max_drafts:
             top_n = min(deployment.draft_top_n, deployment.vocab_size)
-            request.draft_sampling = sampling.drafting(params, top_n, deployment.vocab_size)
+            draft_sampling = sampling.drafting(params, top_n, deployment.vocab_size)
+            if adapter and deployment.remembers_answers:
+                draft_sampling = replace(draft_sampling, tenant=_tenant_of(draft_sampling.tenant, adapter))
+            elif adapter in deployment.draft_adapters:
+                draft_sampling = replace(draft_sampling, adapter=deployment.draft_adapters[adapter])
+            request.draft_sampling = draft_sampling
         return request
 
     @property
@@ -193,19 +205,30 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What all requests of a deployment have in common. num_speculative_tokens: 0 without a drafter."""
+    """What all requests of a deployment have in common. num_speculative_tokens: 0 without a drafter.
+    remembers_answers: the drafter drafts from other requests' answers; a draft model keeps prompts, which are the same
+    to it whatever adapter the target has. draft_adapters: those that it has adapters of its own for, and their numbers.
+    """
 
     verification: str
     num_speculative_tokens: int
     draft_top_n: int
     vocab_size: int
     max_model_len: int
+    remembers_answers: bool = False
+    draft_adapters: Mapping[str, int] = field(default_factory=dict)
 
 
 def carried(params: Any) -> dict[str, Any]:
     """What our request brought through vLLM. params: vLLM's SamplingParams."""
     ours: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
     return ours
+
+
+def _tenant_of(tenant: int, adapter: str) -> int:
+    """Whose memory of answers a tenant's requests with an adapter use and add to: nobody else's, nor its others'."""
+    digest = blake2b(tenant.to_bytes(8, "little") + adapter.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _as_int64(seed: int) -> int:

@@ -51,12 +51,13 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A request that a step is the first to hold. params: vLLM's SamplingParams. prompt_token_ids: None where a prompt
-    has no ids, and nothing can be drafted."""
+    has no ids, and nothing can be drafted. adapter: that the target answers it with; empty: none."""
 
     request_id: str
     params: Any
     prompt_token_ids: list[int] | None
     num_prompt_tokens: int
+    adapter: str = ""
 
 
 @dataclass(slots=True)
@@ -357,15 +358,18 @@ class Round:
         self._leave(arrival.request_id, CloseReason.ABORTED)
         prompt = arrival.prompt_token_ids
         token_ids = [0] * arrival.num_prompt_tokens if prompt is None else list(prompt)
-        request = Request.of(arrival.request_id, arrival.params, token_ids, arrival.num_prompt_tokens, self.deployment)
+        request = Request.of(
+            arrival.request_id, arrival.params, token_ids, arrival.num_prompt_tokens, self.deployment, arrival.adapter
+        )
         if prompt is None:
             request.max_drafts = 0
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
             request.trace = self._tracer.track(headers)
         if request.max_drafts:
-            request.estimate = self._guarded(self._lengths.track, request.max_drafts) or request.estimate
+            estimate = self._guarded(self._lengths.track, request.max_drafts, arrival.adapter)
+            request.estimate = estimate or request.estimate
         if self._teaching is not None:
-            self._teaching.enter(request)
+            self._teaching.enter(request, arrival.adapter)
         self.requests[arrival.request_id] = request
         self._follow(request)
 

@@ -35,12 +35,16 @@ class Teaching:
         self._committed: list[tuple[int, Request, int, int]] = []
         """Step, whose, position and number of the tokens."""
 
-    def enter(self, request: Request) -> None:
-        """Decide whether it is taught from. Its logits are looked at after they were changed in place for the choice,
-        so that nothing but the model may have had a say in them."""
+    def enter(self, request: Request, adapter: str = "") -> None:
+        """Decide whether it is taught from. adapter: that the target answers it with.
+
+        Its logits are looked at after they were changed in place for the choice, so that nothing but the model may have
+        had a say in them.
+        """
         digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
         request.teaches = (
             request.max_drafts > 0
+            and not adapter
             and carried(request.params).get("learn", True)
             and not carried(request.params).get("tenant", 0)
             and not changes_logits(request.params)

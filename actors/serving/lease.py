@@ -31,6 +31,11 @@ class Lease:
 
         self._keeping: asyncio.Task[None] | None = None
 
+    @property
+    def registry(self) -> Any:
+        """Its handle: of the one that is there now."""
+        return self._registry
+
     async def take(self) -> None:
         """The first one, which lasts while models load. Raises as renew."""
         await self.renew(LOADING_LEASE_S)

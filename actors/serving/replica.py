@@ -38,8 +38,9 @@ from outrider.actors.replica_calls import (
     sign,
 )
 from outrider.actors.serve_seam.replica_log import serve_log_kept
+from outrider.actors.serving.adapters import RunTimeAdapters, asked_of
 from outrider.actors.serving.co_located import check_co_located
-from outrider.actors.serving.lease import Lease
+from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
@@ -92,8 +93,14 @@ class Target:
             start_up.done("vllm imported by the replica")
             self._engine = self._start_engine()
             start_up.done("engine core and ranks started, model loaded")
+            await self._engine.adapters.load_configured()
+            self._adapters = self._run_time_adapters()
+            if self._adapters is not None:
+                await self._adapters.follow()
             self._openai = self._start_openai()
         self._lease.keep()
+        if self._adapters is not None:
+            self._adapters.keep()
         self._metrics = self._replica_metrics()
         self._routing_stats = self._stats_for_routing()
         await self._engine.warm_up()
@@ -115,6 +122,8 @@ class Target:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """See TargetEngine.generate. Raises ReplicaLost when the engine is gone."""
         with request_line(logger, request.request_id):
+            if self._adapters is not None:
+                await self._adapters.find(request.adapter)
             if (drafter := self._config.co_located) is not None:
                 check_co_located(request, drafter.method, on_gpu=self._core_plan is None)
             try:
@@ -127,6 +136,8 @@ class Target:
     async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
         """See OpenAIServing.answer."""
         with request_line(logger, request.request_id):
+            if self._adapters is not None:
+                await self._adapters.find(request.adapter)
             async with aclosing(self._openai.answer(request)) as parts:
                 async for part in parts:
                     yield part
@@ -153,6 +164,7 @@ class Target:
             "model": self._config.served_model_name,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "target": self._engine.load(),
+            "adapters": self._engine.adapters.names,
         }
         if self._config.drafter is None:
             return status
@@ -207,12 +219,23 @@ class Target:
         """See TargetEngine.abort."""
         return await self._engine.abort(request_id)
 
+    async def load_adapter(self, name: str, path: str) -> str | None:
+        """What is wrong; None: it is loaded."""
+        assert self._adapters is not None
+        return await self._adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        assert self._adapters is not None
+        await self._adapters.unload(name)
+
     async def metrics_text(self) -> str:
         """This replica's metrics, vLLM's and ours, in Prometheus' text format."""
         return await self._metrics.text()
 
     def __del__(self) -> None:
         """Serve calls this on a graceful shutdown."""
+        if (adapters := getattr(self, "_adapters", None)) is not None:
+            adapters.stop()
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
@@ -223,10 +246,21 @@ class Target:
         if (lease := getattr(self, "_lease", None)) is not None:
             lease.leave()
 
+    def _run_time_adapters(self) -> RunTimeAdapters | None:
+        lora = self._config.target.lora
+        if lora is None or lora.load_from is None:
+            return None
+        lease = self._lease
+        return RunTimeAdapters(
+            self._engine.adapters,
+            [adapter.name for adapter in lora.adapters],
+            asked_of(lambda: lease.registry, CONTROL_TIMEOUT_S),
+        )
+
     def _start_openai(self) -> OpenAIServing:
         from outrider.actors.serving.openai.serving import OpenAIServing
 
-        return OpenAIServing(self._engine.llm, self._config, self._replica)
+        return OpenAIServing(self._engine.llm, self._config, self._replica, self._engine.adapters)
 
     async def _wait_for_link(self) -> None:
         """Requests could be served without it, but not the way the operator asked for."""
@@ -298,7 +332,12 @@ class Target:
             "replica": self._replica,
             "registry": registry_name(self._config.serving.app_name),
         }
-        return TargetEngine(vllm_config, configured_chat_template(self._config), self._config.serving.structured_output)
+        return TargetEngine(
+            vllm_config,
+            configured_chat_template(self._config),
+            self._config.serving.structured_output,
+            self._config.target.lora,
+        )
 
     def _cores(self, side: str) -> list[list[int]] | None:
         if self._core_plan is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,14 +15,17 @@ from vllm.v1.request import Request, RequestStatus
 
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.vllm_seam import leans_on
+from outrider.actors.vllm_seam.adapters import last_line
 from outrider.cluster.config import ConfigError
+from outrider.cluster.link.messages import DraftSampling
 
 
 class DraftEngine:
     """Implements Engine. Loads the model at construction (tens of seconds). Not thread-safe: the drafter's loop owns
     it."""
 
-    def __init__(self, vllm_config: VllmConfig, in_process: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, in_process: bool, adapters: Sequence[str] = ()) -> None:
+        """adapters: directories of those whose numbers rows have, counted from 1. Raises ConfigError."""
         from vllm.platforms import current_platform
 
         leans_on.DRAFT_ENGINE.check()
@@ -50,32 +53,37 @@ class DraftEngine:
         self.max_num_batched_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
         self.end_token_ids = _end_token_ids(vllm_config)
+        if adapters:
+            try:
+                self._core.model_executor.collective_rpc("load_adapters", args=(list(adapters),))
+            except Exception as error:
+                raise ConfigError(f"drafter.lora.adapters: vLLM does not take one: {last_line(error)}") from error
 
     def cut_head(self, token_ids: list[int]) -> None:
         """Draft from these tokens alone, from the next step on. Raises ConfigError where the head cannot be cut."""
         self._core.model_executor.collective_rpc("cut_head", args=(token_ids,))
 
-    def hashed(self, request_id: str, token_ids: list[int], tenant: int = 0) -> Request:
+    def hashed(self, request_id: str, token_ids: list[int], sampling: DraftSampling) -> Request:
         return Request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
             sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
             pooling_params=None,
             block_hasher=self._core.request_block_hasher,
-            cache_salt=self._cache_salt(tenant),
+            cache_salt=self._cache_salt(sampling),
         )
 
-    def _cache_salt(self, tenant: int) -> str | None:
-        """KV blocks are of one tenant, and of one version of the weights."""
-        return f"{tenant}:{self._weights_changes}" if tenant or self._weights_changes else None
+    def _cache_salt(self, sampling: DraftSampling) -> str | None:
+        """KV blocks are of one tenant, one adapter and one version of the weights."""
+        of = sampling.tenant, sampling.adapter, self._weights_changes
+        return "/".join(map(str, of)) if any(of) else None
 
     def load_weights(self, tensors: Mapping[str, Any]) -> None:
         self._core.model_executor.collective_rpc("load_weights_of_version", args=(dict(tensors),))
         self._weights_changes += 1
 
-    def start(self, request_id: str, token_ids: list[int], hashed: Request | None = None) -> int:
-        request = hashed or self.hashed(request_id, token_ids)
-        self._requests[request_id] = request
+    def start(self, request_id: str, token_ids: list[int], hashed: Request) -> int:
+        self._requests[request_id] = request = hashed
         blocks, num_computed, _ = self._kv.get_computed_blocks(request)
         if num_computed == 0:
             return 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.lora.request import LoRARequest
 
 from outrider.actors.drafter.draw import draw, up_to_first_miss
 from outrider.actors.drafter.engine import Drawn, StepPlan
@@ -66,6 +67,7 @@ class CutHead:
 class DraftWorker(worker_class()):  # type: ignore[misc]
     _paged: PagedForward | None = None
     _head: CutHead | None = None
+    _adapters: Sequence[LoRARequest] = ()
 
     @torch.inference_mode()
     def draft(self, plan: StepPlan) -> list[list[Drawn]]:
@@ -73,7 +75,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         guessed; the others return nothing: what they feed next comes with the next plan, so ranks cannot disagree."""
         forward = self._paged
         if forward is None:
-            forward = self._paged = PagedForward(self.model_runner)
+            forward = self._paged = PagedForward(self.model_runner, self._adapters)
         for copies in (plan.restores, plan.copies):
             if copies:
                 forward.copy_blocks(copies)
@@ -95,6 +97,12 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         """In place of those that are there; what is not named stays. vLLM shards and packs them as when it loaded the
         checkpoint."""
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+
+    def load_adapters(self, paths: list[str]) -> None:
+        """Rows name them by their places, counted from 1."""
+        self._adapters = [LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)]
+        for adapter in self._adapters:
+            self.add_lora(adapter)
 
     def cut_head(self, token_ids: list[int]) -> None:
         """From now on draft from these tokens alone."""

@@ -97,6 +97,8 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     Raises ConfigError for a co-located method that this build does not have."""
     args = _common(config.target)
     args["tokenizer"] = config.target.tokenizer
+    if (lora := config.target.lora) is not None:
+        args |= _lora_arguments(lora.max_loras, lora.max_lora_rank)
     args["disable_log_stats"] = False
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
@@ -126,6 +128,17 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     return args
 
 
+def _lora_arguments(num_adapters: int, max_lora_rank: int) -> dict[str, Any]:
+    """As many slots in a batch as adapters may be loaded. With fewer, a request that sits a step out, as one may near
+    its last token, leaves its adapter's slot to another's, and the step after holds more than there are slots: vLLM's
+    scheduler asserts that it cannot be.
+
+    On CPU one more, which stays empty: vLLM's kernels there take the last slot's adapter for requests that name none,
+    where others in their batch do."""
+    slots = num_adapters + (0 if on_gpu() else 1)
+    return {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": slots, "max_cpu_loras": slots}
+
+
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
     """The draft model's engine. Without ranks it runs in the calling process."""
     args = _common(config)
@@ -137,6 +150,8 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
     args["worker_cls"] = "outrider.actors.vllm_seam.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True
+    if config.lora is not None:
+        args |= _lora_arguments(len(config.lora.adapters), config.lora.max_lora_rank)
     # Drafts are text. Else a model that takes images too is compiled, and captured, for embeddings instead of token
     # ids, and its other towers take memory.
     args["language_model_only"] = True

@@ -19,6 +19,7 @@ _AHEAD = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RAY = "vllm.v1.executor.ray_executor_v2"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+_ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
@@ -37,8 +38,11 @@ REPLICA = Table(
         Borrowed(
             f"{_LLM}.generate",
             "CheckedEngine and tracing stand in front of it",
-            takes=("trace_headers", "reasoning_ended"),
+            takes=("trace_headers", "reasoning_ended", "lora_request"),
         ),
+        Borrowed(f"{_LLM}.add_lora", "adapters", exactly=("lora_request",)),
+        Borrowed(f"{_LLM}.remove_lora", "likewise", exactly=("lora_id",)),
+        Borrowed("vllm.lora.request:LoRARequest", "likewise", also=("lora_name", "lora_int_id", "lora_path")),
         Borrowed(
             "vllm.v1.engine.input_processor:InputProcessor.speculative_config",
             "nulled: vLLM refuses min_p and logit_bias under speculation by it, which our sampler knows (vllm#42744)",
@@ -95,6 +99,13 @@ REPLICA = Table(
             also=("request_id", "new_token_ids", "spec_decode_metrics"),
         ),
         Borrowed("vllm.v1.metrics.stats:RequestSpecDecodeMetrics", "counts", also=("histogram", "num_draft_tokens")),
+        Borrowed(
+            "vllm.v1.metrics.loggers:PrometheusStatLogger.gauge_lora_info",
+            "nulled: a series for every set of adapters",
+            read_by=("vllm.v1.metrics.loggers:PrometheusStatLogger.record",),
+        ),
+        Borrowed("vllm.v1.metrics.loggers:StatLoggerManager.stat_loggers", "where that is"),
+        Borrowed(f"{_LLM}.logger_manager", "likewise"),
         Borrowed(
             "vllm.v1.metrics.loggers:StatLoggerBase.record",
             "overridden: the engine's load",
@@ -426,6 +437,21 @@ TARGET_RANK = Table(
         Borrowed(f"{_WORKER}.compile_or_warm_up_model", "overridden: verification warms up too", exactly=()),
         Borrowed(f"{_WORKER}.shutdown", "overridden: the link's keeper stops", exactly=()),
         Borrowed(
+            f"{_RUNNER}._get_prompt_logprobs_dict",
+            "overridden: the output head is told of a prompt's adapter",
+            exactly=("hidden_states", "num_scheduled_tokens"),
+        ),
+        Borrowed(
+            _RUNNER,
+            "which prompts it is for, and whether there are adapters",
+            also=("num_prompt_logprobs", "lora_config"),
+        ),
+        Borrowed(
+            f"{_ADAPTERS}._set_active_loras",
+            "tells the layers of the prompt's adapter",
+            exactly=("prompt_lora_mapping", "token_lora_mapping", "lora_requests", "mapping_type"),
+        ),
+        Borrowed(
             _WORKER,
             "who the rank is",
             also=("rank", "device", "vllm_config", "model_config", "scheduler_config"),
@@ -494,7 +520,7 @@ TARGET_RANK = Table(
         Borrowed(
             "vllm.v1.core.sched.output:NewRequestData",
             "a request that arrives",
-            also=("req_id", "sampling_params", "prompt_token_ids", "prompt_embeds"),
+            also=("req_id", "sampling_params", "prompt_token_ids", "prompt_embeds", "lora_request"),
         ),
         Borrowed("vllm.v1.core.sched.output:CachedRequestData.resumed_req_ids", "requests that were preempted"),
         Borrowed("vllm.v1.outputs:ModelRunnerOutput.num_nans_in_logits", "set: requests without a next token"),
@@ -626,6 +652,12 @@ DRAFT_RANK = Table(
                 "is_padding",
             ),
         ),
+        Borrowed(
+            f"{_ADAPTERS}._set_active_loras",
+            "which rows are of which adapter",
+            takes=("prompt_lora_mapping", "token_lora_mapping", "lora_requests"),
+        ),
+        Borrowed(f"{_WORKER}.add_lora", "the draft model's adapters", exactly=("lora_request",)),
         Borrowed(f"{_BATCH}.block_table", "block sizes"),
         Borrowed("vllm.v1.worker.block_table:BlockTable.block_size", "block sizes"),
         Borrowed(
@@ -676,7 +708,7 @@ DRAFT_RANK = Table(
         Borrowed(
             "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch",
             "graphs of the model's pieces, on GPUs",
-            takes=("num_tokens", "valid_modes"),
+            takes=("num_tokens", "has_lora", "num_active_loras", "valid_modes"),
         ),
         Borrowed("vllm.config:CUDAGraphMode", "likewise", also=("NONE", "PIECEWISE")),
         Borrowed(

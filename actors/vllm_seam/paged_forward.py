@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
@@ -25,8 +26,8 @@ from outrider.actors.vllm_seam import leans_on
 class PagedForward:
     """Owned by one rank; every rank of a tensor-parallel draft model calls it with the same rows."""
 
-    def __init__(self, runner: Any) -> None:
-        """runner: vLLM's V1 model runner, loaded and with its KV cache."""
+    def __init__(self, runner: Any, adapters: Sequence[LoRARequest] = ()) -> None:
+        """runner: vLLM's V1 model runner, loaded and with its KV cache. adapters: that it has, by number from 1 on."""
         leans_on.DRAFT_RANK.check()
         self._model, self._config, self._device = runner.model, runner.vllm_config, runner.device
         self._kv_caches = runner.kv_caches
@@ -37,6 +38,8 @@ class PagedForward:
             _BlockTables(index, runner.input_batch.block_table[index].block_size, runner.device)
             for index in range(len(self._groups))
         ]
+        self._adapters = {adapter.lora_int_id: adapter for adapter in adapters}
+        self._runner, self._num_used = runner, 0
         self._graphs = _PiecewiseGraphs(runner) if self._device.type != "cpu" else None
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -63,6 +66,8 @@ class PagedForward:
             seq_lens = starts + lengths
         # A target's vocabulary may be padded further than the draft model's: its last row stands for what it lacks.
         np.minimum(tokens, self._last_id, out=tokens)
+        if self._adapters:
+            self._choose_adapters(rows)
         metadata, slots = self._metadata(rows, query_start, seq_lens.astype(np.int32), longest, row_of, positions)
         hidden = self._forward(tokens, positions, metadata, slots)
         if sum(len(row.draws) for row in rows) == total:
@@ -73,6 +78,15 @@ class PagedForward:
             for position in range(end - len(row.draws), end)
         ]
         return hidden[torch.tensor(drawn, dtype=torch.int64, device=self._device)]
+
+    def _choose_adapters(self, rows: Sequence[StepRow]) -> None:
+        """Tell vLLM's layers which tokens, and which logits, are of which adapter."""
+        numbers = [row.adapter if row.adapter in self._adapters else 0 for row in rows]
+        of_tokens = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in range(row.num_fed))
+        of_draws = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in row.draws)
+        used = {self._adapters[number] for number in set(numbers) if number}
+        self._runner._set_active_loras(of_draws, of_tokens, used)
+        self._num_used = len(used)
 
     def _metadata(
         self,
@@ -118,7 +132,7 @@ class PagedForward:
         token_ids, places = torch.from_numpy(tokens), torch.from_numpy(positions)
         context: dict[str, Any] = {"num_tokens": total}
         if self._graphs is not None:
-            token_ids, places, context = self._graphs.pad(token_ids, places)
+            token_ids, places, context = self._graphs.pad(token_ids, places, self._num_used)
         with set_forward_context(metadata, self._config, slot_mapping=slots, **context):
             hidden = self._model(input_ids=token_ids, positions=places, intermediate_tensors=None, inputs_embeds=None)
         assert isinstance(hidden, Tensor)
@@ -158,10 +172,16 @@ class _PiecewiseGraphs:
         self._dispatcher, self._token_ids = runner.cudagraph_dispatcher, runner.input_ids.gpu
         self._positions, self._is_padding = runner.positions, runner.is_padding
 
-    def pad(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """The inputs, [tokens], in the buffers the graphs were captured with, and what the forward context is told."""
+    def pad(self, token_ids: Tensor, positions: Tensor, num_adapters: int = 0) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The inputs, [tokens], in the buffers the graphs were captured with, and what the forward context is told.
+        num_adapters: that the tokens are of: graphs without any leave them out."""
         total = len(token_ids)
-        mode, descriptor = self._dispatcher.dispatch(total, valid_modes={CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE})
+        mode, descriptor = self._dispatcher.dispatch(
+            total,
+            has_lora=num_adapters > 0,
+            num_active_loras=num_adapters,
+            valid_modes={CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE},
+        )
         padded = descriptor.num_tokens
         self._token_ids[:total].copy_(token_ids, non_blocking=True)
         self._positions[:total].copy_(positions, non_blocking=True)

@@ -18,11 +18,12 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from outrider.actors.grammars.bounds import Mode
@@ -37,6 +38,7 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
 from outrider.actors.vllm_seam import leans_on
+from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.engine_requests import (
     is_of_request,
     refusal,
@@ -47,6 +49,7 @@ from outrider.actors.vllm_seam.engine_requests import (
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
 from outrider.actors.vllm_seam.work_meter import WorkMeter
+from outrider.cluster.config import LoraConfig
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -128,6 +131,14 @@ def log_rounds(processor: OutputProcessor, log: RoundLog) -> None:
     processor.round_log = log
 
 
+def leave_out_lora_info(manager: StatLoggerManager | None) -> None:
+    """vLLM's ``vllm:lora_requests_info`` has a series for every set of adapters that ever ran or waited together, in
+    every order: as many as clients like."""
+    for stat_logger in [] if manager is None else manager.stat_loggers:
+        if isinstance(stat_logger, PrometheusStatLogger):
+            stat_logger.gauge_lora_info = None
+
+
 def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | None:
     if metrics is None:
         return None
@@ -138,14 +149,19 @@ def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | Non
 class TargetEngine:
     """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
 
-    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig.
+    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. lora: with which vllm_config
+    was made.
     """
 
     _steps: StepWatch | None = None
     """Once they are watched."""
 
     def __init__(
-        self, vllm_config: VllmConfig, chat_template: str | None = None, structured_output: Mode = "all"
+        self,
+        vllm_config: VllmConfig,
+        chat_template: str | None = None,
+        structured_output: Mode = "all",
+        lora: LoraConfig | None = None,
     ) -> None:
         leans_on.REPLICA.check()
         self._load = EngineLoad()
@@ -157,6 +173,9 @@ class TargetEngine:
             self._llm.input_processor.speculative_config = None
         self._llm.input_processor.structured_outputs_config = None  # looked at by sampling_params and CheckedEngine
         self._structured_output: Mode = structured_output
+        self.adapters = Adapters(self._llm, self._llm.model_config.model, lora)
+        if lora is not None:
+            leave_out_lora_info(self._llm.logger_manager)
         self._max_model_len = self._llm.model_config.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._tokens = PromptTokenizer(self._llm.renderer, self._vocab_size, self._max_model_len, chat_template)
@@ -206,24 +225,31 @@ class TargetEngine:
             raise RequestIdInUse(request.request_id)
         self._rounds.watch(request.request_id)
         try:
-            async with asyncio.timeout(request.seconds_left()):
-                ids = await self._tokens.prompt_ids(request)
-            params = sampling_params(request, len(ids), self._max_model_len, self._structured_output)
-            async with aclosing(self._outputs(request, ids, params)) as outputs:
-                async for output in outputs:
-                    yield output
+            with self.adapters.using(adapter := self.adapters.find(request.adapter)):
+                async with asyncio.timeout(request.seconds_left()):
+                    ids = await self._tokens.prompt_ids(request)
+                params = sampling_params(request, len(ids), self._max_model_len, self._structured_output)
+                async with aclosing(self._outputs(request, ids, params, adapter)) as outputs:
+                    async for output in outputs:
+                        yield output
         finally:
             self._rounds.forget(request.request_id)
 
     async def _outputs(
-        self, request: GenerationRequest, ids: list[int], params: SamplingParams
+        self, request: GenerationRequest, ids: list[int], params: SamplingParams, adapter: LoRARequest | None
     ) -> AsyncGenerator[RoundOutput, None]:
         prompt = TokensPrompt(prompt_token_ids=ids)
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         # An answer here is one text, reasoning and all: a constraint holds for the whole of it.
         stream = traced_generate(
-            self._llm, prompt, params, request.request_id, request.trace_headers, reasoning_ended=True
+            self._llm,
+            prompt,
+            params,
+            request.request_id,
+            request.trace_headers,
+            reasoning_ended=True,
+            lora_request=adapter,
         )
         num_tokens: dict[int, int] = {}
         async with aclosing(stream):

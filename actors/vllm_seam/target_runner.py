@@ -30,6 +30,9 @@ class RoundRunner:
     round: Round | None
     """None on every rank but 0."""
 
+    num_prompt_logprobs: dict[str, int]
+    """vLLM's: of the requests whose prompts' are asked for."""
+
     def install(self, round_: Round | None, runs_ahead: bool = False) -> None:
         """runs_ahead: steps are scheduled while the one before them runs, see ahead.py."""
         self.round = round_
@@ -128,6 +131,34 @@ class RoundRunner:
             output.sampled_token_ids = group.broadcast(output.sampled_token_ids.contiguous(), src=0)
         return output
 
+    def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: Any) -> Any:
+        """One request after the other where there are adapters: vLLM's output head looks up the adapter of each of its
+        rows, and has been told of those that tokens are chosen from, not of a prompt's."""
+        asked = self.num_prompt_logprobs
+        if not asked or self.lora_config is None:  # type: ignore[attr-defined]
+            return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)  # type: ignore[misc]
+        found: dict[str, Any] = {}
+        try:
+            for request_id in [each for each in asked if each in num_scheduled_tokens]:
+                self.num_prompt_logprobs = {request_id: asked[request_id]}
+                self._map_prompt(self.requests[request_id], num_scheduled_tokens[request_id])  # type: ignore[attr-defined]
+                found |= super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)  # type: ignore[misc]
+                if not self.num_prompt_logprobs:  # its prompt is done
+                    del asked[request_id]
+        finally:
+            self.num_prompt_logprobs = asked
+        return found
+
+    def _map_prompt(self, request: Any, num_tokens: int) -> None:
+        """The output head's next rows are those of a request's prompt of which num_tokens were scheduled."""
+        if request.prompt_token_ids is None:
+            return
+        count = min(num_tokens, len(request.prompt_token_ids) - request.num_computed_tokens - 1)
+        if count > 0:
+            adapter = request.lora_request
+            mapping = (0 if adapter is None else adapter.lora_int_id,) * count
+            self._set_active_loras(mapping, mapping, set() if adapter is None else {adapter})  # type: ignore[attr-defined]
+
     def _report(self, output: Any, statuses: list[int]) -> None:
         """Tell the scheduler of requests that have no next token, and count proposals that could not be used."""
         failed = {}
@@ -159,7 +190,13 @@ def _step(number: int, scheduled: Any) -> Step:
         scheduled.num_scheduled_tokens,
         scheduled.scheduled_spec_decode_tokens,
         arrived=[
-            Arrival(new.req_id, new.sampling_params, new.prompt_token_ids, _prompt_length(new))
+            Arrival(
+                new.req_id,
+                new.sampling_params,
+                new.prompt_token_ids,
+                _prompt_length(new),
+                "" if new.lora_request is None else new.lora_request.lora_name,
+            )
             for new in scheduled.scheduled_new_reqs
         ],
         resumed=scheduled.scheduled_cached_reqs.resumed_req_ids,

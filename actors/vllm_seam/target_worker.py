@@ -15,7 +15,7 @@ from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
-from outrider.cluster.config import DraftModelConfig, OutriderConfig
+from outrider.cluster.config import DraftModelConfig, OutriderConfig, SuffixConfig
 from outrider.cluster.link.codec import frame_capacity_words, unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 
@@ -73,6 +73,8 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             draft_top_n=config.speculation.draft_top_n,
             vocab_size=self.model_config.get_vocab_size(),
             max_model_len=self.model_config.max_model_len,
+            remembers_answers=isinstance(config.remote_drafter, SuffixConfig),
+            draft_adapters=_draft_adapters(config),
         )
         return Round(
             sampler,
@@ -129,3 +131,9 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         if self._keeper is not None:
             self._keeper.stop()
         super().shutdown()
+
+
+def _draft_adapters(config: OutriderConfig) -> dict[str, int]:
+    """Adapters that the drafter has, and their numbers: see DraftWorker.load_adapters."""
+    own = config.drafter.lora if isinstance(config.drafter, DraftModelConfig) else None
+    return {} if own is None else {adapter.name: number for number, adapter in enumerate(own.adapters, start=1)}

@@ -3,8 +3,8 @@
 A payload is ``[message count, message, message, ...]``; a message starts with its type, its length in words and its
 request:
 
-    Open       type length request | prompt_len offset K mode top_n top_k only_biased b | seed tenant temperature top_p
-               min_p | b biased ids | b biases | token ids
+    Open       type length request | prompt_len offset K mode top_n top_k only_biased b adapter | seed tenant
+               temperature top_p min_p | b biased ids | b biases | token ids
     Commit     type length request | base_committed_len num_wanted num_on_miss | token ids
     Close      type length request | reason
     Name       type length request | n | n characters, four a word
@@ -52,8 +52,8 @@ _MIN_OPEN_CHUNK_TOKENS = 64
 """An Open starts in the rest of a frame only if this many of its tokens, or all of them, fit there."""
 
 _OPEN, _COMMIT, _CLOSE, _PROPOSALS, _NAME, _LESSON = 1, 2, 3, 4, 5, 6
-_FIXED_WORDS = {_OPEN: 21, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4, _LESSON: 6}
-_OPEN_INTEGERS = 11
+_FIXED_WORDS = {_OPEN: 22, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4, _LESSON: 6}
+_OPEN_INTEGERS = 12
 _SAMPLING = struct.Struct("<qqddd")
 _SAMPLING_WORDS = struct.Struct("<10i")
 _MODES = {int(mode): mode for mode in Mode}
@@ -200,7 +200,8 @@ def _write_open(message: Open, writer: PayloadWriter) -> None:
             writer.next_frame()
         chunk = ids[start : start + max(writer.room - fixed, 1)]
         words = [_OPEN, fixed + len(chunk), message.request, message.prompt_len, offset, message.num_speculative_tokens]
-        words += [sampling.mode, sampling.top_n, sampling.top_k, int(sampling.only_biased and not offset), len(biases)]
+        words += [sampling.mode, sampling.top_n, sampling.top_k, int(sampling.only_biased and not offset)]
+        words += [len(biases), sampling.adapter]
         words += _SAMPLING_WORDS.unpack(doubles)
         words += [token for token, _ in biases]
         words += np.array([bias for _, bias in biases], np.float32).view(np.int32).tolist()
@@ -260,7 +261,8 @@ def _read_lesson(head: list[int], words: np.ndarray, vocab_size: int, max_tokens
 
 
 def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_words: int | None) -> Open:
-    _, length, request, prompt_len, offset, k, mode, top_n, top_k, only_biased, b = words[:_OPEN_INTEGERS].tolist()
+    integers = words[:_OPEN_INTEGERS].tolist()
+    _, length, request, prompt_len, offset, k, mode, top_n, top_k, only_biased, b, adapter = integers
     if k > max_tokens_k:
         raise MessageError("Open.num_speculative_tokens", f"{k} is over {max_tokens_k}")
     if mode not in _MODES:
@@ -285,6 +287,7 @@ def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_w
         biases=tuple(zip(biased, biases, strict=True)),
         only_biased=bool(only_biased),
         tenant=tenant,
+        adapter=adapter,
     )
     if capacity_words is not None and sampling.mode.samples_q:
         answer, room = _proposals_words(k, min(top_n, vocab_size)), capacity_words - HEADER_WORDS - 1

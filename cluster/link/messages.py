@@ -34,6 +34,9 @@ MAX_NAME_LENGTH = 160
 MAX_BIASED_TOKENS = 512
 """Of one request: a longer list stays with the verifier, which costs acceptance only."""
 
+MAX_ADAPTERS = 256
+"""Of one drafter."""
+
 MAX_BIAS = float(np.finfo(np.float32).max)
 
 
@@ -100,6 +103,7 @@ class DraftSampling:
     biases: (token id, added to its logit) pairs, no id twice; float32 on the wire; minus infinity forbids a token.
     only_biased: every token not listed is forbidden.
     tenant: whose memory of answers the drafter may use and add to, 63 bits; 0: everybody's.
+    adapter: number of the drafter's own LoRA adapter, counted from 1 as they are configured; 0: none.
     """
 
     mode: Mode = Mode.GREEDY
@@ -112,6 +116,7 @@ class DraftSampling:
     biases: tuple[tuple[int, float], ...] = ()
     only_biased: bool = False
     tenant: int = 0
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, Mode):
@@ -130,6 +135,8 @@ class DraftSampling:
             raise MessageError("Open.seed", f"{self.seed} is no 64-bit integer")
         if not 0 <= self.tenant < 2**63:
             raise MessageError("Open.tenant", f"{self.tenant} is not in 0 to 2**63 - 1")
+        if not 0 <= self.adapter <= MAX_ADAPTERS:
+            raise MessageError("Open.adapter", f"{self.adapter} is not in 0 to {MAX_ADAPTERS}")
         if not 0 <= self.top_n <= MAX_TOP_N:
             raise MessageError("Open.top_n", f"{self.top_n} is not in 0 to {MAX_TOP_N}")
         if len(self.biases) > MAX_BIASED_TOKENS:

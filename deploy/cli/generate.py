@@ -34,7 +34,7 @@ _OPTIONS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprobs",
     "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-    "json_schema", "regex", "grammar", "choice", "num_speculative_tokens", "verification",
+    "json_schema", "regex", "grammar", "choice", "num_speculative_tokens", "verification", "adapter",
 )  # fmt: skip
 """Flags that are the option of the same name as they are."""
 
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="gRPC address of the server (default: %(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object when the answer is complete")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
+    parser.add_argument("--adapter", metavar="NAME", help="LoRA adapter to answer with")
     parser.add_argument("--timeout", metavar="SECONDS", type=float, help="give up, and abort the request, after this")
     add_connection_arguments(parser)
     _add_sampling(parser.add_argument_group("sampling (what is left out, the server decides)"))

@@ -24,7 +24,7 @@ __all__ = [
     "build_tokenize_request",
 ]
 
-_REQUEST_FIELDS = ("request_id", "model", "apply_chat_template", "cache_salt")
+_REQUEST_FIELDS = ("request_id", "model", "apply_chat_template", "cache_salt", "adapter")
 _TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _SPECULATION_FIELDS = {"speculation": "enabled", "num_speculative_tokens": "num_speculative_tokens"}
 
@@ -64,6 +64,9 @@ class GenerationOptions(TypedDict, total=False):
     apply_chat_template: bool | None
     cache_salt: str | None
     """The prompt shares cached blocks with prompts of the same salt only."""
+
+    adapter: str | None
+    """LoRA adapter to answer with, by its name."""
 
     temperature: float | None
     top_p: float | None

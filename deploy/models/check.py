@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from outrider.actors.learning.draft_models import SUPPORTED
+from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.lora_config import AdapterConfig
 from outrider.deploy.models.method_guide import ModelJson, kind_of, text_model
 
 
@@ -157,6 +159,7 @@ def check_models(config: OutriderConfig) -> None:
     target = read_model_json(config.target, "target")
     check_tensor_parallel(target, config.target.tensor_parallel_size, "target")
     _check_length(target, config.target.max_model_len, "target")
+    check_adapters(config)
     if config.co_located is not None:
         _check_co_located(config, config.co_located, target)
     if not isinstance(config.drafter, DraftModelConfig):
@@ -171,6 +174,29 @@ def check_models(config: OutriderConfig) -> None:
     if common is None:
         check_vocabularies(target, drafter, _tokens(config.target, target, config.drafter, drafter))
     check_draft_vocab_size(target, drafter, config.drafter.draft_vocab_size, common)
+
+
+def check_adapters(config: OutriderConfig) -> None:
+    """Raise ConfigError when an adapter's files are not of the target, or of the draft model, or there are none to load
+    from."""
+    if isinstance(config.drafter, DraftModelConfig) and (own := config.drafter.lora) is not None:
+        _check_adapters("drafter", own.adapters, own.max_lora_rank, config.drafter.model)
+    lora = config.target.lora
+    if lora is None:
+        return
+    if lora.load_from is not None and not Path(lora.load_from).is_dir():
+        raise ConfigError(f"target.lora.load_from: {lora.load_from} is no directory; make it, or leave it out")
+    _check_adapters("target", lora.adapters, lora.max_lora_rank, config.target.model)
+
+
+def _check_adapters(section: str, adapters: Sequence[AdapterConfig], max_lora_rank: int, model: str) -> None:
+    base = base_shapes(model) if adapters else None
+    for adapter in adapters:
+        try:
+            check_adapter(adapter.path, max_lora_rank, base)
+        except AdapterError as error:
+            said = str(error).replace("target.", f"{section}.")
+            raise ConfigError(f"{section}.lora.adapters: {adapter.name}: {said}") from None
 
 
 def check_drafts(drafter: ModelJson, method: str) -> None:

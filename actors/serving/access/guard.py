@@ -37,6 +37,7 @@ _BEARER = "bearer "
 _OPEN: frozenset[Scope] = frozenset()
 _GENERATE: frozenset[Scope] = frozenset({"generate"})
 _STATUS: frozenset[Scope] = frozenset({"status"})
+_ADMIN: frozenset[Scope] = frozenset({"admin"})
 _EITHER: frozenset[Scope] = frozenset({"generate", "status"})
 
 
@@ -76,6 +77,8 @@ HTTP_CALLS = {
     "/v1/completions": Need(_GENERATE, generates=True),
     "/outrider/v1/stream": Need(_GENERATE, generates=True),
     "/outrider/v1/token_texts": Need(_GENERATE),
+    "/v1/load_lora_adapter": Need(_ADMIN),
+    "/v1/unload_lora_adapter": Need(_ADMIN),
     "/tokenize": Need(_GENERATE),
     "/detokenize": Need(_GENERATE),
     "/outrider/v1/status": Need(_STATUS),

@@ -66,6 +66,7 @@ from outrider.actors.serving.running import RunningRequests, retried
 from outrider.actors.serving.scaling_board import Teller
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.lora_config import LoraConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.handle_calls import RPCS, CallFailed
 
@@ -247,13 +248,14 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         limits: LimitsConfig | None = None,
         is_stopping: Callable[[], bool] = bool,
         autoscaled: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
         targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
         None: the defaults. keys_file: whose keys calls need; None: none. isolates_tenants: caches are a key's own.
         is_stopping: whether Serve takes this replica down. autoscaled: what was refused is to be told, on the event
-        loop that this is made on.
+        loop that this is made on. lora: the target's adapters.
 
         Raises ConfigError for a file of keys that cannot be used."""
         DRAIN.watch(is_stopping)
@@ -261,7 +263,14 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         self._target, self._broadcast = target, broadcast
         self._generate = target.generate.options(stream=True)
         self._limits = limits or LimitsConfig()
-        self._served = ServedModel(served_model_name, num_speculative_tokens, vocab_size, self._limits)
+        self._lora = lora
+        self._served = ServedModel(
+            served_model_name,
+            num_speculative_tokens,
+            vocab_size,
+            self._limits,
+            () if lora is None else lora.fixed_names,
+        )
         self._admission = Admission(self._limits)
         self._health_poll = SharedPoll(self._ask_health)
         self._status_poll = SharedPoll(self._ask_status)

@@ -34,6 +34,7 @@ from outrider.actors.replica_calls import (
     check_timeout,
     check_verification_under_grammar,
     shown,
+    unknown_adapter,
 )
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
@@ -105,6 +106,8 @@ class ServedModel:
     """None: not known here, the target checks token ids."""
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    adapters: tuple[str, ...] | None = ()
+    """That requests may name; None: not known here, the target checks names."""
 
 
 def to_generation_request(
@@ -135,12 +138,15 @@ def to_generation_request(
         verification=_verification(message),
         deadline=_deadline(message, served.limits, clock),
         cache_salt=_cache_salt(message),
+        adapter=_adapter(message, served),
     )
 
 
 def check_model(message: _NamesModel, served: ServedModel) -> None:
     """A client may say which model it expects. Raises RequestError."""
     if message.HasField("model") and message.model != served.name:
+        if message.model in (served.adapters or ()):
+            raise RequestError("model", f"{shown(message.model)} is an adapter", "send it as adapter")
         raise RequestError(
             "model", f"{shown(message.model)} is not served here", f"send {served.name!r} or leave it out"
         )
@@ -191,6 +197,14 @@ def _verification(message: GenerationMessage) -> str | None:
     if message.sampling.HasField("structured_outputs"):
         check_verification_under_grammar("sampling.structured_outputs", chosen)
     return chosen
+
+
+def _adapter(message: GenerationMessage, served: ServedModel) -> str | None:
+    if not message.HasField("adapter"):
+        return None
+    if served.adapters is not None and message.adapter not in served.adapters:
+        raise unknown_adapter("adapter", message.adapter, served.adapters)
+    return str(message.adapter)
 
 
 def _cache_salt(message: GenerationMessage) -> str | None:

@@ -35,6 +35,7 @@ from outrider.actors.serving.access.process import ingress_guard
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.actors.serving.heap import return_large_blocks
+from outrider.actors.serving.http.adapters import AdapterCalls, add_adapter_routes
 from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
 from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
@@ -80,10 +81,12 @@ class Front(Ingress):
         docs: bool = True,
         admin: AdminAddress | None = None,
         pool: DeploymentHandle | None = None,
+        registry: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """args, kwargs: Ingress's own. docs: serve ``/openapi.json``. admin: where metrics and status are, alone; None:
-        with the rest. pool: the DrafterPool deployment."""
+        with the rest. pool: the DrafterPool deployment. registry: the handle of the application's, for adapters that
+        come and go."""
         return_large_blocks()
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
@@ -99,11 +102,17 @@ class Front(Ingress):
             self._owners,
             self._isolates_tenants,
             docs,
+            has_adapters=self._lora is not None,
         )
         self._admin, self._pool = admin, pool
+        self._adapter_calls = None
+        if self._lora is not None and self._lora.load_from is not None and registry is not None:
+            self._adapter_calls = AdapterCalls(target, self._broadcast, self._lora, served_model_name, registry)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = build_http_app(self._http, self._pool)
+        if self._adapter_calls is not None:
+            add_adapter_routes(app, self._adapter_calls, self._limits)
         if self._admin is not None:
             move_to_admin_port(app, self._admin)
         return app

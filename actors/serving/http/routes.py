@@ -130,6 +130,9 @@ class HttpContext:
     docs: bool = True
     """Serve ``/openapi.json``."""
 
+    has_adapters: bool = False
+    """``model`` may name one."""
+
 
 def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
     for path, endpoint in _PATHS.items():
@@ -141,7 +144,7 @@ def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str, request: Request) -> Response:
-        if model != context.served_model_name:
+        if model != context.served_model_name and not context.has_adapters:
             message = f"the model {model[:60]!r} is not served here; {context.served_model_name!r} is"
             return HttpFailure(404, message, "model").response()
         return await ask(context.target, _question(context, "models", request, {"id": model}), context.max_retries)
@@ -192,6 +195,8 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
             limits=context.limits,
         )
         admission = context.admission if endpoint in ("chat", "completions") else None
+        if (model := checked.body.get("model")) != context.served_model_name and isinstance(model, str):
+            checked = replace(checked, adapter=model)
         if context.isolates_tenants:
             checked = _of_tenant(checked, tenant_of(CALLER.get()))
         if (caller := tenant_of(CALLER.get())) != 0:

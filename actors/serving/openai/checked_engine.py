@@ -4,14 +4,15 @@ wrong is told in exceptions that they know the status of."""
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -21,6 +22,7 @@ from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.serving.co_located import check_co_located_params
+from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_requests import traced_generate
 from outrider.actors.vllm_seam.structured_outputs import checked
@@ -57,10 +59,17 @@ TALLY: ContextVar[Tally | None] = ContextVar("what the OpenAI request of this ta
 class CheckedEngine:
     """Everything but ``generate`` is AsyncLLM's own."""
 
-    def __init__(self, llm: AsyncLLM, co_located: str | None = None, structured_output: Mode = "all") -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        co_located: str | None = None,
+        structured_output: Mode = "all",
+        adapters: Adapters | None = None,
+    ) -> None:
         """co_located: the method by which vLLM drafts in the engine itself; None where it does not. structured_output:
-        see ServingConfig."""
+        see ServingConfig. adapters: that requests' lora_request is of."""
         self._llm, self._co_located, self._structured_output = llm, co_located, structured_output
+        self._adapters = adapters
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -90,20 +99,32 @@ class CheckedEngine:
         tally: Tally,
     ) -> AsyncGenerator[RequestOutput, None]:
         started = False
-        async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
-            try:
-                async for output in outputs:
-                    check_reasons(output, params, deadline)
-                    tally.add(output, first=not started)
-                    started = True
-                    yield output
-            except EngineDeadError:
-                raise RetryableRequestError("the target's engine is gone; retry") from None
-            except EngineGenerateError as error:
-                # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
-                if started or not isinstance(error.__cause__, (ValueError, OverflowError)):
-                    raise
-                raise VLLMValidationError(_first_line(error.__cause__)) from None
+        with self._held(options.get("lora_request")):
+            async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
+                try:
+                    async for output in outputs:
+                        check_reasons(output, params, deadline)
+                        tally.add(output, first=not started)
+                        started = True
+                        yield output
+                except EngineDeadError:
+                    raise RetryableRequestError("the target's engine is gone; retry") from None
+                except EngineGenerateError as error:
+                    # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
+                    if started or not isinstance(error.__cause__, (ValueError, OverflowError)):
+                        raise
+                    raise VLLMValidationError(_first_line(error.__cause__)) from None
+
+    @contextmanager
+    def _held(self, lora_request: LoRARequest | None) -> Iterator[None]:
+        """Raises VLLMValidationError for one that has been unloaded."""
+        with ExitStack() as stack:
+            if self._adapters is not None:
+                try:
+                    stack.enter_context(self._adapters.using(lora_request))
+                except RequestError as error:
+                    raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter="model") from None
+            yield
 
 
 def check_for_ranks(params: SamplingParams) -> None:

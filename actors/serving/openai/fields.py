@@ -155,7 +155,7 @@ _REPETITION_DETECTION: dict[str, Rule] = {
 }
 
 _SHARED: dict[str, Rule] = {
-    "model": Works("the served name, or left out"),
+    "model": Works("the served name, an adapter's, or left out"),
     "max_tokens": Works(),
     "n": Works("1 to 64"),
     "temperature": Works("0 (greedy) to 2"),

@@ -40,12 +40,14 @@ from outrider.actors.replica_calls import (
     RequestError,
     TokensUsed,
     shortened,
+    shown,
 )
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.door import num_chars
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
+from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
 from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
 from outrider.cluster.answer_parsers import Parsers
@@ -65,15 +67,19 @@ _STREAM_LOGGERS = tuple(f"vllm.entrypoints.openai.{module}.serving" for module i
 class OpenAIServing:
     """Answers OpenAIRequests, several at once."""
 
-    def __init__(self, llm: AsyncLLM, config: OutriderConfig, replica_id: str) -> None:
-        """Raises ConfigError for a chat template or parser that cannot be had."""
+    def __init__(
+        self, llm: AsyncLLM, config: OutriderConfig, replica_id: str, adapters: Adapters | None = None
+    ) -> None:
+        """adapters: that ``model`` may name. Raises ConfigError for a chat template or parser that cannot be had."""
         self._config, self._replica_id = config, replica_id
         co_located = config.co_located.method if config.co_located else None
-        engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output)
+        engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output, adapters)
         template = configured_chat_template(config)
         self.parsers = answer_parsers(config, llm.model_config)
         parsers = _as_options(self.parsers)
         self._models = OpenAIServingModels(engine, [BaseModelPath(config.served_model_name, config.target.model)])
+        if adapters is not None:
+            self._models.lora_requests = adapters.requests
         chat: dict[str, Any] = {
             "request_logger": None,
             "chat_template": template,
@@ -134,6 +140,8 @@ class OpenAIServing:
     async def _result(self, request: OpenAIRequest) -> Any:
         """The whole answer: a model of vLLM's, an ErrorResponse too, or JSON text; or a generator of events."""
         raw = _raw_request(request)
+        if (not_found := self._unknown_model(request)) is not None:
+            return not_found
         match request.endpoint:
             case "chat":
                 return await self._chat.create_chat_completion(self._chat_request(request), raw)
@@ -145,9 +153,20 @@ class OpenAIServing:
                 return await self._tokenization.create_detokenize(self._detokenize_request(request), raw)
             case "models":
                 models = await self._models.show_available_models()
-                return models.data[0] if "id" in request.body else models
+                asked = request.body.get("id")
+                return models if asked is None else next(card for card in models.data if card.id == asked)
             case "openapi":
                 return json.dumps(openapi(metadata.version("outrider")))
+
+    def _unknown_model(self, request: OpenAIRequest) -> ErrorResponse | None:
+        """vLLM names the model alone, and not its adapters. Without adapters it says it itself."""
+        asked = request.body.get("model", request.body.get("id"))
+        adapters = self._models.lora_requests
+        if not adapters or not isinstance(asked, str) or asked in adapters or self._models.is_base_model(asked):
+            return None
+        names = ", ".join([self._models.model_name(), *adapters])
+        message = f"The model {shown(asked)} does not exist. Valid names: {names}."
+        return create_error_response(message, "NotFoundError", HTTPStatus.NOT_FOUND, "model")
 
     def _chat_request(self, request: OpenAIRequest) -> ChatCompletionRequest:
         parsed = self._request(ChatCompletionRequest, request)

@@ -60,7 +60,7 @@ def profile(args: Sequence[Any]) -> RoutedRequest | None:
 def _of_generation(request: GenerationRequest) -> RoutedRequest:
     fingerprint, tokens = _prompt(request)
     return RoutedRequest(
-        fingerprint,
+        with_adapter(fingerprint, request.adapter),
         tokens,
         request.num_answers * _answer_tokens(request.sampling.get("max_tokens")),
         request.speculation and request.num_speculative_tokens != 0,
@@ -93,7 +93,7 @@ def _of_openai(request: OpenAIRequest) -> RoutedRequest:
         tokens = sum(len(prompt) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt) for prompt in prompts)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     return RoutedRequest(
-        fingerprint,
+        with_adapter(fingerprint, request.adapter),
         tokens,
         answers * _answer_tokens(limit),
         options.get("num_speculative_tokens") != 0,
@@ -178,6 +178,14 @@ def chat_fingerprint(messages: Iterable[tuple[str, str]], preamble: str = "") ->
         if length > MAX_BYTES:
             break
     return _chain(b"chat", "\0".join(parts)[:MAX_BYTES].encode(errors="surrogatepass"))
+
+
+def with_adapter(fingerprint: tuple[int, ...], adapter: str | None) -> tuple[int, ...]:
+    """Prompts share nothing with those of another adapter: a model's caches hold what it made of them with that one."""
+    if adapter is None:
+        return fingerprint
+    own = int.from_bytes(blake2b(adapter.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+    return tuple(block ^ own for block in fingerprint)
 
 
 def _chain(kind: bytes, data: bytes) -> tuple[int, ...]:

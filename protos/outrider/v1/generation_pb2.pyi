@@ -58,7 +58,7 @@ LINK_STATE_UP: LinkState
 LINK_STATE_DOWN: LinkState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "apply_chat_template", "sampling", "speculation", "timeout_ms", "cache_salt")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "apply_chat_template", "sampling", "speculation", "timeout_ms", "cache_salt", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -79,10 +80,11 @@ class GenerateRequest(_message.Message):
     speculation: SpeculationParameters
     timeout_ms: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., apply_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParameters, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., apply_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParameters, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class GenerateStreamRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "apply_chat_template", "sampling", "speculation", "timeout_ms", "cache_salt")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "apply_chat_template", "sampling", "speculation", "timeout_ms", "cache_salt", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +95,7 @@ class GenerateStreamRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -103,7 +106,8 @@ class GenerateStreamRequest(_message.Message):
     speculation: SpeculationParameters
     timeout_ms: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., apply_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParameters, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., apply_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParameters, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -490,7 +494,7 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerStatusResponse(_message.Message):
-    __slots__ = ("model", "methods", "speculation_up", "num_speculative_tokens", "link", "rounds", "target", "drafter")
+    __slots__ = ("model", "methods", "speculation_up", "num_speculative_tokens", "link", "rounds", "target", "drafter", "adapters")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_UP_FIELD_NUMBER: _ClassVar[int]
@@ -499,6 +503,7 @@ class GetServerStatusResponse(_message.Message):
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     model: str
     methods: _containers.RepeatedScalarFieldContainer[str]
     speculation_up: bool
@@ -507,7 +512,8 @@ class GetServerStatusResponse(_message.Message):
     rounds: RoundStatistics
     target: EngineStatus
     drafter: EngineStatus
-    def __init__(self, model: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., speculation_up: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., rounds: _Optional[_Union[RoundStatistics, _Mapping]] = ..., target: _Optional[_Union[EngineStatus, _Mapping]] = ..., drafter: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., speculation_up: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., rounds: _Optional[_Union[RoundStatistics, _Mapping]] = ..., target: _Optional[_Union[EngineStatus, _Mapping]] = ..., drafter: _Optional[_Union[EngineStatus, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
     __slots__ = ("state", "epoch", "reconnects", "drafter", "rtt_us", "last_error")

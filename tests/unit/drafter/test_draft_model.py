@@ -1,6 +1,7 @@
 """The draft model's policy over an engine in memory: what it proposes is always the model's own continuation."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -252,3 +253,21 @@ def test_any_order_of_commits_and_steps_gives_the_models_own_drafts(seed):
     bench.settle()
     assert bench.strategy.usage()["kv_cache_usage"] == 0
     assert len(set(bench.engine.free)) == bench.engine.num_blocks
+
+
+@pytest.mark.parametrize("prompt_len", [100, 3000], ids=["at once", "between steps"])
+def test_every_row_is_of_the_request_s_adapter_and_blocks_are_cached_for_it_and_its_tenant(prompt_len):
+    bench = Bench(LookaheadLimits(max_side_branches=2), max_model_len=4096, num_blocks=2000)
+    asked = {(1, 1): replace(GREEDY, adapter=2, tenant=7), (1, 2): GREEDY}
+    for key, sampling in asked.items():
+        bench.open(key, range(prompt_len), sampling)
+        bench.settle()
+        bench.commit(key, [5])
+        bench.settle()
+    assert sorted(hashed[2:] for hashed in bench.engine.hashes) == [(0, 0), (7, 2)]
+    fed = {}
+    for plan in bench.engine.plans:
+        for row in plan.rows:
+            fed.setdefault(row.adapter, []).append(bool(row.draws))
+    assert set(fed) == {0, 2}
+    assert all(set(draws) == {False, True} for draws in fed.values()), "prompts and drafts alike"

@@ -262,3 +262,31 @@ def test_snapshot_before_anything_happened():
 def test_the_same_seed_gives_the_same_rounds():
     first, second = (rounds_of(GPU, TEXTS["mixed"], 8, seed=3).run(60) for _ in range(2))
     assert first == second
+
+
+def test_what_an_adapter_accepts_says_nothing_of_another_s():
+    """New requests begin with what was learnt of their own adapter's, and draft as much as that is worth."""
+    rounds = {"near": 8, "far": 0}
+    controller = LengthController(8)
+    for _ in range(200):
+        requests = [controller.track(8, adapter) for adapter in rounds]
+        for request, accepted in zip(requests, rounds.values(), strict=True):
+            controller.observe_round(request, 8, accepted)
+    new = [controller.track(8, adapter) for adapter in ("near", "far", "")]
+    near, far, none = controller._survival(new)
+    assert near[0] > 0.95
+    assert far[0] < 0.05
+    assert none[0] == pytest.approx(0.7), "nothing is known of it"
+    overall = controller.snapshot()["acceptance_by_position"]
+    assert far[0] < overall[0] < near[0], "what is told of the deployment is of all"
+
+
+def test_adapters_beyond_those_that_are_remembered_take_the_place_of_the_oldest():
+    controller = LengthController(8)
+    first = controller.track(8, "a0")
+    for number in range(1, 300):
+        controller.track(8, f"a{number}")
+    assert len(controller._accepted) == 257
+    controller.observe_round(first, 8, 8)
+    assert controller.track(8, "a0").alike is not first.alike
+    assert controller.track(8, "a299").alike is controller.track(8, "a299").alike

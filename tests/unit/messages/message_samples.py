@@ -5,6 +5,7 @@ import numpy as np
 from outrider.cluster.link.codec import pack, unpack
 from outrider.cluster.link.frame import HEADER_WORDS, MAX_INT31
 from outrider.cluster.link.messages import (
+    MAX_ADAPTERS,
     MAX_BIAS,
     MAX_NAME_LENGTH,
     MAX_TOP_N,
@@ -65,6 +66,7 @@ EVERY_KIND = [
     open_request(),
     open_request(sampling=DraftSampling()),
     open_request(sampling=DraftSampling(tenant=2**63 - 1)),
+    open_request(sampling=DraftSampling(adapter=MAX_ADAPTERS)),
     open_request(sampling=drawn(seed=-(2**63)), request=MAX_INT31),
     open_request(sampling=drawn(seed=2**63 - 1, mode=Mode.BLOCK, top_n=MAX_TOP_N)),
     open_request(sampling=drawn(mode=Mode.COUPLED, top_k=MAX_INT31, min_p=1.0)),

@@ -5,7 +5,7 @@ import pytest
 
 from outrider.cluster.link.codec import MIN_FRAME_WORDS, pack, unpack
 from outrider.cluster.link.frame import MAX_INT31
-from outrider.cluster.link.messages import MAX_TOP_N, Commit, MessageError, Name, Proposals, SparseQ
+from outrider.cluster.link.messages import MAX_ADAPTERS, MAX_TOP_N, Commit, MessageError, Name, Proposals, SparseQ
 from tests.unit.messages.message_samples import (
     CAPACITY,
     EVERY_KIND,
@@ -106,18 +106,20 @@ def opening_words(**changes):
         ({"w10": -1}, "Open.biases"),
         ({"w10": MAX_INT31}, "Open.biases"),
         ({"w10": 3}, "Open.biases"),
-        ({"w14": -1}, "Open.tenant"),
-        ({"w16": 0x7FF80000}, "Open.temperature"),
-        ({"w16": 0, "w15": 0}, "Open.temperature"),
-        ({"w18": -1}, "Open.top_p"),
-        ({"w20": -1}, "Open.min_p"),
-        ({"w21": 6}, "Open.biases"),
-        ({"w21": -1}, "Open.biases"),
-        ({"w21": VOCAB}, "Open.biases"),
-        ({"w23": 0x7F800000}, "Open.biases"),
-        ({"w23": 0x7FA00000}, "Open.biases"),
-        ({"w9": 1, "w23": -0x800000, "w24": -0x800000}, "Open.only_biased"),
-        ({"w25": VOCAB}, "Open.token_ids"),
+        ({"w11": -1}, "Open.adapter"),
+        ({"w11": MAX_ADAPTERS + 1}, "Open.adapter"),
+        ({"w15": -1}, "Open.tenant"),
+        ({"w17": 0x7FF80000}, "Open.temperature"),
+        ({"w17": 0, "w16": 0}, "Open.temperature"),
+        ({"w19": -1}, "Open.top_p"),
+        ({"w21": -1}, "Open.min_p"),
+        ({"w22": 6}, "Open.biases"),
+        ({"w22": -1}, "Open.biases"),
+        ({"w22": VOCAB}, "Open.biases"),
+        ({"w24": 0x7F800000}, "Open.biases"),
+        ({"w24": 0x7FA00000}, "Open.biases"),
+        ({"w9": 1, "w24": -0x800000, "w25": -0x800000}, "Open.only_biased"),
+        ({"w26": VOCAB}, "Open.token_ids"),
     ],
 )
 def test_wrong_words_of_an_open_are_named(words, field):
@@ -128,7 +130,7 @@ def test_wrong_words_of_an_open_are_named(words, field):
 
 
 def test_an_open_that_is_all_biases_has_no_tokens():
-    payload = opening_words(w1=25)[:-1]
+    payload = opening_words(w1=26)[:-1]
     with pytest.raises(MessageError, match=r"Open\.token_ids: empty"):
         unpack(payload, VOCAB, K)
 

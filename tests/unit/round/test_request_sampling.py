@@ -1,6 +1,7 @@
 """From a request's parameters to how its tokens are verified and its drafts drawn."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,3 +131,31 @@ def test_a_request_s_drafts_are_drawn_with_its_own_sampling():
 def test_a_request_that_forbids_its_own_verification_is_refused():
     with pytest.raises(ValueError, match="not exact under a grammar"):
         made(structured_outputs=object(), extra_args=asked(verification="rejection"))
+
+
+def tenant(adapter, remembers_answers=True, **ours):
+    deployment = replace(DEPLOYMENT, remembers_answers=remembers_answers)
+    request = Request.of("a", params(extra_args=asked(**ours)), [1, 2], 2, deployment, adapter)
+    return request.draft_sampling.tenant
+
+
+def test_answers_of_an_adapter_are_remembered_for_the_same_tenant_s_with_it_alone():
+    told = [tenant(adapter, tenant=whose) for whose in (0, 7) for adapter in ("", "one", "other")]
+    assert len(set(told)) == 6
+    assert told == [tenant(adapter, tenant=whose) for whose in (0, 7) for adapter in ("", "one", "other")]
+    assert (told[0], told[3]) == (0, 7), "without one as ever"
+    assert all(0 <= each < 2**63 for each in told)
+
+
+def test_the_drafter_hears_of_adapters_that_it_has_itself():
+    deployment = replace(DEPLOYMENT, draft_adapters={"one": 1, "two": 2})
+
+    def told(adapter):
+        return Request.of("a", params(), [1, 2], 2, deployment, adapter).draft_sampling.adapter
+
+    assert [told(adapter) for adapter in ("one", "two", "three", "")] == [1, 2, 0, 0]
+
+
+def test_a_draft_model_s_cached_prompts_are_shared_by_all_adapters():
+    """It drafts without any."""
+    assert tenant("one", remembers_answers=False, tenant=7) == 7

@@ -126,6 +126,14 @@ def test_an_admin_may_do_everything(rig):
         rig.ask(rig.bearer("root"), need)
 
 
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_adapters_come_and_go_by_an_admin_alone(rig, path):
+    assert need_of_http(path) == need_of_http(f"/mine{path}", behind_prefix=True)
+    rig.ask(rig.bearer("root"), need_of_http(path))
+    for name in ("ci", "ops"):
+        assert rig.refused(rig.bearer(name), need_of_http(path)).reason == "SCOPE_MISSING"
+
+
 def test_health_and_the_page_take_no_key(rig):
     assert rig.ask(None, OPEN) is None
     for path in ("/health", "/ping", "/", "/outrider/page/page.js", "/-/healthz"):

@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 from vllm.config import AttentionConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from outrider.actors.vllm_seam import engine_args_schema
-from outrider.actors.vllm_seam.engine_args import drafter_vllm_config, target_vllm_config
+from outrider.actors.vllm_seam import engine_args, engine_args_schema
+from outrider.actors.vllm_seam.engine_args import drafter_vllm_config, target_engine_arguments, target_vllm_config
 from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
 from outrider.cluster.engine_args import SCHEMA_PATH, problems
@@ -136,3 +136,17 @@ def test_what_vllm_refuses_when_the_engine_is_made_is_told_by_name(checkpoint, a
     config = config.model_copy(update={"target": config.target.model_copy(update={"max_num_batched_tokens": 64})})
     with pytest.raises(ConfigError, match=message):
         target_vllm_config(config, RANKS, None)
+
+
+@pytest.mark.parametrize(("gpu", "slots"), [(True, 3), (False, 4)])
+def test_every_adapter_has_a_slot_and_on_cpu_one_stays_empty(monkeypatch, gpu, slots):
+    """vLLM's CPU kernels answer with the last slot's where a request names none."""
+    monkeypatch.setattr(engine_args, "on_gpu", lambda: gpu)
+    lora = {"adapters": [{"name": "a", "path": "/a"}], "max_lora_rank": 32, "max_loras": 3}
+    arguments = target_engine_arguments(parse_config({"target": {"model": "m", "lora": lora}}))
+    assert arguments["enable_lora"] is True
+    assert (arguments["max_loras"], arguments["max_cpu_loras"], arguments["max_lora_rank"]) == (slots, slots, 32)
+
+
+def test_without_adapters_vllm_hears_nothing_of_them():
+    assert not any("lora" in name for name in target_engine_arguments(parse_config({"target": {"model": "m"}})))

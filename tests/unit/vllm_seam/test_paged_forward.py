@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import _get_padding_mask
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
@@ -92,3 +93,28 @@ def test_tokens_of_a_target_that_the_draft_model_has_no_row_for_are_fed_as_its_l
     feed(forward, ([VOCAB + 1], 4), ([5], 4))
     assert [tokens.tolist() for tokens in fed] == [[99, 99, 3, 99, 2, 99], [99, 5]]
     assert {tokens.dtype for tokens in fed} == {np.dtype(np.int32)}
+
+
+def test_every_token_and_every_draw_is_of_its_row_s_adapter(runner):
+    told = []
+    runner._set_active_loras = lambda *mapping: told.append(mapping)
+    runner.model = lambda input_ids, **_: torch.zeros(len(input_ids), 4)
+    adapters = [LoRARequest(name, number, f"/{name}") for number, name in enumerate("ab", start=1)]
+    forward = PagedForward(runner, adapters)
+    rows = [
+        StepRow([1, 2, 3], 0, ([0],), adapter=2),
+        StepRow([4], 3, ([0],), draws=[None, None], guesses=[5]),
+        StepRow([6], 3, ([0],), draws=[None], adapter=1),
+        StepRow([7], 3, ([0],), draws=[None], adapter=9),
+    ]
+    forward(rows)
+    forward(rows[1:2])
+    assert told[0][:2] == ((0, 0, 1, 0), (2, 2, 2, 0, 0, 1, 0)), "what it has not is none"
+    assert told[0][2] == set(adapters)
+    assert told[1] == ((0, 0), (0, 0), set()), "none, and not those of the step before"
+
+
+def test_without_adapters_vllm_s_layers_are_told_nothing(runner):
+    runner.model = lambda input_ids, **_: torch.zeros(len(input_ids), 4)
+    feed(PagedForward(runner), ([1, 2], 0))
+    assert not hasattr(runner, "_set_active_loras")

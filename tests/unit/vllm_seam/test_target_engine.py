@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from outrider.actors.replica_calls import GenerationRequest, RequestError, RequestIdInUse, RoundOutput, SamplingFailed
 from outrider.actors.round.origins import RoundLog
 from outrider.actors.serving.autoscaling import Report
+from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.engine_requests import sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
-from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine
+from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine, leave_out_lora_info
 from outrider.actors.vllm_seam.work_meter import USUAL_ANSWER_TOKENS
 from tests.unit.vllm_seam.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
@@ -42,11 +45,13 @@ class ScriptedLLM:
             self.closed = True
 
 
-def answers(llm: ScriptedLLM, asked: GenerationRequest) -> list[RoundOutput]:
+def answers(llm: ScriptedLLM, asked: GenerationRequest, *adapters: str) -> list[RoundOutput]:
     engine = object.__new__(TargetEngine)
     engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
     engine._tokens, engine._structured_output = PromptTokenizer(None, VOCAB_SIZE, 10), "all"
     engine._rounds, engine._load, engine._max_num_seqs = RoundLog(speculating=True), EngineLoad(), 4
+    engine.adapters = Adapters(llm, "m", None)  # type: ignore[arg-type]
+    engine.adapters.requests |= {name: LoRARequest(name, 1 + i, f"/{name}") for i, name in enumerate(adapters)}
 
     async def collect() -> list[RoundOutput]:
         return [round_ async for round_ in engine.generate(asked)]
@@ -68,7 +73,7 @@ def test_vllms_front_door_knows_of_no_speculation(monkeypatch: pytest.MonkeyPatc
         input_processor=front,
         renderer=None,
         output_processor=OutputProcessor(None, log_stats=False),
-        model_config=SimpleNamespace(max_model_len=10, get_vocab_size=lambda: VOCAB_SIZE),
+        model_config=SimpleNamespace(model="m", max_model_len=10, get_vocab_size=lambda: VOCAB_SIZE),
     )
     monkeypatch.setattr("outrider.actors.vllm_seam.target_engine.AsyncLLM.from_vllm_config", lambda *_, **__: llm)
     params = sampling_params(request(sampling={"min_p": 0.5, "logit_bias": {5: 1.0}}), 2, 10)
@@ -92,7 +97,15 @@ def test_the_engine_yields_a_round_per_answer_until_all_are_finished() -> None:
         (0, None), (1, None), (0, "stop"), (1, "length"),
     ]  # fmt: skip
     assert llm.closed
-    assert llm.options == {"reasoning_ended": True}, "a constraint holds from the first token"
+    assert llm.options == {"reasoning_ended": True, "lora_request": None}, "a constraint holds from the first token"
+
+
+def test_a_request_s_adapter_goes_with_it() -> None:
+    llm = ScriptedLLM(output(delta(5, index=0, finish_reason="stop"), finished=True))
+    answers(llm, request(adapter="two"), "one", "two")
+    assert (llm.options["lora_request"].lora_name, llm.options["lora_request"].lora_int_id) == ("two", 2)
+    with pytest.raises(RequestError, match="adapter: 'three' is not known here; send one of 'one', 'two'"):
+        answers(llm, request(adapter="three"), "one", "two")
 
 
 def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:
@@ -124,6 +137,7 @@ def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
     engine._max_model_len, engine._vocab_size, engine._max_num_seqs = 10, VOCAB_SIZE, 4
     engine._tokens, engine._load = PromptTokenizer(None, VOCAB_SIZE, 10), EngineLoad()
     engine._rounds = RoundLog(speculating=True)
+    engine.adapters = Adapters(engine._llm, "m", None)
 
     async def ask_twice() -> None:
         first = engine.generate(request())
@@ -155,3 +169,12 @@ def test_a_report_counts_the_tokens_of_those_that_have_no_seat() -> None:
     assert Report.of(report) == Report(2, 1, 4, report["waiting_tokens"], 512, 0, 0, 0)
     engine._load.waiting = 0
     assert engine.report()["waiting_tokens"] == 0
+
+
+def test_no_series_for_every_set_of_adapters() -> None:
+    of_prometheus = object.__new__(PrometheusStatLogger)
+    of_prometheus.gauge_lora_info = object()
+    other = SimpleNamespace(gauge_lora_info=1)
+    leave_out_lora_info(SimpleNamespace(stat_loggers=[other, of_prometheus]))  # type: ignore[arg-type]
+    assert (of_prometheus.gauge_lora_info, other.gauge_lora_info) == (None, 1)
+    leave_out_lora_info(None)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
 from outrider.actors.round.round import UNUSABLE, Arrival
@@ -19,8 +20,13 @@ from outrider.actors.vllm_seam.target_runner import RoundRunner, _step
 PARAMS = SamplingParams()
 
 
-def new(request_id: str, prompt: list[int] | None, embeds: torch.Tensor | None = None) -> NewRequestData:
-    return NewRequestData(request_id, prompt, [], PARAMS, None, ([],), 0, None, embeds)
+def new(
+    request_id: str,
+    prompt: list[int] | None,
+    embeds: torch.Tensor | None = None,
+    lora_request: LoRARequest | None = None,
+) -> NewRequestData:
+    return NewRequestData(request_id, prompt, [], PARAMS, None, ([],), 0, lora_request, embeds)
 
 
 def scheduled(counts: dict[str, int], **changes: Any) -> SchedulerOutput:
@@ -38,7 +44,10 @@ def test_a_step_is_what_the_scheduler_said():
         7,
         scheduled(
             {"d": 3, "p": 1, "n": 2, "e": 4, "r": 5},
-            scheduled_new_reqs=[new("n", [1, 2]), new("e", None, torch.zeros(4, 8))],
+            scheduled_new_reqs=[
+                new("n", [1, 2], lora_request=LoRARequest("mine", 3, "/a")),
+                new("e", None, torch.zeros(4, 8)),
+            ],
             scheduled_cached_reqs=cached,
             scheduled_spec_decode_tokens={"d": [5, 6], "p": []},
             finished_req_ids={"f"},
@@ -47,7 +56,7 @@ def test_a_step_is_what_the_scheduler_said():
     )
     assert (step.number, step.num_requests, step.num_tokens, step.decodes_only) == (7, 5, 15, False)
     assert step.drafts == {"d": [5, 6]}
-    assert step.arrived == [Arrival("n", PARAMS, [1, 2], 2), Arrival("e", PARAMS, None, 4)]
+    assert step.arrived == [Arrival("n", PARAMS, [1, 2], 2, "mine"), Arrival("e", PARAMS, None, 4)]
     assert (set(step.resumed), set(step.finished), set(step.preempted)) == ({"r"}, {"f"}, {"q"})
     assert step.width == 3
 
@@ -235,3 +244,54 @@ def test_a_structured_request_has_no_drafts_where_its_masks_were_made_without_th
     output.has_structured_output_requests, output.pending_structured_output_tokens = True, pending
     runner.execute_model(output)
     assert round_.calls[1][3] == ([4] if pending else [0])
+
+
+class PromptLogprobs:
+    """What vLLM's runner does with prompts whose logprobs are asked for: each is done with what is scheduled here."""
+
+    def __init__(self, adapters: bool, **requests: Any) -> None:
+        self.lora_config = object() if adapters else None
+        self.requests, self.num_prompt_logprobs = requests, dict.fromkeys(requests, 2)
+        self.mapped: Any = None
+        self.found: list[Any] = []
+
+    def _set_active_loras(self, of_logits: Any, of_tokens: Any, used: Any) -> None:
+        assert of_logits == of_tokens
+        self.mapped = of_logits, {adapter.lora_name for adapter in used}
+
+    def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        asked = [each for each in self.num_prompt_logprobs if each in num_scheduled_tokens]
+        self.found.append((asked, self.mapped))
+        done = {}
+        for request_id in asked:
+            request = self.requests[request_id]
+            if request.num_computed_tokens + num_scheduled_tokens[request_id] >= len(request.prompt_token_ids):
+                done[request_id] = f"logprobs of {request_id}"
+                del self.num_prompt_logprobs[request_id]
+        return done
+
+
+class PromptRunner(RoundRunner, PromptLogprobs):
+    pass
+
+
+def prompt(tokens: int, computed: int = 0, adapter: LoRARequest | None = None) -> Any:
+    return SimpleNamespace(prompt_token_ids=[1] * tokens, num_computed_tokens=computed, lora_request=adapter)
+
+
+def test_a_prompt_s_logprobs_are_of_its_own_adapter():
+    """The output head would take those of the rows that tokens are chosen from, and end where there are fewer."""
+    mine = LoRARequest("mine", 3, "/a")
+    runner = PromptRunner(
+        True, a=prompt(5, adapter=mine), b=prompt(4), c=prompt(9, computed=2, adapter=mine), waits=prompt(3)
+    )
+    found = runner._get_prompt_logprobs_dict("hidden", {"a": 5, "b": 4, "c": 4, "other": 1})
+    assert found == {"a": "logprobs of a", "b": "logprobs of b"}
+    assert runner.found == [(["a"], ((3,) * 4, {"mine"})), (["b"], ((0,) * 3, set())), (["c"], ((3,) * 4, {"mine"}))]
+    assert runner.num_prompt_logprobs == {"c": 2, "waits": 2}
+
+
+def test_without_adapters_prompts_logprobs_are_vllm_s_own():
+    runner = PromptRunner(False, a=prompt(5), b=prompt(4))
+    assert len(runner._get_prompt_logprobs_dict("hidden", {"a": 5, "b": 4})) == 2
+    assert runner.found == [(["a", "b"], None)]

@@ -11,7 +11,7 @@ from outrider.actors.replica_calls import Deadline, GenerationRequest, RequestEr
 from outrider.actors.serving.grpc.validation import GenerationMessage, ServedModel, to_generation_request
 from outrider.v1 import generation_pb2 as pb
 
-SERVED = ServedModel(name="pair", num_speculative_tokens=4, vocab_size=100)
+SERVED = ServedModel(name="pair", num_speculative_tokens=4, vocab_size=100, adapters=("tuned",))
 PLAIN = ServedModel(name="pair", num_speculative_tokens=0, vocab_size=100)
 
 
@@ -82,9 +82,11 @@ def test_every_field_arrives(message_type: type[GenerationMessage]) -> None:
             ),
             timeout_ms=1500,
             cache_salt="mine",
+            adapter="tuned",
         )
     )
     assert request.cache_salt == "mine"
+    assert request.adapter == "tuned"
     assert request.prompt_token_ids == (0, 99)
     assert request.prompt_text is None
     assert request.sampling == chosen
@@ -114,6 +116,9 @@ def test_speculation_can_be_switched_off_and_the_template_asked_for() -> None:
         ("model", pb.GenerateRequest(text="x", model="other")),
         ("model", pb.GenerateRequest(text="x", model="")),
         ("timeout_ms", pb.GenerateRequest(text="x", timeout_ms=0)),
+        ("adapter", pb.GenerateRequest(text="x", adapter="other")),
+        ("adapter", pb.GenerateRequest(text="x", adapter="")),
+        ("model", pb.GenerateRequest(text="x", model="tuned")),
         ("cache_salt", pb.GenerateRequest(text="x", cache_salt="")),
         ("cache_salt", pb.GenerateRequest(text="x", cache_salt="x" * 129)),
         ("sampling.temperature", sampling(temperature=-0.1)),
@@ -259,3 +264,18 @@ def test_an_unknown_vocabulary_leaves_token_ids_to_the_target() -> None:
     assert translate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), unknown).prompt_token_ids == (
         2**32 - 1,
     )
+
+
+def test_an_adapter_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    asked = pb.GenerateRequest(text="x", adapter="other")
+    assert str(refused(asked)) == "adapter: 'other' is not known here; send one of 'tuned', or leave it out"
+    assert str(refused(asked, PLAIN)) == "adapter: 'other' is not known: there are no adapters; leave it out"
+
+
+def test_where_adapters_come_and_go_the_target_says_which_there_are() -> None:
+    served = ServedModel(name="pair", num_speculative_tokens=4, adapters=None)
+    assert translate(pb.GenerateRequest(text="x", adapter="other"), served).adapter == "other"
+
+
+def test_a_model_that_is_an_adapter_is_asked_for_by_another_field() -> None:
+    assert refused(pb.GenerateRequest(text="x", model="tuned")).fix == "send it as adapter"

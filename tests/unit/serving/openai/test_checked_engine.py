@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.replica_calls import Deadline, TokensUsed
+from outrider.actors.replica_calls import Deadline, TokensUsed, unknown_adapter
 from outrider.actors.serving.openai.checked_engine import TALLY, CheckedEngine, Tally
 
 
@@ -131,3 +132,36 @@ async def test_closing_closes_the_engines_generator():
     assert not llm.closed
     await outputs.aclose()
     assert llm.closed
+
+
+class Adapters:
+    """Of one that may have been unloaded."""
+
+    def __init__(self, there):
+        self._there, self.used = there, 0
+
+    @contextmanager
+    def using(self, request):
+        if request is not None and not self._there:
+            raise unknown_adapter("adapter", "mine", ["other"])
+        self.used += 1
+        try:
+            yield
+        finally:
+            self.used -= 1
+
+
+async def test_an_adapter_is_held_until_the_answer_ends():
+    adapters = Adapters(there=True)
+    engine = CheckedEngine(Llm(None, "stop"), adapters=adapters)
+    async with aclosing(engine.generate("prompt", SamplingParams(), "r", lora_request="mine")) as outputs:
+        await anext(outputs)
+        assert adapters.used == 1
+    assert adapters.used == 0
+
+
+async def test_one_that_has_just_been_unloaded_is_the_request_s_fault():
+    engine = CheckedEngine(Llm("stop"), adapters=Adapters(there=False))
+    with pytest.raises(VLLMValidationError, match="'mine' is not known here; send one of 'other'") as refused:
+        await anext(engine.generate("prompt", SamplingParams(), "r", lora_request="mine"))
+    assert refused.value.parameter == "model"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
@@ -33,6 +35,7 @@ class Llm:
         self.input_processor = SimpleNamespace()
         self.script: list = []
         self.params: list = []
+        self.options: list = []
         self.open = 0
 
     def check_admission(self, n):
@@ -41,6 +44,7 @@ class Llm:
 
     async def generate(self, prompt, params, request_id, **options):
         self.params.append(params)
+        self.options.append(options)
         self.open += 1
         whole = params.output_kind is RequestOutputKind.FINAL_ONLY
         try:
@@ -332,3 +336,38 @@ def test_a_parser_that_does_not_exist_stops_the_start(llm, model, openai):
 def test_a_template_that_does_not_exist_stops_the_start(llm, model):
     with pytest.raises(ConfigError, match=r"openai\.chat_template"):
         OpenAIServing(llm, configuration(model, chat_template="/nowhere/template.jinja"), "replica-1")
+
+
+@pytest.fixture
+def tuned(llm, model):
+    """With an adapter of the name ``tuned``."""
+    adapters = SimpleNamespace(requests={"tuned": LoRARequest("tuned", 1, "/a")}, using=lambda request: nullcontext())
+    return OpenAIServing(llm, configuration(model), "replica-1", adapters)
+
+
+async def test_adapters_are_listed_with_their_parent(tuned):
+    _, listed = await whole(tuned, "models", {})
+    assert [(card["id"], card["parent"]) for card in listed["data"]] == [("tiny", None), ("tuned", "tiny")]
+    _, card = await whole(tuned, "models", {"id": "tuned"})
+    assert card["id"] == "tuned"
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions", "tokenize"])
+async def test_an_adapter_is_asked_for_by_model(tuned, llm, endpoint):
+    body = {**(CHAT if endpoint == "chat" else {"prompt": "hi"})}
+    for model, asked in (("tuned", "tuned"), ("tiny", None), (None, None)):
+        status, said = await whole(tuned, endpoint, body if model is None else {**body, "model": model})
+        assert status == 200, said
+        if endpoint != "tokenize":
+            assert said["model"] == (asked or "tiny")
+            found = llm.options[-1].get("lora_request")
+            assert (found and found.lora_name) == asked
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"), [("completions", {"prompt": "hi", "model": "x"}), ("models", {"id": "x"})]
+)
+async def test_a_model_that_there_is_not_is_answered_with_those_that_there_are(tuned, endpoint, body):
+    status, said = await whole(tuned, endpoint, body)
+    assert (status, said["error"]["param"]) == (404, "model")
+    assert said["error"]["message"] == "The model 'x' does not exist. Valid names: tiny, tuned."

@@ -121,3 +121,19 @@ def test_a_malformed_body_is_left_to_the_engine(body):
 @pytest.mark.parametrize("prompt", [None, [], [[-1]], [1, "a"], {"a": 1}, [[1 << 40]]])
 def test_a_malformed_prompt_is_left_to_the_engine(prompt):
     assert over_http("completions", prompt=prompt).fingerprint == ()
+
+
+def test_prompts_of_another_adapter_share_nothing():
+    prompt = "You are helpful. " * 40
+    asked = {
+        name: [
+            profile([GenerationRequest("r", prompt_text=prompt, adapter=name)]),
+            profile([OpenAIRequest("completions", "r", {"prompt": prompt}, adapter=name)]),
+        ]
+        for name in (None, "one", "other")
+    }
+    for grpc, http in asked.values():
+        assert grpc.fingerprint == http.fingerprint
+    blocks = [block for grpc, _ in asked.values() for block in grpc.fingerprint]
+    assert len(set(blocks)) == len(blocks) == 15
+    assert asked[None][0].fingerprint == text_fingerprint(prompt), "without one as ever"

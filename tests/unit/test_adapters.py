@@ -1,0 +1,280 @@
+"""LoRA adapters: the section that names them, and their files against the target's, before anything loads."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from outrider.cluster.adapters import AdapterError, base_shapes, beneath, check_adapter, check_shapes, fingerprint
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy.models.check import check_adapters
+
+BASE = {
+    "model.embed_tokens.weight": (10, 8),
+    "model.layers.0.self_attn.q_proj.weight": (16, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 32),
+}
+Q, DOWN = "base_model.model.model.layers.0.self_attn.q_proj", "base_model.model.model.layers.0.mlp.down_proj"
+ADAPTER = {
+    f"{Q}.lora_A.weight": (4, 8),
+    f"{Q}.lora_B.weight": (16, 4),
+    f"{DOWN}.lora_A.weight": (4, 32),
+    f"{DOWN}.lora_B.weight": (8, 4),
+}
+
+
+def store(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> None:
+    save_file({name: np.zeros(shape, dtype) for name, shape in shapes.items()}, path)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    path = tmp_path / "target"
+    path.mkdir()
+    store(path / "model.safetensors", BASE)
+    return path
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    path = tmp_path / "adapter"
+    path.mkdir()
+    store(path / "adapter_model.safetensors", ADAPTER)
+    write_config(path)
+    return path
+
+
+def write_config(adapter: Path, **changes: Any) -> None:
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **changes}))
+
+
+def configured(lora: Any, **sections: Any) -> Any:
+    return parse_config({"target": {"model": "m", "lora": lora}, **sections})
+
+
+NEAR, FAR = {"name": "near", "path": "/a/near"}, {"name": "far", "path": "/a/far"}
+
+
+def test_a_section_s_defaults_and_its_form_on_the_way_to_the_ranks() -> None:
+    config = configured({"adapters": [NEAR, FAR]})
+    assert (config.target.lora.max_lora_rank, config.target.lora.max_loras) == (16, 4)
+    assert config.target.lora.fixed_names == ("near", "far")
+    assert parse_config(config.model_dump(mode="json")) == config
+    assert configured({"load_from": "/a"}).target.lora.fixed_names is None, "others may come"
+
+
+def test_paths_are_the_same_wherever_they_are_read() -> None:
+    assert configured({"adapters": [{"name": "a", "path": "b"}]}).target.lora.adapters[0].path == str(Path.cwd() / "b")
+    assert configured({"load_from": "~/b"}).target.lora.load_from == str(Path.home() / "b")
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({}, "target.lora.adapters: there are none, and none can be loaded"),
+        ({"adapters": [NEAR, {**FAR, "name": "near"}]}, "target.lora.adapters: two are called 'near'"),
+        ({"adapters": [NEAR, FAR], "max_loras": 1}, "target.lora.adapters: 2 are listed, and max_loras lets 1"),
+        ({"adapters": [NEAR], "max_loras": 0}, "target.lora.max_loras"),
+        ({"adapters": [NEAR], "max_lora_rank": 12}, "target.lora.max_lora_rank: .*(found 12)"),
+        ({"adapters": [{**NEAR, "name": "two words"}]}, "target.lora.adapters.0.name"),
+        ({"adapters": [{**NEAR, "name": ""}]}, "target.lora.adapters.0.name"),
+        ({"adapters": [{"name": "near"}]}, "target.lora.adapters.0.path: required"),
+        ({"adapters": [{**NEAR, "rank": 4}]}, "target.lora.adapters.0.rank: unknown key"),
+        ({"adapters": [{**NEAR, "name": "m"}]}, "target.lora.adapters: one is called 'm', as the model itself"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(lora: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(lora)
+
+
+DRAFTER = {"method": "draft_model", "model": "d"}
+
+
+def test_a_draft_model_has_adapters_of_its_own_for_some_of_the_target_s() -> None:
+    lora = {"adapters": [{"name": "far", "path": "/drafter/far"}], "max_lora_rank": 8}
+    config = configured({"adapters": [NEAR, FAR]}, drafter={**DRAFTER, "lora": lora})
+    assert [adapter.name for adapter in config.drafter.lora.adapters] == ["far"]
+    assert parse_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (
+            {**DRAFTER, "lora": {"adapters": [{"name": "x", "path": "/x"}]}},
+            "drafter.lora.adapters: 'x' is none of target",
+        ),
+        ({**DRAFTER, "lora": {"adapters": [NEAR, NEAR]}}, "drafter.lora.adapters: two are called 'near'"),
+        ({**DRAFTER, "lora": {"adapters": []}}, "drafter.lora.adapters"),
+        ({**DRAFTER, "lora": {"adapters": [NEAR], "max_loras": 4}}, "drafter.lora.max_loras: unknown key"),
+        ({"method": "ngram", "lora": {"adapters": [NEAR]}}, "drafter.lora: adapters are a draft model's"),
+    ],
+)
+def test_what_a_drafter_cannot_have_is_refused_by_its_key(drafter: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured({"adapters": [NEAR, FAR]}, drafter=drafter)
+
+
+def test_a_drafter_s_adapters_need_a_target_s() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.lora.adapters: 'near' is none of target.lora.adapters"):
+        parse_config({"target": {"model": "m"}, "drafter": {**DRAFTER, "lora": {"adapters": [NEAR]}}})
+
+
+def test_a_drafter_s_adapter_is_held_against_the_draft_model(target: Path, adapter: Path, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    store(drafter / "model.safetensors", {**BASE, "model.layers.0.self_attn.q_proj.weight": (16, 4)})
+    listed = [{"name": "mine", "path": str(adapter)}]
+    config = parse_config(
+        {
+            "target": {"model": str(target), "lora": {"adapters": listed}},
+            "drafter": {"method": "draft_model", "model": str(drafter), "lora": {"adapters": listed}},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"^drafter.lora.adapters: mine: .*drafter.model's is \[16, 4\]"):
+        check_adapters(config)
+
+
+def test_vllm_s_own_drafting_beside_adapters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"target.lora: .*drafter.placement: co_located"):
+        configured({"adapters": [NEAR]}, drafter={"placement": "co_located", "method": "ngram"})
+
+
+def test_arguments_about_adapters_need_adapters() -> None:
+    given = {"model": "m", "engine_args": {"fully_sharded_loras": True}}
+    with pytest.raises(
+        ConfigError, match=r"target: engine_args.fully_sharded_loras is about adapters.*write target.lora"
+    ):
+        parse_config({"target": given})
+    assert parse_config({"target": {**given, "lora": {"adapters": [NEAR]}}}).target.engine_args == given["engine_args"]
+
+
+def test_an_adapter_of_the_target_passes(target: Path, adapter: Path) -> None:
+    check_adapter(str(adapter), 8, base_shapes(str(target)))
+    config = parse_config(
+        {"target": {"model": str(target), "lora": {"adapters": [{"name": "a", "path": str(adapter)}]}}}
+    )
+    check_adapters(config)
+
+
+def test_a_start_up_refuses_an_adapter_by_its_name(target: Path, adapter: Path) -> None:
+    write_config(adapter, r=32)
+    lora = {"adapters": [{"name": "mine", "path": str(adapter)}]}
+    with pytest.raises(ConfigError, match=r"^target.lora.adapters: mine: its rank is 32, above .*max_lora_rank \(16\)"):
+        check_adapters(parse_config({"target": {"model": str(target), "lora": lora}}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": 9}, "its rank is 9, above target.lora.max_lora_rank (8)"),
+        ({"rank_pattern": {"q_proj": 64}}, "its rank is 64"),
+        ({"r": None}, "has no rank r of 1 or more"),
+        ({"r": 0}, "has no rank r of 1 or more"),
+        ({"peft_type": "IA3"}, "says peft_type 'IA3'"),
+    ],
+)
+def test_a_rank_that_there_is_no_room_for_is_refused(adapter: Path, config: Any, message: str) -> None:
+    write_config(adapter, **config)
+    with pytest.raises(AdapterError, match=re.escape(message)):
+        check_adapter(str(adapter), 8, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", None, "adapter_config.json cannot be read (No such file or directory)"),
+        ("adapter_config.json", b"{", "adapter_config.json is not JSON"),
+        ("adapter_config.json", b"[]", "holds no JSON object"),
+        ("adapter_model.safetensors", None, "adapter_model.safetensors is missing"),
+        ("adapter_model.safetensors", b"torn", "adapter_model.safetensors is not whole"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused_by_name(adapter: Path, name: str, content: Any, message: str) -> None:
+    if content is None:
+        (adapter / name).unlink()
+    else:
+        (adapter / name).write_bytes(content)
+    with pytest.raises(AdapterError, match=re.escape(message)):
+        check_adapter(str(adapter), 8, None)
+
+
+def test_what_is_no_directory_is_refused() -> None:
+    with pytest.raises(AdapterError, match="org/adapter is no directory"):
+        check_adapter("org/adapter", 8, None)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({f"{Q}.lora_A.weight": (4, 4)}, "self_attn.q_proj of shape [16, 4], target.model's is [16, 8]"),
+        ({f"{Q}.lora_B.weight": (12, 4)}, "self_attn.q_proj of shape [12, 8], target.model's is [16, 8]"),
+        (
+            {
+                "model.layers.1.mlp.down_proj.lora_A.weight": (4, 32),
+                "model.layers.1.mlp.down_proj.lora_B.weight": (8, 4),
+            },
+            "changes model.layers.1.mlp.down_proj, which target.model does not have",
+        ),
+        (
+            {"model.layers.0.mlp.up_proj.lora_A.weight": (4, 8)},
+            "one of lora_A and lora_B of model.layers.0.mlp.up_proj",
+        ),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused_by_its_module(shapes: Any, message: str) -> None:
+    """vLLM would copy a smaller one's weights into buffers of the target's, and say nothing."""
+    with pytest.raises(AdapterError, match=re.escape(message)):
+        check_shapes({**ADAPTER, **shapes}, BASE)
+
+
+def test_weights_without_any_adapter_are_refused() -> None:
+    with pytest.raises(AdapterError, match="holds no lora_A and lora_B weights"):
+        check_shapes(BASE, BASE)
+
+
+def test_a_target_inside_another_model_and_one_head_for_both_ends_are_known() -> None:
+    inside = {f"model.language_model.{name.removeprefix('model.')}": shape for name, shape in BASE.items()}
+    check_shapes(ADAPTER, inside)
+    head = {"base_model.model.lm_head.lora_A.weight": (4, 8), "base_model.model.lm_head.lora_B.weight": (10, 4)}
+    check_shapes({**ADAPTER, **head}, BASE)
+
+
+def test_a_quantised_target_s_shapes_are_not_compared(tmp_path: Path) -> None:
+    """Its integers hold several weights each."""
+    store(tmp_path / "model.safetensors", {"model.layers.0.self_attn.q_proj.qweight": (2, 16)}, "int32")
+    store(tmp_path / "other.safetensors", {"model.layers.0.mlp.down_proj.weight": (64, 1)}, "uint8")
+    check_shapes(ADAPTER, base_shapes(str(tmp_path)))
+
+
+def test_a_hub_id_s_shapes_are_not_known() -> None:
+    assert base_shapes("org/model") is None
+
+
+def test_a_path_leads_out_of_the_directory_in_no_way(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    (inside / "a").mkdir(parents=True)
+    outside.mkdir()
+    (inside / "link").symlink_to(outside)
+    assert beneath(str(inside), "a") == beneath(str(inside), str(inside / "b" / ".." / "a")) == str(inside / "a")
+    assert beneath(str(inside), "~") == str(inside / "~"), "nobody's home"
+    for path in ("../out", str(outside), "link", "a/../../out", "/"):
+        with pytest.raises(AdapterError, match=r"not beneath target.lora.load_from"):
+            beneath(str(inside), path)
+
+
+def test_a_fingerprint_is_of_what_the_files_hold(adapter: Path) -> None:
+    before = fingerprint(str(adapter))
+    assert fingerprint(str(adapter)) == before
+    write_config(adapter, lora_alpha=4)
+    assert fingerprint(str(adapter)) != before
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors cannot be read"):
+        fingerprint(str(adapter))
