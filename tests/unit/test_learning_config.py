@@ -57,6 +57,13 @@ def test_quantised_weights_and_drafters_without_any_are_refused() -> None:
         parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram", "learn": {}}})
 
 
+def test_adapters_of_the_drafter_s_own_are_not_trained() -> None:
+    lora = {"adapters": [{"name": "poet", "path": "p"}]}
+    drafter = {"method": "draft_model", "model": "d", "learn": {}, "lora": lora}
+    with pytest.raises(ConfigError, match="learn: a drafter with adapters of its own"):
+        parse_config({"target": {"model": "t", "lora": lora}, "drafter": drafter})
+
+
 @pytest.mark.parametrize(
     ("document", "problem"),
     [

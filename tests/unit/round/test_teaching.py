@@ -1,5 +1,7 @@
 """What the target thought is told after its tokens, of who may be learned from, and of nobody else."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +88,14 @@ def test_who_does_not_want_to_teaches_nothing(ours):
     step(engine, 1, {"a": [8]})
     assert engine.said(Lesson) == []
     assert rows.asked == []
+
+
+def test_the_answers_of_an_adapter_are_another_model_s():
+    engine, rows = teaching_engine()
+    engine.begin(dataclasses.replace(arrival("a"), adapter="poet"), arrival("b"), num_requests=2)
+    step(engine, 1, {"a": [8], "b": [8]})
+    assert [lesson.request for lesson in engine.said(Lesson)] == [engine["b"].handle]
+    assert rows.asked == [(1, [1])]
 
 
 def test_a_share_of_the_requests_teaches():
