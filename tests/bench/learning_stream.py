@@ -85,7 +85,9 @@ def main() -> None:
             job = Job(0, 0, tuple(range(len(part))))
             texts = scored(target, job, part, generate(target, part, args.max_tokens, None))
             texts = [text for text in texts if len(text.ids) - text.start > K]
-            rates = [tally(learner, tensors, texts).acceptance_rate for tensors in (learner.serving.tensors, start)]
+            rates = [
+                float(tally(learner, tensors, texts).acceptance_rate) for tensors in (learner.serving.tensors, start)
+            ]
             learner.add([taught_of(text, float(chance.random())) for text in texts])
             while learner.work():
                 pass
