@@ -436,6 +436,14 @@ TARGET_RANK = Table(
         Borrowed(f"{_WORKER}.sample_tokens", "called early", exactly=("grammar_output",)),
         Borrowed(f"{_WORKER}.compile_or_warm_up_model", "overridden: verification warms up too", exactly=()),
         Borrowed(f"{_WORKER}.shutdown", "overridden: the link's keeper stops", exactly=()),
+        Borrowed(f"{_WORKER}.load_model", "overridden: batches without adapters are spared their kernels on CPU"),
+        *(
+            Borrowed(f"vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.{name}", "replaced: likewise")
+            for name in ("add_lora_linear", "add_lora_logits")
+        ),
+        Borrowed("vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.no_lora", "whether a batch has none"),
+        Borrowed("vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager", "where these are"),
+        Borrowed("vllm.lora.model_manager:LoRAModelManager.punica_wrapper_mapping", "likewise"),
         Borrowed(
             f"{_RUNNER}._get_prompt_logprobs_dict",
             "overridden: the output head is told of a prompt's adapter",

@@ -13,6 +13,7 @@ from outrider.actors.round.teaching import Teaching
 from outrider.actors.verification.likeliest import likeliest
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.engine_args import worker_class
+from outrider.actors.vllm_seam.spared_batches import spare_batches
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
 from outrider.cluster.config import DraftModelConfig, OutriderConfig, SuffixConfig
@@ -62,6 +63,11 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
                 device=None if self.device.type == "cpu" else str(self.device),
                 work=self._round.work,
             )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.vllm_config.lora_config is not None and self.device.type == "cpu":
+            spare_batches(self.model_runner.lora_manager)
 
     def _make_round(self, config: OutriderConfig, sampler: TargetSampler) -> Round:
         drafts = config.remote_drafter is not None
