@@ -20,6 +20,8 @@ from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+FINISHED = "stop"
+"""What a script's last output says."""
 
 
 class Llm:
@@ -54,7 +56,7 @@ class Llm:
                 text = text + step if whole else step
                 last = number == len(self.script)
                 if last or not whole:
-                    yield output(prompt, request_id, text, "stop" if last else None)
+                    yield output(prompt, request_id, text, FINISHED if last else None)
         finally:
             self.open -= 1
 
