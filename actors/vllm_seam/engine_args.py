@@ -126,6 +126,18 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     return args
 
 
+def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
+    """The parsers that the target would be served with, from its checkpoint alone: nothing is started. Raises
+    ConfigError for a checkpoint that vLLM cannot read, and for a parser that it does not have or cannot make."""
+    try:
+        model_config = AsyncEngineArgs(**target_engine_arguments(config)).create_model_config()
+    except _REFUSALS as error:
+        raise ConfigError(_refusal(error, config.target)) from error
+    parsers = answer_parsers(config, model_config)
+    check_parsers(parsers, model_config)
+    return parsers
+
+
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
     """The draft model's engine. Without ranks it runs in the calling process."""
     args = _common(config)

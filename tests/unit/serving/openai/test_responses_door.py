@@ -136,6 +136,7 @@ def test_reasoning_that_says_nothing_is_left_out():
         ({"include": ["file_search_call.results"]}, "include.0", "file_search_call.results"),
         ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens", "no answer"),
+        ({"truncation": "auto"}, "truncation", "not cut"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "OpenAI"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "not summarised"),
@@ -155,7 +156,7 @@ def test_refused_by_name(body, field, says):
 
 
 def test_limits_of_tokens():
-    limits = LimitsConfig(greatest_max_tokens=64, unasked_max_tokens=32)
+    limits = LimitsConfig(greatest_max_tokens=64, default_max_tokens=32)
     assert door(limits).body["max_output_tokens"] == 32
     assert door(limits, max_output_tokens=8).body["max_output_tokens"] == 8
     with pytest.raises(RequestError) as caught:
