@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -282,7 +282,9 @@ class OpenAIRequest(_MayHaveDeadline):
     @property
     def max_tokens(self) -> int | None:
         """Of one answer; None: what max_model_len leaves, or vLLM's default."""
-        asked = next(filter(None, map(self.body.get, ("max_completion_tokens", "max_tokens", "max_output_tokens"))), None)
+        asked = next(
+            filter(None, map(self.body.get, ("max_completion_tokens", "max_tokens", "max_output_tokens"))), None
+        )
         return asked if isinstance(asked, int) and asked > 0 else None
 
     @property

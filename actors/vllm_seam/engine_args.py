@@ -11,9 +11,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
-from outrider.actors.vllm_seam.answer_parsers import answer_parsers
+from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
 from outrider.actors.vllm_seam.engine_args_schema import checked
-from outrider.cluster.answer_parsers import AUTO
+from outrider.cluster.answer_parsers import AUTO, Parsers
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.engine_args import about

@@ -43,7 +43,7 @@ class ResponsesServing(OpenAIServingResponses):
 
 def not_stored(response: ResponsesResponse) -> ResponsesResponse:
     """OpenAI's field, which vLLM's class has not."""
-    response.store = False  # type: ignore[attr-defined]
+    response.store = False
     return response
 
 

@@ -71,7 +71,10 @@ def _checked_item(item: dict[str, Any], where: str) -> dict[str, Any] | None:
     rules = INPUT_ITEMS.get(kind) if isinstance(kind, str) else None
     if rules is None:
         raise _not_of_a_type(f"{where}.type", kind, INPUT_ITEMS)
-    kept = {"type": kind, **held_against(rules, {name: value for name, value in item.items() if value is not None}, where)}
+    kept = {
+        "type": kind,
+        **held_against(rules, {name: value for name, value in item.items() if value is not None}, where),
+    }
     if kind == "message":
         return _checked_message(kept, where)
     if kind == "reasoning":

@@ -44,7 +44,9 @@ RESPONSES: Rules = {
     "reasoning": Works(shape="object", inner=_REASONING),
     "tools": Works("function and custom; where the model's way of calling them is known (openai.tool_call_parser)"),
     "tool_choice": Works("none, auto, required, or one tool by its type and name"),
-    "include": Works("message.output_text.logprobs; reasoning.encrypted_content has no effect: reasoning comes in clear"),
+    "include": Works(
+        "message.output_text.logprobs; reasoning.encrypted_content has no effect: reasoning comes in clear"
+    ),
     "top_logprobs": Works("0 to 20, with message.output_text.logprobs in include"),
     "metadata": Works("comes back with the answer"),
     "user": Works("comes back with the answer"),

@@ -13,17 +13,12 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from outrider.actors.replica_calls import Deadline, OpenAIRequest, ReplicaLost, TokensUsed
 from outrider.actors.serving.openai.door import to_openai_request
 from outrider.actors.serving.openai.serving import OpenAIServing
-from tests.unit.serving.openai.test_serving import (  # noqa: F401 - fixtures
-    answer,
-    configuration,
-    llm,
-    model,
-    serving,
-    shared_llm,
-    shared_serving,
-    whole,
-)
+from tests.unit.serving.openai import test_serving as scripted
+from tests.unit.serving.openai.test_serving import answer, configuration, whole
 
+model, shared_llm, llm, shared_serving, serving = (
+    getattr(scripted, name) for name in ("model", "shared_llm", "llm", "shared_serving", "serving")
+)
 PROMPT = "user: hi\nassistant: "
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -31,9 +26,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 def checked(**body):
     """As the door passes it on."""
-    return to_openai_request(
-        "responses", {"input": "hi", **body}, {}, num_speculative_tokens=4, request_id="r"
-    ).body
+    return to_openai_request("responses", {"input": "hi", **body}, {}, num_speculative_tokens=4, request_id="r").body
 
 
 async def respond(serving, **body):

@@ -30,7 +30,13 @@ def answered(text, status="completed"):
 
 def test_plain_request():
     request = door(
-        instructions="be", temperature=0, store=False, background=False, safety_identifier="me", tools=[TOOL], include=[]
+        instructions="be",
+        temperature=0,
+        store=False,
+        background=False,
+        safety_identifier="me",
+        tools=[TOOL],
+        include=[],
     )
     assert request.body == {"input": "hi", "instructions": "be", "temperature": 0, "tools": [TOOL], "include": []}
 
@@ -125,7 +131,15 @@ def test_reasoning_that_says_nothing_is_left_out():
         ),
         *(
             ({"tools": [TOOL, {"type": kind}]}, "tools.1.type", kind)
-            for kind in ("web_search", "code_interpreter", "file_search", "mcp", "computer", "image_generation", "namespace")
+            for kind in (
+                "web_search",
+                "code_interpreter",
+                "file_search",
+                "mcp",
+                "computer",
+                "image_generation",
+                "namespace",
+            )
         ),
         ({"tools": [{"name": "f"}]}, "tools.0.type", "is missing"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.function", "no field"),
