@@ -15,6 +15,7 @@ from outrider.actors.serving.openai.responses_fields import INCLUDED, INPUT_ITEM
 
 LOGPROBS = INCLUDED[0]
 _ROLES = ("user", "assistant", "system", "developer")
+_FORMATS = ("text", "json_object", "json_schema")
 _GONE_ON_WITH = ("in_progress", "incomplete")
 _NOT_STORED = "responses are not stored here"
 
@@ -32,10 +33,21 @@ def checked_response(body: dict[str, Any]) -> dict[str, Any]:
             raise _not_of_a_type("tool_choice.type", choice.get("type"), TOOLS)
         held_against(TOOL_CHOICE, choice, "tool_choice")
     _check_include(body)
+    _check_format(body.get("text", {}).get("format") or {"type": "text"})
     tokens = body.get("max_output_tokens")
     if isinstance(tokens, int) and tokens < 1:
         raise RequestError("max_output_tokens", f"{tokens} leaves no answer", "send 1 or more, or leave it out")
     return checked
+
+
+def _check_format(form: Mapping[str, Any]) -> None:
+    if (kind := form.get("type")) not in _FORMATS:
+        problem = "is missing" if kind is None else f"{shown(str(kind))} is not supported"
+        raise RequestError("text.format.type", problem, f"send one of {', '.join(_FORMATS)}")
+    if kind == "json_schema":
+        for name, json_type, said in (("name", str, "text"), ("schema", dict, "JSON object")):
+            if not isinstance(form.get(name), json_type):
+                raise RequestError(f"text.format.{name}", f"is missing, or no {said}", f"send a {said}")
 
 
 def _check_include(body: Mapping[str, Any]) -> None:
@@ -142,6 +154,9 @@ def _checked_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     kept = held_against(rules, tool, where)
     if not isinstance(kept.get("name"), str) or not kept["name"]:
         raise RequestError(f"{where}.name", "is missing or no text", "send the tool's name")
+    form = kept.get("format")
+    if form is not None and form != {"type": "text"}:
+        raise RequestError(f"{where}.format", "is not supported", 'send {"type": "text"}, or leave it out')
     return kept
 
 

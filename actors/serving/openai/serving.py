@@ -222,8 +222,14 @@ class OpenAIServing:
                 check_kind(field, "structural_tag", self._config.serving.structured_output)
 
 
+_OF_RESPONSES = {"input_tokens": "input", "input_text": "input", "logprobs": "top_logprobs"}
+"""Fields of a response by the names that vLLM blames."""
+
+
 def _by_its_name(failure: HttpFailure, request: OpenAIRequest) -> HttpFailure:
-    """What is wrong with a constraint, under the field that the client sent: to vLLM all are structured_outputs."""
+    """What is wrong under the field that the client sent: to vLLM all constraints are structured_outputs, for one."""
+    if request.endpoint == "responses" and failure.param in _OF_RESPONSES:
+        return replace(failure, param=_OF_RESPONSES[failure.param])
     if failure.param is None or not failure.param.startswith(CONSTRAINT) or CONSTRAINT in request.body:
         return failure
     sent = next((name for name in ("response_format", "text", "tools") if name in request.body), failure.param)

@@ -174,9 +174,10 @@ async def test_an_answer_that_was_cut_is_incomplete(serving, llm, monkeypatch):
         ({"model": "other"}, 404, "model"),
         ({"logit_bias": {"a": 1}}, 400, "logit_bias"),
         ({"top_p": 0.0}, 400, "top_p"),
-        ({"input": "x" * 300}, 400, None),
-        ({"tools": [{**TOOL, "parameters": 3}]}, 400, None),
-        ({"text": {"format": {"type": "json_schema", "name": "s"}}}, 400, None),
+        ({"input": "x" * 300}, 400, "input"),
+        ({"input": "x" * 9000}, 400, "input"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": -9}, 400, "top_logprobs"),
+        ({"tools": [{**TOOL, "parameters": 3}]}, 400, "tools.0.parameters"),
     ],
 )
 async def test_refused(serving, llm, changes, status, param, stream):
