@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outrider.actors.replica_calls import RequestError, shown
+from outrider.actors.replica_calls import RequestError, check_list, shown
 from outrider.actors.serving.openai.fields import Rules, Works, held_against
 from outrider.actors.serving.openai.responses_fields import INCLUDED, INPUT_ITEMS, TEXT_PARTS, TOOL_CHOICE, TOOLS
 
 LOGPROBS = INCLUDED[0]
+MAX_ITEMS = 4096
+"""Of ``input``: some are made into objects, in the process of the engine's front, where thousands take a moment."""
+
 _ROLES = ("user", "assistant", "system", "developer")
 _FORMATS = ("text", "json_object", "json_schema")
 _GONE_ON_WITH = ("in_progress", "incomplete")
@@ -68,6 +71,8 @@ def _check_include(body: Mapping[str, Any]) -> None:
 def _checked_input(given: Any) -> Any:
     if isinstance(given, str):
         return given
+    if isinstance(given, list):
+        check_list("input", given, MAX_ITEMS)
     items = _each(given, "input", _checked_item)
     if not items:
         raise RequestError("input", "is empty", "send a text, or at least one item")
@@ -104,16 +109,10 @@ def _checked_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     if role not in _ROLES:
         raise RequestError(f"{where}.role", f"{shown(str(role))} is no role", f"send one of {', '.join(_ROLES)}")
     text = _text(item.get("content"), f"{where}.content")
-    if role != "assistant":
-        return {"type": "message", "role": role, "content": text}
-    status = item.get("status")
-    part = {"type": "output_text", "text": text, "annotations": []}
-    return {
-        "type": "message",
-        "role": role,
-        "content": [part],
-        "status": status if status in _GONE_ON_WITH else "completed",
-    }
+    checked = {"type": "message", "role": role, "content": text}
+    if role == "assistant" and item.get("status") in _GONE_ON_WITH:
+        checked["status"] = item["status"]
+    return checked
 
 
 def _checked_reasoning(item: dict[str, Any], where: str) -> dict[str, Any] | None:

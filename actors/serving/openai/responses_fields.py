@@ -37,7 +37,7 @@ _REASONING: dict[str, Rule] = {
 }
 
 RESPONSES: Rules = {
-    "input": Works("a text, or items: see below"),
+    "input": Works("a text, or 4096 items at most: see below"),
     "instructions": Works("a system message in front"),
     "max_output_tokens": Works("reasoning included"),
     "text": Works(shape="object", inner=_TEXT),

@@ -45,7 +45,7 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.door import num_chars
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
-from outrider.actors.serving.openai.responses import ID_PREFIX, ResponsesServing, texts_of
+from outrider.actors.serving.openai.responses import ID_PREFIX, ResponsesServing, as_validated, texts_of
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
 from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
@@ -166,8 +166,13 @@ class OpenAIServing:
         return parsed
 
     def _responses_request(self, request: OpenAIRequest) -> ResponsesRequest:
+        given = request.body["input"]
         body = {**request.body, "request_id": f"{ID_PREFIX}{request.request_id}", "store": False}
+        if isinstance(given, list):
+            body["input"] = ""
         parsed = self._request(ResponsesRequest, replace(request, body=body))
+        if isinstance(given, list):
+            parsed.input = as_validated(given)
         self._check_tools(request, parsed.tool_choice)
         return parsed
 

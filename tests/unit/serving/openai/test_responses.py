@@ -97,6 +97,16 @@ async def test_a_conversation(serving, llm):
     assert found == "user: hi\nassistant: a\nb\ntool: out\nassistant: on"
 
 
+async def test_items_are_not_tried_as_every_type_there_is(serving, llm, monkeypatch):
+    """Which takes vLLM's validation a millisecond for four of them."""
+    seen = []
+    make = serving._request
+    monkeypatch.setattr(serving, "_request", lambda kind, request: seen.append(request) or make(kind, request))
+    await respond(serving, input=[{"role": "user", "content": "hi"}] * 5)
+    assert [request.body["input"] for request in seen] == [""]
+    assert llm.params
+
+
 async def test_a_schema_is_the_engines_constraint(serving, llm):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     await respond(serving, text={"format": {"type": "json_schema", "name": "s", "schema": schema}})

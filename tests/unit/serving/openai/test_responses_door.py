@@ -23,9 +23,8 @@ def said(role, text):
     return {"type": "message", "role": role, "content": text}
 
 
-def answered(text, status="completed"):
-    part = {"type": "output_text", "text": text, "annotations": []}
-    return {"type": "message", "role": "assistant", "content": [part], "status": status}
+def answered(text, **status):
+    return {**said("assistant", text), **status}
 
 
 def test_plain_request():
@@ -53,7 +52,7 @@ def test_plain_request():
             said("assistant", [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]),
             answered("a\nb"),
         ),
-        ({**said("assistant", "a"), "status": "incomplete"}, answered("a", "incomplete")),
+        ({**said("assistant", "a"), "status": "incomplete"}, answered("a", status="incomplete")),
         (
             {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "f", "arguments": "{}", "namespace": None},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
@@ -102,6 +101,7 @@ def test_reasoning_that_says_nothing_is_left_out():
         ({"prompt": {"id": "p"}}, "prompt", "not stored"),
         ({"input": None}, "input", "is missing"),
         ({"input": []}, "input", "is empty"),
+        ({"input": [{"role": "user", "content": "a"}] * 4097}, "input", "4096"),
         ({"input": {"role": "user"}}, "input", "no array"),
         ({"input": ["hi"]}, "input.0", "no object"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.type", "send the item itself"),
