@@ -40,7 +40,9 @@ REPLICA = Table(
             "CheckedEngine and tracing stand in front of it",
             takes=("trace_headers", "reasoning_ended"),
         ),
-        Borrowed(f"{_RESPONSES}.responses_full_generator", "adds acceptance, and that nothing is stored, to its answer"),
+        Borrowed(
+            f"{_RESPONSES}.responses_full_generator", "adds acceptance, and that nothing is stored, to its answer"
+        ),
         Borrowed(
             f"{_RESPONSES}._convert_generation_error_to_streaming_response",
             "raises the error, which is then told as any other",
