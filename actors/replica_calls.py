@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -256,8 +256,12 @@ class ReplicaLoad:
 OF_THE_CALLER = frozenset({"caller", "tenant", "learn"})
 """Round options that say who asks, and not what for."""
 
-Endpoint = Literal["chat", "completions", "tokenize", "detokenize", "models", "openapi"]
-"""``/v1/chat/completions``, ``/v1/completions``, ``/tokenize``, ``/detokenize``, ``/v1/models``, ``/openapi.json``."""
+Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize", "models", "openapi"]
+"""``/v1/chat/completions``, ``/v1/completions``, ``/v1/responses``, ``/tokenize``, ``/detokenize``, ``/v1/models``,
+``/openapi.json``."""
+
+GENERATING: frozenset[Endpoint] = frozenset({"chat", "completions", "responses"})
+"""Endpoints that keep the engine busy."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +297,9 @@ class OpenAIRequest(_MayHaveDeadline):
     @property
     def max_tokens(self) -> int | None:
         """Of one answer; None: what max_model_len leaves, or vLLM's default."""
-        asked = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
+        asked = next(
+            filter(None, map(self.body.get, ("max_completion_tokens", "max_tokens", "max_output_tokens"))), None
+        )
         return asked if isinstance(asked, int) and asked > 0 else None
 
     @property
@@ -303,6 +309,8 @@ class OpenAIRequest(_MayHaveDeadline):
             messages = self.body.get("messages")
             contents = [each.get("content") for each in messages or () if isinstance(each, dict)]
             return sum(_text_length(content) for content in contents) // BYTES_PER_TOKEN
+        if self.endpoint == "responses":
+            return sum(len(content) for _, content in spoken_in_response(self.body)) // BYTES_PER_TOKEN
         return sum(
             len(prompt) if isinstance(prompt, list) else _text_length(prompt) // BYTES_PER_TOKEN
             for prompt in self._prompts()
@@ -318,9 +326,29 @@ class OpenAIRequest(_MayHaveDeadline):
 
 def _text_length(content: Any) -> int:
     """Of a text, or of OpenAI's list of parts."""
+    return len(text_of(content))
+
+
+def text_of(content: Any) -> str:
+    """A text, or what OpenAI's list of parts says."""
     if isinstance(content, list):
-        return sum(_text_length(part.get("text")) for part in content if isinstance(part, dict))
-    return len(content) if isinstance(content, str) else 0
+        return "".join(text_of(part.get("text")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def spoken_in_response(body: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Role and text of what a body of ``/v1/responses`` says, in order, much as its chat template will have them."""
+    instructions, items = body.get("instructions"), body.get("input")
+    spoken = [("system", instructions)] if isinstance(instructions, str) else []
+    if isinstance(items, str):
+        return [*spoken, ("user", items)]
+    for item in items if isinstance(items, list) else ():
+        if not isinstance(item, dict):
+            continue
+        role = "tool" if "output" in item else str(item.get("role") or "assistant")
+        parts = (item.get(name) for name in ("content", "name", "arguments", "input", "output"))
+        spoken.append((role, "".join(map(text_of, parts))))
+    return spoken
 
 
 @dataclass(frozen=True)

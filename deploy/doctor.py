@@ -190,7 +190,7 @@ def _torch_companions(torch: str, version: Version, requires: Callable[[str], li
     return [ok("torch companions", "none that could break transformers")]
 
 
-_SEAMS_TIMEOUT_S = 300.0
+ASKING_TIMEOUT_S = 300.0
 _ASK_SEAMS = """
 import json
 from outrider.actors.serve_seam import leans_on as serve
@@ -205,10 +205,10 @@ def check_seams() -> list[Finding]:
     subject = "internals"
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _ASK_SEAMS], capture_output=True, text=True, timeout=_SEAMS_TIMEOUT_S, check=False
+            [sys.executable, "-c", _ASK_SEAMS], capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return [fail(subject, f"importing vLLM and Ray Serve takes over {_SEAMS_TIMEOUT_S:g} s", "make setup")]
+        return [fail(subject, f"importing vLLM and Ray Serve takes over {ASKING_TIMEOUT_S:g} s", "make setup")]
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines()
         return [fail(subject, said[-1] if said else f"importing vLLM ended with {asked.returncode}", "make setup")]
@@ -241,9 +241,9 @@ def check_engine_args(engine: EngineConfig) -> list[Finding]:
         return []
     command = [sys.executable, "-c", _ASK_ENGINE_ARGS, engine.side, json.dumps(given, default=str)]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_SEAMS_TIMEOUT_S, check=False)
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return [fail(subject, f"importing vLLM takes over {_SEAMS_TIMEOUT_S:g} s", "make setup")]
+        return [fail(subject, f"importing vLLM takes over {ASKING_TIMEOUT_S:g} s", "make setup")]
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines()
         return [fail(subject, said[-1] if said else f"asking vLLM ended with {asked.returncode}", "make setup")]

@@ -11,9 +11,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
-from outrider.actors.vllm_seam.answer_parsers import answer_parsers
+from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
 from outrider.actors.vllm_seam.engine_args_schema import checked
-from outrider.cluster.answer_parsers import AUTO
+from outrider.cluster.answer_parsers import AUTO, Parsers
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.engine_args import about
@@ -137,6 +137,18 @@ def _lora_arguments(num_adapters: int, max_lora_rank: int) -> dict[str, Any]:
     where others in their batch do."""
     slots = num_adapters + (0 if on_gpu() else 1)
     return {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": slots, "max_cpu_loras": slots}
+
+
+def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
+    """The parsers that the target would be served with, from its checkpoint alone: nothing is started. Raises
+    ConfigError for a checkpoint that vLLM cannot read, and for a parser that it does not have or cannot make."""
+    try:
+        model_config = AsyncEngineArgs(**target_engine_arguments(config)).create_model_config()
+    except _REFUSALS as error:
+        raise ConfigError(_refusal(error, config.target)) from error
+    parsers = answer_parsers(config, model_config)
+    check_parsers(parsers, model_config)
+    return parsers
 
 
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:

@@ -124,9 +124,11 @@ def _given_up(request: GenerationRequest, num_tokens: int, stop_reason: Any) -> 
 
 def is_of_request(engine_id: str, request_id: str) -> bool:
     """Whether what the engine calls engine_id is, or is part of, the request that its caller calls request_id. vLLM's
-    serving classes call a chat ``chatcmpl-ID``, and prompt i of a completion, whose answer is ``cmpl-ID``,
-    ``cmpl-ID-i``."""
-    if engine_id in (request_id, f"chatcmpl-{request_id}"):
+    serving classes call a chat ``chatcmpl-ID``, a response, whose answer is ``resp_ID``, ``resp_ID_0``, and prompt i of
+    a completion, whose answer is ``cmpl-ID``, ``cmpl-ID-i``."""
+    if engine_id in (request_id, f"chatcmpl-{request_id}", f"resp_{request_id}_0"):
+        return True
+    if request_id.startswith("resp_") and engine_id == f"{request_id}_0":
         return True
     completion, _, prompt = engine_id.rpartition("-")
     return prompt.isdigit() and completion.startswith("cmpl-") and completion in (request_id, f"cmpl-{request_id}")

@@ -30,6 +30,7 @@ from outrider.deploy.doctor import (
     warn,
     worst,
 )
+from outrider.deploy.doctor_parsers import check_parsers
 from outrider.deploy.preset import Overrides, preset_names, resolve_config
 
 
@@ -70,7 +71,10 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
     for engine in (config.target, config.drafter):
         if isinstance(engine, EngineConfig):
             findings += check_engine_args(engine)
-    findings += check_checkpoints(config)
+    found = check_checkpoints(config)
+    findings += found
+    if worst(found) is not Level.FAIL:
+        findings += check_parsers(config)
     findings += check_method(config, gpu)
     findings += shown_choices(config, gpu)
     findings += check_machine(config, gpu)

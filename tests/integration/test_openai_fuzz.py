@@ -79,6 +79,39 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
             "max_tokens": 3,
         },
     ),
+    (
+        "/v1/responses",
+        {
+            "instructions": "i",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "t"}]},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [{"type": "output_text", "text": "a", "annotations": []}],
+                },
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "o"},
+                {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "i"},
+                {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "o"}]},
+            ],
+            "tools": [
+                {"type": "function", "name": "f", "parameters": {"type": "object"}},
+                {"type": "custom", "name": "g", "format": {"type": "text"}},
+            ],
+            "tool_choice": "auto",
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}},
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "metadata": {"a": "b"},
+            "max_output_tokens": 3,
+            "speculation": {"num_speculative_tokens": 2, "verification": "coupled"},
+        },
+    ),
+    ("/v1/responses", {"input": "abc", "stream": True, "user": "u", "seed": 3, "max_output_tokens": 3}),
     ("/tokenize", {"prompt": "abc", "add_special_tokens": False, "return_token_strs": True}),
     ("/detokenize", {"tokens": [97, 98, 256]}),
 ]
@@ -104,6 +137,8 @@ def check(response: httpx.Response, sent: object) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}, where
     elif response.headers["content-type"].startswith("text/event-stream"):
         *events, done, rest = response.text.split("\n\n")
+        if response.request.url.path == "/v1/responses":
+            events, done = [event.partition("\n")[2] for event in (*events, done)], "data: [DONE]"
         assert (done, rest) == ("data: [DONE]", ""), where
         errors = [data["error"] for data in map(_data, events) if "error" in data]
         assert not any(error["code"] >= 500 or error["code"] == 408 for error in errors), where
@@ -117,11 +152,13 @@ def _data(event: str) -> dict[str, Any]:
 def shortened(body: Any) -> Any:
     """Few tokens and answers: this is about what is taken, not about speed."""
     if isinstance(body, dict):
-        for name, most in (("max_tokens", 4), ("max_completion_tokens", 4), ("n", 3)):
+        for name, most in (("max_tokens", 4), ("max_completion_tokens", 4), ("max_output_tokens", 4), ("n", 3)):
             if isinstance(body.get(name), int) and body[name] > most:
                 body[name] = most
         if "messages" in body or "prompt" in body:
             body.setdefault("max_tokens", 2)
+        elif "input" in body:
+            body.setdefault("max_output_tokens", 2)
     return body
 
 

@@ -115,7 +115,9 @@ def test_openais_client_sends_it_as_it_always_does(keyed):
     client = OpenAI(base_url=keyed.server.url + "/v1", api_key=keyed.secrets["slow_http"], max_retries=0)
     for _ in range(2):
         with pytest.raises(InternalServerError):  # the scripted target has no OpenAI endpoints
-            client.completions.create(model=MODEL, prompt="x")
+            client.responses.create(model=MODEL, input="x")
+    with pytest.raises(RateLimitError):
+        client.responses.create(model=MODEL, input="x")
     with pytest.raises(RateLimitError) as reached:
         client.completions.create(model=MODEL, prompt="x")
     assert int(reached.value.response.headers["retry-after"]) >= 1
@@ -129,7 +131,8 @@ def test_a_scope_is_for_its_calls_alone(keyed):
         assert root.generate("hello").text
     assert keyed.get("/metrics", "alice").status_code == 403
     assert keyed.get("/metrics", "ops").status_code == 200
-    assert keyed.post("/outrider/v1/stream", {"text": "x"}, "ops").status_code == 403
+    for path, body in (("/outrider/v1/stream", {"text": "x"}), ("/v1/responses", {"input": "x"})):
+        assert keyed.post(path, body, "ops").status_code == 403
 
 
 def test_what_serve_adds_itself_takes_a_key_for_status(keyed):

@@ -12,7 +12,7 @@ import pytest
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
 from outrider.deploy.client.calls import API_KEY_VARIABLE
 from outrider.deploy.client.sync_client import OutriderClient
-from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
+from tests.serving import CHAT_TEMPLATE, HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -39,6 +39,7 @@ def tenants(deployments: Deployments, models: Models) -> Iterator[Deployment]:
         {
             "target": engine(models.target, max_num_seqs=SEATS),
             "drafter": {"method": "suffix"},
+            "openai": {"chat_template": CHAT_TEMPLATE},
             "serving": {"keys_file": str(path), "tenant_isolation": True},
         },
     )
@@ -120,6 +121,19 @@ def test_a_key_with_little_to_ask_does_not_wait_behind_one_that_floods(tenants: 
     assert first < FLOOD * 2 / 3, "by order of arrival it would be the last"
 
 
+def test_cached_tokens_are_not_told_across_keys_by_responses(tenants: Deployment) -> None:
+    def cached(name: str) -> int:
+        body = {"input": "The very same beginning. " * 16, "max_output_tokens": 2, "temperature": 0}
+        headers = {"authorization": f"Bearer {SECRETS[name]}"}
+        answer = httpx.post(f"{tenants.http_url}/v1/responses", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["input_tokens_details"]["cached_tokens"]
+
+    assert cached("alice") == 0
+    assert cached("alice") >= 2 * BLOCK
+    assert cached("bob") == 0
+
+
 def test_openais_tokens_are_counted_by_key(tenants: Deployment) -> None:
     headers = {"authorization": f"Bearer {SECRETS['root']}"}
 
@@ -129,14 +143,11 @@ def test_openais_tokens_are_counted_by_key(tenants: Deployment) -> None:
         return next((float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)), 0.0)
 
     before = counted()
-    for stream in (False, True):
-        body = {
-            "model": tenants.config.served_model_name,
-            "prompt": [1, 2, 3],
-            "max_tokens": 7,
-            "ignore_eos": True,
-            "stream": stream,
-        }
-        answer = httpx.post(f"{tenants.http_url}/v1/completions", json=body, headers=headers, timeout=60)
-        assert answer.status_code == 200, answer.text
-    assert counted() - before == 14
+    asked = {"/v1/completions": {"prompt": [1, 2, 3], "max_tokens": 7}}
+    asked["/v1/responses"] = {"input": "hi", "max_output_tokens": 7}
+    for path, body in asked.items():
+        for stream in (False, True):
+            whole = {"model": tenants.config.served_model_name, "ignore_eos": True, "stream": stream, **body}
+            answer = httpx.post(f"{tenants.http_url}{path}", json=whole, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+    assert counted() - before == 28

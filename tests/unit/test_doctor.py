@@ -16,6 +16,8 @@ from outrider.deploy import doctor
 from outrider.deploy.cli import main
 from outrider.deploy.cli.doctor import check_method, render, shown_choices
 from outrider.deploy.doctor import Level, check_checkpoints, check_files, fail, judged, ok, warn, weight_files, worst
+from outrider.deploy.doctor_parsers import check_parsers
+from tests.tiny_models import build_tiny_llama
 
 GIB = 1 << 30
 DOCUMENT = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 16}
@@ -294,6 +296,24 @@ def test_engine_arguments_are_held_against_the_installed_vllm():
     assert (finding.subject, finding.level) == ("target.engine_args", Level.FAIL)
     assert finding.text.startswith("target.engine_args.compilation_config.mode: ")
     assert finding.fix == "change or remove it"
+
+
+def test_the_parsers_that_would_be_chosen_are_shown(tmp_path):
+    model = build_tiny_llama(tmp_path / "tiny")
+    template = "{% if tools %}<tool_call> <function-name> <args-json-object>{% endif %}"
+    chosen, none = check_parsers(config(model, openai={"chat_template": template}))
+    assert (chosen.subject, chosen.level) == ("openai.tool_call_parser", Level.OK)
+    assert chosen.text.startswith("hermes (by the model's family")
+    assert (none.subject, none.text.split()[0]) == ("openai.reasoning_parser", "none")
+
+
+def test_a_parser_that_vllm_has_not_fails(tmp_path):
+    model = build_tiny_llama(tmp_path / "tiny")
+    (finding,) = check_parsers(config(model, openai={"reasoning_parser": "nothing"}))
+    assert finding.level is Level.FAIL
+    assert finding.text.startswith("openai.reasoning_parser: ")
+    assert "null" in finding.fix
+    assert check_parsers(config("org/elsewhere")) == []
 
 
 def test_weights_are_not_looked_for_where_none_are_read(checkpoint):

@@ -75,6 +75,7 @@ that probes know."""
 HTTP_CALLS = {
     "/v1/chat/completions": Need(_GENERATE, generates=True),
     "/v1/completions": Need(_GENERATE, generates=True),
+    "/v1/responses": Need(_GENERATE, generates=True),
     "/outrider/v1/stream": Need(_GENERATE, generates=True),
     "/outrider/v1/token_texts": Need(_GENERATE),
     "/v1/load_lora_adapter": Need(_ADMIN),

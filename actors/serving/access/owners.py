@@ -43,7 +43,7 @@ class Owners:
 def _spellings(request_id: str) -> set[str]:
     """The id as its client chose it, where this may be what vLLM's serving classes make of one."""
     completion = request_id.removeprefix("cmpl-")
-    spelt = {request_id, request_id.removeprefix("chatcmpl-"), completion}
+    spelt = {request_id, request_id.removeprefix("chatcmpl-"), request_id.removeprefix("resp_"), completion}
     return spelt if completion == request_id else {*spelt, _NUMBER.sub("", completion)}
 
 

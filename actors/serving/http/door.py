@@ -31,7 +31,7 @@ from outrider.actors.serving.gate import (
 )
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, queue_full
 
-GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/outrider/v1/stream")
+GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/outrider/v1/stream")
 """Ends of paths whose requests take a place."""
 
 _LANES: dict[str, Callable[[Doors], Lane]] = {

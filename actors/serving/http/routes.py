@@ -35,6 +35,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.actors.observability.logs import note_request
 from outrider.actors.replica_calls import (
+    GENERATING,
     Broadcast,
     Deadline,
     Endpoint,
@@ -64,6 +65,7 @@ HEALTH_TIMEOUT_S = 5.0
 _PATHS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
+    "/v1/responses": "responses",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -138,6 +140,9 @@ def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
     for path, endpoint in _PATHS.items():
         app.add_api_route(path, _answer(context, endpoint), methods=["POST"])
 
+    # Of OpenAI's, to read, cancel and delete stored responses by id.
+    app.add_api_route("/v1/responses/{rest:path}", _not_stored, methods=["GET", "POST", "DELETE"])
+
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         return await ask(context.target, _question(context, "models", request), context.max_retries)
@@ -194,7 +199,7 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
             request_id=uuid.uuid4().hex,
             limits=context.limits,
         )
-        admission = context.admission if endpoint in ("chat", "completions") else None
+        admission = context.admission if endpoint in GENERATING else None
         if (model := checked.body.get("model")) != context.served_model_name and isinstance(model, str):
             checked = replace(checked, adapter=model)
         if context.isolates_tenants:
@@ -207,8 +212,13 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
     return answer
 
 
+async def _not_stored() -> Response:
+    message = "responses are not stored here, so none can be read, cancelled or deleted; keep the answer itself"
+    return HttpFailure(404, message, "response_id").response()
+
+
 def _of_tenant(request: OpenAIRequest, tenant: int) -> OpenAIRequest:
-    if request.endpoint not in ("chat", "completions") or not tenant:
+    if request.endpoint not in GENERATING or not tenant:
         return request
     asked = request.body.get("cache_salt")
     salt = cache_salt(tenant, asked if isinstance(asked, str) else None)
@@ -246,7 +256,7 @@ async def ask(
         head = await anext(parts)
         assert isinstance(head, OpenAIHead)
         if head.is_stream:
-            return EventStream(_openai_events(parts, request.request_id))
+            return EventStream(_openai_events(parts, request))
         body = [part async for part in parts if isinstance(part, str)]
         return Response("".join(body), head.status, media_type=head.media_type)
     except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a status and a sentence
@@ -288,15 +298,17 @@ async def _parts(
                 yield part
 
 
-async def _openai_events(parts: Parts, request_id: str) -> AsyncGenerator[str, None]:
+async def _openai_events(parts: Parts, request: OpenAIRequest) -> AsyncGenerator[str, None]:
     """The status is out: what goes wrong now is an event."""
+    count = 0
     async with aclosing(parts):
         try:
             async for part in parts:
                 assert isinstance(part, str)
                 yield part
+                count += 1
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a sentence
-            yield failure_of(error, request_id).event()
+            yield failure_of(error, request.request_id).event_of(request.endpoint, count)
 
 
 def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: TokenTexts, limits: LimitsConfig) -> None:

@@ -36,6 +36,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._prompt = self._completion = 0
+        self.last: RequestOutput | None = None
+        """What the engine last said."""
 
     @property
     def uncounted(self) -> int:
@@ -43,6 +45,7 @@ class Tally:
 
     def add(self, output: RequestOutput, *, first: bool) -> None:
         """output: a delta, or all of an answer at its end."""
+        self.last = output
         if first:
             self._prompt += len(output.prompt_token_ids or ())
         self._completion += sum(len(completion.token_ids) for completion in output.outputs)
@@ -84,9 +87,10 @@ class CheckedEngine:
         if self._co_located is not None:
             check_for_co_located(sampling_params, self._co_located)
         params, deadline = _with_time_left(sampling_params)
-        # vLLM's class for chats says where reasoning ends; a completion is one text, and its constraint holds for all
-        # of it.
-        options.setdefault("reasoning_ended", True)
+        # vLLM's class for chats says where reasoning ends; that for responses leaves it to the engine, which reads the
+        # prompt; a completion is one text, and its constraint holds for all of it.
+        if options.get("reasoning_parser_kwargs") is None:
+            options.setdefault("reasoning_ended", True)
         return self._outputs(prompt, params, request_id, options, deadline, TALLY.get() or Tally())
 
     async def _outputs(

@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.actors.observability.tracing import TRACE_HEADERS
 from outrider.actors.replica_calls import (
+    GENERATING,
     RANGES,
     Deadline,
     Endpoint,
@@ -27,9 +28,19 @@ from outrider.actors.replica_calls import (
     check_timeout,
     check_verification_under_grammar,
 )
-from outrider.actors.serving.openai.fields import BY_ENDPOINT, held_against
+from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Rules, held_against
+from outrider.actors.serving.openai.responses_door import checked_response
+from outrider.actors.serving.openai.responses_fields import RESPONSES
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.modes import BY_NAME
+
+BY_ENDPOINT: dict[Endpoint, Rules] = {
+    "chat": CHAT,
+    "completions": COMPLETIONS,
+    "responses": RESPONSES,
+    "tokenize": TOKENIZE,
+    "detokenize": DETOKENIZE,
+}
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 REQUEST_ID_HEADER = "x-request-id"
@@ -60,11 +71,13 @@ def to_openai_request(
             check_chars(name, num_chars(body.get(name)), limits.max_tokenize_chars)
     kept = held_against(BY_ENDPOINT[endpoint], body)
     kept = {name: value for name, value in kept.items() if value is not None}
+    if endpoint == "responses":
+        kept = checked_response(kept)
     request_id = _request_id(kept, headers, request_id)
     speculation = kept.pop("speculation", {})
     _check_ranges(kept)
     _check_answers(kept)
-    if endpoint in ("chat", "completions"):
+    if endpoint in GENERATING:
         _limit_tokens(endpoint, kept, limits)
     return OpenAIRequest(
         endpoint=endpoint,
@@ -103,11 +116,12 @@ def num_chars(value: Any) -> int:
 
 def _limit_tokens(endpoint: Endpoint, body: dict[str, Any], limits: LimitsConfig) -> None:
     """vLLM lets a chat's max_completion_tokens go before max_tokens, and has a default of its own for completions."""
-    asked = [name for name in ("max_completion_tokens", "max_tokens") if isinstance(body.get(name), int)]
+    names = ("max_output_tokens",) if endpoint == "responses" else ("max_completion_tokens", "max_tokens")
+    asked = [name for name in names if isinstance(body.get(name), int)]
     for name in asked:
         check_max_tokens(name, body[name], limits)
-    if not asked and endpoint == "chat" and limits.unasked_max_tokens is not None:
-        body["max_tokens"] = limits.unasked_max_tokens
+    if not asked and endpoint != "completions" and limits.unasked_max_tokens is not None:
+        body[names[-1]] = limits.unasked_max_tokens
 
 
 def _request_id(body: dict[str, Any], headers: Mapping[str, str], otherwise: str) -> str:
@@ -144,7 +158,8 @@ def _check_answers(body: Mapping[str, Any]) -> None:
 
 
 def _is_structured(body: Mapping[str, Any]) -> bool:
-    response_format = body.get("response_format")
+    text = body.get("text")
+    response_format = text.get("format") if isinstance(text, dict) else body.get("response_format")
     return "structured_outputs" in body or (
         isinstance(response_format, dict) and response_format.get("type") not in (None, "text")
     )
@@ -187,7 +202,7 @@ def _deadline(
 ) -> Deadline:
     text = headers.get(TIMEOUT_HEADER)
     if text is None:
-        generates = endpoint in ("chat", "completions")
+        generates = endpoint in GENERATING
         return Deadline.after(limits.default_timeout_s if generates else limits.control_timeout_s, clock)
     timeout_ms = int(text) if text.isascii() and text.isdigit() and len(text) <= 12 else 0
     if timeout_ms <= 0:

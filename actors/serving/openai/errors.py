@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 from starlette.responses import JSONResponse
 
-from outrider.actors.replica_calls import RequestError
+from outrider.actors.replica_calls import Endpoint, RequestError
 from outrider.actors.serving import failures
 from outrider.actors.serving.access.guard import Refused
 from outrider.actors.serving.failures import RETRY_AFTER_S, CallFailure, cause_of
@@ -86,6 +86,14 @@ class HttpFailure:
     def event(self) -> str:
         """For a stream that has begun: the event in place of the next one, and the end."""
         return f"data: {json.dumps(self.body())}\n\n{DONE}"
+
+    def event_of(self, endpoint: Endpoint, number: int) -> str:
+        """In that endpoint's stream, as its event of that number, from 0."""
+        if endpoint != "responses":
+            return self.event()
+        # OpenAI's event for it, and beside its fields those by which clients tell an error in any stream.
+        body = {"type": "error", "sequence_number": number, "message": self.message, "code": str(self.status)}
+        return f"event: error\ndata: {json.dumps({**body, 'param': self.param, **self.body()})}\n\n"
 
 
 class HttpError(Exception):

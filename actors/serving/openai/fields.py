@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from outrider.actors.replica_calls import Endpoint, RequestError
+from outrider.actors.replica_calls import RequestError
 
 
 @dataclass(frozen=True)
@@ -348,10 +348,3 @@ TOKENIZE: Rules = {
 }
 
 DETOKENIZE: Rules = {"model": _SHARED["model"], "tokens": Works()}
-
-BY_ENDPOINT: dict[Endpoint, Rules] = {
-    "chat": CHAT,
-    "completions": COMPLETIONS,
-    "tokenize": TOKENIZE,
-    "detokenize": DETOKENIZE,
-}

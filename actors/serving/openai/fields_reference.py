@@ -8,23 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.actors.serving.openai.fields import (
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    TOKENIZE,
-    Label,
-    Refused,
-    Rule,
-    Rules,
-    Works,
-)
+from outrider.actors.serving.openai.door import BY_ENDPOINT
+from outrider.actors.serving.openai.fields import CHAT, Label, Refused, Rule, Rules, Works
+from outrider.actors.serving.openai.responses_fields import INPUT_ITEMS, RESPONSES, TEXT_PARTS, TOOLS
 
 PATH = Path(__file__).parents[3] / "docs" / "openai.md"
 
 BEGIN, END = "<!-- fields: written from actors/serving/openai/fields.py -->", "<!-- end of fields -->"
-
-_ENDPOINTS = {"chat": CHAT, "completions": COMPLETIONS, "tokenize": TOKENIZE, "detokenize": DETOKENIZE}
 
 
 def render(page: str) -> str:
@@ -35,16 +25,24 @@ def render(page: str) -> str:
 
 
 def _tables() -> str:
-    head = "| field | chat | completions | tokenize | detokenize | |\n|---|---|---|---|---|---|\n"
-    names = dict.fromkeys(name for rules in _ENDPOINTS.values() for name in rules)
+    head = f"| field | {' | '.join(BY_ENDPOINT)} | |\n{'|---' * (len(BY_ENDPOINT) + 2)}|\n"
+    names = dict.fromkeys(name for rules in BY_ENDPOINT.values() for name in rules)
     rows = "".join(_row(name) for name in sorted(names, key=_order))
     inner = "".join(_inner_rows("", CHAT))
-    return f"\n{head}{rows}\nInside them:\n\n| field | | |\n|---|---|---|\n{inner}\n"
+    of_responses = "".join(_inner_rows("", {name: RESPONSES[name] for name in ("text", "reasoning")}))
+    for what, kinds in (("input", INPUT_ITEMS), ("input[].content", TEXT_PARTS), ("tools", TOOLS)):
+        for kind, rules in kinds.items():
+            of_responses += "".join(_inner_rows(f"{what}[{kind}].", rules))
+    columns = "| field | | |\n|---|---|---|\n"
+    return (
+        f"\n{head}{rows}\nInside them:\n\n{columns}{inner}\n"
+        f"Inside those of responses, where they are not the same:\n\n{columns}{of_responses}\n"
+    )
 
 
 def _row(name: str) -> str:
-    marks = [_mark(rules.get(name)) for rules in _ENDPOINTS.values()]
-    notes = dict.fromkeys(_note(rules[name]) for rules in _ENDPOINTS.values() if name in rules)
+    marks = [_mark(rules.get(name)) for rules in BY_ENDPOINT.values()]
+    notes = dict.fromkeys(_note(rules[name]) for rules in BY_ENDPOINT.values() if name in rules)
     return f"| `{name}` | {' | '.join(marks)} | {'; '.join(note for note in notes if note)} |\n"
 
 
@@ -59,7 +57,7 @@ def _inner_rows(path: str, rules: Rules) -> Iterator[str]:
 
 def _order(name: str) -> int:
     """Fields that work come first."""
-    rules = [rules[name] for rules in _ENDPOINTS.values() if name in rules]
+    rules = [rules[name] for rules in BY_ENDPOINT.values() if name in rules]
     return min((Works, Label, Refused).index(type(rule)) for rule in rules)
 
 

@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import SchemaValidator
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
@@ -24,6 +25,7 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from outrider.actors.replica_calls import RequestError, shortened
 from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Refused, Rules
+from outrider.actors.serving.openai.responses_fields import RESPONSES
 from outrider.cluster.modes import BY_NAME
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -104,11 +106,20 @@ def _path(location: tuple[int | str, ...], kind: str, body: Mapping[str, Any]) -
 _REQUESTS: dict[type[BaseModel], Rules] = {
     ChatCompletionRequest: CHAT,
     CompletionRequest: COMPLETIONS,
+    ResponsesRequest: RESPONSES,
     TokenizeCompletionRequest: TOKENIZE,
     TokenizeChatRequest: TOKENIZE,
     DetokenizeRequest: DETOKENIZE,
 }
-_RESPONSES = (ChatCompletionResponse, CompletionResponse, TokenizeResponse, DetokenizeResponse, ModelList, ModelCard)
+_ANSWERS = (
+    ChatCompletionResponse,
+    CompletionResponse,
+    ResponsesResponse,
+    TokenizeResponse,
+    DetokenizeResponse,
+    ModelList,
+    ModelCard,
+)
 
 _SPECULATION = {
     "type": "object",
@@ -135,7 +146,7 @@ _ERRORS = {
 @cache
 def openapi(version: str) -> dict[str, Any]:
     """An OpenAPI 3.1 document. version: of the API."""
-    models = [*_REQUESTS, *_RESPONSES, ErrorResponse]
+    models = [*_REQUESTS, *_ANSWERS, ErrorResponse]
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
@@ -148,6 +159,7 @@ def openapi(version: str) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": _post([ChatCompletionRequest], ChatCompletionResponse, streams=True),
             "/v1/completions": _post([CompletionRequest], CompletionResponse, streams=True),
+            "/v1/responses": _post([ResponsesRequest], ResponsesResponse, streams=True),
             "/tokenize": _post([TokenizeCompletionRequest, TokenizeChatRequest], TokenizeResponse),
             "/detokenize": _post([DetokenizeRequest], DetokenizeResponse),
             "/v1/models": _get(_json(ModelList)),

@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
@@ -46,6 +47,7 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.door import num_chars
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
+from outrider.actors.serving.openai.responses import ID_PREFIX, ResponsesServing, as_validated, texts_of
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
@@ -60,7 +62,7 @@ COUNT_EVERY_TOKENS = 256
 
 _ERROR_EVENT = 'data: {"error":'
 EVENTS = "text/event-stream"
-Generating = TypeVar("Generating", ChatCompletionRequest, CompletionRequest)
+Generating = TypeVar("Generating", ChatCompletionRequest, CompletionRequest, ResponsesRequest)
 _STREAM_LOGGERS = tuple(f"vllm.entrypoints.openai.{module}.serving" for module in ("chat_completion", "completion"))
 
 
@@ -92,6 +94,14 @@ class OpenAIServing:
                 self._models,
                 "assistant",
                 online_renderer=renderer,
+                enable_prompt_tokens_details=True,
+                **chat,
+                **parsers,
+            )
+            self._responses = ResponsesServing(
+                engine,
+                self._models,
+                renderer,
                 enable_prompt_tokens_details=True,
                 **chat,
                 **parsers,
@@ -147,6 +157,8 @@ class OpenAIServing:
                 return await self._chat.create_chat_completion(self._chat_request(request), raw)
             case "completions":
                 return await self._completions.create_completion(self._request(CompletionRequest, request), raw)
+            case "responses":
+                return await self._responses.create_responses(self._responses_request(request), raw)
             case "tokenize":
                 return await self._tokenization.create_tokenize(self._tokenize_request(request), raw)
             case "detokenize":
@@ -170,13 +182,28 @@ class OpenAIServing:
 
     def _chat_request(self, request: OpenAIRequest) -> ChatCompletionRequest:
         parsed = self._request(ChatCompletionRequest, request)
-        if self.parsers.tool_call is None and parsed.tool_choice not in (None, "none"):
+        self._check_tools(request, parsed.tool_choice)
+        return parsed
+
+    def _responses_request(self, request: OpenAIRequest) -> ResponsesRequest:
+        given = request.body["input"]
+        body = {**request.body, "request_id": f"{ID_PREFIX}{request.request_id}", "store": False}
+        if isinstance(given, list):
+            body["input"] = ""
+        parsed = self._request(ResponsesRequest, replace(request, body=body))
+        if isinstance(given, list):
+            parsed.input = as_validated(given)
+        self._check_tools(request, parsed.tool_choice)
+        return parsed
+
+    def _check_tools(self, request: OpenAIRequest, choice: Any) -> None:
+        """choice: vLLM's reading of tool_choice."""
+        if self.parsers.tool_call is None and choice not in (None, "none"):
             raise RequestError(
                 "tools" if "tool_choice" not in request.body else "tool_choice",
                 "this deployment does not know how its model calls tools (openai.tool_call_parser)",
                 "send tool_choice none, or no tools",
             )
-        return parsed
 
     def _tokenize_request(self, request: OpenAIRequest) -> TokenizeChatRequest | TokenizeCompletionRequest:
         """vLLM bounds what it is to answer, and not what it is only to tokenise."""
@@ -220,17 +247,24 @@ class OpenAIServing:
                 check_kind(field, "structural_tag", self._config.serving.structured_output)
 
 
+_OF_RESPONSES = {"input_tokens": "input", "input_text": "input", "logprobs": "top_logprobs"}
+"""Fields of a response by the names that vLLM blames."""
+
+
 def _by_its_name(failure: HttpFailure, request: OpenAIRequest) -> HttpFailure:
-    """What is wrong with a constraint, under the field that the client sent: to vLLM all are structured_outputs."""
+    """What is wrong under the field that the client sent: to vLLM all constraints are structured_outputs, for one."""
+    if request.endpoint == "responses" and failure.param in _OF_RESPONSES:
+        return replace(failure, param=_OF_RESPONSES[failure.param])
     if failure.param is None or not failure.param.startswith(CONSTRAINT) or CONSTRAINT in request.body:
         return failure
-    sent = next((name for name in ("response_format", "tools") if name in request.body), failure.param)
+    sent = next((name for name in ("response_format", "text", "tools") if name in request.body), failure.param)
     return replace(failure, param=sent)
 
 
 async def _parts(result: Any, request: OpenAIRequest, replica_id: str) -> AsyncGenerator[OpenAIHead | str, None]:
     if isinstance(result, AsyncGenerator):
-        async with aclosing(result), aclosing(_events(result, request, replica_id)) as events:
+        texts = texts_of(result) if request.endpoint == "responses" else result
+        async with aclosing(result), aclosing(texts), aclosing(_events(texts, request, replica_id)) as events:
             async for event in events:
                 yield event
     elif isinstance(result, ErrorResponse):
@@ -246,8 +280,8 @@ async def _events(
     events: AsyncGenerator[str, None], request: OpenAIRequest, replica_id: str
 ) -> AsyncGenerator[OpenAIHead | str, None]:
     """vLLM begins a stream before the engine has seen its request: an error in place of the first event becomes the
-    status. An error after that is an event."""
-    started = False
+    status. An error after that is an event. Whether it writes errors or raises them is the endpoint's."""
+    sent = 0
     try:
         while True:
             async with asyncio.timeout(request.seconds_left()):
@@ -256,25 +290,29 @@ async def _events(
                 return
             if event.startswith(_ERROR_EVENT):
                 failure = _by_its_name(_failure_in(event, request.request_id), request)
-                if started:
-                    yield failure.event()
-                    return
-                if failure.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                if not sent and failure.status == HTTPStatus.SERVICE_UNAVAILABLE:
                     raise ReplicaLost(replica_id, failure.message)
-                yield OpenAIHead(failure.status)
-                yield json.dumps(failure.body())
-                return
-            if not started:
-                started = True
+                break
+            if not sent:
                 yield OpenAIHead(200, EVENTS)
+            sent += 1
             yield event
     except TimeoutError:
         failure = timed_out(request.request_id)
-        if started:
-            yield failure.event()
-        else:
-            yield OpenAIHead(failure.status)
-            yield json.dumps(failure.body())
+    except ReplicaLost:
+        raise
+    except (EngineDeadError, RetryableRequestError) as error:
+        lost = ReplicaLost(replica_id, str(error))
+        if not sent:
+            raise lost from None
+        failure = failure_of(lost, request.request_id)
+    except Exception as error:  # noqa: BLE001 - the client gets a status and a sentence, the log the rest
+        failure = _by_its_name(_failure_of(error, request.request_id), request)
+    if sent:
+        yield failure.event_of(request.endpoint, sent)
+    else:
+        yield OpenAIHead(failure.status)
+        yield json.dumps(failure.body())
 
 
 def _failure_in(event: str, request_id: str) -> HttpFailure:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from outrider.actors.replica_calls import BYTES_PER_TOKEN, GenerationRequest, OpenAIRequest
+from outrider.actors.replica_calls import (
+    BYTES_PER_TOKEN,
+    GENERATING,
+    GenerationRequest,
+    OpenAIRequest,
+    spoken_in_response,
+)
 
 USUAL_ANSWER_TOKENS = 256
 """Expected of an answer whose length is not limited, and the most that is expected of one that is."""
@@ -52,7 +58,7 @@ def profile(args: Sequence[Any]) -> RoutedRequest | None:
     request = args[0] if args else None
     if isinstance(request, GenerationRequest):
         return _of_generation(request)
-    if isinstance(request, OpenAIRequest) and request.endpoint in ("chat", "completions"):
+    if isinstance(request, OpenAIRequest) and request.endpoint in GENERATING:
         return _of_openai(request)
     return None
 
@@ -86,16 +92,17 @@ def _of_openai(request: OpenAIRequest) -> RoutedRequest:
     answers = _at_least_one(body.get("n"))
     if request.endpoint == "chat":
         fingerprint, tokens = _chat(_spoken(body.get("messages")), body.get("tools"))
+    elif request.endpoint == "responses":
+        fingerprint, tokens = _chat(spoken_in_response(body), body.get("tools"))
     else:
         prompts = _prompts(body.get("prompt"))
         answers *= max(1, len(prompts))
         fingerprint = _completion_fingerprint(prompts[0]) if prompts else ()
         tokens = sum(len(prompt) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt) for prompt in prompts)
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
     return RoutedRequest(
         with_adapter(fingerprint, request.adapter),
         tokens,
-        answers * _answer_tokens(limit),
+        answers * _answer_tokens(request.max_tokens),
         options.get("num_speculative_tokens") != 0,
         frozenset(request.avoid_replicas),
     )

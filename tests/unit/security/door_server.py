@@ -32,6 +32,7 @@ from outrider.v1 import generation_pb2_grpc as rpc
 ENDPOINTS: dict[str, Any] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
     "/detokenize": "detokenize",
 }
 

@@ -190,6 +190,7 @@ def test_whose_a_request_is(rig):
     with owners.hold("r-1", ci), owners.hold("r-1", narrow), owners.hold("chatcmpl-r-2", narrow):
         assert owners.owns("r-1", "ci")
         assert owners.owns("chatcmpl-r-1", "ci")
+        assert owners.owns("resp_r-1", "ci")
         assert owners.owns("cmpl-r-1-0", "ci")
         assert owners.owns("r-1", "narrow") is False, "who came second under the same id is refused elsewhere"
         assert owners.owns("r-2", "ci") is False

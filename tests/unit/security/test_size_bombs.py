@@ -163,6 +163,7 @@ def test_commas_in_a_text_are_no_values(bounded: Server, text: str) -> None:
         ("/v1/completions", "stop", "s" * (6 * MIB)),
         ("/v1/completions", "bad_words", ["b" * (6 * MIB)]),
         ("/v1/completions", "bad_words", ["b"] * 200_000),
+        ("/v1/responses", "stop_token_ids", ["no id"] * 100_000),
         ("/v1/chat/completions", "logit_bias", {str(number): 1 for number in range(100_000)}),
         ("/detokenize", "tokens", [1] * 200_000),
     ],

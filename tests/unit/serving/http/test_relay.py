@@ -101,6 +101,27 @@ def test_a_stream_that_breaks_says_so():
     assert target.calls[0].cancelled
 
 
+def test_a_responses_stream_that_breaks_says_so_as_such_streams_do():
+    target = Target([EVENTS, "event: a\ndata: 1\n\n", ActorDiedError()])
+    response = client(target).post("/v1/responses", json={"input": "a", "stream": True})
+    _, broken, rest = response.text.split("\n\n")
+    assert rest == ""
+    name, data = broken.split("\n")
+    body = json.loads(data.removeprefix("data: "))
+    assert (name, body["type"], body["sequence_number"], body["error"]["code"]) == ("event: error", "error", 1, 503)
+    assert target.requests[0].endpoint == "responses"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "resp_1"), ("DELETE", "resp_1"), ("POST", "resp_1/cancel"), ("GET", "resp_1/input_items")],
+)
+def test_no_response_is_stored(method, path):
+    answer = client(Target()).request(method, f"/v1/responses/{path}")
+    assert (answer.status_code, error(answer)["param"]) == (404, "response_id")
+    assert "not stored here" in error(answer)["message"]
+
+
 @pytest.mark.parametrize(
     ("raised", "status"),
     [

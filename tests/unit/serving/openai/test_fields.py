@@ -6,10 +6,14 @@ import typing
 
 import pytest
 from openai.types import completion_create_params
+from openai.types import responses as openai_responses
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params, response_format_text_json_schema_config_param
+from openai.types.shared_params import Reasoning
 from vllm.entrypoints.generate.base import protocol as generate_protocol
 from vllm.entrypoints.openai.chat_completion import protocol as chat_protocol
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -18,22 +22,16 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 from vllm.renderers import chat_utils
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
-from outrider.actors.serving.openai.fields import (
-    BY_ENDPOINT,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    TOKENIZE,
-    Label,
-    Refused,
-    Works,
-)
+from outrider.actors.serving.openai.door import BY_ENDPOINT
+from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, Label, Refused, Works
 from outrider.actors.serving.openai.fields_reference import PATH, render
+from outrider.actors.serving.openai.responses_fields import INPUT_ITEMS, RESPONSES, TEXT_PARTS, TOOLS
 
 CHAT_MODEL = chat_protocol.ChatCompletionRequest
 MODELS = {
     "chat": (CHAT_MODEL,),
     "completions": (CompletionRequest,),
+    "responses": (ResponsesRequest,),
     "tokenize": (TokenizeCompletionRequest, TokenizeChatRequest),
     "detokenize": (DetokenizeRequest,),
 }
@@ -78,6 +76,7 @@ def test_what_works_is_a_field_of_vllms(endpoint):
     [
         (CHAT, chat_create_params.CompletionCreateParamsBase),
         (COMPLETIONS, completion_create_params.CompletionCreateParamsBase),
+        (RESPONSES, response_create_params.ResponseCreateParamsBase),
     ],
 )
 def test_every_field_of_openais_has_a_rule(rules, parameters):
@@ -119,19 +118,54 @@ def test_every_kind_of_content_part_has_rules():
     assert wanted - set(inner("messages", "content")) == set()
 
 
+OF_RESPONSES = {
+    "text": (RESPONSES["text"].inner, openai_responses.ResponseTextConfigParam),
+    "text.format": (
+        RESPONSES["text"].inner["format"].inner,
+        response_format_text_json_schema_config_param.ResponseFormatTextJSONSchemaConfigParam,
+    ),
+    "reasoning": (RESPONSES["reasoning"].inner, Reasoning),
+    "input message": (INPUT_ITEMS["message"], openai_responses.EasyInputMessageParam),
+    "an answer's message": (INPUT_ITEMS["message"], openai_responses.ResponseOutputMessageParam),
+    "function_call": (INPUT_ITEMS["function_call"], openai_responses.ResponseFunctionToolCallParam),
+    "function_call_output": (
+        INPUT_ITEMS["function_call_output"],
+        openai_responses.response_input_param.FunctionCallOutput,
+    ),
+    "custom_tool_call": (INPUT_ITEMS["custom_tool_call"], openai_responses.ResponseCustomToolCallParam),
+    "custom_tool_call_output": (
+        INPUT_ITEMS["custom_tool_call_output"],
+        openai_responses.ResponseCustomToolCallOutputParam,
+    ),
+    "reasoning item": (INPUT_ITEMS["reasoning"], openai_responses.ResponseReasoningItemParam),
+    "input_text": (TEXT_PARTS["input_text"], openai_responses.ResponseInputTextParam),
+    "output_text": (TEXT_PARTS["output_text"], openai_responses.ResponseOutputTextParam),
+    "refusal": (TEXT_PARTS["refusal"], openai_responses.ResponseOutputRefusalParam),
+    "function": (TOOLS["function"], openai_responses.FunctionToolParam),
+    "custom": (TOOLS["custom"], openai_responses.CustomToolParam),
+}
+
+
+@pytest.mark.parametrize("name", OF_RESPONSES)
+def test_every_key_inside_a_response_has_a_rule(name):
+    rules, parameters = OF_RESPONSES[name]
+    assert keys(parameters) - set(rules) == set()
+
+
 def test_neutral_values_are_vllms_defaults():
-    """A client that sends vLLM's own default asks for nothing."""
+    """A client that sends vLLM's own default asks for nothing; but for ``store``, by which it asks for what there is
+    not: vLLM takes and ignores it."""
     for endpoint, models in MODELS.items():
         for model in models:
             for name, field in model.model_fields.items():
                 rule = BY_ENDPOINT[endpoint][name]
                 if isinstance(rule, Refused) and not field.is_required():
                     default = field.get_default(call_default_factory=True)
-                    assert default is None or default in rule.neutral, name
+                    assert default is None or default in rule.neutral or name == "store", name
 
 
 def test_rules_have_reasons():
-    for rules in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE):
+    for rules in (*BY_ENDPOINT.values(), *INPUT_ITEMS.values(), *TEXT_PARTS.values(), *TOOLS.values()):
         for name, rule in rules.items():
             assert not isinstance(rule, Refused) or rule.reason, name
             assert not isinstance(rule, Label) or rule.note, name

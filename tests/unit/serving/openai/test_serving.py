@@ -22,6 +22,8 @@ from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+FINISHED = "stop"
+"""What a script's last output says."""
 
 
 class Llm:
@@ -58,7 +60,7 @@ class Llm:
                 text = text + step if whole else step
                 last = number == len(self.script)
                 if last or not whole:
-                    yield output(prompt, request_id, text, "stop" if last else None)
+                    yield output(prompt, request_id, text, FINISHED if last else None)
         finally:
             self.open -= 1
 
@@ -305,7 +307,7 @@ async def test_tokenize_models_and_schema(serving):
     assert (await whole(serving, "detokenize", {"tokens": [5000]}))[0] == 400
     assert [card["id"] for card in (await whole(serving, "models", {}))[1]["data"]] == ["tiny"]
     assert (await whole(serving, "models", {"id": "tiny"}))[1]["id"] == "tiny"
-    assert "/v1/completions" in (await whole(serving, "openapi", {}))[1]["paths"]
+    assert {"/v1/completions", "/v1/responses"} <= (await whole(serving, "openapi", {}))[1]["paths"].keys()
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,26 @@ def test_grpc_and_http_look_the_same(grpc, http):
     assert (grpc.fingerprint, grpc.prompt_tokens) == (http.fingerprint, http.prompt_tokens)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"instructions": MESSAGES[0]["content"], "input": TEXT},
+        {"input": MESSAGES},
+        {"input": [MESSAGES[0], {"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]},
+    ],
+)
+def test_a_response_looks_like_the_chat_it_is(body):
+    chat, response = over_http("chat", messages=MESSAGES), over_http("responses", **body, max_output_tokens=9)
+    assert (response.fingerprint, response.prompt_tokens) == (chat.fingerprint, chat.prompt_tokens)
+    assert response.answer_tokens == 9
+
+
+def test_what_tools_said_is_part_of_a_response():
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "a" * 40}
+    output = {"type": "function_call_output", "call_id": "c", "output": "b" * 39}
+    assert over_http("responses", input=[call, output]).prompt_tokens == 20
+
+
 def test_tools_are_part_of_the_beginning():
     tools = [{"type": "function", "function": {"name": "f"}}]
     with_tools = over_http("chat", messages=MESSAGES, tools=tools)
