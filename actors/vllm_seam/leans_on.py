@@ -20,7 +20,6 @@ _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _RAY = "vllm.v1.executor.ray_executor_v2"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
 
@@ -39,14 +38,6 @@ REPLICA = Table(
             f"{_LLM}.generate",
             "CheckedEngine and tracing stand in front of it",
             takes=("trace_headers", "reasoning_ended"),
-        ),
-        Borrowed(
-            f"{_RESPONSES}.responses_full_generator", "adds acceptance, and that nothing is stored, to its answer"
-        ),
-        Borrowed(
-            f"{_RESPONSES}._convert_generation_error_to_streaming_response",
-            "raises the error, which is then told as any other",
-            takes=("e",),
         ),
         Borrowed(
             "vllm.v1.engine.input_processor:InputProcessor.speculative_config",
