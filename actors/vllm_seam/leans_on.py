@@ -21,7 +21,6 @@ _RAY = "vllm.v1.executor.ray_executor_v2"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
 
@@ -44,14 +43,6 @@ REPLICA = Table(
         Borrowed(f"{_LLM}.add_lora", "adapters", exactly=("lora_request",)),
         Borrowed(f"{_LLM}.remove_lora", "likewise", exactly=("lora_id",)),
         Borrowed("vllm.lora.request:LoRARequest", "likewise", also=("lora_name", "lora_int_id", "lora_path")),
-        Borrowed(
-            f"{_RESPONSES}.responses_full_generator", "adds acceptance, and that nothing is stored, to its answer"
-        ),
-        Borrowed(
-            f"{_RESPONSES}._convert_generation_error_to_streaming_response",
-            "raises the error, which is then told as any other",
-            takes=("e",),
-        ),
         Borrowed(
             "vllm.v1.engine.input_processor:InputProcessor.speculative_config",
             "nulled: vLLM refuses min_p and logit_bias under speculation by it, which our sampler knows (vllm#42744)",

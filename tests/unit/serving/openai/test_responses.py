@@ -7,11 +7,14 @@ import json
 
 import pytest
 from openai.types.responses import ResponseErrorEvent
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.replica_calls import Deadline, OpenAIRequest, ReplicaLost, TokensUsed
 from outrider.actors.serving.openai.door import to_openai_request
+from outrider.actors.serving.openai.responses import ResponsesServing
 from outrider.actors.serving.openai.serving import OpenAIServing
 from tests.unit.serving.openai import test_serving as scripted
 from tests.unit.serving.openai.test_serving import answer, configuration, whole
@@ -273,3 +276,10 @@ async def test_closing_between_two_events_ends_the_engines_request(serving, llm)
     for _ in range(10):
         await asyncio.sleep(0)
     assert llm.open == 0
+
+
+def test_what_is_overridden_is_vllms_still():
+    """Else its answers would lack what is added there."""
+    ours = {name for name, value in vars(ResponsesServing).items() if callable(value)}
+    assert ours
+    assert ours <= vars(OpenAIServingResponses).keys() | vars(GenerateBaseServing).keys()
