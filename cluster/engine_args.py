@@ -121,8 +121,8 @@ OWNED: dict[Side, tuple[Withheld, ...]] = {
 REFUSED: dict[Side, tuple[Withheld, ...]] = {
     "target": (
         Withheld(
-            ("pipeline_parallel_size", "prefill_context_parallel_size"),
-            "a model is split over tensor-parallel ranks only; set target.tensor_parallel_size",
+            ("prefill_context_parallel_size",),
+            "a model is split over ranks by its layers and their widths alone; set target.tensor_parallel_size",
         ),
         Withheld(_ADAPTERS, "a request has no way to name an adapter; merge it into the checkpoint"),
         Withheld(_MEDIA, "requests are text, pictures and sound are refused at the door; leave it out"),
@@ -190,6 +190,10 @@ _DRAFTERS_OWN = (
 )  # fmt: skip
 
 _DRAFTERS_REFUSED = (
+    Withheld(
+        ("pipeline_parallel_size",),
+        "a drafter is split over tensor-parallel ranks only; set drafter.tensor_parallel_size",
+    ),
     Withheld(
         ("tokenizer", "tokenizer_mode", "tokenizer_revision", "renderer_num_workers"),
         "a drafter reads and writes token ids, the target's; leave it out",

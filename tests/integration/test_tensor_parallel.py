@@ -1,15 +1,7 @@
 """Target and drafter each with their own tensor-parallel degree: the tokens are those of transformers, and of one plain
 vLLM engine."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-from tests import plain_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -18,20 +10,9 @@ NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def plain(models):
+def plain(plain_vllm):
     """The plain engine's answers."""
-    arguments = [str(models.target), json.dumps(PROMPTS), str(NUM_TOKENS)]
-    done = subprocess.run(
-        [sys.executable, plain_engine.__file__, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return plain_vllm(PROMPTS, NUM_TOKENS)
 
 
 def check(deployment, answers=None):
