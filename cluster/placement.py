@@ -158,8 +158,8 @@ def _field(resource: str, num_replicas: int) -> str:
 def _fix(resource: str) -> str:
     if resource == "GPU":
         return (
-            "lower the tensor_parallel_size of target or drafter, or target.pipeline_parallel_size, or add GPUs to the "
-            "cluster"
+            "lower the tensor_parallel_size of target or drafter, or target.pipeline_parallel_size, "
+            "or add GPUs to the cluster"
         )
     return "lower it, or start Ray with more (`ray start --num-cpus`)"
 
