@@ -232,11 +232,27 @@ REFUSED["drafter"] = (*REFUSED["target"], *_DRAFTERS_REFUSED)
 
 RUN_HERE: dict[Side, frozenset[str]] = {
     "target": frozenset(
-        {"block_size", "enable_chunked_prefill", "hf_overrides", "load_format", "prefix_caching_hash_algo"}
+        {
+            "block_size",
+            "enable_chunked_prefill",
+            "hf_overrides",
+            "kv_cache_dtype",
+            "load_format",
+            "prefix_caching_hash_algo",
+        }
     ),
     "drafter": frozenset({"load_format", "num_gpu_blocks_override"}),
 }
 """What engines under test run with. No test of Outrider's has run an engine with any other that is passed on."""
+
+
+NOT_ON_CPU: dict[str, str] = {
+    "enable_expert_parallel": (
+        "vLLM's CPU kernels do not ask which experts a rank holds, and read beyond them: a segmentation fault with the "
+        "first request; leave it out on CPU"
+    ),
+}
+"""Passed on where there are GPUs. Argument -> what becomes of an engine on CPU, which vLLM starts with it."""
 
 
 @cache
