@@ -69,8 +69,35 @@ class TargetConfig(EngineConfig):
     tokenizer: str | None = None
     """Tokenizer directory or hub id. None: the model's own."""
 
-    async_scheduling: bool = True
-    """Schedule a step while the one before it runs. The tokens are the same either way."""
+    pipeline_parallel_size: int = Field(1, ge=1)
+    """Stages that the layers are split over, of tensor_parallel_size ranks each, all on one node. One step is in them
+    at a time: [architecture.md](architecture.md#pipeline-stages)."""
+
+    async_scheduling: bool | None = None
+    """Schedule a step while the one before it runs. The tokens are the same either way. None: true, but false with
+    several pipeline stages, which cannot."""
+
+    @model_validator(mode="after")
+    def _stages_run_one_step_at_a_time(self) -> TargetConfig:
+        if self.async_scheduling and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling: true does not go with pipeline_parallel_size ({self.pipeline_parallel_size}) above "
+                "1: a step is scheduled when all stages are done with the one before it; leave it out"
+            )
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def verifier_rank(self) -> int:
+        """The first of the last stage, where the logits are."""
+        return self.num_ranks - self.tensor_parallel_size
+
+    @property
+    def schedules_ahead(self) -> bool:
+        return self.pipeline_parallel_size == 1 if self.async_scheduling is None else self.async_scheduling
 
     lora: LoraConfig | None = None
     """A mapping: LoRA adapters, one of which a request may name ([lora.md](lora.md)). None: a name is refused."""
@@ -404,6 +431,12 @@ class OutriderConfig(Section):
                         f"{name}.{key} ({getattr(section, key)}) is about drafter actors and has no effect on "
                         "drafter.placement: co_located, where vLLM's own runner and sampler work; leave it out"
                     )
+        if self.target.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"target.pipeline_parallel_size ({self.target.pipeline_parallel_size}) must be 1 where the drafter is "
+                "co_located: vLLM's runner has its drafter on the last stage, and looks for it on every one; set "
+                "placement: with_target, or target.tensor_parallel_size"
+            )
         size, ranks = drafter.draft_tensor_parallel_size, self.target.tensor_parallel_size
         if size not in (None, 1, ranks):
             raise ValueError(
@@ -486,6 +519,8 @@ def _unknown_key(parts: list[str]) -> str:
         )
     if section == ["drafter"] and key == "lora":
         return "adapters are a draft model's in a drafter actor (method: draft_model); remove it"
+    if section == ["drafter"] and key == "pipeline_parallel_size":
+        return "a drafter is split over tensor-parallel ranks only; set drafter.tensor_parallel_size"
     if section == ["drafter"] and key in CoLocatedConfig.model_fields:
         return (
             "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"

@@ -28,7 +28,7 @@ from outrider.cluster.config import (
     TargetConfig,
 )
 from outrider.cluster.config_section import EngineConfig
-from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, reason_against, schema
+from outrider.cluster.engine_args import NOT_ON_CPU, OWNED, REFUSED, RUN_HERE, reason_against, schema
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.lora_config import DraftLoraConfig
 from outrider.cluster.scaling_config import PoolScalingConfig
@@ -158,6 +158,10 @@ vLLM and Outrider's worker, scheduler and executor agree on it is not known. Com
 What an argument makes vLLM do, such as the ports that a connector of `kv_transfer_config` opens or code that
 `model_class_overrides` names, no limit, key or check of Outrider's stands before ([security.md](security.md)).
 
+On CPU `kv_cache_dtype: fp8` takes an x86 with AVX-512 or AMX, and heads whose size 32 divides; elsewhere vLLM's
+attention ends the engine as it starts, and says so. Answers are those of plain vLLM with it, drafts or not, and others
+than with keys and values as they were.
+
 This page is written from the code (`python -m outrider.cluster.config_reference`), and tests hold it, and the types,
 against the installed vLLM.
 """
@@ -181,7 +185,10 @@ def _engine_args_rows(model: type[EngineConfig]) -> Iterator[str]:
     passed = [name for name in names if name not in own and reason_against(side, name) is None]
     run = [name for name in passed if name in RUN_HERE[side]]
     yield _row("passed on", run, "engines under test run with it")
-    yield _row("passed on", [name for name in passed if name not in run], "never run")
+    yield _row("passed on", [name for name in passed if name not in run and name not in NOT_ON_CPU], "never run")
+    for name in passed:
+        if name in NOT_ON_CPU:
+            yield _row("passed on, refused on CPU", [name], f"never run; {NOT_ON_CPU[name]}")
     yield _row("own key", own, f"write it into `{side}` itself")
     shown = set(own)
     for outcome, table in (("Outrider's", OWNED), ("refused", REFUSED)):

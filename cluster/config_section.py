@@ -99,9 +99,14 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _one_core_set_a_rank(self) -> EngineConfig:
-        if self.cores is not None and len(self.cores) != self.tensor_parallel_size:
+        if self.cores is not None and len(self.cores) != self.num_ranks:
             raise ValueError(
-                f"cores lists {len(self.cores)} sets for {self.tensor_parallel_size} ranks; "
-                "give one set of cores per tensor-parallel rank, or leave cores out"
+                f"cores lists {len(self.cores)} sets for {self.num_ranks} ranks; "
+                "give one set of cores per rank, or leave cores out"
             )
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the model is split over."""
+        return self.tensor_parallel_size

@@ -124,8 +124,8 @@ OWNED: dict[Side, tuple[Withheld, ...]] = {
 REFUSED: dict[Side, tuple[Withheld, ...]] = {
     "target": (
         Withheld(
-            ("pipeline_parallel_size", "prefill_context_parallel_size"),
-            "a model is split over tensor-parallel ranks only; set target.tensor_parallel_size",
+            ("prefill_context_parallel_size",),
+            "a model is split over ranks by its layers and their widths alone; set target.tensor_parallel_size",
         ),
         Withheld(
             ("default_mm_loras", "enable_tower_connector_lora"),
@@ -203,6 +203,10 @@ _DRAFTERS_REFUSED = (
         "a draft model's adapters run as vLLM runs them by default; leave it out",
     ),
     Withheld(
+        ("pipeline_parallel_size",),
+        "a drafter is split over tensor-parallel ranks only; set drafter.tensor_parallel_size",
+    ),
+    Withheld(
         ("tokenizer", "tokenizer_mode", "tokenizer_revision", "renderer_num_workers"),
         "a drafter reads and writes token ids, the target's; leave it out",
     ),
@@ -240,11 +244,27 @@ REFUSED["drafter"] = (*REFUSED["target"], *_DRAFTERS_REFUSED)
 
 RUN_HERE: dict[Side, frozenset[str]] = {
     "target": frozenset(
-        {"block_size", "enable_chunked_prefill", "hf_overrides", "load_format", "prefix_caching_hash_algo"}
+        {
+            "block_size",
+            "enable_chunked_prefill",
+            "hf_overrides",
+            "kv_cache_dtype",
+            "load_format",
+            "prefix_caching_hash_algo",
+        }
     ),
     "drafter": frozenset({"load_format", "num_gpu_blocks_override"}),
 }
 """What engines under test run with. No test of Outrider's has run an engine with any other that is passed on."""
+
+
+NOT_ON_CPU: dict[str, str] = {
+    "enable_expert_parallel": (
+        "vLLM's CPU kernels do not ask which experts a rank holds, and read beyond them: a segmentation fault with the "
+        "first request; leave it out on CPU"
+    ),
+}
+"""Passed on where there are GPUs. Argument -> what becomes of an engine on CPU, which vLLM starts with it."""
 
 
 @cache

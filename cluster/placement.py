@@ -1,11 +1,10 @@
 """Where a replica's processes run: the bundles of its placement group, what ranks are called, and their CPU cores.
 
 Bundle 0 of a placement group is the replica's own, then come the target's and the drafter's; a drafter of a pool has a
-group of its own. All ranks of a model share
-one bundle, because Ray never splits one over nodes: tensor parallelism is worth nothing over a network, and PACK alone
-would split ranks where nodes are partly taken. On CPU each rank has a set of cores in it, whose ids are the operating
-system's. Planning is pure, and plans are plain data that travel to the executor; ``bind_to`` and ``thread_environment``
-apply a plan to one process.
+group of its own. All ranks of a model, those of all its pipeline stages, share one bundle, because Ray never splits one
+over nodes: tensor parallelism is worth nothing over a network, and PACK alone would split ranks where nodes are partly
+taken. On CPU each rank has a set of cores in it, whose ids are the operating system's. Planning is pure, and plans are
+plain data that travel to the executor; ``bind_to`` and ``thread_environment`` apply a plan to one process.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class ReplicaPlacement:
 
     bundles: tuple[Bundle, ...]
     target_bundle_indices: tuple[int, ...]
-    """By target rank, all the same; rank 0 is the verifier."""
+    """By target rank, all the same."""
 
     drafter_bundle_indices: tuple[int, ...]
     """By drafter rank, all the same; empty without a drafter."""
@@ -69,7 +68,7 @@ def placement_of(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | Non
     owned = remote.tensor_parallel_size if remote and not remote.pooled else 0
     return ReplicaPlacement(
         bundles=({"CPU": 1.0}, target, *([drafter] if owned else [])),
-        target_bundle_indices=(1,) * config.target.tensor_parallel_size,
+        target_bundle_indices=(1,) * config.target.num_ranks,
         drafter_bundle_indices=(2,) * owned,
     )
 
@@ -87,7 +86,7 @@ def pool_placement_of(
 
 def _bundles(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None) -> tuple[Bundle, Bundle]:
     """Of all of the target's ranks, and of all of the drafter's."""
-    ranks = config.target.tensor_parallel_size
+    ranks = config.target.num_ranks
     remote = config.remote_drafter
     drafter_ranks = remote.tensor_parallel_size if remote else 0
     if on_gpu:
@@ -136,9 +135,10 @@ def check_cluster_can_hold(
         if not any(all(node.get(name, 0.0) >= count for name, count in bundle.items()) for node in node_resources):
             needs = " and ".join(f"{count:g} {name}s" for name, count in bundle.items())
             ranks = f"{len(indices)} {section} rank{'s' if len(indices) > 1 else ''}"
+            lower = "lower it or target.pipeline_parallel_size" if section == "target" else "lower it"
             raise ConfigError(
                 f"{section}.tensor_parallel_size: {ranks} on one node need {needs} there, which no node of the cluster "
-                "has; lower it, or add a node that does"
+                f"has; {lower}, or add a node that does"
             )
 
 
@@ -157,7 +157,10 @@ def _field(resource: str, num_replicas: int) -> str:
 
 def _fix(resource: str) -> str:
     if resource == "GPU":
-        return "lower the tensor_parallel_size of target or drafter, or add GPUs to the cluster"
+        return (
+            "lower the tensor_parallel_size of target or drafter, or target.pipeline_parallel_size, "
+            "or add GPUs to the cluster"
+        )
     return "lower it, or start Ray with more (`ray start --num-cpus`)"
 
 
@@ -185,7 +188,7 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class CorePlan:
-    """One set of cores per rank, in rank order. Both tuples hold the config's tensor_parallel_size entries."""
+    """One set of cores per rank, in rank order. Both tuples hold as many as the config has ranks."""
 
     target: tuple[Cores, ...]
     drafter: tuple[Cores, ...] = ()
@@ -221,7 +224,7 @@ def plan_cores(config: OutriderConfig, available: Sequence[int]) -> CorePlan:
             f"drafter.cores: {_listed(shared)} also in target.cores; give target and drafter different cores, "
             "or leave one of the two out"
         )
-    target_ranks = config.target.tensor_parallel_size
+    target_ranks = config.target.num_ranks
     drafter_ranks = drafter.tensor_parallel_size if drafter else 0
     warnings: list[str] = []
 

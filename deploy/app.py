@@ -344,7 +344,7 @@ def drafters(config: OutriderConfig) -> dict[str, Any]:
         return {"num_replicas": drafter.num_drafters}
     # A look-up drafter has none.
     own = drafter.tensor_parallel_size if isinstance(drafter, DraftModelConfig) else 0
-    accelerators = own / config.target.tensor_parallel_size
+    accelerators = own / config.target.num_ranks
     return {"autoscaling_config": serve_pool_autoscaling(drafter.autoscaling, accelerators, config.serving.app_name)}
 
 
@@ -394,4 +394,6 @@ def _pool(drafter: ActorConfig) -> str:
 
 def _engine(engine: EngineConfig) -> str:
     given = "".join(f", {name}: {value}" for name, value in engine.engine_args.items())
-    return f"tensor parallel {engine.tensor_parallel_size}{given}"
+    stages = engine.num_ranks // engine.tensor_parallel_size
+    piped = f" x pipeline parallel {stages}" if stages > 1 else ""
+    return f"tensor parallel {engine.tensor_parallel_size}{piped}{given}"

@@ -419,7 +419,7 @@ def memory_needed(config: OutriderConfig) -> tuple[int, list[str]]:
         needed += (weights or 0) * (2 if engine.dtype == "float32" else 1)
     for engine in {id(engine): engine for _, _, engine in parts}.values():
         kv = engine.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-        needed += engine.tensor_parallel_size * (kv + RUNTIME_BYTES)
+        needed += engine.num_ranks * (kv + RUNTIME_BYTES)
     return needed * config.serving.least_replicas + OTHERS_BYTES, unknown
 
 

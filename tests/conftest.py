@@ -4,7 +4,8 @@ those that ask by name, a deployment that is shared with every other test that a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 DEPLOYMENTS = (
     "pair", "ngram_pair", "small_kv", "co_located", "two_replicas", "both_tp2",
     "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2", "pool", "adapters", "adapters_tp2",
+    "stages",
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
@@ -50,7 +52,7 @@ either command."""
 
 IN_FULL_RUNS_ONLY = {
     "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "adapters",
-    "adapters_tp2", "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain",
+    "adapters_tp2", "stages", "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain",
     "test_served_distribution", "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
 """Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
@@ -188,6 +190,20 @@ def wide_drafter(deployments: Deployments) -> Deployment:
 def target_tp2(deployments: Deployments) -> Deployment:
     """A target of two ranks, a drafter of one."""
     return deployments.use("target_tp2")
+
+
+@pytest.fixture(scope="session")
+def plain_vllm(models: Models) -> Callable[..., list[list[int]]]:
+    """Greedy tokens of one plain vLLM engine of the target, as `plain_engine.greedy_tokens`."""
+    from tests.plain_engine import greedy_tokens
+
+    return partial(greedy_tokens, models.target)
+
+
+@pytest.fixture
+def stages(deployments: Deployments) -> Deployment:
+    """A target of two pipeline stages with two ranks each and little KV cache, a drafter of one rank."""
+    return deployments.use("stages")
 
 
 @pytest.fixture

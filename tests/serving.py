@@ -210,6 +210,17 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         },
         "both_tp2": {"target": target_of_two, "drafter": drafter_of_two, **patient},
         "target_tp2": {"target": target_of_two, "drafter": draft_model, **patient},
+        # Four ranks, and KV for a few hundred tokens a request: 16 blocks of 128.
+        "stages": {
+            "target": {
+                **target_of_two,
+                "pipeline_parallel_size": 2,
+                "kv_cache_memory_bytes": 1 << 19,
+                "max_num_batched_tokens": 96,
+            },
+            "drafter": draft_model,
+            **patient,
+        },
         "drafter_tp2": {"target": engine(models.target), "drafter": drafter_of_two, **patient},
     }
 

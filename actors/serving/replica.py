@@ -318,8 +318,9 @@ class Target:
         runner = {} if self._config.co_located is not None else V1_RUNNER
         os.environ.update(runner)
         cores = self._cores("target")
-        names = [f"Verifier:{self._replica}"]
-        names += [f"TargetRank-{rank}:{self._replica}" for rank in range(1, self._config.target.tensor_parallel_size)]
+        target = self._config.target
+        names = [f"TargetRank-{rank}:{self._replica}" for rank in range(target.num_ranks)]
+        names[target.verifier_rank] = f"Verifier:{self._replica}"
         ranks = RankPlacement(
             self._address,
             names,

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
 from outrider.actors.vllm_seam.engine_args_schema import checked
+from outrider.actors.vllm_seam.stages import StagedVllmConfig
 from outrider.cluster.answer_parsers import AUTO, Parsers
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import check_build_drafts
@@ -85,9 +86,11 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
         if parsers.reasoning is not None:
             vllm_config.structured_outputs_config.reasoning_parser = parsers.reasoning
     kind = "Async" if vllm_config.scheduler_config.async_scheduling else ""
-    if config.co_located is None and config.target.async_scheduling:
+    if config.co_located is None and config.target.schedules_ahead:
         kind = "Ahead"
         vllm_config.__class__ = AheadVllmConfig
+    elif config.target.pipeline_parallel_size > 1:
+        vllm_config.__class__ = StagedVllmConfig
     vllm_config.scheduler_config.scheduler_cls = f"outrider.actors.vllm_seam.scheduler.{kind}RoundScheduler"
     return vllm_config
 
@@ -96,6 +99,7 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     """vLLM's engine arguments for the target, but for where its ranks run, and for what is chosen by the checkpoint.
     Raises ConfigError for a co-located method that this build does not have."""
     args = _common(config.target)
+    args["pipeline_parallel_size"] = config.target.pipeline_parallel_size
     args["tokenizer"] = config.target.tokenizer
     if (lora := config.target.lora) is not None:
         args |= _lora_arguments(lora.max_loras, lora.max_lora_rank)
@@ -114,7 +118,7 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     if config.co_located is not None:
         check_build_drafts(config.co_located, gpu=on_gpu())
         args["speculative_config"] = config.co_located.speculative_config(config.num_speculative_tokens)
-        if not config.target.async_scheduling:  # else vLLM decides: not every method of its own can
+        if not config.target.schedules_ahead:  # else vLLM decides: not every method of its own can
             args["async_scheduling"] = False
         return args
     args["worker_cls"] = "outrider.actors.vllm_seam.target_worker.TargetWorker"

@@ -23,9 +23,10 @@ from pydantic.json_schema import GenerateJsonSchema
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from outrider.cluster.config_section import ConfigError
-from outrider.cluster.engine_args import SCHEMA_PATH
+from outrider.cluster.engine_args import NOT_ON_CPU, SCHEMA_PATH
 from outrider.cluster.installed import installed_version
 
 
@@ -61,6 +62,8 @@ def checked(section: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"{section}.engine_args.{name}: the installed vLLM {version} has no such argument; remove it"
             )
+        if value and name in NOT_ON_CPU and current_platform.is_cpu():
+            raise ConfigError(f"{section}.engine_args.{name}: {NOT_ON_CPU[name]}")
         try:
             made = TypeAdapter(types()[name]).validate_python(value)
         except ValidationError as error:

@@ -136,7 +136,7 @@ REPLICA = Table(
         Borrowed("vllm.config:SchedulerConfig.scheduler_cls", "set to ours, by its path"),
         Borrowed(
             "vllm.config:VllmConfig.max_concurrent_batches",
-            "overridden (the configuration's __class__ is rewritten): two steps are in flight",
+            "overridden (the configuration's __class__ is rewritten): two steps are in flight, or one in all stages",
             read_by=("vllm.v1.engine.core:EngineCore.__init__",),
         ),
         Borrowed("vllm.config:ParallelConfig", "set", also=("placement_group", "distributed_executor_backend")),
@@ -278,6 +278,13 @@ SCHEDULER = Table(
             "what was counted ahead of a request is taken back",
             also=("spec_token_ids", "num_computed_tokens", "num_output_placeholders"),
         ),
+        Borrowed(
+            f"{_SCHEDULER}._make_cached_request_data",
+            "overridden: stages before the last one hear of every accepted token",
+            read_by=(f"{_SCHEDULER}.schedule",),
+        ),
+        Borrowed(f"{_SCHEDULER}.use_pp", "whether there are any"),
+        Borrowed("vllm.v1.request:Request.all_token_ids", "these tokens"),
         Borrowed(f"{_SCHEDULER}.finish_requests", "ends late requests", takes=("request_ids", "finished_status")),
         Borrowed(
             f"{_SCHEDULER}.grammar_compile_error_reqs",
@@ -424,7 +431,7 @@ STRUCTURED_OUTPUT = Table(
 
 TARGET_RANK = Table(
     PROJECT,
-    "actors/vllm_seam/target_runner.py, target_sampler.py and target_worker.py",
+    "actors/vllm_seam/target_runner.py, target_sampler.py, target_worker.py and stages.py",
     (
         Borrowed(
             f"{_WORKER}.model_runner",
@@ -506,6 +513,35 @@ TARGET_RANK = Table(
             also=("input_batch", "sampler", "discard_request_mask", "device", "requests"),
         ),
         Borrowed(_BATCH, "the step's requests", also=("req_ids", "sampling_metadata")),
+        Borrowed(
+            _BATCH,
+            "set: accepted tokens, on stages before the last one",
+            also=("req_id_to_index", "token_ids_cpu", "is_token_ids", "num_tokens_no_spec"),
+        ),
+        Borrowed(
+            "vllm.v1.core.sched.output:CachedRequestData.new_token_ids",
+            "cut to what it was, where accepted tokens were put before it",
+            read_by=(f"{_RUNNER}._update_states",),
+        ),
+        Borrowed(
+            "vllm.v1.worker.gpu_input_batch:CachedRequestState",
+            "what a stage knows of a request",
+            also=("num_tokens", "output_token_ids"),
+        ),
+        Borrowed(
+            f"{_RUNNER}.drafter",
+            "set on stages before the last one: vLLM makes none there",
+            read_by=(f"{_RUNNER}._build_attention_metadata",),
+        ),
+        Borrowed(
+            f"{_RUNNER}.intermediate_tensors",
+            "made where vLLM has not: what a stage gets from the one before it",
+            read_by=(f"{_RUNNER}.sync_and_gather_intermediate_tensors",),
+        ),
+        Borrowed(_RUNNER, "its size", also=("max_num_tokens", "num_spec_tokens", "model", "model_config")),
+        Borrowed(
+            "vllm.distributed.parallel_state:GroupCoordinator", "a rank's stage", also=("is_first_rank", "is_last_rank")
+        ),
         Borrowed(
             f"{_BATCH}.generators",
             "emptied: vLLM would wind a seeded one back, which torch refuses on CPU",

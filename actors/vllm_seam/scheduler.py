@@ -22,6 +22,7 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.round.scheduling import Deadlines, FairOrder, prefill_threshold
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.ahead import DraftSlots
+from outrider.actors.vllm_seam.stages import StagedScheduling
 from outrider.actors.vllm_seam.structured_outputs import guard
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class GrammarScheduling(_Scheduler):
         return outputs
 
 
-class RoundScheduler(GrammarScheduling, RoundScheduling, FairScheduling, Scheduler):
+class RoundScheduler(GrammarScheduling, RoundScheduling, StagedScheduling, FairScheduling, Scheduler):
     """Of an engine that schedules one step at a time."""
 
 

@@ -1,6 +1,7 @@
 """The round in vLLM's model runner: which of its events become which of `Round`'s, and nothing else.
 
-Rank 0 is the Verifier: it alone chooses tokens, and every rank takes its committed ids by broadcast, in every step.
+The Verifier, the first rank of the last pipeline stage, alone chooses tokens. Every rank of that stage takes its
+committed ids by broadcast, in every step; those of the stages before it hear of them with the next step (stages.py).
 Only names that vLLM's engine or runner calls are overridden here, of vLLM 0.32's first model runner
 (``VLLM_USE_V2_MODEL_RUNNER=0``); what they do is in ``actors/round/``.
 """
@@ -13,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
 from outrider.actors.observability.logs import about
 from outrider.actors.round.round import UNUSABLE, Arrival, Round, Step
 from outrider.actors.verification.batch import Status
-from outrider.actors.vllm_seam import ahead
+from outrider.actors.vllm_seam import ahead, stages
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class RoundRunner:
     """Mixed in front of the platform's model runner, see TargetWorker.init_device."""
 
     round: Round | None
-    """None on every rank but 0."""
+    """None on every rank but the Verifier."""
 
     num_prompt_logprobs: dict[str, int]
     """vLLM's: of the requests whose prompts' are asked for."""
@@ -48,6 +49,9 @@ class RoundRunner:
             self.round.begin(step)
         if self._runs_ahead and step.num_tokens:
             self._put_right(scheduler_output, step)
+        if not get_pp_group().is_last_rank:
+            cached, most = scheduler_output.scheduled_cached_reqs, self.num_spec_tokens  # type: ignore[attr-defined]
+            stages.catch_up(cached, self.requests, self.input_batch, most)  # type: ignore[attr-defined]
         started = time.perf_counter()
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         step.target_s += time.perf_counter() - started

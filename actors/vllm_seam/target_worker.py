@@ -11,7 +11,7 @@ from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
 from outrider.actors.round.teaching import Teaching
 from outrider.actors.verification.likeliest import likeliest
-from outrider.actors.vllm_seam import leans_on
+from outrider.actors.vllm_seam import leans_on, stages
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.spared_batches import spare_batches
 from outrider.actors.vllm_seam.target_runner import RoundRunner
@@ -33,7 +33,8 @@ class RemoteProposer:
 
 
 class TargetWorker(worker_class()):  # type: ignore[misc]
-    """One rank of the target. Rank 0, the Verifier, also holds the Round and keeps its link."""
+    """One rank of the target. The Verifier, the first of the last pipeline stage, also holds the Round and keeps its
+    link."""
 
     def init_device(self) -> None:
         leans_on.TARGET_RANK.check()
@@ -45,10 +46,12 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         self._sampler: TargetSampler | None = None
         self._round: Round | None = None
         self._keeper: LinkKeeper | None = None
-        if self.rank == 0:
+        if self.rank == config.target.verifier_rank:
             self._sampler = TargetSampler(self.vllm_config, runner.sampler, self.device)
             self._round = self._make_round(config, self._sampler)
-        runner.install(self._round, config.target.async_scheduling)
+        runner.install(self._round, config.target.schedules_ahead)
+        if self.vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
+            runner.drafter = RemoteProposer(self.vllm_config)  # vLLM makes it on the last stage, and looks on every one
         if self._round is not None and config.remote_drafter is not None:
             vocab_size, k = self.model_config.get_vocab_size(), config.num_speculative_tokens
             self._keeper = LinkKeeper(
@@ -107,6 +110,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
+        stages.make_room_between(self.model_runner)
         if self._sampler is not None and self._round is not None:
             deployment = self._round.deployment
             drafts = deployment.num_speculative_tokens
@@ -122,13 +126,13 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         return True
 
     def round_status(self) -> dict[str, Any] | None:
-        """Rank 0: the rounds' and the link's status, in plain values. None elsewhere, and without a drafter."""
+        """Verifier: the rounds' and the link's status, in plain values. None elsewhere, and without a drafter."""
         if self._keeper is None or self._round is None:
             return None
         return {"rounds": self._round.status(), "link": self._keeper.status()}
 
     def round_metrics(self) -> dict[str, Any] | None:
-        """Rank 0: what is exported of rounds and link, in plain values. None elsewhere, and without a drafter."""
+        """Verifier: what is exported of rounds and link, in plain values. None elsewhere, and without a drafter."""
         if self._keeper is None or self._round is None:
             return None
         return {"rounds": self._round.metrics(), "link": self._keeper.status()}

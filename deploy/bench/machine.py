@@ -66,7 +66,7 @@ def check_memory(config: OutriderConfig, speculate: bool, available: int) -> Non
 
 def _engine_bytes(engine: EngineConfig) -> int:
     kv = engine.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-    return _weight_bytes(engine) + kv * engine.tensor_parallel_size + ENGINE_BYTES
+    return _weight_bytes(engine) + kv * engine.num_ranks + ENGINE_BYTES
 
 
 def _weight_bytes(engine: EngineConfig) -> int:

@@ -167,7 +167,7 @@ class InProcess:
 
     def units(self) -> int:
         if self._cores is None:
-            return self._config.target.tensor_parallel_size
+            return self._config.target.num_ranks
         return len({core for rank in self._cores for core in rank})
 
     def rounds(self) -> pb.RoundStatistics | None:
@@ -275,6 +275,4 @@ def server_units(config: OutriderConfig, gpu: bool) -> int:
     if not gpu:
         return len(server_cores(config))
     drafter = config.drafter
-    return config.target.tensor_parallel_size + (
-        drafter.tensor_parallel_size if isinstance(drafter, DraftModelConfig) else 0
-    )
+    return config.target.num_ranks + (drafter.tensor_parallel_size if isinstance(drafter, DraftModelConfig) else 0)

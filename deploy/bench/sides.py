@@ -120,6 +120,7 @@ def engine_arguments(config: OutriderConfig, k: int | None, compile_models: bool
     """
     target, drafter = config.target, config.drafter
     arguments = target.model_dump(exclude={"cores"})  # every other key is vLLM's
+    arguments["async_scheduling"] = target.schedules_ahead
     if compile_models:
         arguments["enforce_eager"] = False
     if k is None:

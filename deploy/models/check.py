@@ -50,6 +50,16 @@ def _splits(heads: Any, kv_heads: Any, width: Any, ranks: int) -> bool:
     return even and (not isinstance(kv_heads, int) or kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
+def check_pipeline(document: ModelJson, pipeline_parallel_size: int) -> None:
+    """Raise ConfigError where a pipeline stage of the target would have no layer."""
+    layers = text_model(document).get("num_hidden_layers")
+    if isinstance(layers, int) and layers < pipeline_parallel_size:
+        raise ConfigError(
+            f"target.pipeline_parallel_size: {pipeline_parallel_size} stages, and the {layers} layers "
+            f"(num_hidden_layers) of target.model are too few for one each; set {layers} or fewer"
+        )
+
+
 def check_vocabularies(
     target: ModelJson, drafter: ModelJson, tokens: tuple[Mapping[str, int] | None, Mapping[str, int] | None]
 ) -> None:
@@ -158,6 +168,7 @@ def check_models(config: OutriderConfig) -> None:
     """
     target = read_model_json(config.target, "target")
     check_tensor_parallel(target, config.target.tensor_parallel_size, "target")
+    check_pipeline(target, config.target.pipeline_parallel_size)
     _check_length(target, config.target.max_model_len, "target")
     check_adapters(config)
     if config.co_located is not None:

@@ -16,7 +16,7 @@ from openai import OpenAI
 from safetensors.torch import load_file, save_file
 
 from outrider.deploy.client.sync_client import OutriderError
-from tests.plain_engine import plain_answers
+from tests.plain_engine import greedy_tokens
 from tests.reference import GREEDY, Coupled
 from tests.serving import HANG_GUARD_S, drafted, num_accepted, num_draft_tokens, wait_until
 from tests.tiny_models import build_tiny_adapter
@@ -60,7 +60,7 @@ def test_the_adapters_answer_differently(adapters):
 
 def test_greedy_answers_are_plain_vllm_s(adapters):
     paths = [None if name is None else adapters.models.adapters[name] for _, name in BATCH]
-    plain = plain_answers(adapters.models.target, [prompt for prompt, _ in BATCH], NUM_TOKENS, paths)
+    plain = greedy_tokens(adapters.models.target, [prompt for prompt, _ in BATCH], NUM_TOKENS, paths)
     for (prompt, name), answer, expected in zip(BATCH, ask_all(adapters, GREEDY), plain, strict=True):
         reference(adapters, name).check(prompt, answer.token_ids, expected, label=f"plain vLLM, {name}")
 

@@ -3,8 +3,6 @@ vLLM engine."""
 
 import pytest
 
-from tests.plain_engine import plain_answers
-
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPTS = [list(b"Two ranks, one answer"), list(b"z"), list(b"Sharded heads see halves of everything. " * 3)]
@@ -12,9 +10,9 @@ NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def plain(models):
+def plain(plain_vllm):
     """The plain engine's answers."""
-    return plain_answers(models.target, PROMPTS, NUM_TOKENS)
+    return plain_vllm(PROMPTS, NUM_TOKENS)
 
 
 def check(deployment, answers=None):

@@ -62,6 +62,23 @@ def test_drafter_is_told_apart_by_method() -> None:
             "speculation.num_speculative_tokens.*found 33",
         ),
         (tree(target={"model": "t", "tensor_parallel_size": 0}), "target.tensor_parallel_size.*found 0"),
+        (tree(target={"model": "t", "pipeline_parallel_size": 0}), "target.pipeline_parallel_size.*found 0"),
+        (
+            tree(target={"model": "t", "pipeline_parallel_size": 2, "async_scheduling": True}),
+            r"target.async_scheduling: true does not go with pipeline_parallel_size \(2\).*leave it out",
+        ),
+        (
+            tree(target={"model": "t", "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "cores": [[0], [1]]}),
+            "target: cores lists 2 sets for 4 ranks",
+        ),
+        (
+            tree(drafter={"method": "draft_model", "model": "d", "pipeline_parallel_size": 2}),
+            "drafter.pipeline_parallel_size: .*set drafter.tensor_parallel_size",
+        ),
+        (
+            tree(target={"model": "t", "engine_args": {"pipeline_parallel_size": 2}}),
+            "target.engine_args.pipeline_parallel_size: .*write it as target.pipeline_parallel_size",
+        ),
         (tree(target={"model": "t", "dtype": "float64"}), "target.dtype.*float32"),
         (tree(target={"model": "t", "gpu_memory_utilization": float("nan")}), "target.gpu_memory_utilization"),
         (tree(target={"model": "t", "cores": [[0], [1]]}), "target: cores lists 2 sets for 1 ranks"),
@@ -95,6 +112,23 @@ def test_drafter_is_told_apart_by_method() -> None:
 def test_wrong_fields_are_named(data: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(data)
+
+
+@pytest.mark.parametrize(
+    ("target", "ranks", "verifier", "ahead"),
+    [
+        ({}, 1, 0, True),
+        ({"tensor_parallel_size": 4}, 4, 0, True),
+        ({"async_scheduling": False}, 1, 0, False),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6, 4, False),
+        ({"pipeline_parallel_size": 2, "async_scheduling": False}, 2, 1, False),
+    ],
+)
+def test_the_verifier_is_the_first_rank_of_the_last_stage(
+    target: dict[str, Any], ranks: int, verifier: int, ahead: bool
+) -> None:
+    section = parse_config({"target": {"model": "t", **target}}).target
+    assert (section.num_ranks, section.verifier_rank, section.schedules_ahead) == (ranks, verifier, ahead)
 
 
 def test_every_wrong_field_is_listed_at_once() -> None:

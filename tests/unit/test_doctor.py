@@ -98,8 +98,9 @@ def test_memory_is_weights_kv_and_runtime_of_every_rank_and_replica(checkpoint):
     wide = config(checkpoint, target={"kv_cache_memory_bytes": GIB, "dtype": "float32"})
     assert doctor.memory_needed(wide)[0] == needed + size, "two bytes a weight on disk, four in memory"
     ranks = config(checkpoint, target={"kv_cache_memory_bytes": GIB, "tensor_parallel_size": 2})
+    stages = config(checkpoint, target={"kv_cache_memory_bytes": GIB, "pipeline_parallel_size": 2})
     more = config(checkpoint, target={"kv_cache_memory_bytes": GIB}, serving={"num_replicas": 2})
-    for bigger in (ranks, more):
+    for bigger in (ranks, stages, more):
         assert doctor.memory_needed(bigger)[0] > needed + GIB
     pair = config(
         checkpoint, target={"kv_cache_memory_bytes": GIB}, drafter={"method": "draft_model", "model": "org/d"}

@@ -102,6 +102,11 @@ def test_what_is_not_written_is_left_to_vllm():
     }
 
 
+def test_a_co_located_drafter_has_no_pipeline():
+    with pytest.raises(ConfigError, match=r"target.pipeline_parallel_size \(2\) must be 1.*co_located"):
+        parse_config({"target": {"model": "t", "pipeline_parallel_size": 2}, "drafter": co_located("ngram")})
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [

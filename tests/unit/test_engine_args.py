@@ -155,6 +155,13 @@ def test_the_line_that_serve_and_doctor_show_has_them() -> None:
     assert text == "t (tensor parallel 1), drafted for by d (tensor parallel 1, kv_cache_dtype: fp8)"
 
 
+def test_the_line_that_serve_and_doctor_show_has_the_stages() -> None:
+    target = {"model": "t", "tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    assert describe(parse_config({"target": target})) == (
+        "t (tensor parallel 2 x pipeline parallel 3), without a drafter"
+    )
+
+
 def test_an_override_of_the_checkpoint_keeps_them(tmp_path: Path, outrider_home: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("target: {model: org/m, engine_args: {block_size: 64}}")

@@ -25,6 +25,18 @@ def test_ranks_of_a_model_share_a_bundle_which_ray_never_splits_over_nodes() -> 
     assert placement.strategy == "PACK", "target and drafter may sit on different nodes"
 
 
+def test_so_do_the_ranks_of_all_pipeline_stages() -> None:
+    target = {"model": "t", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    config = parse_config({"target": target, "drafter": {"method": "ngram"}})
+    placement = placement_of(config, on_gpu=True)
+    assert placement.bundles[1] == {"GPU": 4.0, "CPU": 4.0}
+    assert placement.target_bundle_indices == (1, 1, 1, 1)
+    plan = plan_cores(config, range(9))
+    assert (plan.target, plan.drafter) == (((0, 1), (2, 3), (4, 5), (6, 7)), ((8,),))
+    with pytest.raises(ConfigError, match=r"4 target ranks on one node.*lower it or target\.pipeline_parallel_size"):
+        check_cluster_can_hold(placement, 1, [{"GPU": 2.0, "CPU": 9.0}] * 2)
+
+
 def test_an_ngram_drafter_takes_no_gpu() -> None:
     placement = placement_of(config(method="ngram"), on_gpu=True)
     assert placement.total("GPU") == 1

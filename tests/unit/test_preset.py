@@ -12,6 +12,7 @@ from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.models.check import (
     check_draft_vocab_size,
     check_models,
+    check_pipeline,
     check_same_size,
     check_same_tokens,
     check_tensor_parallel,
@@ -160,6 +161,14 @@ def test_drafter_option_without_a_drafter_section(tmp_path: Path) -> None:
     file.write_text("target: {model: some/model}")
     with pytest.raises(ConfigError, match="the drafter section is missing"):
         resolve_config(str(file), Overrides(drafter="some/drafter"))
+
+
+def test_every_pipeline_stage_has_a_layer() -> None:
+    document = {**LLAMA, "num_hidden_layers": 3}
+    check_pipeline(document, 3)
+    check_pipeline(LLAMA, 1)
+    with pytest.raises(ConfigError, match=r"target\.pipeline_parallel_size: 4 stages, and the 3 layers.*3 or fewer"):
+        check_pipeline({"text_config": document}, 4)
 
 
 def test_tensor_parallel_that_splits_is_accepted() -> None:

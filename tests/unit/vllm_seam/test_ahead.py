@@ -1,7 +1,7 @@
 """Steps that are scheduled ahead and put right: by themselves, and with vLLM's scheduler against ranks made of a book.
 
 The ranks here keep what vLLM's runner keeps (a request's tokens, and which of them have their KV) and check each step
-against it; the next token is a function of all tokens before it, so a wrong position anywhere changes the answer.
+against it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from outrider.actors.round.request import Deployment
 from outrider.actors.round.request import Request as RoundRequest
@@ -30,11 +27,7 @@ from outrider.actors.vllm_seam.engine_args import target_vllm_config
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import RankPlacement
 from tests.tiny_models import build_tiny_llama
-
-K = 4
-EOS = 7
-MAX_MODEL_LEN = 64
-BLOCK_SIZE = 4
+from tests.unit.vllm_seam.book import EOS, MAX_MODEL_LEN, K, ask, make_scheduler, next_token
 
 
 def step(counts: dict[str, int], slots: dict[str, int], cached: dict[str, int]) -> SchedulerOutput:
@@ -82,14 +75,6 @@ def test_masks_are_those_of_the_rows_that_there_are():
     fit = ahead.fit_mask(grammar, {"a": 4, "gone": 1, "b": 1}, {"a": [1, 2], "b": [3]})
     assert fit.grammar_bitmask[:, 0].tolist() == [0, 1, 2, 5, 7, 8]
     assert fit.structured_output_request_ids == ["a", "gone", "b"]
-
-
-def next_token(tokens: list[int]) -> int:
-    """Of a model that reads all of them. One token in twelve ends the answer."""
-    mixed = 0
-    for token in tokens:
-        mixed = (mixed * 31 + token * 17 + 5) % 1_000_003
-    return EOS if mixed % 12 == 0 else 10 + mixed % 90
 
 
 def answer(prompt: list[int], max_tokens: int) -> list[int]:
@@ -197,23 +182,6 @@ def vllm_config(tmp_path_factory):
     made = target_vllm_config(config, RankPlacement("local", ["Verifier:test"], [0], None, {}), None)
     assert made.max_concurrent_batches == 2
     return made
-
-
-def make_scheduler(vllm_config: Any, blocks: int) -> Any:
-    vllm_config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return vllm_config.scheduler_config.get_scheduler_cls()(
-        vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-        structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=BLOCK_SIZE,
-        log_stats=False,
-    )
-
-
-def ask(number: int, prompt: list[int], max_tokens: int, **ours: Any) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[EOS], extra_args={"outrider": ours})
-    return Request(f"r{number}", prompt, params, None)
 
 
 def serve(scheduler: Any, rank: Rank, requests: list[Request], chance: random.Random, aborts: int = 0) -> Any:

@@ -78,11 +78,16 @@ def test_mappings_become_vllms_own_configurations_and_nothing_else_changes():
         ({"kv_cache_dtype": "fp9"}, r"target\.engine_args\.kv_cache_dtype: Input should be 'auto'"),
         ({"attention_config": {"backend": "FLASH"}}, r"target\.engine_args\.attention_config\.backend: "),
         ({"compilation_config": {"mode": "FAST"}}, r"target\.engine_args\.compilation_config\.mode: "),
+        ({"enable_expert_parallel": True}, r"target\.engine_args\.enable_expert_parallel: .*leave it out on CPU"),
     ],
 )
 def test_vllms_own_types_have_the_last_word(arguments, message):
     with pytest.raises(ConfigError, match=message):
         checked("target", arguments)
+
+
+def test_what_is_not_for_cpus_may_be_switched_off_there():
+    assert checked("target", {"enable_expert_parallel": False}) == {"enable_expert_parallel": False}
 
 
 def test_they_reach_the_targets_engine(checkpoint):

@@ -13,7 +13,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from outrider.actors.vllm_seam import ahead, executor, leans_on, scheduler, target_engine
+from outrider.actors.vllm_seam import ahead, executor, leans_on, scheduler, stages, target_engine
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.cluster.borrowed import Table
 from outrider.cluster.config import ConfigError
@@ -50,6 +50,8 @@ def test_what_is_overridden_is_listed():
         (scheduler.GrammarScheduling, Scheduler),
         (ahead.DraftSlots, AsyncScheduler),
         (ahead.AheadVllmConfig, VllmConfig),
+        (stages.StagedScheduling, Scheduler),
+        (stages.StagedVllmConfig, VllmConfig),
         (target_engine.RoundOutputProcessor, OutputProcessor),
         (target_engine._Recorder, StatLoggerBase),
         (RoundRunner, GPUModelRunner),

@@ -149,6 +149,7 @@ class Runner(RoundRunner, Stock): ...
 @pytest.fixture
 def runner(monkeypatch):
     monkeypatch.setattr(target_runner, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(target_runner, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
     return Runner()
 
 
