@@ -37,6 +37,10 @@ class LearningConfig(Section):
     max_text_tokens: int = Field(384, ge=2 * TAUGHT_AT_ONCE, le=32_768)
     """Longest text that is trained on: a part of an answer, and what stands before it."""
 
+    general: str | None = Field(None, min_length=1)
+    """Directory of texts by `outrider distill` (OUT/texts), the target's answers: a quarter of a batch is of these, and
+    no version serves that has lost on some of them. Without it a drafter forgets what its traffic does not hold."""
+
     held_out: float = Field(0.125, ge=0.01, le=0.5)
     """Share of the conversations that is never trained on. Versions are compared on these."""
 

@@ -45,7 +45,7 @@ FOLDERS = ("ingress", "page")
 
 FIRST_HALF = {
     "pair", "small_kv", "co_located", "no_drafter", "wide_target", "wide_drafter", "test_drain", "test_draft_engine",
-    "pool",
+    "pool", "adapters", "adapters_tp2",
 }  # fmt: skip
 """What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long, in
 either command."""
@@ -53,7 +53,7 @@ either command."""
 IN_FULL_RUNS_ONLY = {
     "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "adapters",
     "adapters_tp2", "stages", "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain",
-    "test_served_distribution", "test_tenants", "test_tls", "test_vllm_bench",
+    "test_openai_responses", "test_served_distribution", "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
 """Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
 all of them are marked exhaustive."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.actors.learning.draft_models import freeze
 from outrider.actors.learning.gate import Difference, Verdict, judge
 from outrider.actors.learning.lessons import Taught
-from outrider.actors.learning.replay import Replay
+from outrider.actors.learning.replay import HELD_TEXTS, Replay
 from outrider.actors.learning.text import Text
 from outrider.actors.learning.train import Recipe, Trainer
 from outrider.cluster.learning_config import LearningConfig
@@ -79,19 +79,30 @@ class Learner:
         *,
         dtype: torch.dtype,
         kept_dtype: torch.dtype,
+        general: Sequence[Text] = (),
         seed: int = 0,
     ) -> None:
-        """drafter: float32, on its device. dtype: of its forward pass in training. kept_dtype: of the checkpoint."""
+        """drafter: float32, on its device. dtype: of its forward pass in training. kept_dtype: of the checkpoint.
+        general: texts to keep to, see LearningConfig."""
         self._settings, self._kept_dtype = settings, kept_dtype
         recipe = Recipe(seed, settings.learning_rate, settings.batch_size, own_share=0.0)
         self._trainer = Trainer(drafter, None, freeze(drafter, dtype), recipe, dtype, None)
         self._vocab_size = int(drafter.get_output_embeddings().weight.shape[0])
+        # Every so many of them are never trained on.
+        self._held_general = list(general)[:: max(round(1 / settings.held_out), 2)][:HELD_TEXTS]
+        held = set(map(id, self._held_general))
         self._replay: Replay[Text] = Replay(
-            settings.recent_tokens, settings.past_tokens, settings.max_text_tokens, settings.held_out, seed
+            settings.recent_tokens,
+            settings.past_tokens,
+            settings.max_text_tokens,
+            settings.held_out,
+            seed,
+            [text for text in general if id(text) not in held],
         )
         self._lock = threading.Lock()
         self._seen = Counts()
         self._serving = Learnt(Version(secrets.token_hex(4), 0), self._rounded())
+        self._started_from = self._serving.tensors
         self._previous: Learnt | None = None
         self._last_verdict: Verdict | None = None
         self._since_reset = 0
@@ -163,7 +174,9 @@ class Learner:
             verdict = Verdict(False, "not_finite")
         else:
             verdict = judge(
-                self._difference(candidate, serving.tensors, recent), self._difference(candidate, serving.tensors, past)
+                self._difference(candidate, serving.tensors, recent),
+                self._difference(candidate, serving.tensors, past),
+                self._difference(candidate, self._started_from, self._held_general) if self._held_general else None,
             )
         with self._lock:
             self._last_verdict = verdict
@@ -172,10 +185,12 @@ class Learner:
                 self._publish(candidate, verdict, serving)
             else:
                 self._seen.refused[verdict.reason] = self._seen.refused.get(verdict.reason, 0) + 1
+        # What gains on one thing and loses on another is trained on: it may come to lose nothing.
+        gains = verdict.recent is not None and verdict.recent.is_gain
         worse = verdict.recent is not None and verdict.recent.is_loss
         if verdict.adopted:
             logger.info("version %d serves: %s", self.serving.version.number, _said(verdict))
-        elif worse or verdict.reason in ("not_finite", "forgets"):
+        elif worse or verdict.reason == "not_finite" or (verdict.reason == "forgets" and not gains):
             logger.warning("what was learned is not used, and forgotten: %s", _said(verdict))
             self._go_back_to(serving.tensors)
 
@@ -251,7 +266,7 @@ def _text(part: Taught) -> Text:
 def _said(verdict: Verdict) -> str:
     parts = [
         f"{what} {difference.mean:+.4f} ± {difference.margin:.4f} on {difference.texts} texts"
-        for what, difference in (("recent", verdict.recent), ("past", verdict.past))
+        for what, difference in (("recent", verdict.recent), ("past", verdict.past), ("general", verdict.general))
         if difference is not None
     ]
     return ", ".join([verdict.reason, *parts])

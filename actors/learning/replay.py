@@ -1,7 +1,8 @@
 """Texts that are kept to train on, and those that versions are compared on. Pure.
 
 Training on the latest traffic alone forgets what came before, so half of a batch is a fair sample of everything seen
-so far (reservoir sampling, Vitter 1985). Of some conversations nothing is ever trained on.
+so far (reservoir sampling, Vitter 1985), and general texts where there are some. Of some conversations nothing is ever
+trained on.
 """
 
 from __future__ import annotations
@@ -33,9 +34,18 @@ class Reservoir(Generic[T]):
 
 
 class Replay(Generic[T]):
-    def __init__(self, recent_tokens: int, past_tokens: int, text_tokens: int, held_out: float, seed: int = 0) -> None:
+    def __init__(
+        self,
+        recent_tokens: int,
+        past_tokens: int,
+        text_tokens: int,
+        held_out: float,
+        seed: int = 0,
+        general: Sequence[T] = (),
+    ) -> None:
         """text_tokens: of a text, at most; what is kept of the past is counted in texts of so many. held_out: share of
-        the conversations."""
+        the conversations. general: texts that stay, whatever comes."""
+        self._general = general
         self._chance = random.Random(seed)
         self._recent: deque[tuple[T, int]] = deque()
         self._recent_tokens, self._held_out = recent_tokens, held_out
@@ -63,12 +73,14 @@ class Replay(Generic[T]):
             self._num_recent_tokens -= self._recent.popleft()[1]
 
     def batch(self, size: int) -> list[T]:
-        """Half of them recent. Empty while there is nothing."""
+        """Half of them recent, a quarter general where there are such. Empty while nothing has come."""
         if not self._recent:
             return []
         recent: Sequence[tuple[T, int]] = self._recent
         chosen = [self._chance.choice(recent)[0] for _ in range((size + 1) // 2)]
-        return chosen + [self._chance.choice(self._past.kept) for _ in range(size // 2)]
+        num_general = size // 4 if self._general else 0
+        chosen += [self._chance.choice(self._general) for _ in range(num_general)]
+        return chosen + [self._chance.choice(self._past.kept) for _ in range(size // 2 - num_general)]
 
     def held_recent(self, since: int = 0) -> list[T]:
         """The latest that are not trained on; since: of those that were added when num_held_out was that or more."""

@@ -10,9 +10,9 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -22,7 +22,11 @@ from outrider.actors.learning.versions import VersionStore
 from outrider.actors.observability.logs import configure as configure_logging
 from outrider.actors.shared_actor import IdleLife
 from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.cluster.placement import bind_to
+
+if TYPE_CHECKING:
+    from outrider.actors.learning.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,11 @@ class DrafterTrainer:
         base = local_copy(model, revision)
         drafter = load(base, torch.float32, "cuda" if gpu else "cpu")
         self._learner = Learner(
-            drafter, settings, dtype=torch.bfloat16 if gpu else torch.float32, kept_dtype=_written_as(base)
+            drafter,
+            settings,
+            dtype=torch.bfloat16 if gpu else torch.float32,
+            kept_dtype=_written_as(base),
+            general=general_texts(settings.general, settings.max_text_tokens),
         )
         self._store: VersionStore | None = None
         if settings.directory is not None:
@@ -106,6 +114,20 @@ class DrafterTrainer:
         except OSError as error:
             self._store_failures += 1
             logger.error("drafter.learn.directory: version %d is not kept: %s", serving.version.number, error)
+
+
+def general_texts(directory: str | None, max_text_tokens: int) -> list[Text]:
+    """Those that are short enough, with as many of the target's likeliest tokens as lessons have. They may be greedy or
+    drawn, so they are measured as if drawn. Raises OSError and what safetensors raises."""
+    from outrider.actors.learning.text import read_texts
+
+    files = [] if directory is None else sorted(Path(directory).expanduser().glob("batch-*.safetensors"))
+    return [
+        replace(text, top_ids=text.top_ids[:, :TAUGHT_TOP], top_log_p=text.top_log_p[:, :TAUGHT_TOP])
+        for file in files
+        for text in read_texts(file, sample=1)
+        if len(text.ids) <= max_text_tokens
+    ]
 
 
 def local_copy(model: str, revision: str | None) -> Path:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -33,6 +34,19 @@ class Text:
 
     top_log_p: torch.Tensor
     """float32, likewise."""
+
+
+def read_texts(file: Path, sample: int = 0) -> Iterator[Text]:
+    """Of a file as `outrider distill` keeps them. sample: see Text. Raises OSError, SafetensorError and KeyError."""
+    from safetensors.torch import load_file
+
+    kept = load_file(file)
+    lengths, starts = kept["lengths"].tolist(), kept["starts"].tolist()
+    ids = kept["ids"].long().split(lengths)
+    answers = [length - start for length, start in zip(lengths, starts, strict=True)]
+    tops = kept["top_ids"].long().split(answers), kept["top_log_p"].float().split(answers)
+    for prompt, text, start, *top in zip(kept["prompts"].tolist(), ids, starts, *tops, strict=True):
+        yield Text(prompt, sample, text, start, *top)
 
 
 def padded(texts: Sequence[Text], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

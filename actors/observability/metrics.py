@@ -336,7 +336,7 @@ def _add_learning(families: Families, learning: Mapping[str, Any]) -> None:
                 families.add(name, where[key])
     for reason, count in trainer.get("refused", {}).items():
         families.add("outrider:learning_refused_total", count, reason=reason)
-    for texts in ("recent", "past"):
+    for texts in ("recent", "past", "general"):
         if (difference := (trainer.get("last_verdict") or {}).get(texts)) is not None:
             families.add("outrider:learning_gain", difference["mean"], texts=texts)
 

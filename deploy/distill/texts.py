@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning.draft_models import end_tokens
 from outrider.actors.learning.loss import head
-from outrider.actors.learning.text import TOP, Text, answer_positions, padded
+from outrider.actors.learning.text import TOP, Text, answer_positions, padded, read_texts
 from outrider.cluster.whole_files import UNFINISHED, whole_file
 
 if TYPE_CHECKING:
@@ -86,15 +86,7 @@ class TextStore:
             save_file(tensors, file)
 
     def load(self, job: Job) -> Iterator[Text]:
-        from safetensors.torch import load_file
-
-        kept = load_file(self._file(job))
-        lengths, starts = kept["lengths"].tolist(), kept["starts"].tolist()
-        ids = kept["ids"].long().split(lengths)
-        answers = [length - start for length, start in zip(lengths, starts, strict=True)]
-        tops = kept["top_ids"].long().split(answers), kept["top_log_p"].float().split(answers)
-        for prompt, text, start, *top in zip(kept["prompts"].tolist(), ids, starts, *tops, strict=True):
-            yield Text(prompt, job.sample, text, start, *top)
+        return read_texts(self._file(job), job.sample)
 
     def _file(self, job: Job) -> Path:
         file = self._directory / f"batch-{job.number:06d}.safetensors"

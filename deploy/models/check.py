@@ -246,6 +246,13 @@ def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
             "drafter.learn: serving.tenant_isolation keeps what one key's answers say from all others, and a drafter "
             "that learned from them would tell; leave one of the two out"
         )
+    if (general := config.drafter.learn.general) is not None and not any(
+        Path(general).expanduser().glob("batch-*.safetensors")
+    ):
+        raise ConfigError(
+            f"drafter.learn.general: {general} holds no texts (batch-*.safetensors); give the directory texts of what "
+            "`outrider distill` wrote, or leave it out"
+        )
     if (directory := config.drafter.learn.directory) is not None:
         path = Path(directory).expanduser()
         if path.exists() and not (path.is_dir() and os.access(path, os.W_OK)):

@@ -22,6 +22,7 @@ from outrider.actors.learning.draft_models import load
 from outrider.actors.learning.learner import Learner
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.rounds import Tally, walk
+from outrider.actors.learning.service import general_texts
 from outrider.actors.learning.text import Text
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.link.messages import TAUGHT_TOP
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=192, help="of each domain")
     parser.add_argument("--batch", type=int, default=16, help="answers that come together")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--general", help="texts of outrider distill, see drafter.learn.general")
     parser.add_argument("--learn", type=json.loads, default={}, help="drafter.learn, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.png")
     args = parser.parse_args()
@@ -68,7 +70,8 @@ def main() -> None:
     target, tokenizer = load(args.target, torch.float32, "cpu"), load_tokenizer(args.target)
     drafter = load(args.drafter, torch.float32, "cpu")
     settings = LearningConfig(**args.learn)
-    learner = Learner(drafter, settings, dtype=torch.float32, kept_dtype=torch.bfloat16)
+    general = general_texts(args.general, settings.max_text_tokens)
+    learner = Learner(drafter, settings, dtype=torch.float32, kept_dtype=torch.bfloat16, general=general)
     start = learner.serving.tensors
     rows: list[dict[str, Any]] = []
     seen: dict[str, list[Text]] = {}

@@ -1,5 +1,7 @@
 """Learning on a tiny model: what is better serves, and nothing else ever does."""
 
+import copy
+import dataclasses
 import random
 import threading
 
@@ -43,9 +45,10 @@ def drafter(seed=0):
     return model
 
 
-def learner(**changes):
+def learner(general=(), model=None, **changes):
     settings = {"learning_rate": 3e-3, "steps_per_version": 30, "passes": 100.0, **changes}
-    return Learner(drafter(), LearningConfig(**settings), dtype=torch.float32, kept_dtype=torch.float32)
+    types = {"dtype": torch.float32, "kept_dtype": torch.float32}
+    return Learner(model or drafter(), LearningConfig(**settings), general=general, **types)
 
 
 def follows(token, rule):
@@ -64,6 +67,16 @@ def taught(number, rule=5, greedy=True, length=24):
     top = np.stack([likely, (likely + 1) % VOCAB], 1).astype(np.int32)
     log_p = np.log(np.tile([0.95, 0.02], (len(likely), 1))).astype(np.float16)
     return Taught(np.array(ids, np.int32), start, top, log_p, greedy, chance.random())
+
+
+def half(one, lowest):
+    """The same text in the lower or higher half of the vocabulary, by a rule of its own."""
+    ids = [lowest + int(one.ids[0]) % 31]
+    while len(ids) < len(one.ids):
+        ids.append(lowest + (5 * (ids[-1] - lowest) + 1 + lowest) % 31)
+    likely = np.array(ids[one.start :], np.int32)
+    top = np.stack([likely, lowest + (likely + 1 - lowest) % 31], 1).astype(np.int32)
+    return dataclasses.replace(one, ids=np.array(ids, np.int32), top_ids=top)
 
 
 def many(count=400, first=0, **changes):
@@ -167,6 +180,27 @@ def test_a_shift_is_followed_and_what_came_before_is_not_forgotten():
     old, new = many(40, rule=5, first=5000), many(40, rule=11, first=6000)
     assert acceptance(made, made.serving.tensors, new) > acceptance(made, before.tensors, new) + 0.1
     assert acceptance(made, made.serving.tensors, old) > acceptance(made, before.tensors, old) - 0.05
+
+
+def test_what_the_traffic_does_not_hold_is_kept_by_general_texts():
+    """A drafter that knows what follows the lower tokens meets traffic of the higher ones only."""
+    first = learner()
+    first.add([half(one, 0) for one in many()])
+    work(first, 120)
+    known = [half(one, 0) for one in many(200, first=8000, greedy=False)]
+    unseen = [half(one, 0) for one in many(40, first=5000, greedy=False)]
+
+    def after(general):
+        made = learner(general=general, model=copy.deepcopy(first._trainer.drafter))
+        start = made.serving.tensors
+        made.add([half(one, 31) for one in many(first=1000)])
+        work(made, 240)
+        assert made.serving.version.number >= 1, made.figures()
+        return acceptance(made, made.serving.tensors, unseen) - acceptance(made, start, unseen)
+
+    with_them, without = after([_text(one) for one in known]), after([])
+    assert with_them > -0.02
+    assert without < with_them - 0.05, "it forgets"
 
 
 def test_a_version_that_turns_out_worse_is_withdrawn():

@@ -54,3 +54,14 @@ def test_held_out_texts_are_the_latest_and_a_sample_of_all():
     assert kept.held_recent(since=10 * HELD_TEXTS - 3) == list(range(10 * HELD_TEXTS))[-3:]
     assert len(kept.held_past()) == HELD_TEXTS
     assert min(kept.held_past()) < 5 * HELD_TEXTS
+
+
+def test_a_quarter_of_a_batch_is_general_where_there_is_something_general():
+    kept = Replay(100, 200, 10, 0.0, general=["g1", "g2"])
+    assert kept.batch(8) == [], "nothing has come"
+    for item in range(50):
+        kept.add(item, 10, 0.9)
+    for _ in range(50):
+        batch = kept.batch(8)
+        assert len(batch) == 8
+        assert sum(isinstance(text, str) for text in batch) == 2
