@@ -277,11 +277,18 @@ class Round:
         return [r.drafts if (r := self.requests.get(request_id)) is not None else [] for request_id in request_ids]
 
     def _teach(self) -> None:
-        """While the drafter is at work on its answers."""
-        if self._teaching is not None:
-            for request, lesson in self._teaching.take():
-                self._drafter.teach(request, lesson)
-            self._drafter.flush()
+        """While the drafter is at work on its answers. An error here must not end the engine."""
+        if self._teaching is None:
+            return
+        try:
+            lessons = self._teaching.take()
+        except Exception:
+            logger.exception("lessons failed: nothing is taught any more until this replica is restarted")
+            self._teaching = None
+            return
+        for request, lesson in lessons:
+            self._drafter.teach(request, lesson)
+        self._drafter.flush()
 
     def settle(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
         """`take_drafts` for a step that was scheduled while the one before it ran, and has begun: no more drafts of

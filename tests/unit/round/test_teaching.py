@@ -134,6 +134,18 @@ def test_steps_that_nobody_asks_after_keep_nothing():
     assert rows.asked == [(4, [0])]
 
 
+def test_lessons_that_fail_end_and_nothing_else_does(caplog):
+    def fails(logits, rows):
+        raise RuntimeError("out of memory")
+
+    engine = Engine(drafting([1, 2, 3]), teaching=Teaching(fails, 1.0))
+    opened(engine, "a")
+    for number in range(3):
+        assert step(engine, number, {"a": [8]}) == [[1, 2, 3]]
+    assert caplog.text.count("lessons failed") == 1
+    assert engine.said(Lesson) == []
+
+
 def test_the_likeliest_tokens_are_those_of_a_softmax():
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * 3
     ids, log_p = likeliest(logits, [4, 1])
