@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
-from openai import OpenAI
+from openai import NotFoundError, OpenAI
 from safetensors.torch import load_file, save_file
 
 from outrider.deploy.client.sync_client import OutriderError
@@ -163,6 +163,16 @@ def test_over_openai_s_api(adapters):
             model="far", messages=[{"role": "user", "content": "Name a colour."}], max_tokens=8, seed=3
         )
         assert chat.model == "far"
+        said = [{"role": "user", "content": "Name a colour."}]
+        texts = {}
+        for name in (base, "near", "far"):
+            response = client.responses.create(model=name, input=said, max_output_tokens=16, temperature=0)
+            chat = client.chat.completions.create(model=name, messages=said, max_tokens=16, temperature=0)
+            assert (response.model, response.output_text) == (name, chat.choices[0].message.content)
+            texts[name] = response.output_text
+        assert len(set(texts.values())) == 3, "each answers by its own adapter"
+        with pytest.raises(NotFoundError, match=r"Valid names: .*near, far, own"):
+            client.responses.create(model="none", input=said)
 
 
 def test_status_lists_them_and_metrics_have_no_series_for_every_set_of_them(adapters):
