@@ -42,7 +42,7 @@ class LearningConfig(Section):
     no version serves that has lost on some of them. Without it a drafter forgets what its traffic does not hold."""
 
     held_out: float = Field(0.125, ge=0.01, le=0.5)
-    """Share of the conversations that is never trained on. Versions are compared on these."""
+    """Share of the prompts whose answers are never trained on. Versions are compared on these."""
 
     num_cpus: float = Field(1.0, ge=0)
     """What Ray reserves for the trainer. It works at the lowest priority."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 from safetensors import SafetensorError, safe_open
@@ -233,21 +234,30 @@ else:
 """
 
 
+def ask_vllm(subject: str, code: str, *args: str) -> Any:
+    """What Python code prints as JSON in a process of its own, which imports vLLM; a Finding where it does not."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return fail(subject, f"importing vLLM takes over {ASKING_TIMEOUT_S:g} s", "make setup")
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines()
+        return fail(subject, said[-1] if said else f"asking vLLM ended with {asked.returncode}", "make setup")
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
 def check_engine_args(engine: EngineConfig) -> list[Finding]:
     """What ``engine_args`` hold: whether the installed vLLM takes it, by its own types, and what of it has never been
     run. In a process of its own, which imports vLLM: seconds."""
     given, subject = engine.engine_args, f"{engine.side}.engine_args"
     if not given:
         return []
-    command = [sys.executable, "-c", _ASK_ENGINE_ARGS, engine.side, json.dumps(given, default=str)]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return [fail(subject, f"importing vLLM takes over {ASKING_TIMEOUT_S:g} s", "make setup")]
-    if asked.returncode != 0:
-        said = asked.stderr.strip().splitlines()
-        return [fail(subject, said[-1] if said else f"asking vLLM ended with {asked.returncode}", "make setup")]
-    if (problem := json.loads(asked.stdout.splitlines()[-1])) is not None:
+    problem = ask_vllm(subject, _ASK_ENGINE_ARGS, engine.side, json.dumps(given, default=str))
+    if isinstance(problem, Finding):
+        return [problem]
+    if problem is not None:
         problem, _, fix = problem.partition("; ")
         return [fail(subject, problem, fix)]
     findings = [ok(subject, ", ".join(f"{name}: {value}" for name, value in given.items()))]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 from outrider.cluster.config import OutriderConfig
-from outrider.deploy.doctor import ASKING_TIMEOUT_S, Finding, fail, ok
+from outrider.deploy.doctor import Finding, ask_vllm, fail, ok
 
 _ASK_PARSERS = """
 import json, sys
@@ -29,15 +26,9 @@ def check_parsers(config: OutriderConfig) -> list[Finding]:
     if not Path(config.target.model).is_dir():
         return []
     subject = "openai parsers"
-    command = [sys.executable, "-c", _ASK_PARSERS, config.model_dump_json()]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return [fail(subject, f"importing vLLM takes over {ASKING_TIMEOUT_S:g} s", "make setup")]
-    if asked.returncode != 0:
-        said = asked.stderr.strip().splitlines()
-        return [fail(subject, said[-1] if said else f"asking vLLM ended with {asked.returncode}", "make setup")]
-    answer = json.loads(asked.stdout.splitlines()[-1])
+    answer = ask_vllm(subject, _ASK_PARSERS, config.model_dump_json())
+    if isinstance(answer, Finding):
+        return [answer]
     if isinstance(answer, str):
         problem, _, fix = answer.partition("; ")
         return [fail(subject, problem, fix or "change the configuration")]

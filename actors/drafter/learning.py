@@ -1,6 +1,6 @@
 """A drafter's side of learning: it hands over what it was taught, and takes the version that is to serve.
 
-The trainer is an actor that all drafters of an application with the same model share (actors/learning/actor.py). A
+The trainer is an actor that all drafters of an application with the same model share (actors/learning/service.py). A
 drafter follows it whatever it holds itself: a trainer that began anew serves the drafter as it was loaded until it has
 something better, so every version that drafts has been through the gate of the trainer that is there.
 """
@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -20,6 +21,7 @@ from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.service import DrafterTrainer, Update
+from outrider.actors.learning.versions import sampled_digest
 from outrider.actors.shared_actor import Member, SharedActor, get_or_create
 from outrider.cluster.config import DraftModelConfig
 
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 """A trainer loads the draft model before it answers."""
+
+FETCH_TIMEOUT_S = 120.0
+"""For the tensors of a version, which may lie on another node."""
 
 
 class Teacher(Protocol):
@@ -46,7 +51,9 @@ class RayTeacher:
         learn = config.learn
         assert learn is not None
         # Another model, or other settings, are another trainer's: one of an application before this may still be there.
-        told = json.dumps([config.model, config.revision, learn.model_dump()], sort_keys=True)
+        local = Path(config.model).expanduser()
+        checkpoint = sampled_digest(local) if local.is_dir() else config.revision
+        told = json.dumps([config.model, checkpoint, learn.model_dump()], sort_keys=True)
         name = f"Trainer:{app_name}:{hashlib.sha256(told.encode()).hexdigest()[:8]}"
         options: dict[str, Any] = {"num_cpus": learn.num_cpus, "num_gpus": learn.num_gpus, "max_concurrency": 8}
         self._actor = SharedActor(
@@ -60,7 +67,7 @@ class RayTeacher:
         return answer
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
-        tensors: Mapping[str, Tensor] = ray.get(update.tensors[0])
+        tensors: Mapping[str, Tensor] = ray.get(update.tensors[0], timeout=FETCH_TIMEOUT_S)
         return tensors
 
 
@@ -69,7 +76,10 @@ class LearningMember(Member):
         super().__init__("trainer", self._once)
         self._teacher, self._loop, self._strategy = teacher, loop, strategy
         self._held: tuple[str, int] | None = None
-        """Trainer and number of the version that drafts; None: as it was loaded."""
+        """Trainer and number of the version that was dealt with last; None: none was."""
+
+        self._drafting = 0
+        """Number of the version that drafts."""
 
         self.changes = 0
         self.refused = 0
@@ -89,6 +99,7 @@ class LearningMember(Member):
             else:
                 self._loop.change(partial(self._strategy.change_weights, tensors))
                 self.changes += 1
+                self._drafting = update.version[1]
                 logger.info("drafting with version %d of trainer %s", update.version[1], update.version[0])
         self._held = update.version
         return False
@@ -96,7 +107,7 @@ class LearningMember(Member):
     def status(self) -> dict[str, Any]:
         """In plain values."""
         return {
-            "version": 0 if self._held is None else self._held[1],
+            "version": self._drafting,
             "changes": self.changes,
             "refused": self.refused,
             "failures": self.failures,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_TEXTS = 12
-"""Held-out texts without which nothing is decided."""
+"""Held-out texts, of prompts of their own, without which nothing is decided."""
 
 MOST_LOST = 0.02
 """Acceptance that a version may lose, in the mean, on what came before."""

@@ -104,6 +104,7 @@ class Learner:
         self._serving = Learnt(Version(secrets.token_hex(4), 0), self._rounded())
         self._started_from = self._serving.tensors
         self._previous: Learnt | None = None
+        self._last_number = 0
         self._last_verdict: Verdict | None = None
         self._since_reset = 0
         self._loss = self._overlap = 0.0
@@ -116,7 +117,7 @@ class Learner:
                 if int(part.ids.max()) >= self._vocab_size:
                     continue  # the drafter does not know such a token
                 text = _text(part)
-                self._replay.add(text, len(part.ids), part.conversation)
+                self._replay.add(text, len(part.ids), part.prompt)
                 self._seen.texts += 1
                 self._seen.tokens += len(part.top_ids)
 
@@ -140,11 +141,18 @@ class Learner:
                 "serving_verdict": None if self._serving.verdict is None else asdict(self._serving.verdict),
             }
 
+    def count_from(self, number: int) -> None:
+        """Before anything else: versions get higher numbers."""
+        self._last_number = number
+
     def resume(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Before anything else: a version that served in an earlier life. Raises KeyError and RuntimeError for tensors
-        that are not this drafter's."""
+        """Before anything else: a version that served in an earlier life. What was loaded counts as the one before it,
+        and comes back if it is better on what is said now. Raises KeyError and RuntimeError for tensors that are not
+        this drafter's."""
         self._go_back_to(tensors)
+        self._previous = self._serving
         self._serving = Learnt(Version(self._serving.version.learner, number), self._rounded())
+        self._last_number = max(self._last_number, number)
 
     # The trainer's thread.
 
@@ -211,12 +219,16 @@ class Learner:
         self._go_back_to(previous.tensors)
 
     def _publish(self, tensors: Mapping[str, Tensor], verdict: Verdict | None, previous: Learnt | None) -> None:
-        number = Version(self._serving.version.learner, self._serving.version.number + 1)
-        self._serving = Learnt(number, tensors, verdict, self._replay.num_held_out, self._seen.steps)
+        self._last_number += 1
+        version = Version(self._serving.version.learner, self._last_number)
+        self._serving = Learnt(version, tensors, verdict, self._replay.num_held_out, self._seen.steps)
         self._previous = previous
 
     def _difference(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], texts: Sequence[Text]) -> Difference:
-        return Difference.of(*(self._acceptance(tensors, texts) for tensors in (new, old))) if texts else _NOTHING
+        """A prompt counts once, however many parts of its answers there are: these have much in common."""
+        if not texts:
+            return Difference.of((), ())
+        return Difference.of(*(_by_prompt(self._acceptance(tensors, texts), texts) for tensors in (new, old)))
 
     def _acceptance(self, tensors: Mapping[str, Tensor], texts: Sequence[Text]) -> list[float]:
         with self.holding(tensors) as trainer:
@@ -249,12 +261,17 @@ class Learner:
         return {name: tensor.to("cpu", self._kept_dtype, copy=True) for name, tensor in state.items()}
 
 
-_NOTHING = Difference.of((), ())
+def _by_prompt(values: Sequence[float], texts: Sequence[Text]) -> list[float]:
+    """Means, in the order in which the prompts first come."""
+    of_prompt: dict[int, list[float]] = {}
+    for value, text in zip(values, texts, strict=True):
+        of_prompt.setdefault(text.prompt, []).append(value)
+    return [sum(each) / len(each) for each in of_prompt.values()]
 
 
 def _text(part: Taught) -> Text:
     return Text(
-        prompt=0,
+        prompt=part.prompt,
         sample=0 if part.greedy else 1,
         ids=torch.from_numpy(part.ids).long(),
         start=part.start,

@@ -12,8 +12,8 @@ import numpy as np
 from outrider.cluster.learning_config import TAUGHT_AT_ONCE
 from outrider.cluster.link.messages import Lesson
 
-_IDENTITY_TOKENS = 64
-"""The first tokens of a text stand for the conversation that it is of: its turns begin with the same ones."""
+_IDENTITY_TOKENS = 512
+"""The last tokens of a prompt stand for the prompt: the first ones are the same wherever a system prompt is."""
 
 _MOST_WAITING_TOKENS = 200_000
 """Of all parts that nobody has fetched."""
@@ -28,7 +28,7 @@ class Taught:
 
     ids: int32 [N]. start: the first token that was taught. top_ids: int32 [N - start, W], top_log_p: float16, likewise:
     the target's likeliest tokens in the places from start on. greedy: the answer's tokens are the likeliest ones.
-    conversation: 0 to 1, the same for all parts and turns of one.
+    prompt: 63 bits, the same for all parts of an answer, and for all answers to one prompt.
     """
 
     ids: np.ndarray
@@ -36,7 +36,7 @@ class Taught:
     top_ids: np.ndarray
     top_log_p: np.ndarray
     greedy: bool
-    conversation: float
+    prompt: int
 
 
 @dataclass
@@ -53,6 +53,9 @@ class LessonBook:
     def __init__(self, max_text_tokens: int) -> None:
         self._max_text_tokens = max_text_tokens
         self._parts: dict[Hashable, _Part] = {}
+        self._prompts: dict[Hashable, int] = {}
+        """Of every sequence that has been taught something."""
+
         self._done: deque[Taught] = deque()
         self._waiting = 0
         self.dropped = 0
@@ -63,9 +66,11 @@ class LessonBook:
         start, end = lesson.position, lesson.position + len(lesson.ids)
         if not 1 <= start <= end <= len(text) or lesson.log_p[:, 0].min() < _LEAST_LIKELIEST:
             return
+        if key not in self._prompts:
+            self._prompts[key] = _identity(text[max(0, start - _IDENTITY_TOKENS) : start])
         part = self._parts.get(key)
         if part is not None and (part.end != start or part.ids[0].shape[1] != lesson.ids.shape[1]):
-            self.close(key, text, greedy)
+            self._finish(key, text, greedy)
             part = None
         if part is None:
             part = self._parts[key] = _Part(start, start)
@@ -73,17 +78,21 @@ class LessonBook:
         part.ids.append(lesson.ids)
         part.log_p.append(lesson.log_p)
         if part.end - part.start >= TAUGHT_AT_ONCE:
-            self.close(key, text, greedy)
+            self._finish(key, text, greedy)
 
     def close(self, key: Hashable, text: Sequence[int], greedy: bool) -> None:
-        """Nothing more of this text follows, or a part is long enough."""
+        """Nothing more of this text follows."""
+        self._finish(key, text, greedy)
+        self._prompts.pop(key, None)
+
+    def _finish(self, key: Hashable, text: Sequence[int], greedy: bool) -> None:
+        """A part is as long as it gets."""
         part = self._parts.pop(key, None)
         if part is None:
             return
         end = min(part.end, part.start + self._max_text_tokens - 1)
         first = max(0, end - self._max_text_tokens)
         taught = end - part.start
-        digest = hashlib.blake2b(np.array(text[:_IDENTITY_TOKENS], np.int32).tobytes(), digest_size=8).digest()
         self._done.append(
             Taught(
                 np.array(text[first:end], np.int32),
@@ -91,7 +100,7 @@ class LessonBook:
                 np.concatenate(part.ids)[:taught],
                 np.concatenate(part.log_p)[:taught],
                 greedy,
-                int.from_bytes(digest) / 2**64,
+                self._prompts[key],
             )
         )
         self._waiting += end - first
@@ -105,3 +114,7 @@ class LessonBook:
         self._done.clear()
         self._waiting = 0
         return done
+
+
+def _identity(token_ids: Sequence[int]) -> int:
+    return int.from_bytes(hashlib.blake2b(np.array(token_ids, np.int32).tobytes(), digest_size=8).digest()) >> 1

@@ -1,8 +1,8 @@
 """Texts that are kept to train on, and those that versions are compared on. Pure.
 
 Training on the latest traffic alone forgets what came before, so half of a batch is a fair sample of everything seen
-so far (reservoir sampling, Vitter 1985), and general texts where there are some. Of some conversations nothing is ever
-trained on.
+so far (reservoir sampling, Vitter 1985), and general texts where there are some. Of the answers to some
+prompts nothing is ever trained on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Replay(Generic[T]):
         general: Sequence[T] = (),
     ) -> None:
         """text_tokens: of a text, at most; what is kept of the past is counted in texts of so many. held_out: share of
-        the conversations. general: texts that stay, whatever comes."""
+        the prompts. general: texts that stay, whatever comes."""
         self._general = general
         self._chance = random.Random(seed)
         self._recent: deque[tuple[T, int]] = deque()
@@ -58,9 +58,9 @@ class Replay(Generic[T]):
 
         self.num_held_out = 0
 
-    def add(self, text: T, num_tokens: int, conversation: float) -> None:
-        """conversation: 0 to 1, see lessons.Taught."""
-        if conversation < self._held_out:
+    def add(self, text: T, num_tokens: int, prompt: int) -> None:
+        """prompt: see lessons.Taught."""
+        if prompt < self._held_out * 2**63:
             self._held_recent.append((self.num_held_out, text))
             self._held_past.add(text)
             self.num_held_out += 1

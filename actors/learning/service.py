@@ -71,6 +71,7 @@ class DrafterTrainer:
         self._store: VersionStore | None = None
         if settings.directory is not None:
             self._store = VersionStore(Path(settings.directory).expanduser(), base, settings.kept_versions)
+            self._learner.count_from(self._store.highest())
             if (found := self._store.latest(set(self._learner.serving.tensors))) is not None:
                 self._learner.resume(*found)
         self._handed_out: tuple[Learnt, Any] | None = None
@@ -111,7 +112,7 @@ class DrafterTrainer:
         self._saved = serving.version
         try:
             self._store.save(serving.version.number, serving.tensors, self._learner.figures())
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - learning goes on in memory, whatever the disk or its library does
             self._store_failures += 1
             logger.error("drafter.learn.directory: version %d is not kept: %s", serving.version.number, error)
 

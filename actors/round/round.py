@@ -204,9 +204,10 @@ class Round:
                         step.q[request_id] = request.proposal.q
                 else:
                     step.drafts[request_id] = [UNUSABLE] * len(drafts)
+        requests = [self.requests[request_id] for request_id in request_ids]
         if self._teaching is not None:
-            self._teaching.saw(step, request_ids, logits)
-        return self._choose(logits, [self.requests[request_id] for request_id in request_ids], step, metadata)
+            self._teaching.saw(step, requests, logits)
+        return self._choose(logits, requests, step, metadata)
 
     def commit(self, step: Step, committed: Mapping[str, list[int]]) -> None:
         """What the step chose for each request: the accepted drafts and the next token; nothing where a prompt is not
@@ -281,14 +282,12 @@ class Round:
         if self._teaching is None:
             return
         try:
-            lessons = self._teaching.take()
+            for request, lesson in self._teaching.take():
+                self._drafter.teach(request, lesson)
+            self._drafter.flush()
         except Exception:
             logger.exception("lessons failed: nothing is taught any more until this replica is restarted")
             self._teaching = None
-            return
-        for request, lesson in lessons:
-            self._drafter.teach(request, lesson)
-        self._drafter.flush()
 
     def settle(self, step: Step, request_ids: Sequence[str], slots: Sequence[int]) -> list[list[int] | None]:
         """`take_drafts` for a step that was scheduled while the one before it ran, and has begun: no more drafts of

@@ -51,15 +51,17 @@ class Teaching:
             and int.from_bytes(digest) < self._share * 2**64
         )
 
-    def saw(self, step: Step, request_ids: Sequence[str], logits: Any) -> None:
+    def saw(self, step: Step, requests: Sequence[Request], logits: Any) -> None:
         """The rows of a step, before anything is chosen: request after request, one for each draft and one more."""
-        first_rows, row = {}, 0
-        for request_id in request_ids:
-            first_rows[request_id] = row
-            row += len(step.drafts.get(request_id, ())) + 1
         # No more than the steps in flight: what was never asked for is forgotten.
         for number in sorted(self._logits)[:-1]:
             self._forget(number)
+        if not any(request.teaches for request in requests):
+            return
+        first_rows, row = {}, 0
+        for request in requests:
+            first_rows[request.request_id] = row
+            row += len(step.drafts.get(request.request_id, ())) + 1
         self._logits[step.number], self._first_rows[step.number] = logits, first_rows
 
     def committed(self, step: Step, request: Request, count: int) -> None:

@@ -34,14 +34,14 @@ from tests.bench.domain_prompts import prompts
 K = 3
 
 
-def taught_of(text: Text, conversation: float) -> Taught:
+def taught_of(text: Text, prompt: int) -> Taught:
     return Taught(
         text.ids.numpy().astype(np.int32),
         text.start,
         text.top_ids[:, :TAUGHT_TOP].numpy().astype(np.int32),
         text.top_log_p[:, :TAUGHT_TOP].numpy().astype(np.float16),
         greedy=True,
-        conversation=conversation,
+        prompt=prompt,
     )
 
 
@@ -91,7 +91,7 @@ def main() -> None:
             rates = [
                 float(tally(learner, tensors, texts).acceptance_rate) for tensors in (learner.serving.tensors, start)
             ]
-            learner.add([taught_of(text, float(chance.random())) for text in texts])
+            learner.add([taught_of(text, int(chance.integers(2**63))) for text in texts])
             while learner.work():
                 pass
             seen.setdefault(domain, []).extend(texts)

@@ -152,3 +152,4 @@ def test_a_version_that_cannot_be_is_refused(drafting, bad):
     drafting.work_off()
     assert drafting.engine.loaded == []
     assert drafting.member.refused == 1
+    assert drafting.member.status()["version"] == 0, "what drafts, not what was offered"

@@ -68,12 +68,32 @@ def test_what_cannot_be_learned_from_is_left_out(bad):
     assert taught_of(list(range(20)), bad) == []
 
 
-def test_all_parts_of_a_conversation_are_on_the_same_side():
-    long = list(range(1, 900))
-    first, second = (taught_of(long[:length], lesson(at, 2))[0] for at, length in ((70, 80), (800, 810)))
-    other = taught_of(long[1:], lesson(70, 2))[0]
-    assert first.conversation == second.conversation != other.conversation
-    assert 0 <= first.conversation < 1
+def test_all_parts_of_an_answer_and_all_answers_to_a_prompt_are_on_the_same_side():
+    text = list(range(1, 900))
+    with_a_gap = taught_of(text, lesson(70, 2), lesson(800, 2))
+    again = taught_of([*text[:70], 5, 6, 7], lesson(70, 2))
+    longer = taught_of(text, lesson(71, 2))
+    assert len({part.prompt for part in [*with_a_gap, *again]}) == 1
+    assert longer[0].prompt != again[0].prompt
+    assert 0 <= again[0].prompt < 2**63
+
+
+def test_prompts_behind_one_system_prompt_are_on_both_sides():
+    system = list(range(1, 100))
+    prompts = [taught_of([*system, number, 3, 4, 5], lesson(102, 1))[0].prompt for number in range(200)]
+    assert len(set(prompts)) == 200
+    assert 5 < sum(prompt < 0.125 * 2**63 for prompt in prompts) < 60
+
+
+def test_what_was_fetched_counts_no_more():
+    kept = book()
+    text = list(range(1, 300))
+    for number in range(2000):
+        kept.add((1, number), text, lesson(250, 2), greedy=True)
+        kept.close((1, number), text, greedy=True)
+        kept.take()
+    assert kept.dropped == 0
+    assert not kept._prompts
 
 
 def test_parts_that_nobody_fetches_are_dropped_the_oldest_first():

@@ -5,6 +5,9 @@ import random
 
 from outrider.actors.learning.replay import HELD_TEXTS, Replay, Reservoir
 
+TRAINED = 2**63 - 1
+"""A prompt that no share holds out."""
+
 
 def replay(held_out=0.0, recent_tokens=100, past_tokens=200):
     return Replay(recent_tokens, past_tokens, 10, held_out)
@@ -24,7 +27,7 @@ def test_a_reservoir_keeps_each_with_the_same_chance():
 def test_half_of_a_batch_is_recent_and_the_rest_of_all_time():
     kept = replay()
     for item in range(1000):
-        kept.add(item, 10, 0.9)
+        kept.add(item, 10, TRAINED)
     batch = [text for _ in range(200) for text in kept.batch(8)]
     recent = sum(text >= 990 for text in batch)
     assert len(batch) == 1600
@@ -33,10 +36,10 @@ def test_half_of_a_batch_is_recent_and_the_rest_of_all_time():
     assert replay().batch(8) == []
 
 
-def test_conversations_that_are_held_out_are_never_trained_on():
+def test_prompts_that_are_held_out_are_never_trained_on():
     kept = replay(held_out=0.25)
     for item in range(400):
-        kept.add(item, 10, (item % 4) / 4)
+        kept.add(item, 10, (item % 4) * 2**61)
     held = set(kept.held_recent()) | set(kept.held_past())
     trained = {text for _ in range(400) for text in kept.batch(8)}
     assert held
@@ -49,7 +52,7 @@ def test_conversations_that_are_held_out_are_never_trained_on():
 def test_held_out_texts_are_the_latest_and_a_sample_of_all():
     kept = replay(held_out=1.0)
     for item in range(10 * HELD_TEXTS):
-        kept.add(item, 10, 0.0)
+        kept.add(item, 10, 0)
     assert kept.held_recent() == list(range(9 * HELD_TEXTS, 10 * HELD_TEXTS))
     assert kept.held_recent(since=10 * HELD_TEXTS - 3) == list(range(10 * HELD_TEXTS))[-3:]
     assert len(kept.held_past()) == HELD_TEXTS
@@ -60,7 +63,7 @@ def test_a_quarter_of_a_batch_is_general_where_there_is_something_general():
     kept = Replay(100, 200, 10, 0.0, general=["g1", "g2"])
     assert kept.batch(8) == [], "nothing has come"
     for item in range(50):
-        kept.add(item, 10, 0.9)
+        kept.add(item, 10, TRAINED)
     for _ in range(50):
         batch = kept.batch(8)
         assert len(batch) == 8

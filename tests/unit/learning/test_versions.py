@@ -1,13 +1,15 @@
 """Versions on disk: whole, of this drafter, and no more than are wanted."""
 
 import json
+import resource
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from outrider.actors.learning.versions import NOTE, TENSORS, VersionStore
+from outrider.actors.learning.versions import NOTE, TENSORS, VersionStore, sampled_digest
 from tests.tiny_models import build_tiny_llama
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -80,3 +82,37 @@ def test_a_full_disk_leaves_what_was_there(store, base, monkeypatch):
     assert store.latest({NAME})[0] == 1
     store.save(2, changed(base, 2.0), {})
     assert store.latest({NAME})[0] == 2
+
+
+def test_a_disk_that_is_really_full_is_an_error_of_the_disk(store, base):
+    store.save(1, changed(base, 1.0), {})
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError):
+            store.save(2, changed(base, 2.0), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    assert store.latest({NAME})[0] == 1
+
+
+def test_another_drafter_s_versions_neither_go_nor_make_ours_go(store, base, tmp_path, tmp_path_factory):
+    other = build_tiny_llama(tmp_path_factory.mktemp("foreign") / "another one")
+    theirs = VersionStore(tmp_path / "versions", other, kept=3)
+    for number in (48, 49, 50):
+        theirs.save(number, changed(base, 1.0), {})
+    assert store.highest() == 50
+    for number in (51, 52, 53):
+        store.save(number, changed(base, number), {})
+    assert store.latest({NAME})[0] == 53
+    names = sorted(path.name for path in (tmp_path / "versions").iterdir())
+    assert names == [f"version-0000{number}" for number in (48, 49, 50, 52, 53)]
+
+
+def test_checkpoints_are_told_apart_in_a_moment_wherever_they_lie(base, tmp_path):
+    same = shutil.copytree(base, tmp_path / "copy")
+    assert sampled_digest(same) == sampled_digest(base)
+    data = bytearray((same / TENSORS).read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+    (same / TENSORS).write_bytes(data)
+    assert sampled_digest(same) != sampled_digest(base)

@@ -155,6 +155,16 @@ def test_a_flood_is_forgotten_when_its_time_is_over():
     assert virtual(2 * LIMIT_S, 10, order=order, caller=7) == virtual(2 * LIMIT_S, 10)
 
 
+def test_a_flood_is_remembered_however_many_others_come():
+    order = FairOrder(LIMIT_S)
+    for _ in range(100):
+        virtual(0.0, 400, order=order, caller=10**6)
+    for caller in range(1, 3000):
+        virtual(0.5, 10, order=order, caller=caller)
+        virtual(0.5 + 0.2 * (caller % 2), 1, order=order)
+    assert virtual(1.0, 10, order=order, caller=10**6) > virtual(1.0, 10) + 5000
+
+
 def test_clocks_of_callers_that_tell_nothing_are_not_kept():
     order = FairOrder(LIMIT_S)
     for caller in range(1, 10_000):
