@@ -214,9 +214,17 @@ class Faults:
 
 
 def engine_core(replica_pid: int) -> int | None:
-    """Its process; None: there is none. Raises psutil.NoSuchProcess."""
-    children = psutil.Process(replica_pid).children(recursive=True)
-    return next((child.pid for child in children if "EngineCore" in child.name()), None)
+    """Its process; None: there is none. Raises psutil.NoSuchProcess.
+
+    vLLM names that process VLLM::EngineCore, but not always: setproctitle looks for the place of the title beside the
+    first variable of the environment, and does nothing where that one was changed.
+    """
+    for child in psutil.Process(replica_pid).children():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            command = " ".join(child.cmdline())
+            if "EngineCore" in command or "multiprocessing.spawn" in command:
+                return child.pid
+    return None
 
 
 def all_targets_are_whole(deployment: Deployment) -> bool:

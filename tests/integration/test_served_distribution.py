@@ -23,6 +23,10 @@ TEMPERATURE, TOP_K = 0.9, 5
 PENALTY = 1.5
 """repetition_penalty. The drafter is not told of it, so that q is far from p and many drafts are rejected."""
 
+TIE = 1e-4
+"""Two implementations round float32 logits differently, by some 1e-5: what is this close to the last of TOP_K may be
+among them. In some 6,000 tokens, one in ten runs would draw such a one."""
+
 MIN_EXPECTED = 8.0
 LIMIT = 4.5
 """Standard deviations of the statistic."""
@@ -43,7 +47,7 @@ def probabilities(reference, answers, penalty, columns=None):
         seen[:, place].scatter_(1, texts[:, : len(PROMPT) + place], value=True)
     logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits) / TEMPERATURE
     least = logits.topk(TOP_K).values[..., -1:]
-    return logits.masked_fill(logits < least, -torch.inf).softmax(-1)
+    return logits.masked_fill(logits < least - TIE, -torch.inf).softmax(-1)
 
 
 def ranks(probs):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ import grpc
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
+from tests.chaos import engine_core
 from tests.integration.test_replicas import rounds
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
 
@@ -19,26 +19,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 STREAMS = 12
 """More than one replica takes."""
-
-
-def children_of(replica: int) -> dict[int, str]:
-    """State and command line, by process."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == replica:
-                command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found[int(path.parent.name)] = f"{state} {command}"
-    return found
-
-
-def core_of(replica: int) -> int:
-    """The process of the engine's core, a child of the replica's."""
-    children = children_of(replica)
-    cores = [pid for pid, command in children.items() if "EngineCore" in command]
-    assert len(cores) == 1, f"beneath {replica} are {children}"
-    return cores[0]
 
 
 def test_its_requests_are_told_and_the_replica_is_replaced(two_replicas: Deployment) -> None:
@@ -69,7 +49,8 @@ def test_its_requests_are_told_and_the_replica_is_replaced(two_replicas: Deploym
 
     victim = wait_until(those_that_work, HANG_GUARD_S, "rounds on both replicas")[0]
     assert not errors
-    core = core_of(two_replicas.replicas()[victim])
+    core = engine_core(two_replicas.replicas()[victim])
+    assert core, f"no engine beneath {victim}"
     os.kill(core, signal.SIGSTOP)
     try:
         wait_until(lambda: bool(errors), HANG_GUARD_S, "word of the replica that stands still")
