@@ -33,7 +33,21 @@ def load(checkpoint: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
 
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
-    ends = model.generation_config.eos_token_id
+    return _all(model.generation_config.eos_token_id)
+
+
+def ends_of(checkpoint: Path) -> set[int]:
+    """`end_tokens` of a checkpoint that is not loaded."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        known = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
+    except OSError:  # it has none of its own
+        known = GenerationConfig.from_model_config(AutoConfig.from_pretrained(checkpoint, local_files_only=True))
+    return _all(known.eos_token_id)
+
+
+def _all(ends: int | list[int] | None) -> set[int]:
     return set() if ends is None else set(ends if isinstance(ends, list) else [ends])
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "keys": "make, list and revoke API keys",
     "fetch": "get a preset's models onto this machine",
     "methods": "say which speculation methods fit a target model, and why",
+    "prompts": "have a chat model make up prompts, to distill or measure with",
     "distill": "train a drafter for a target, of the target's own layers, on what the target says",
     "acceptance": "measure how many of a drafter's tokens a target accepts, without a server",
     "doctor": "check a configuration against this machine before anything is loaded",

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning import draft_models
+from outrider.actors.learning.draft_models import end_tokens
 from outrider.actors.learning.rounds import StepTimes, Tally, look_up, walk
 from outrider.cluster.config import ConfigError, NgramConfig, SpeculationConfig, SuffixConfig
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
-from outrider.deploy.distill.texts import generate
 from outrider.deploy.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ TOP_N = 64
 """Tokens of q that travel to the verifier, as DraftSampling.top_n has it."""
 
 LookUp = NgramConfig | SuffixConfig
+
+ChooseNext = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+"""(logits float32 [B, V], tokens before int64 [B]) -> token ids [B]."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,54 @@ def _answers(
             heat = torch.full((len(logits),), temperature)
             return coupled_choice(logits, heat, None, logits.amax(-1), seeds, places)
 
-        chosen = generate(target, batch, settings.max_tokens, None, choose if temperature else None)
+        chosen = _generate(target, batch, settings.max_tokens, choose if temperature else None)
         yield from zip(batch, chosen, strict=True)
+
+
+def _generate(
+    target: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    choose: ChooseNext | None,
+) -> list[list[int]]:
+    """The answers' token ids, with the end token where they end, at least one token each. choose: chooses every token;
+    None: greedy."""
+    import torch
+    from transformers import GenerationConfig
+
+    device, pad = target.device, target.generation_config.pad_token_id
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    settings = GenerationConfig(max_new_tokens=num_tokens, do_sample=False)
+    with torch.inference_mode():
+        out = target.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=settings,
+            logits_processor=_chooser(choose, longest - mask.sum(1)) if choose is not None else None,
+        )
+    ends = end_tokens(target)
+    answers = []
+    for row in out[:, longest:].tolist():
+        stop = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
+        answers.append(row[:stop])
+    return answers
+
+
+def _chooser(choose: ChooseNext, padding: torch.Tensor) -> Any:
+    """What makes transformers' greedy search take the chosen tokens. padding: [B], tokens before each prompt."""
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    class Chosen(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            chosen = choose(scores.float().cpu(), input_ids.shape[1] - padding.cpu()).to(scores.device)
+            return scores.new_full(scores.shape, float("-inf")).scatter(1, chosen[:, None], 0.0)
+
+    return LogitsProcessorList([Chosen()])
 
 
 def _seed(settings: Settings, index: int) -> int:

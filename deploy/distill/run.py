@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning import draft_models
-from outrider.actors.learning.text import Text
+from outrider.actors.learning.text import TOP, Text
+from outrider.actors.vllm_seam.offline_answers import TOGETHER, Engine, OfflineAnswers
 from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import whole_file
 from outrider.deploy.bench.machine import machine, versions
@@ -26,7 +27,7 @@ from outrider.deploy.distill.checkpoint import Checkpoints
 from outrider.deploy.distill.plot import can_draw, draw_course
 from outrider.deploy.distill.prompts import PromptFile, read_prompts, tokens_of
 from outrider.deploy.distill.stored import Reference
-from outrider.deploy.distill.texts import Job, TextStore, generate, held_out, plan, scored
+from outrider.deploy.distill.texts import Job, TextStore, held_out, plan, texts_of
 from outrider.deploy.progress import Progress
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ EVALUATIONS = 16
 
 TEXT_SHARE = 0.4
 """Of the minutes that are left, at most: generating text. What is there by then is trained on."""
-
-GENERATED_TOGETHER = 32
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class _Run:
         if len({prompt.digest for prompt in self._prompts}) < 4:
             raise ConfigError("--data: fewer than four different prompts; some are held out, so give more")
         self._target = models.locate(settings.target, "TARGET")
-        document = models.check_architecture(self._target, "TARGET")
+        document = self._document = models.check_architecture(self._target, "TARGET")
         self._start = models.locate(settings.start, "--from") if settings.start else None
         self._layers: list[int] = []
         if self._start is None:
@@ -166,7 +165,16 @@ class _Run:
         clock = Clock(before_s, budget, self._settings.steps, text_s)
         device, dtype = device_of(self._settings.device), dtype_of(self._settings.dtype, self._settings.device)
         target = draft_models.load(self._target, dtype, device)
-        train, held = self._texts(target, clock)
+        engine = Engine(
+            str(self._target),
+            self._document,
+            str(dtype).removeprefix("torch."),
+            device,
+            self._settings.seq_len,
+            min(TOP, int(self._document["vocab_size"])),
+            tuple(sorted(draft_models.end_tokens(target))),
+        )
+        train, held = self._texts(engine, clock)
         if self._start is None:
             drafter = models.from_layers(target, self._layers).to(torch.device(device))
         else:
@@ -200,25 +208,19 @@ class _Run:
         with whole_file(file) as work:
             work.write_text(json.dumps(decisive, indent=1) + "\n")
 
-    def _texts(self, target: Any, clock: Clock) -> tuple[list[Text], list[Text]]:
+    def _texts(self, engine: Engine, clock: Clock) -> tuple[list[Text], list[Text]]:
         """Those to train on, and those that acceptance is measured on."""
         store = TextStore(self._settings.out / "texts")
-        jobs = plan(len(self._prompts), self._held_out, self._settings.samples, GENERATED_TOGETHER, self._settings.seed)
+        jobs = plan(len(self._prompts), self._held_out, self._settings.samples, 2 * TOGETHER, self._settings.seed)
         least = 1 + next(job.number for job in jobs if job.prompts[0] not in self._held_out)
         until = None
         if clock.budget_s is not None:
             until = clock.elapsed_s + TEXT_SHARE * max(clock.budget_s - clock.elapsed_s, 0.0)
-        tokens, began_s = 0, clock.elapsed_s
-        for job in jobs:
-            if store.has(job):
-                continue
-            if until is not None and job.number >= least and clock.elapsed_s > until:
-                self._progress.say(f"{len(jobs) - job.number} of {len(jobs)} batches of text are left out for time")
-                break
-            made = self._answered(target, job)
-            store.save(job, made)
-            tokens += sum(len(text.ids) - text.start for text in made)
-            self._progress.wait("generating:", f"batch {job.number + 1} of {len(jobs)}, {tokens} tokens of answers")
+        began_s = clock.elapsed_s
+        if any(not store.has(job) for job in jobs):
+            self._progress.say("starting the engine that generates text")
+            with OfflineAnswers(engine) as generator:
+                self._generate(generator, store, jobs, least, until, clock)
         clock.text_s += clock.elapsed_s - began_s
         texts = [text for job in jobs if store.has(job) for text in store.load(job)]
         train = [text for text in texts if text.prompt not in self._held_out]
@@ -227,10 +229,23 @@ class _Run:
         self._progress.say(f"{len(train)} texts to train on, {answers} tokens of answers; {len(held)} held out")
         return train, held
 
-    def _answered(self, target: Any, job: Job) -> list[Text]:
-        prompts = [self._tokens[index] for index in job.prompts]
-        seed = None if job.sample == 0 else self._settings.seed * 1_000_003 + job.number
-        return scored(target, job, prompts, generate(target, prompts, self._settings.answer_tokens, seed))
+    def _generate(
+        self, answers: OfflineAnswers, store: TextStore, jobs: list[Job], least: int, until: float | None, clock: Clock
+    ) -> None:
+        """What is not there yet, but of jobs from `least` on none that would begin after `until`, of the clock."""
+        tokens = 0
+        for job in jobs:
+            if store.has(job):
+                continue
+            if until is not None and job.number >= least and clock.elapsed_s > until:
+                self._progress.say(f"{len(jobs) - job.number} of {len(jobs)} batches of text are left out for time")
+                break
+            prompts = [self._tokens[index] for index in job.prompts]
+            seed = None if job.sample == 0 else self._settings.seed * 1_000_003 + job.number
+            made = texts_of(job, prompts, answers.of(prompts, self._settings.answer_tokens, seed))
+            store.save(job, made)
+            tokens += sum(len(text.ids) - text.start for text in made)
+            self._progress.wait("generating:", f"batch {job.number + 1} of {len(jobs)}, {tokens} tokens of answers")
 
     def _train(self, trainer: Trainer, train: list[Text], held: list[Text], clock: Clock, step: int) -> int:
         """Until the budget is used up. Returns the last step."""
