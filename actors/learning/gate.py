@@ -60,6 +60,17 @@ class Verdict:
     past: Difference | None = None
     general: Difference | None = None
 
+    @property
+    def gains_and_forgets(self) -> bool:
+        """It is better on one thing and worse on another: trained on, it may come to lose nothing."""
+        return self.reason == "forgets" and self.recent is not None and self.recent.is_gain
+
+    @property
+    def is_bad(self) -> bool:
+        """Nothing is to be had by training on from here."""
+        worse = self.recent is not None and self.recent.is_loss
+        return worse or self.reason == "not_finite" or (self.reason == "forgets" and not self.gains_and_forgets)
+
 
 def judge(recent: Difference, past: Difference, general: Difference | None = None) -> Verdict:
     """recent: on the latest texts. past: on a sample of all so far. general: on general ones, where there are any; of

@@ -18,20 +18,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.actors.learning.draft_models import load
+from outrider.actors.learning.draft_models import ends_of, load
 from outrider.actors.learning.learner import Learner
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.rounds import Tally, walk
 from outrider.actors.learning.service import general_texts
-from outrider.actors.learning.text import Text
+from outrider.actors.learning.text import TOP, Text
+from outrider.actors.vllm_seam.offline_answers import Engine, OfflineAnswers
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill.models import load_tokenizer
-from outrider.deploy.distill.texts import Job, generate, scored
+from outrider.deploy.distill.texts import Job, texts_of
 from tests.bench.domain_prompts import prompts
 
 K = 3
+PROMPT_TOKENS = 128
+"""At most, the template among them."""
 
 
 def taught_of(text: Text, prompt: int) -> Taught:
@@ -43,6 +46,27 @@ def taught_of(text: Text, prompt: int) -> Taught:
         greedy=True,
         prompt=prompt,
     )
+
+
+def answers(args: argparse.Namespace) -> dict[str, list[Text]]:
+    """By domain."""
+    tokenizer = load_tokenizer(args.target)
+    document = json.loads((args.target / "config.json").read_text())
+    longest = args.max_tokens + PROMPT_TOKENS
+    engine = Engine(str(args.target), document, "float32", "cpu", longest, TOP, tuple(sorted(ends_of(args.target))))
+    made = {}
+    with OfflineAnswers(engine) as generator:
+        for domain in args.domains.split(","):
+            asked = [
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+                )
+                for text in prompts(domain, args.answers, seed=1)
+            ]
+            job = Job(0, 0, tuple(range(len(asked))))
+            texts = texts_of(job, asked, generator.of(asked, args.max_tokens, None))
+            made[domain] = [text for text in texts if len(text.ids) - text.start > K]
+    return made
 
 
 def tally(learner: Learner, tensors: Mapping[str, torch.Tensor], texts: list[Text]) -> Tally:
@@ -67,7 +91,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.png")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    target, tokenizer = load(args.target, torch.float32, "cpu"), load_tokenizer(args.target)
     drafter = load(args.drafter, torch.float32, "cpu")
     settings = LearningConfig(**args.learn)
     general = general_texts(args.general, settings.max_text_tokens)
@@ -76,18 +99,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     seen: dict[str, list[Text]] = {}
     chance = np.random.default_rng(0)
-    for domain in args.domains.split(","):
-        asked = prompts(domain, args.answers, seed=1)
-        for at in range(0, len(asked), args.batch):
-            part = [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-                )
-                for text in asked[at : at + args.batch]
-            ]
-            job = Job(0, 0, tuple(range(len(part))))
-            texts = scored(target, job, part, generate(target, part, args.max_tokens, None))
-            texts = [text for text in texts if len(text.ids) - text.start > K]
+    for domain, all_texts in answers(args).items():
+        for at in range(0, len(all_texts), args.batch):
+            texts = all_texts[at : at + args.batch]
             rates = [
                 float(tally(learner, tensors, texts).acceptance_rate) for tensors in (learner.serving.tensors, start)
             ]

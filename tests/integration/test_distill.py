@@ -17,13 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.actors.learning.draft_models import load
+from outrider.actors.learning.text import read_texts
 from outrider.cluster.config import ConfigError
 from outrider.deploy.cli import main
 from outrider.deploy.distill import run as distill_run
 from outrider.deploy.distill.run import Settings, distill
 from outrider.deploy.models.store import read_manifest
 from outrider.deploy.progress import Progress
-from tests.tiny_models import build_learnable
+from tests.tiny_models import EOS, build_learnable
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -100,6 +102,26 @@ def test_acceptance_on_held_out_answers_rises_well_above_the_start(trained):
     assert (trained / "curve.png").stat().st_size > 0
     made = json.loads((trained / "drafter" / "drafter.json").read_text())["made"]
     assert (made["steps"], made["seed"], made["layers_of_target"]) == (STEPS, 0, [0])
+
+
+def test_texts_are_the_targets_own_with_its_likeliest_tokens(trained, target):
+    """Of vLLM's engine, many at once; asked of transformers, text by text."""
+    model = load(target, torch.float32, "cpu")
+    greedy = drawn = 0
+    for file in sorted((trained / "texts").iterdir()):
+        for text in read_texts(file):
+            with torch.inference_mode():
+                logits = model(text.ids[None]).logits[0, text.start - 1 : -1]
+            log_p = logits.log_softmax(-1)
+            found = log_p.gather(1, text.top_ids)
+            torch.testing.assert_close(text.top_log_p, found, atol=5e-3, rtol=2e-3)  # kept as float16
+            assert (text.top_log_p[:, 0] >= log_p.max(1).values - 5e-3).all()
+            answer = text.ids[text.start :]
+            best = (log_p.gather(1, answer[:, None])[:, 0] >= log_p.max(1).values - 1e-3).float().mean()
+            greedy, drawn = greedy + int(best == 1), drawn + int(best < 1)
+            assert len(answer) == 40 or answer[-1] == EOS
+    assert greedy >= 80, "the first answer to each prompt is greedy"
+    assert drawn >= 60, "the second is drawn"
 
 
 def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(trained, settings, tmp_path, monkeypatch):
