@@ -260,6 +260,11 @@ class ActorConfig(Section):
         return self.placement == "pool"
 
     @property
+    def remembers_answers(self) -> bool:
+        """It drafts from other requests' answers."""
+        return False
+
+    @property
     def least_drafters(self) -> int:
         """Of a pool: that there are from the start."""
         return self.num_drafters if self.autoscaling is None else self.autoscaling.min
@@ -318,6 +323,10 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     max_draft_rows: int = Field(128, ge=1, le=4096)
     """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
 
+    beside: list[Literal["ngram", "suffix"]] = Field(default_factory=list)
+    """Look-ups that draft too, by their methods' defaults: each round's drafts are those of the model or of a look-up,
+    whichever earns most by what has been accepted ([methods.md](methods.md#several-drafters))."""
+
     learn: LearningConfig | None = None
     """Train it on the answers it drafts for, while it serves; keys below, under «drafter.learn». None: it stays as it
     is."""
@@ -328,6 +337,10 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     block_size: int | None = Field(None, ge=1)
     """Tokens in a KV block. A side branch copies one, so small blocks branch quickly. None on CPU: 32; on GPU: vLLM's
     own."""
+
+    @property
+    def remembers_answers(self) -> bool:
+        return "suffix" in self.beside
 
     @model_validator(mode="before")
     @classmethod
@@ -358,6 +371,8 @@ class DraftModelConfig(ActorConfig, EngineConfig):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be {MIN_DRAFT_STEP_TOKENS} at least: one "
                 "sequence may feed so many in a draft step"
             )
+        if len(set(self.beside)) < len(self.beside):
+            raise ValueError(f"beside: {', '.join(self.beside)}: names a look-up twice; give each once")
         if self.learn is not None and self.lora is not None:
             raise ValueError(
                 "learn: a drafter with adapters of its own (lora) is not trained; leave one of the two out"
@@ -440,6 +455,10 @@ class SuffixConfig(LookupConfig):
 
     share_across_replicas: bool = True
     """Ours: drafters of all replicas learn each other's answers, within a second or two."""
+
+    @property
+    def remembers_answers(self) -> bool:
+        return True
 
 
 RemoteConfig = DraftModelConfig | NgramConfig | SuffixConfig

@@ -36,7 +36,7 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 DEPLOYMENTS = (
     "pair", "ngram_pair", "small_kv", "co_located", "two_replicas", "both_tp2",
     "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2", "pool", "adapters", "adapters_tp2",
-    "stages",
+    "stages", "several",
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
@@ -52,7 +52,7 @@ either command."""
 
 IN_FULL_RUNS_ONLY = {
     "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "adapters",
-    "adapters_tp2", "stages", "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain",
+    "adapters_tp2", "stages", "several", "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain",
     "test_openai_responses", "test_served_distribution", "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
 """Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
@@ -142,6 +142,12 @@ def no_drafter(deployments: Deployments) -> Deployment:
 def co_located(deployments: Deployments) -> Deployment:
     """A target whose own engine drafts, by vLLM's draft_model."""
     return deployments.use("co_located")
+
+
+@pytest.fixture
+def several(deployments: Deployments) -> Deployment:
+    """A draft model with both look-ups beside it."""
+    return deployments.use("several")
 
 
 @pytest.fixture

@@ -155,6 +155,11 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {**pinned_draft_model, "kv_cache_memory_bytes": 3 << 19},
             "speculation": always,
         },
+        "several": {
+            "target": target,
+            "drafter": {**pinned_draft_model, "beside": ["ngram", "suffix"]},
+            "speculation": always,
+        },
         "no_drafter": {"target": target},
         "co_located": {
             "target": {**target, "max_num_batched_tokens": 128},

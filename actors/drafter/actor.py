@@ -154,16 +154,23 @@ class Drafter:
             return DraftLoop(self._strategy)
         from outrider.actors.drafter.draft_model import DraftModelStrategy
         from outrider.actors.drafter.learning import LearningMember, RayTeacher
+        from outrider.actors.drafter.several import SeveralStrategy
 
-        assert isinstance(self._strategy, DraftModelStrategy)
+        model = self._strategy.model if isinstance(self._strategy, SeveralStrategy) else self._strategy
+        assert isinstance(model, DraftModelStrategy)
         loop = DraftLoop(self._strategy, lessons=LessonBook(config.learn.max_text_tokens))
-        self._learning = LearningMember(RayTeacher(self._app_name, config), loop, self._strategy)
+        self._learning = LearningMember(RayTeacher(self._app_name, config), loop, model)
         self._learning.start()
         return loop
 
     def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
         """Learn from the suffix drafters of the application's other replicas, and teach them."""
         strategy = self._strategy
+        if isinstance(config, DraftModelConfig) and "suffix" in config.beside:
+            from outrider.actors.drafter.several import SeveralStrategy
+
+            assert isinstance(strategy, SeveralStrategy)
+            config, strategy = SuffixConfig(method="suffix"), strategy.lookups["suffix"]
         if (
             not isinstance(config, SuffixConfig)
             or not config.share_across_replicas

@@ -144,13 +144,17 @@ class DraftModelStrategy:
             return self._started(sequence, text, self._engine.hashed(sequence.engine_id, text, sequence.sampling))
         return []
 
-    def commit(self, sequence: ModelSequence, commit: Commit) -> list[Answer]:
+    def commit(
+        self, sequence: ModelSequence, commit: Commit, instead: Callable[[], list[int] | None] | None = None
+    ) -> list[Answer]:
+        """instead: asked when the sequence has the commit and could be drafted for: drafts of somebody else's to answer
+        with, from which the model then drafts ahead; None: the model's own."""
         overtaken, base = sequence.due, sequence.committed_len
         answers = [sequence.drafts([], origin=DraftOrigin.NONE)] if overtaken and sequence.can_draft else []
         if sequence.sent is not None:
             drawn = [sequence.main.at(base + index) for index in range(sequence.sent + 1)]
             self._outcomes.observe(drawn, commit.token_ids)
-            right, looked_at = _verified(sequence.main.ids(base, base + sequence.sent), commit.token_ids)
+            right, looked_at = verified(sequence.main.ids(base, base + sequence.sent), commit.token_ids)
             self._shares.verified(sequence.key[0], right, looked_at)
         if self._vocabulary is not None:
             self._vocabulary.observe(commit.token_ids)
@@ -168,6 +172,8 @@ class DraftModelStrategy:
         if not sequence.can_draft:
             sequence.announced = False
             return [*answers, sequence.no_drafts(ProposalStatus.NOT_READY)]
+        if instead is not None and (drafts := instead()):
+            return [*answers, sequence.propose(drafts)]
         answer = sequence.answer()
         return answers if answer is None else [*answers, answer]
 
@@ -342,7 +348,7 @@ def _oldest_of_next_link(waiting: Collection[S], last_link_id: int) -> S:
     return min(waiting, key=lambda sequence: (sequence.key[0] <= last_link_id, sequence.key[0]))
 
 
-def _verified(drafts: Iterable[int], token_ids: Iterable[int]) -> tuple[int, int]:
+def verified(drafts: Iterable[int], token_ids: Iterable[int]) -> tuple[int, int]:
     """How many of the drafts the target took, and how many it looked at: up to the first that it did not."""
     right = looked_at = 0
     for draft, token in zip(drafts, token_ids, strict=False):

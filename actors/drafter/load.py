@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from outrider.actors.drafter.ngram import NgramStrategy
 from outrider.actors.drafter.strategy import DraftStrategy
 from outrider.actors.drafter.suffix import SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
@@ -43,9 +44,7 @@ def load_strategy(
     if isinstance(config, SuffixConfig):
         return _suffix_strategy(config)
     if isinstance(config, NgramConfig):
-        from outrider.actors.drafter.ngram import NgramStrategy
-
-        return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max)
+        return _ngram_strategy(config)
     from outrider.actors.drafter.draft_model import DraftModelStrategy
     from outrider.actors.drafter.planner import LookaheadLimits
     from outrider.actors.vllm_seam.draft_engine import DraftEngine
@@ -68,7 +67,22 @@ def load_strategy(
     strategy = DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)
     if num_common_tokens is not None:
         strategy.limit_vocabulary(num_common_tokens)
-    return strategy
+    if not config.beside:
+        return strategy
+    from outrider.actors.drafter.several import SeveralStrategy
+
+    return SeveralStrategy(strategy, {method: _look_up(method) for method in config.beside})
+
+
+def _look_up(method: str) -> DraftStrategy[Any]:
+    """With the settings that it has by default as a drafter of its own."""
+    if method == "suffix":
+        return _suffix_strategy(SuffixConfig(method="suffix"))
+    return _ngram_strategy(NgramConfig(method="ngram"))
+
+
+def _ngram_strategy(config: NgramConfig) -> NgramStrategy:
+    return NgramStrategy(config.prompt_lookup_min, config.prompt_lookup_max)
 
 
 def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:

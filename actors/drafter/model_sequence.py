@@ -123,6 +123,9 @@ class ModelSequence(Sequence):
         self.sent: int | None = 0
         """Drafts proposed for the text as it is; None: due."""
 
+        self.given_to = 0
+        """Positions below this may hold drafts of somebody else's."""
+
         self.origin = DraftOrigin.NONE
         self.spawned_to = 0
         """Side branches have been chosen for outcomes at positions below this."""
@@ -278,6 +281,8 @@ class ModelSequence(Sequence):
             self.origin = DraftOrigin.MAIN_LINE if self.num_drafted > 0 else DraftOrigin.MISS
         else:
             self.main = Line(end, num_computed=min(main.num_computed, base + matched, end - 1))
+        if end < self.given_to:
+            self.main.cut(next((at for at in range(end, self.main.end) if self.main.at(at) is None), self.main.end))
         self._drop_sides()
         self.sent = None
         if commit.num_wanted == 0:
@@ -308,6 +313,20 @@ class ModelSequence(Sequence):
         answer = self.drafts(self.main.ids(start, start + count), q, self.origin)
         self._answered(count)
         return answer
+
+    def propose(self, drafts: list[int]) -> Answer:
+        """The answer to the commit is these drafts of somebody else's, chosen by the text alone: q is one-hot. The main
+        line goes on from them, with what it has as far as that is the same."""
+        start, main, same = self.committed_len, self.main, 0
+        known = main.ids(start, main.end)
+        while same < min(len(known), len(drafts)) and known[same] == drafts[same]:
+            same += 1
+        if same < len(drafts):
+            given = [main.at(start + index) for index in range(same)] + [None] * (len(drafts) - same)
+            self.main = Line(start, list(drafts), given, min(main.num_computed, start + same))
+            self.given_to = start + len(drafts)
+        self._answered(len(drafts))
+        return self.drafts(list(drafts), None, DraftOrigin.MAIN_LINE)
 
     def give_up(self, status: ProposalStatus) -> Answer:
         """No drafts can be made for this commit."""

@@ -108,6 +108,11 @@ DRAFTER = (
     MetricSpec("outrider:drafter_draft_tokens_total", "counter", "Draft tokens it sent."),
     MetricSpec("outrider:drafter_step_seconds", "histogram", "Batched draft steps, without prefill."),
     MetricSpec("outrider:drafter_guesses_right_total", "counter", "Guesses from the text that the model then drew."),
+    MetricSpec("outrider:drafter_chosen_total", "counter", "Commits that each method's drafts answered.", ("method",)),
+    MetricSpec(
+        "outrider:drafter_judged_drafts_total", "counter", "Drafts the target judged, sent or not.", ("method",)
+    ),
+    MetricSpec("outrider:drafter_right_drafts_total", "counter", "Of these, those it would have taken.", ("method",)),
     MetricSpec("outrider:draft_vocabulary_tokens_total", "counter", "Committed tokens looked up in a cut vocabulary."),
     MetricSpec(
         "outrider:draft_vocabulary_misses_total", "counter", "Of these, not in it: they could not have been drafted."

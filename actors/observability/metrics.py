@@ -58,6 +58,13 @@ _DRAFTER_COUNTERS = {
     "vocabulary_observed": "outrider:draft_vocabulary_tokens_total",
     "vocabulary_missed": "outrider:draft_vocabulary_misses_total",
 }
+_SEVERAL = {
+    "chosen": "outrider:drafter_chosen_total",
+    "judged": "outrider:drafter_judged_drafts_total",
+    "right": "outrider:drafter_right_drafts_total",
+}
+"""By method, of several drafters in one."""
+
 _SUFFIX = {
     "suffix_cached_requests": "outrider:suffix_cached_requests",
     "suffix_cached_tokens": "outrider:suffix_cached_tokens",
@@ -319,6 +326,9 @@ def add_drafter(families: Families, drafter: Mapping[str, Any] | None) -> None:
     for key, name in {**_DRAFTER_GAUGES, **_DRAFTER_COUNTERS, **_SUFFIX}.items():
         if key in drafter:
             families.add(name, drafter[key])
+    for key, name in _SEVERAL.items():
+        for method, count in drafter.get(key, {}).items():
+            families.add(name, count, method=method)
     for target, steps in drafter.get("link_steps", {}).items():
         families.add("outrider:drafter_link_steps_total", steps, target=target)
     if "learning" in drafter:

@@ -179,7 +179,7 @@ class Request:
             draft_sampling = sampling.drafting(params, top_n, deployment.vocab_size)
             if adapter and deployment.remembers_answers:
                 draft_sampling = replace(draft_sampling, tenant=_tenant_of(draft_sampling.tenant, adapter))
-            elif adapter in deployment.draft_adapters:
+            if adapter in deployment.draft_adapters:
                 draft_sampling = replace(draft_sampling, adapter=deployment.draft_adapters[adapter])
             request.draft_sampling = draft_sampling
         return request

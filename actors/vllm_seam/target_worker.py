@@ -16,7 +16,7 @@ from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.spared_batches import spare_batches
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
-from outrider.cluster.config import DraftModelConfig, OutriderConfig, SuffixConfig
+from outrider.cluster.config import DraftModelConfig, OutriderConfig
 from outrider.cluster.link.codec import frame_capacity_words, unpack
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity
 
@@ -82,7 +82,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             draft_top_n=config.speculation.draft_top_n,
             vocab_size=self.model_config.get_vocab_size(),
             max_model_len=self.model_config.max_model_len,
-            remembers_answers=isinstance(config.remote_drafter, SuffixConfig),
+            remembers_answers=config.remote_drafter is not None and config.remote_drafter.remembers_answers,
             draft_adapters=_draft_adapters(config),
         )
         return Round(

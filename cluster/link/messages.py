@@ -47,7 +47,7 @@ class DraftOrigin(enum.IntEnum):
     """No answer in time, or one without drafts for another reason than its length."""
 
     MAIN_LINE = 1
-    """Drafted ahead: every draft was accepted and the bonus token was the one guessed."""
+    """Drafted ahead: every draft was accepted and the bonus token was the one guessed. Or looked up, beside a model."""
 
     SIDE_BRANCH = 2
     """Drafted ahead for another outcome than the main line's."""

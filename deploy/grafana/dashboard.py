@@ -372,6 +372,25 @@ DRAFTER = Row(
             (("sum by (replica) (rate(outrider:drafter_guesses_right_total{$of}[$rate]))", "{{replica}}"),),
         ),
         Panel(
+            "Drafters beside each other",
+            (("sum by (method) (rate(outrider:drafter_chosen_total{$of}[$rate]))", "{{method}}"),),
+            "short",
+            "Commits a second, by the method whose drafts answered them (drafter.beside).",
+            stacked=True,
+        ),
+        Panel(
+            "Drafts that are right, by method",
+            (
+                (
+                    "sum by (method) (rate(outrider:drafter_right_drafts_total{$of}[$rate])) / "
+                    "sum by (method) (rate(outrider:drafter_judged_drafts_total{$of}[$rate]))",
+                    "{{method}}",
+                ),
+            ),
+            "percentunit",
+            "Of those that the target judged, sent or not.",
+        ),
+        Panel(
             "What a suffix drafter remembers",
             (
                 ("max by (replica) (outrider:suffix_cached_requests{$of})", "answers, {{replica}}"),

@@ -30,6 +30,9 @@ DRAFTER_STATUS = {
     "vocabulary_missed": 7,
     "step_seconds": Histogram().snapshot(),
     "link_steps": {"a": 5.5, "b": 3.5},
+    "chosen": {"draft_model": 6, "ngram": 2},
+    "judged": {"draft_model": 20, "ngram": 30},
+    "right": {"draft_model": 10, "ngram": 3},
     "learning": {
         "version": 3,
         "changes": 4,
@@ -98,6 +101,9 @@ async def test_all_that_is_reported_is_exported():
     assert values["outrider:drafter_kv_cache_usage_ratio", m] == 0.25
     assert values["outrider:draft_vocabulary_misses_total", m] == 7
     assert values["outrider:drafter_link_steps_total", m, ("target", "b")] == 3.5
+    assert values["outrider:drafter_chosen_total", ("method", "ngram"), m] == 2
+    assert values["outrider:drafter_right_drafts_total", ("method", "draft_model"), m] == 10
+    assert values["outrider:drafter_judged_drafts_total", ("method", "ngram"), m] == 30
     assert values["outrider:length_controller_failures_total", m] == 0
     # Every metric of these groups, but for the reasons that have not come up.
     exported = {name.removesuffix("_total") for name in parse(text)}

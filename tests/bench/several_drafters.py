@@ -1,0 +1,203 @@
+"""What a judge among several drafters earns, on texts of four kinds, in tokens a second at emulated step times.
+
+    python -m tests.bench.several_drafters --answers 24
+
+Look-ups, the draft model's policy and the judge are the served ones, on a clock that is told what steps take; what the
+model says is played: right as often as the kind of text has it. One request at a time. Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.engine import Drawn
+from outrider.actors.drafter.ngram import NgramStrategy
+from outrider.actors.drafter.several import MODEL, Judge, SeveralStrategy
+from outrider.actors.drafter.strategy import DraftStrategy, Work
+from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.suffix_index import SuffixLimits
+from outrider.cluster.link.messages import Commit, DraftSampling, ProposalStatus
+from tests.unit.drafter.drive import Drive
+from tests.unit.drafting_engine import MemoryEngine
+
+VOCAB = 2000
+K = 4
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds. The defaults: a 70B target in bfloat16 on four GPUs and an 8B drafter (docs/emulation.md)."""
+
+    target_s: float = 0.0242
+    draft_s: float = 0.006
+    wire_s: float = 0.0006
+
+
+class Texts:
+    """Prompts and what the target answers, token by token, with how often the draft model is right."""
+
+    def __init__(self, kind: str, seed: int = 0, num_tokens: int = 160) -> None:
+        self._chance, self.kind, self._length = random.Random(f"{kind} {seed}"), kind, num_tokens
+        self._templates = [self._fresh(60) for _ in range(6)]
+        self.right = {"prose": 0.8, "edits": 0.35, "agents": 0.35, "hard": 0.1}[kind]
+
+    def _fresh(self, count: int) -> list[int]:
+        return [self._chance.randrange(10, VOCAB) for _ in range(count)]
+
+    def one(self) -> tuple[list[int], list[int]]:
+        """prose, hard: nothing in it was there before. edits: the prompt's own text again, with changes. agents: steps
+        that other answers have taken too, in another order, with changes."""
+        chance = self._chance
+        if self.kind in ("prose", "hard"):
+            return self._fresh(40), self._fresh(self._length)
+        if self.kind == "edits":
+            prompt = self._fresh(self._length)
+            return prompt, self._changed(prompt, 0.06)
+        steps = [token for template in chance.sample(self._templates, 3) for token in template]
+        return self._fresh(40), self._changed(steps[: self._length], 0.04)
+
+    def _changed(self, tokens: list[int], share: float) -> list[int]:
+        changed: list[int] = []
+        for token in tokens:
+            changed += self._fresh(self._chance.randrange(1, 4)) if self._chance.random() < share else [token]
+        return changed[: self._length]
+
+
+class PlayedEngine(MemoryEngine):
+    """Draws what the target says next, as often as it is to be right; text off the answer's path is answered with
+    anything."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=4000, max_model_len=1000)
+        self.truth: list[int] = []
+        self.right = 0.0
+
+    def _drawn(self, row, draw, end):  # type: ignore[no-untyped-def]
+        start = max(end - 16, 0)  # what is committed is the truth: off its path are the last few at most
+        text = [self._slot(row, position) for position in range(start, end)]
+        chance = random.Random(hash(tuple(text[-8:])))
+        known = end < len(self.truth) and text == self.truth[start:end]
+        token = self.truth[end] if known and chance.random() < self.right else chance.randrange(10, VOCAB)
+        return Drawn(token, confidence=self.right)
+
+
+class ModelAlone(Judge):
+    """But for whether it is waited for."""
+
+    def choose(self, record, offers, may_be_judged_unsent=True):  # type: ignore[no-untyped-def]
+        return super().choose(record, [offer for offer in offers if offer.drafter == MODEL])
+
+
+def strategy_of(only: str | None, clock: Callable[[], float], engine: PlayedEngine) -> DraftStrategy[Any]:
+    lookups: dict[str, DraftStrategy[Any]] = {
+        "ngram": NgramStrategy(2, 4),
+        "suffix": SuffixStrategy(SuffixLimits(24, 1.0, 0.1), 1000, 100_000, "a"),
+    }
+    if only in lookups:
+        return lookups[only]
+    strategy = SeveralStrategy(DraftModelStrategy(engine, 128, clock=clock), lookups, clock)
+    if only is not None:
+        strategy.judge = ModelAlone(list(strategy.judge.chosen))
+    return strategy
+
+
+class Play:
+    """Requests, one after the other, through a strategy."""
+
+    def __init__(self, only: str | None, times: Times, sampling: DraftSampling | None = None) -> None:
+        """only: the drafter of every round; None: the judge chooses. sampling: None: greedy."""
+        self.now, self._times, self._sampling = 0.0, times, sampling
+        self._engine = PlayedEngine()
+        self.strategy = strategy_of(only, lambda: self.now, self._engine)
+        self._drive = Drive(self.strategy)
+        self._requests = 0
+        self._under_way: tuple[Work, float] | None = None
+        """And when it ends."""
+
+    def answer(self, prompt: list[int], answer: list[int], right: float) -> float:
+        """Seconds."""
+        self._requests += 1
+        key, truth = (1, self._requests), prompt + answer
+        self._engine.truth, self._engine.right = truth, right
+        self._drive.open(key, prompt, K, self._sampling)
+        while self._work() is not None:
+            pass
+        began, at, drafts = self.now, len(prompt), []
+        while at < len(truth):
+            same = 0
+            while same < len(drafts) and at + same < len(truth) and drafts[same] == truth[at + same]:
+                same += 1
+            self._verify()
+            committed = truth[at : at + same + 1]
+            commit = Commit(key[1], at, committed, K, 2)
+            at += len(committed)
+            answers = self._drive.commit(key, commit)
+            while not answers and (more := self._work()) is not None:
+                answers = more
+            drafts = next((told.token_ids for told in answers if told.status is ProposalStatus.OK), [])
+        self._drive.close(key)
+        return self.now - began
+
+    def _verify(self) -> None:
+        """The drafter goes on meanwhile."""
+        until = self.now + self._times.target_s + self._times.wire_s
+        while self._work(until) is not None:
+            pass
+        self.now = until
+
+    def _work(self, until: float = math.inf):  # type: ignore[no-untyped-def]
+        """Answers of a piece of work; None: there is none, or it ends after `until`, and is under way from now on."""
+        if self._under_way is None:
+            work, answers = self._drive.plan()
+            if work is None:
+                return answers or None
+            assert not answers
+            work.execute()
+            self._under_way = work, self.now + self._times.draft_s * work.is_step
+        work, ends = self._under_way
+        if ends > until:
+            return None
+        self.now, self._under_way = max(self.now, ends), None
+        return self._drive.complete(work)
+
+
+KINDS = ("prose", "edits", "agents", "hard")
+CHOICES = (None, MODEL, "ngram", "suffix")
+
+
+def tokens_a_second(only: str | None, kinds: tuple[str, ...], num_answers: int, times: Times, seed: int = 0) -> float:
+    """Answers of each kind, mixed: one of each in turn."""
+    play, sources = Play(only, times), [Texts(kind, seed) for kind in kinds]
+    tokens = seconds = 0.0
+    for _ in range(num_answers):
+        for source in sources:
+            prompt, answer = source.one()
+            seconds += play.answer(prompt, answer, source.right)
+            tokens += len(answer)
+    return tokens / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=24, help="of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, value in vars(Times()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value)
+    args = parser.parse_args()
+    times = Times(args.target_s, args.draft_s, args.wire_s)
+    print("| texts | judge | draft_model | ngram | suffix | judge over the best |\n|---|---|---|---|---|---|")
+    for kinds in (*((kind,) for kind in KINDS), KINDS):
+        found = {only: tokens_a_second(only, kinds, args.answers, times, args.seed) for only in CHOICES}
+        best = max(rate for only, rate in found.items() if only is not None)
+        rates = " | ".join(f"{found[only]:.1f}" for only in CHOICES)
+        print(f"| {kinds[0] if len(kinds) == 1 else 'all, mixed'} | {rates} | {found[None] / best:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Look-ups beside a draft model: whose drafts are sent, that the model goes on from them, and what the judge learns."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.ngram import NgramStrategy
+from outrider.actors.drafter.several import MODEL, Judge, Offer, SeveralStrategy
+from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.suffix_index import SuffixLimits
+from outrider.cluster.link.messages import Commit, DraftOrigin
+from tests.bench.several_drafters import CHOICES, KINDS, Play, Texts, Times, tokens_a_second
+from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
+from tests.unit.drafter.drive import Drive
+from tests.unit.drafting_engine import drawn_token
+
+
+class SeveralBench(Bench):
+    def __init__(self, **engine):
+        super().__init__(**engine)
+        model = self.strategy.strategy
+        assert isinstance(model, DraftModelStrategy)
+        lookups = {
+            "ngram": NgramStrategy(2, 4),
+            "suffix": SuffixStrategy(SuffixLimits(24, 1.0, 0.1), 100, 10_000, "a"),
+        }
+        self.several = SeveralStrategy(model, lookups, clock=itertools.count().__next__)
+        self.strategy = Drive(self.several)
+        self.sent_by = []
+
+    def commit(self, key, tokens, k=4, on_miss=None):
+        before = dict(self.several.judge.chosen)
+        answers = super().commit(key, tokens, k, on_miss)
+        self.sent_by.append(next((name for name, n in self.several.judge.chosen.items() if n > before[name]), None))
+        return answers
+
+
+LOOP = [11, 12, 13, 14, 15, 16]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_drafts_the_model_goes_on_from_the_text(sampling, seed):
+    """Of targets that sometimes say what they said before and sometimes what the model says. The engine in memory fails
+    on a wrong block or position, and what the model sends is always its own continuation."""
+    chance = random.Random(seed)
+    bench = SeveralBench(max_model_len=2000)
+    bench.open(KEY, LOOP * 4, sampling)
+    bench.settle()
+    samples_q = sampling is SAMPLED
+    drafts, loops = [], True
+    for _ in range(120):
+        if chance.random() < 0.15:
+            loops = not loops
+        accepted = 0
+        text = bench.texts[KEY]
+        while accepted < len(drafts) and chance.random() < 0.8:
+            accepted += 1
+        kept = drafts[:accepted]
+        model_says = drawn_token([*text, *kept], len(text) if samples_q and accepted < len(drafts) else 0)
+        loop_says = LOOP[(LOOP.index(kept[-1] if kept else text[-1]) + 1) % 6] if (kept or text)[-1] in LOOP else 11
+        answers = bench.commit(KEY, [*kept, loop_says if loops else model_says])
+        while not answers:
+            answers = bench.step() or answers
+        (answer,) = answers
+        drafts = ids(answer)
+        if bench.sent_by[-1] == MODEL:
+            assert drafts == bench.drafts(KEY, len(drafts), samples_q=samples_q)
+        else:
+            assert answer.q is None
+            assert answer.origin is DraftOrigin.MAIN_LINE
+        for _ in range(chance.randrange(8)):
+            bench.step()
+    assert {MODEL, "ngram", "suffix"} >= set(bench.sent_by)
+    assert len(set(bench.sent_by)) > 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_the_model_drafts_ahead_from_what_was_looked_up(sampling):
+    """So that leaving the loop is answered at once, with the model's drafts."""
+    bench = SeveralBench()
+    bench.open(KEY, LOOP * 5, sampling)
+    bench.settle()
+    for _ in range(4):
+        text = bench.texts[KEY]
+        answer = bench.answer(KEY, [LOOP[len(text) % 6]])
+        bench.settle()
+    assert bench.sent_by[-1] != MODEL
+    bonus = drawn_token([*bench.texts[KEY], *ids(answer)])
+    bench.several.judge.record = None  # it is asked for new requests only
+    left = bench.answer(KEY, [*ids(answer), bonus])
+    assert left is not None, "not foreseen"
+    assert bench.sent_by[-1] == MODEL
+    assert ids(left) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_drafts_that_were_not_sent_are_judged_too_but_not_a_models_under_rejection(sampling):
+    play, source = Play(None, Times(), sampling), Texts("edits")
+    judge, verdicts = play.strategy.judge, Counter()
+    hear = judge.verdict
+
+    def verdict(record, drafter, right, looked_at):
+        verdicts[drafter] += 1
+        hear(record, drafter, right, looked_at)
+
+    judge.verdict = verdict
+    for _ in range(3):
+        play.answer(*source.one(), 0.5)
+    assert any(verdicts[name] > judge.chosen[name] + 20 for name in ("ngram", "suffix"))
+    assert (verdicts[MODEL] > judge.chosen[MODEL]) == (sampling is GREEDY)
+    counted = play.strategy.counters()
+    assert (counted["judged"], counted["right"], counted["chosen"]) == (judge.judged, judge.right, judge.chosen)
+
+
+def played(rates, rounds=60, seed=0):
+    """A judge that has heard of so many rounds of one request, and its record."""
+    chance = random.Random(seed)
+    judge = Judge(list(rates))
+    record = judge.record()
+    for _ in range(rounds):
+        for name, rate in rates.items():
+            right = next((n for n in range(4) if chance.random() >= rate), 4)
+            judge.verdict(record, name, right, min(right + 1, 4))
+        judge.took(0.02)
+    return judge, record
+
+
+def test_the_one_with_the_better_drafts_is_chosen():
+    for rates in ({MODEL: 0.8, "ngram": 0.3}, {MODEL: 0.3, "ngram": 0.8}):
+        judge, record = played(rates)
+        best = judge.choose(record, [Offer(MODEL, 4), Offer("ngram", 4)])
+        assert best.drafter == max(rates, key=rates.get)
+
+
+def test_a_few_good_drafts_at_once_beat_more_that_are_waited_for():
+    judge, record = played({MODEL: 0.8, "ngram": 0.75})
+    offers = [Offer(MODEL, 4, 0.02), Offer("ngram", 3)]
+    assert judge.choose(record, offers).drafter == "ngram"
+    assert judge.choose(record, [Offer(MODEL, 4, 0.0005), Offer("ngram", 1)]).drafter == MODEL
+
+
+def test_a_model_that_is_hardly_ever_right_is_not_waited_for():
+    judge, record = played({MODEL: 0.05})
+    assert judge.choose(record, [Offer(MODEL, 0), Offer(MODEL, 2, 0.012)]).wait_s == 0
+    judge, record = played({MODEL: 0.9})
+    assert judge.choose(record, [Offer(MODEL, 0), Offer(MODEL, 2, 0.012)]).wait_s > 0
+
+
+def test_a_new_request_begins_with_what_others_have_shown_and_soon_has_its_own():
+    judge, _ = played({MODEL: 0.9, "ngram": 0.1}, rounds=200)
+    record = judge.record()
+    offers = [Offer(MODEL, 4), Offer("ngram", 4)]
+    assert judge.choose(record, offers).drafter == MODEL
+    for _ in range(4):
+        judge.verdict(record, MODEL, 0, 1)
+        judge.verdict(record, "ngram", 4, 4)
+    assert judge.choose(record, offers).drafter == "ngram"
+
+
+def test_a_model_that_cannot_be_judged_unsent_is_tried_again_and_another_is_not():
+    for unsent, expected in ((False, 3), (True, 0)):
+        judge, record = played({MODEL: 0.1, "ngram": 0.9})
+        judge.chosen[MODEL] = 0
+        for _ in range(75):
+            judge.choose(record, [Offer(MODEL, 4), Offer("ngram", 4)], may_be_judged_unsent=unsent)
+        assert judge.chosen[MODEL] == expected
+
+
+def test_a_long_prompt_is_read_between_steps_and_drafted_for_meanwhile():
+    bench = SeveralBench(max_model_len=5000, num_blocks=3000)
+    bench.open(KEY, LOOP * 200)
+    bench.settle()
+    assert bench.answer(KEY, [LOOP[0]]) is not None
+    for own in bench.several._beside[bench.strategy.sequences[KEY]].lookups.values():
+        assert own.text == bench.texts[KEY]
+    bench.strategy.close(KEY)
+    assert not bench.several._beside
+    assert bench.several.usage()["num_sequences"] == 0
+    assert all(lookup.usage()["num_sequences"] == 0 for lookup in bench.several.lookups.values())
+
+
+def test_no_drafts_are_wanted():
+    bench = SeveralBench()
+    bench.open(KEY, LOOP * 5)
+    bench.settle()
+    assert bench.commit(KEY, [LOOP[0]], k=0) == []
+    assert bench.several.judge.chosen == {MODEL: 0, "ngram": 0, "suffix": 0}
+    assert Commit(1, 31, [5], 0, 0).num_wanted == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_each_kind_of_text_it_earns_what_the_best_one_does(kind):
+    rates = {only: tokens_a_second(only, (kind,), 3, Times()) for only in CHOICES}
+    best = max(rate for only, rate in rates.items() if only is not None)
+    assert rates[None] > 0.97 * best
+
+
+def test_on_a_mix_of_all_it_earns_a_tenth_more_than_the_best_one():
+    rates = {only: tokens_a_second(only, KINDS, 3, Times()) for only in CHOICES}
+    best = max(rate for only, rate in rates.items() if only is not None)
+    assert rates[None] > 1.10 * best
