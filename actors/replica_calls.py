@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal
 
 from outrider.cluster.limits import LimitsConfig
@@ -324,9 +325,23 @@ class OpenAIRequest(_MayHaveDeadline):
         return prompt
 
 
+def spoken(content: Any) -> str:
+    """text_of, with as much in place of each picture as it counts for, which tells it from others."""
+    if not isinstance(content, list):
+        return text_of(content)
+    return "".join(map(_spoken_part, (part for part in content if isinstance(part, dict))))
+
+
+def _spoken_part(part: dict[str, Any]) -> str:
+    if (url := picture_in(part)) is None:
+        return text_of(part.get("text"))
+    digest = blake2b(url.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return digest * (PICTURE_CHARS // len(digest))
+
+
 def _text_length(content: Any) -> int:
-    """Of a text, or of OpenAI's list of parts."""
-    return len(text_of(content))
+    """Of a text, or of OpenAI's list of parts, with their pictures."""
+    return len(text_of(content)) + PICTURE_CHARS * len(pictures_in(content))
 
 
 def text_of(content: Any) -> str:
@@ -336,19 +351,37 @@ def text_of(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
+PICTURE_CHARS = 2048
+"""A picture counts as so many, where a prompt's tokens are estimated: some 500 tokens, which is what most models make
+of one."""
+
+
+def picture_in(part: Mapping[str, Any]) -> str | None:
+    """The URL of the picture in one of OpenAI's parts: a chat's has an object around it, a response's has not."""
+    found = part.get("image_url")
+    url = found.get("url") if isinstance(found, dict) else found if part.get("type") == "input_image" else None
+    return url if isinstance(url, str) and url else None
+
+
+def pictures_in(content: Any) -> list[str]:
+    """Their URLs, of a text or of OpenAI's list of parts."""
+    parts = content if isinstance(content, list) else ()
+    return [url for part in parts if isinstance(part, dict) and (url := picture_in(part)) is not None]
+
+
 def spoken_in_response(body: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Role and text of what a body of ``/v1/responses`` says, in order, much as its chat template will have them."""
     instructions, items = body.get("instructions"), body.get("input")
-    spoken = [("system", instructions)] if isinstance(instructions, str) else []
+    said = [("system", instructions)] if isinstance(instructions, str) else []
     if isinstance(items, str):
-        return [*spoken, ("user", items)]
+        return [*said, ("user", items)]
     for item in items if isinstance(items, list) else ():
         if not isinstance(item, dict):
             continue
         role = "tool" if "output" in item else str(item.get("role") or "assistant")
         parts = (item.get(name) for name in ("content", "name", "arguments", "input", "output"))
-        spoken.append((role, "".join(map(text_of, parts))))
-    return spoken
+        said.append((role, "".join(map(spoken, parts))))
+    return said
 
 
 @dataclass(frozen=True)

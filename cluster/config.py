@@ -31,9 +31,10 @@ from outrider.cluster.drafter_config import LookupConfig as LookupConfig
 from outrider.cluster.drafter_config import NgramConfig as NgramConfig
 from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
-from outrider.cluster.engine_args import ADAPTERS_PASSED_ON
+from outrider.cluster.engine_args import ADAPTERS_PASSED_ON, MEDIA_PASSED_ON
 from outrider.cluster.limits import LimitsConfig as LimitsConfig
 from outrider.cluster.lora_config import LoraConfig as LoraConfig
+from outrider.cluster.multimodal_config import MultimodalConfig as MultimodalConfig
 from outrider.cluster.scaling_config import AutoscalingConfig as AutoscalingConfig
 
 _KEY = re.compile(r"([a-z_]+): ")
@@ -108,6 +109,27 @@ class TargetConfig(EngineConfig):
         if idle is not None and self.lora is None:
             raise ValueError(
                 f"engine_args.{idle} is about adapters, and there are none; write target.lora, or remove it"
+            )
+        return self
+
+    multimodal: MultimodalConfig | None = None
+    """A mapping: pictures in requests, of a target that can see them ([pictures.md](pictures.md)). None: text alone."""
+
+    @model_validator(mode="after")
+    def _pictures_arguments(self) -> TargetConfig:
+        idle = next((name for name in MEDIA_PASSED_ON if name in self.engine_args), None)
+        if idle is not None and self.multimodal is None:
+            raise ValueError(
+                f"engine_args.{idle} is about pictures, and none are taken; write target.multimodal, or remove it"
+            )
+        if self.multimodal is not None and self.engine_args.get("language_model_only"):
+            raise ValueError(
+                "engine_args.language_model_only: does not go with target.multimodal; remove one of the two"
+            )
+        if self.multimodal is not None and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"multimodal: pictures have never been run with pipeline_parallel_size ({self.pipeline_parallel_size}) "
+                "above 1; set tensor_parallel_size, or remove one of the two"
             )
         return self
 
@@ -379,6 +401,19 @@ class OutriderConfig(Section):
         if self.co_located is not None:
             raise ValueError(
                 "target.lora: adapters are served with a drafter actor or with none, and not beside "
+                "drafter.placement: co_located, where vLLM drafts in the target's engine; remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pictures_fit(self) -> OutriderConfig:
+        multimodal = self.target.multimodal
+        if multimodal is None:
+            return self
+        multimodal.check_body(self.limits.max_request_bytes)
+        if self.co_located is not None:
+            raise ValueError(
+                "target.multimodal: pictures are taken with a drafter actor or with none, and not beside "
                 "drafter.placement: co_located, where vLLM drafts in the target's engine; remove one of the two"
             )
         return self

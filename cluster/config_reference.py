@@ -20,6 +20,7 @@ from outrider.cluster.config import (
     LimitsConfig,
     LinkConfig,
     LoraConfig,
+    MultimodalConfig,
     NgramConfig,
     OpenAIConfig,
     ServingConfig,
@@ -70,6 +71,7 @@ What vLLM has an engine argument for and this page has no key, `target.engine_ar
 _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("target", "The model whose distribution is served.", TargetConfig),
     ("target.lora", "LoRA adapters that requests may name ([lora.md](lora.md)).", LoraConfig),
+    ("target.multimodal", "Pictures in requests ([pictures.md](pictures.md)).", MultimodalConfig),
     (
         "drafter, `method: draft_model`",
         "A smaller model with the same tokenizer. Vocabularies may be padded to different sizes.",

@@ -62,14 +62,20 @@ ADAPTERS_PASSED_ON = (
 )  # fmt: skip
 """Of the target's, where it has adapters."""
 
+MEDIA_PASSED_ON = (
+    "disable_chunked_mm_input", "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_tp_mode",
+    "mm_processor_cache_gb", "mm_processor_kwargs",
+)  # fmt: skip
+"""Of the target's, where it takes pictures."""
+
+_MEDIA_LIMITS = ("limit_mm_per_prompt", "allowed_media_domains")
+
 _MEDIA = (
-    "allowed_local_media_path", "allowed_media_domains", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs",
-    "mm_processor_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type", "mm_hasher_algorithm",
+    "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs", "mm_processor_cache_type", "mm_hasher_algorithm",
     "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc", "mm_processor_device", "mm_ipc_gpu_memory_gb",
-    "mm_device_do_normalize", "mm_encoder_only", "mm_encoder_tp_mode", "mm_encoder_attn_backend",
-    "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path",
+    "mm_device_do_normalize", "mm_encoder_only", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path",
     "mm_encoder_fp8_scale_save_margin", "video_pruning_rate", "video_pruning_method", "enable_mm_processor_stats",
-    "enable_shm_tensor_arena", "disable_chunked_mm_input", "ec_transfer_config", "ec_manager_config",
+    "enable_shm_tensor_arena", "ec_transfer_config", "ec_manager_config",
 )  # fmt: skip
 
 OWNED: dict[Side, tuple[Withheld, ...]] = {
@@ -101,6 +107,7 @@ OWNED: dict[Side, tuple[Withheld, ...]] = {
         ),
         Withheld(("additional_config",), "it carries Outrider's own settings to the ranks; leave it out"),
         Withheld(_ADAPTERS, "adapters have a section of their own; write target.lora"),
+        Withheld(_MEDIA_LIMITS, "pictures have a section of their own; write target.multimodal"),
         Withheld(("served_model_name",), "it has its key in another section; set serving.served_model_name"),
         Withheld(("otlp_traces_endpoint",), "it has its key in another section; set serving.otlp_traces_endpoint"),
         Withheld(
@@ -133,7 +140,11 @@ REFUSED: dict[Side, tuple[Withheld, ...]] = {
         ),
         Withheld(("lora_target_modules",), "it would drop parts of an adapter without a word; leave it out"),
         Withheld(("max_lora_cls_labels",), "Outrider serves models that generate text token by token; leave it out"),
-        Withheld(_MEDIA, "requests are text, pictures and sound are refused at the door; leave it out"),
+        Withheld(
+            ("allowed_local_media_path",),
+            "a request could name any file beneath it, and be told what a picture of it shows; leave it out",
+        ),
+        Withheld(_MEDIA, "requests are text and pictures, which are taken in one way; leave it out"),
         Withheld(
             ("runner", "convert", "pooler_config", "io_processor_plugin", "diffusion_config"),
             "Outrider serves models that generate text token by token, and nothing else; leave it out",
@@ -185,7 +196,7 @@ REFUSED: dict[Side, tuple[Withheld, ...]] = {
 
 _DRAFTERS_OWN = (
     Withheld(
-        ("language_model_only", "limit_mm_per_prompt", "skip_mm_profiling"),
+        ("language_model_only", "skip_mm_profiling", *_MEDIA_LIMITS, *MEDIA_PASSED_ON),
         "drafts are text, and a draft model is loaded for text alone; leave it out",
     ),
     Withheld(
@@ -239,7 +250,7 @@ _DRAFTERS_REFUSED = (
     ),
 )  # fmt: skip
 
-OWNED["drafter"] = (*OWNED["target"], *_DRAFTERS_OWN)
+OWNED["drafter"] = (*(each for each in OWNED["target"] if each.names != _MEDIA_LIMITS), *_DRAFTERS_OWN)
 REFUSED["drafter"] = (*REFUSED["target"], *_DRAFTERS_REFUSED)
 
 RUN_HERE: dict[Side, frozenset[str]] = {

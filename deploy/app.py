@@ -298,6 +298,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
         pool=pool,
         lora=config.target.lora,
+        multimodal=config.target.multimodal,
         registry=partial(find_registry, serving.app_name),
     )
 

@@ -36,7 +36,7 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 DEPLOYMENTS = (
     "pair", "ngram_pair", "small_kv", "co_located", "two_replicas", "both_tp2",
     "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2", "pool", "adapters", "adapters_tp2",
-    "stages", "several",
+    "stages", "several", "pictures", "pictures_mrope",
 )  # fmt: skip
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
@@ -52,8 +52,9 @@ either command."""
 
 IN_FULL_RUNS_ONLY = {
     "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "adapters",
-    "adapters_tp2", "stages", "several", "test_co_located", "test_connection_limits", "test_draft_engine", "test_drain",
-    "test_openai_responses", "test_served_distribution", "test_tenants", "test_tls", "test_vllm_bench",
+    "adapters_tp2", "stages", "several", "pictures", "pictures_mrope", "test_co_located",
+    "test_connection_limits", "test_draft_engine", "test_drain", "test_openai_responses", "test_served_distribution",
+    "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
 """Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
 all of them are marked exhaustive."""
@@ -178,6 +179,18 @@ def adapters(deployments: Deployments) -> Deployment:
 def adapters_tp2(deployments: Deployments) -> Deployment:
     """A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter."""
     return deployments.use("adapters_tp2")
+
+
+@pytest.fixture
+def pictures(deployments: Deployments) -> Deployment:
+    """A target that sees pictures, and a text draft model, which lacks the tokens that stand for them."""
+    return deployments.use("pictures")
+
+
+@pytest.fixture
+def pictures_mrope(deployments: Deployments) -> Deployment:
+    """A target of two ranks that sees pictures, with positions in three dimensions, and a suffix drafter."""
+    return deployments.use("pictures_mrope")
 
 
 @pytest.fixture

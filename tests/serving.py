@@ -28,6 +28,7 @@ from outrider.deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
 from tests.tiny_models import VOCAB_SIZE, build_tiny_adapter, build_tiny_llama, merge_adapter, pad_vocabulary
+from tests.tiny_pictures import build_tiny_idefics, build_tiny_paddle
 
 Answer = TypeVar("Answer")
 
@@ -60,6 +61,12 @@ class Models:
     merged: dict[str, Path]
     """The target with each of them in its weights."""
 
+    sees: Path
+    """A target that sees pictures, of the same language model."""
+
+    sees_by_mrope: Path
+    """Likewise, with positions in three dimensions."""
+
 
 def build_models(directory: Path) -> Models:
     """A target, and a drafter that agrees with it on most tokens, not on all."""
@@ -77,6 +84,8 @@ def build_models(directory: Path) -> Models:
         pad_vocabulary(directory / "wide-drafter", drafter, WIDE_VOCAB_SIZE),
         adapters,
         {name: merge_adapter(directory / f"merged-{name}", target, path) for name, path in adapters.items()},
+        build_tiny_idefics(directory / "sees", target),
+        build_tiny_paddle(directory / "sees-by-mrope", target),
     )
 
 
@@ -128,6 +137,12 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "max_lora_rank": 8,
         "max_loras": 4,
         "load_from": str(models.target.parent / LATER),
+    }
+    multimodal = {
+        "limit_mm_per_prompt": {"image": 2},
+        "allowed_media_domains": ["localhost"],  # which is never reached
+        "max_image_bytes": 1 << 18,
+        "max_image_pixels": 1 << 18,
     }
     return {
         "pair": {
@@ -207,11 +222,34 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "speculation": always,
             "openai": {"chat_template": CHAT_TEMPLATE},
         },
+        "pictures_mrope": {
+            "target": {
+                **target_of_two,
+                "model": str(models.sees_by_mrope),
+                "multimodal": {"limit_mm_per_prompt": {"image": 2}},
+                "kv_cache_memory_bytes": 1 << 20,
+                "max_num_batched_tokens": 96,
+            },
+            "drafter": {"method": "suffix"},
+            **patient,
+        },
         # What else the target can be, at once: two ranks, steps one after the other, guesses from others' answers.
         "adapters_tp2": {
             "target": {**target_of_two, "lora": {**lora, "max_loras": 3, "load_from": None}, "async_scheduling": False},
             "drafter": {"method": "suffix"},
             **patient,
+        },
+        # Little KV cache, and steps of few tokens: prompts run in parts, and requests are preempted.
+        "pictures": {
+            "target": {
+                **target,
+                "model": str(models.sees),
+                "multimodal": multimodal,
+                "kv_cache_memory_bytes": 2 << 20,
+                "max_num_batched_tokens": 96,
+            },
+            "drafter": pinned_draft_model,
+            "speculation": always,
         },
         "both_tp2": {"target": target_of_two, "drafter": drafter_of_two, **patient},
         "target_tp2": {"target": target_of_two, "drafter": draft_model, **patient},

@@ -57,6 +57,7 @@ ROUNDS = (
         "Requests that lost speculation for some time, by the first cause: no_link, late, out_of_kv, length, unusable.",
         ("reason",),
     ),
+    MetricSpec("outrider:picture_requests_total", "counter", "Requests whose prompt holds pictures."),
     MetricSpec("outrider:step_seconds", "histogram", "From the start of a decode step to the start of the next."),
     MetricSpec("outrider:step_target_seconds", "histogram", "Of it the target's forward pass and verification."),
     MetricSpec("outrider:step_draft_seconds", "histogram", "Of it the drafter's work that the target waited for."),

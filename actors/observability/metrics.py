@@ -282,7 +282,7 @@ class ReplicaMetrics:
 
 def add_rounds(families: Families, rounds: Mapping[str, Any]) -> None:
     """rounds: Round.metrics()."""
-    for name in ("rounds", "drafted_rounds", "late_rounds", "proposals", "proposal_bytes"):
+    for name in ("rounds", "drafted_rounds", "late_rounds", "proposals", "proposal_bytes", "picture_requests"):
         families.add(f"outrider:{name}_total", rounds[name])
     for origin, count in ORIGINS.items():
         families.add("outrider:proposal_origins_total", rounds[count], origin=origin)

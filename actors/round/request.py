@@ -33,6 +33,9 @@ EXTRA_ARGS_KEY = "outrider"
 GREEDY_BELOW = 1e-5
 """vLLM's own limit: a lower temperature is greedy."""
 
+_PICTURES = "pictures"
+"""What requests with some remember is theirs alone: the same text about another picture goes on otherwise."""
+
 _LEAST_TOP_P = 1e-30
 """The kernels take float32, where less could become 0. The likeliest token alone is left long before."""
 
@@ -165,8 +168,11 @@ class Request:
         num_prompt_tokens: int,
         deployment: Deployment,
         adapter: str = "",
+        *,
+        shows_pictures: bool = False,
     ) -> Request:
-        """params: vLLM's SamplingParams; token_ids: prompt and output so far; adapter: see Arrival.
+        """params: vLLM's SamplingParams; token_ids: prompt and output so far; adapter: see Arrival. shows_pictures: its
+        prompt's ids do not say all of it.
 
         Raises ValueError for a choice of verification that the request's other parameters rule out.
         """
@@ -177,8 +183,9 @@ class Request:
         if request.max_drafts:
             top_n = min(deployment.draft_top_n, deployment.vocab_size)
             draft_sampling = sampling.drafting(params, top_n, deployment.vocab_size)
-            if adapter and deployment.remembers_answers:
-                draft_sampling = replace(draft_sampling, tenant=_tenant_of(draft_sampling.tenant, adapter))
+            if (adapter or shows_pictures) and deployment.remembers_answers:
+                whose = f"{adapter} {_PICTURES}" if shows_pictures else adapter
+                draft_sampling = replace(draft_sampling, tenant=_tenant_of(draft_sampling.tenant, whose))
             if adapter in deployment.draft_adapters:
                 draft_sampling = replace(draft_sampling, adapter=deployment.draft_adapters[adapter])
             request.draft_sampling = draft_sampling

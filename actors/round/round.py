@@ -44,6 +44,10 @@ NO_DRAFTS = Lengths(0, 0)
 UNUSABLE = -1
 """In place of a draft's id: verification ends the request's drafts there."""
 
+WITH_PICTURES = "with pictures"
+"""Behind an adapter's name, in which there are no spaces: how much of the drafts is accepted is learnt apart, for the
+drafter sees none of them."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -51,13 +55,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A request that a step is the first to hold. params: vLLM's SamplingParams. prompt_token_ids: None where a prompt
-    has no ids, and nothing can be drafted. adapter: that the target answers it with; empty: none."""
+    has no ids, and nothing can be drafted. adapter: that the target answers it with; empty: none. num_pictures: in the
+    prompt, whose ids only say where they are."""
 
     request_id: str
     params: Any
     prompt_token_ids: list[int] | None
     num_prompt_tokens: int
     adapter: str = ""
+    num_pictures: int = 0
 
 
 @dataclass(slots=True)
@@ -349,6 +355,7 @@ class Round:
         return {
             **self.statistics.counts(),
             "histograms": self.statistics.histograms(),
+            "picture_requests": self.statistics.picture_requests,
             "stale": drafter.stale,
             "unusable": drafter.unusable,
             "refused": {status.name.lower(): count for status, count in drafter.refused.items()},
@@ -364,20 +371,33 @@ class Round:
         self._leave(arrival.request_id, CloseReason.ABORTED)
         prompt = arrival.prompt_token_ids
         token_ids = [0] * arrival.num_prompt_tokens if prompt is None else list(prompt)
+        shown = arrival.num_pictures > 0
         request = Request.of(
-            arrival.request_id, arrival.params, token_ids, arrival.num_prompt_tokens, self.deployment, arrival.adapter
+            arrival.request_id,
+            arrival.params,
+            token_ids,
+            arrival.num_prompt_tokens,
+            self.deployment,
+            arrival.adapter,
+            shows_pictures=shown,
         )
-        if prompt is None:
+        self.statistics.picture_requests += shown
+        if prompt is None or (shown and not self._can_be_read(token_ids)):
             request.max_drafts = 0
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
             request.trace = self._tracer.track(headers)
         if request.max_drafts:
-            estimate = self._guarded(self._lengths.track, request.max_drafts, arrival.adapter)
+            kind = f"{arrival.adapter} {WITH_PICTURES}" if shown else arrival.adapter
+            estimate = self._guarded(self._lengths.track, request.max_drafts, kind)
             request.estimate = estimate or request.estimate
         if self._teaching is not None:
-            self._teaching.enter(request, arrival.adapter)
+            self._teaching.enter(request, arrival.adapter, shows_pictures=shown)
         self.requests[arrival.request_id] = request
         self._follow(request)
+
+    def _can_be_read(self, token_ids: Sequence[int]) -> bool:
+        """By a drafter, as text: some models mark the place of a picture with ids that no vocabulary has."""
+        return min(token_ids, default=0) >= 0 and max(token_ids, default=0) < self.deployment.vocab_size
 
     def _follow(self, request: Request) -> None:
         request.running = True

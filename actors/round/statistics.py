@@ -55,6 +55,9 @@ class RoundStatistics:
 
     side_branch_hits: int = 0
     misses: int = 0
+    picture_requests: int = 0
+    """Requests that came with pictures."""
+
     draft_step_ms: float = 0.0
     """What a step of the drafter takes, as it last said."""
 

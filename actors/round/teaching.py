@@ -35,8 +35,9 @@ class Teaching:
         self._committed: list[tuple[int, Request, int, int]] = []
         """Step, whose, position and number of the tokens."""
 
-    def enter(self, request: Request, adapter: str = "") -> None:
-        """Decide whether it is taught from. adapter: that the target answers it with.
+    def enter(self, request: Request, adapter: str = "", *, shows_pictures: bool = False) -> None:
+        """Decide whether it is taught from. adapter: that the target answers it with. shows_pictures: to the target;
+        what it says of them nobody could learn who does not see them.
 
         Its logits are looked at after they were changed in place for the choice, so that nothing but the model may have
         had a say in them.
@@ -45,6 +46,7 @@ class Teaching:
         request.teaches = (
             request.max_drafts > 0
             and not adapter
+            and not shows_pictures
             and carried(request.params).get("learn", True)
             and not carried(request.params).get("tenant", 0)
             and not changes_logits(request.params)

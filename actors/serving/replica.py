@@ -338,6 +338,7 @@ class Target:
             configured_chat_template(self._config),
             self._config.serving.structured_output,
             self._config.target.lora,
+            self._config.target.multimodal,
         )
 
     def _cores(self, side: str) -> list[list[int]] | None:

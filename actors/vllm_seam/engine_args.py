@@ -5,6 +5,7 @@ Also the one that asks which of vLLM's platforms this process runs on, since mos
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -13,6 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
 from outrider.actors.vllm_seam.engine_args_schema import checked
+from outrider.actors.vllm_seam.pictures import check_pictures
 from outrider.actors.vllm_seam.stages import StagedVllmConfig
 from outrider.cluster.answer_parsers import AUTO, Parsers
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
@@ -81,6 +83,7 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     args["distributed_executor_backend"] = RayRanksExecutor
     args["additional_config"] = {**ranks.as_additional_config(), "outrider": config.model_dump(mode="json")}
     vllm_config = _create(AsyncEngineArgs, args, placement_group, config.target)
+    check_pictures(config, vllm_config.model_config)
     if config.openai.reasoning_parser == AUTO:  # by the checkpoint, which has been read by now
         parsers = answer_parsers(config, vllm_config.model_config)
         if parsers.reasoning is not None:
@@ -103,6 +106,9 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     args["tokenizer"] = config.target.tokenizer
     if (lora := config.target.lora) is not None:
         args |= _lora_arguments(lora.max_loras, lora.max_lora_rank)
+    if (multimodal := config.target.multimodal) is not None:
+        args["limit_mm_per_prompt"] = {"video": 0, "audio": 0, **multimodal.limit_mm_per_prompt}
+        args["allowed_media_domains"] = list(multimodal.allowed_media_domains)
     args["disable_log_stats"] = False
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
@@ -150,6 +156,7 @@ def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
         model_config = AsyncEngineArgs(**target_engine_arguments(config)).create_model_config()
     except _REFUSALS as error:
         raise ConfigError(_refusal(error, config.target)) from error
+    check_pictures(config, model_config)
     parsers = answer_parsers(config, model_config)
     check_parsers(parsers, model_config)
     return parsers
@@ -199,6 +206,11 @@ def _refusal(error: Exception, config: EngineConfig) -> str:
     text = _first_lines(error)
     if not isinstance(error, ValueError | OSError):  # words that were not meant for an operator
         text = f"{type(error).__name__}: {text}"
+    if "failed to be inspected" in text and find_spec("torchvision") is None:
+        text += (
+            " vLLM's code for many models that see pictures needs torchvision, which is not installed: install the "
+            "build of it that is for this torch"
+        )
     if (path := about(str(error), {config.side: config.engine_args})) is not None:
         return f"{path}: {text}"
     given = f" (with engine_args {', '.join(config.engine_args)})" if config.engine_args else ""

@@ -22,6 +22,7 @@ _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_MEDIA = "vllm.multimodal.media.connector:MediaConnector"
 _BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
 
 REPLICA = Table(
@@ -139,6 +140,32 @@ REPLICA = Table(
             "overridden (the configuration's __class__ is rewritten): two steps are in flight, or one in all stages",
             read_by=("vllm.v1.engine.core:EngineCore.__init__",),
         ),
+        Borrowed(
+            f"{_MEDIA}.load_from_url_async",
+            "overridden: pictures, and nothing else, within limits, from public addresses",
+            takes=("url", "media_io", "fetch_timeout"),
+            read_by=(f"{_MEDIA}.fetch_image_async", f"{_MEDIA}.fetch_audio_async", f"{_MEDIA}.fetch_video_async"),
+        ),
+        Borrowed(
+            f"{_MEDIA}.load_from_url",
+            "overridden: nothing is loaded on the event loop",
+            takes=("url", "media_io", "fetch_timeout"),
+            read_by=(f"{_MEDIA}.fetch_image", f"{_MEDIA}.fetch_audio", f"{_MEDIA}.fetch_video"),
+        ),
+        Borrowed(f"{_MEDIA}._load_data_url", "reads a data: URL", takes=("url", "media_io")),
+        Borrowed(
+            "vllm.multimodal.media.connector:MEDIA_CONNECTOR_REGISTRY",
+            "where ours is registered",
+            also=("name2class",),
+        ),
+        Borrowed("vllm.envs:VLLM_MEDIA_CONNECTOR", "by which ours is taken"),
+        Borrowed("vllm.multimodal.media.image:ImageMediaIO.load_bytes", "decodes a picture", exactly=("data",)),
+        Borrowed(
+            "vllm.multimodal.registry:MultiModalRegistry.create_processor",
+            "which media a model takes",
+            takes=("model_config",),
+        ),
+        Borrowed("vllm.config:ModelConfig.is_multimodal_model", "whether it takes any"),
         Borrowed("vllm.config:ParallelConfig", "set", also=("placement_group", "distributed_executor_backend")),
         Borrowed("vllm.config:VllmConfig.additional_config", "our configuration goes to the ranks in it"),
     ),
@@ -301,8 +328,13 @@ SCHEDULER = Table(
                 "scheduler_config",
                 "num_spec_tokens",
                 "max_num_scheduled_tokens",
+                "waiting",
             ),
         ),
+        Borrowed("vllm.config:SchedulerConfig.disable_chunked_mm_input", "whether pictures run whole"),
+        Borrowed("vllm.v1.request:Request.mm_features", "how long they are"),
+        Borrowed("vllm.multimodal.inputs:MultiModalFeatureSpec.mm_position", "likewise"),
+        Borrowed("vllm.multimodal.inputs:PlaceholderRange.length", "likewise"),
         Borrowed(
             "vllm.config:SchedulerConfig.long_prefill_token_threshold",
             "set before each step: what one prompt may take of it",

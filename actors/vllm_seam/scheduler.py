@@ -56,9 +56,17 @@ class FairScheduling(_Scheduler):
             self.scheduler_config.long_prefill_token_threshold = prefill_threshold(
                 self.scheduler_config.max_num_batched_tokens,
                 sum(request.is_prefill_chunk for request in self.running),
-                at_least=1 + self.num_spec_tokens,
+                at_least=max(1 + self.num_spec_tokens, self._longest_picture()),
             )
         return super().schedule(*args, **kwargs)
+
+    def _longest_picture(self) -> int:
+        """In tokens, of those that may be in the next step, where vLLM runs none in parts: one that is longer than its
+        prompt's share would wait for ever."""
+        if not self.scheduler_config.disable_chunked_mm_input:
+            return 0
+        requests = (*self.running, *self.waiting)
+        return max((each.mm_position.length for request in requests for each in request.mm_features), default=0)
 
 
 class RoundScheduling:

@@ -46,10 +46,11 @@ from outrider.actors.vllm_seam.engine_requests import (
     sampling_params,
     traced_generate,
 )
+from outrider.actors.vllm_seam.pictures import take_pictures
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
 from outrider.actors.vllm_seam.work_meter import WorkMeter
-from outrider.cluster.config import LoraConfig
+from outrider.cluster.config import LoraConfig, MultimodalConfig
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -149,8 +150,8 @@ def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | Non
 class TargetEngine:
     """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
 
-    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. lora: with which vllm_config
-    was made.
+    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. lora, multimodal: with which
+    vllm_config was made.
     """
 
     _steps: StepWatch | None = None
@@ -162,8 +163,10 @@ class TargetEngine:
         chat_template: str | None = None,
         structured_output: Mode = "all",
         lora: LoraConfig | None = None,
+        multimodal: MultimodalConfig | None = None,
     ) -> None:
         leans_on.REPLICA.check()
+        take_pictures(multimodal)
         self._load = EngineLoad()
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
         # vLLM's front door refuses min_p and logit_bias under speculation, since its own rejection sampler does not

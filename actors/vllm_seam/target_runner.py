@@ -200,6 +200,7 @@ def _step(number: int, scheduled: Any) -> Step:
                 new.prompt_token_ids,
                 _prompt_length(new),
                 "" if new.lora_request is None else new.lora_request.lora_name,
+                len(new.mm_features),
             )
             for new in scheduled.scheduled_new_reqs
         ],

@@ -72,6 +72,12 @@ TRAFFIC = Row(
             ),
         ),
         Panel(
+            "Requests with pictures",
+            (("sum by (replica) (rate(outrider:picture_requests_total{$of}[$rate]))", "{{replica}}"),),
+            "reqps",
+            "Begun, by replica. Nothing without target.multimodal.",
+        ),
+        Panel(
             "Replicas",
             (
                 ('sum(outrider:replica_up{replica=~"$replica"})', "up"),

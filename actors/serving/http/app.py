@@ -40,6 +40,7 @@ from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
 from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of, refused_by_key
+from outrider.cluster.multimodal_config import MultimodalConfig
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -82,11 +83,12 @@ class Front(Ingress):
         admin: AdminAddress | None = None,
         pool: DeploymentHandle | None = None,
         registry: Callable[[], Any] | None = None,
+        multimodal: MultimodalConfig | None = None,
         **kwargs: Any,
     ) -> None:
         """args, kwargs: Ingress's own. docs: serve ``/openapi.json``. admin: where metrics and status are, alone; None:
         with the rest. pool: the DrafterPool deployment. registry: the handle of the application's, for adapters that
-        come and go."""
+        come and go. multimodal: what pictures are taken; None: none."""
         return_large_blocks()
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
@@ -103,6 +105,7 @@ class Front(Ingress):
             self._isolates_tenants,
             docs,
             has_adapters=self._lora is not None,
+            multimodal=multimodal,
         )
         self._admin, self._pool = admin, pool
         self._adapter_calls = None

@@ -57,6 +57,7 @@ from outrider.actors.serving.running import retried
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.installed import VLLM, installed_version
 from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.multimodal_config import MultimodalConfig
 from outrider.v1 import generation_pb2 as pb
 
 HEALTH_TIMEOUT_S = 5.0
@@ -135,6 +136,9 @@ class HttpContext:
     has_adapters: bool = False
     """``model`` may name one."""
 
+    multimodal: MultimodalConfig | None = None
+    """What pictures are taken; None: none."""
+
 
 def add_openai_routes(app: FastAPI, context: HttpContext) -> None:
     for path, endpoint in _PATHS.items():
@@ -198,6 +202,7 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
             num_speculative_tokens=context.num_speculative_tokens,
             request_id=uuid.uuid4().hex,
             limits=context.limits,
+            multimodal=context.multimodal,
         )
         admission = context.admission if endpoint in GENERATING else None
         if (model := checked.body.get("model")) != context.served_model_name and isinstance(model, str):

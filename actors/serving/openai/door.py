@@ -29,10 +29,12 @@ from outrider.actors.replica_calls import (
     check_verification_under_grammar,
 )
 from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Rules, held_against
+from outrider.actors.serving.openai.pictures import check_pictures
 from outrider.actors.serving.openai.responses_door import checked_response
 from outrider.actors.serving.openai.responses_fields import RESPONSES
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.modes import BY_NAME
+from outrider.cluster.multimodal_config import MultimodalConfig
 
 BY_ENDPOINT: dict[Endpoint, Rules] = {
     "chat": CHAT,
@@ -57,10 +59,11 @@ def to_openai_request(
     num_speculative_tokens: int,
     request_id: str,
     limits: LimitsConfig | None = None,
+    multimodal: MultimodalConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> OpenAIRequest:
     """num_speculative_tokens: K, 0 without a drafter. request_id: for a request that brings none. limits None: the
-    defaults.
+    defaults. multimodal: what pictures are taken; None: none.
 
     Raises RequestError naming the first field, or header, that is wrong.
     """
@@ -73,6 +76,7 @@ def to_openai_request(
     kept = {name: value for name, value in kept.items() if value is not None}
     if endpoint == "responses":
         kept = checked_response(kept)
+    check_pictures(endpoint, kept, None if endpoint == "tokenize" else multimodal)
     request_id = _request_id(kept, headers, request_id)
     speculation = kept.pop("speculation", {})
     _check_ranges(kept)

@@ -243,18 +243,26 @@ _TOOL_CALL: dict[str, Rule] = {
 }
 
 _CONTENT_PART: dict[str, Rule] = {
-    "type": Works("text, input_text, output_text, refusal, thinking"),
+    "type": Works("text, input_text, output_text, refusal, thinking; image_url with target.multimodal"),
     "text": Works(),
     "refusal": Works(),
     "thinking": Works(),
     "closed": Works("of a thinking part"),
+    "image_url": Works(
+        "with target.multimodal, and not of tokenize: see pictures.md",
+        "object",
+        {
+            "url": Works("data:image/…;base64,… of png, jpeg, webp or gif, or of an allowed host"),
+            "detail": Label("a hint for OpenAI's models; here the model has its own way"),
+        },
+    ),
     "name": Refused("tool references are for one family of models"),
     "cache_control": Label("a hint for other servers' caches"),
     "prompt_cache_breakpoint": Label("a hint for OpenAI's cache"),
+    "uuid": Refused("pictures are told apart by what they hold"),
     **{
-        name: Refused(_TEXT_ONLY)
+        name: Refused("of media pictures alone are taken, as image_url")
         for name in (
-            "image_url",
             "image_pil",
             "image_embeds",
             "input_audio",
@@ -264,14 +272,13 @@ _CONTENT_PART: dict[str, Rule] = {
             "video_embeds",
             "data",
             "file",
-            "uuid",
         )
     },
 }
 
 _MESSAGE: dict[str, Rule] = {
     "role": Works(),
-    "content": Works("text, or parts of text", inner=_CONTENT_PART),
+    "content": Works("text, or parts: text and pictures", inner=_CONTENT_PART),
     "name": Works("as the model's chat template has it"),
     "tool_calls": Works(shape="objects", inner=_TOOL_CALL),
     "tool_call_id": Works(),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from outrider.actors.serving.openai.door import BY_ENDPOINT
 from outrider.actors.serving.openai.fields import CHAT, Label, Refused, Rule, Rules, Works
-from outrider.actors.serving.openai.responses_fields import INPUT_ITEMS, RESPONSES, TEXT_PARTS, TOOLS
+from outrider.actors.serving.openai.responses_fields import INPUT_ITEMS, PICTURE_PARTS, RESPONSES, TEXT_PARTS, TOOLS
 
 PATH = Path(__file__).parents[3] / "docs" / "openai.md"
 
@@ -30,7 +30,7 @@ def _tables() -> str:
     rows = "".join(_row(name) for name in sorted(names, key=_order))
     inner = "".join(_inner_rows("", CHAT))
     of_responses = "".join(_inner_rows("", {name: RESPONSES[name] for name in ("text", "reasoning")}))
-    for what, kinds in (("input", INPUT_ITEMS), ("input[].content", TEXT_PARTS), ("tools", TOOLS)):
+    for what, kinds in (("input", INPUT_ITEMS), ("input[].content", {**TEXT_PARTS, **PICTURE_PARTS}), ("tools", TOOLS)):
         for kind, rules in kinds.items():
             of_responses += "".join(_inner_rows(f"{what}[{kind}].", rules))
     columns = "| field | | |\n|---|---|---|\n"

@@ -11,7 +11,14 @@ from typing import Any
 
 from outrider.actors.replica_calls import RequestError, check_list, shown
 from outrider.actors.serving.openai.fields import Rules, Works, held_against
-from outrider.actors.serving.openai.responses_fields import INCLUDED, INPUT_ITEMS, TEXT_PARTS, TOOL_CHOICE, TOOLS
+from outrider.actors.serving.openai.responses_fields import (
+    INCLUDED,
+    INPUT_ITEMS,
+    PICTURE_PARTS,
+    TEXT_PARTS,
+    TOOL_CHOICE,
+    TOOLS,
+)
 
 LOGPROBS = INCLUDED[0]
 MAX_ITEMS = 4096
@@ -108,11 +115,25 @@ def _checked_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if role not in _ROLES:
         raise RequestError(f"{where}.role", f"{shown(str(role))} is no role", f"send one of {', '.join(_ROLES)}")
-    text = _text(item.get("content"), f"{where}.content")
-    checked = {"type": "message", "role": role, "content": text}
+    content, at = item.get("content"), f"{where}.content"
+    shows = role == "user" and isinstance(content, list) and any(map(_is_picture, content))
+    said = _each(content, at, _shown_part) if shows else _text(content, at)
+    checked = {"type": "message", "role": role, "content": said}
     if role == "assistant" and item.get("status") in _GONE_ON_WITH:
         checked["status"] = item["status"]
     return checked
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in PICTURE_PARTS
+
+
+def _shown_part(part: dict[str, Any], where: str) -> dict[str, Any]:
+    """Of a message with pictures. Whether these are taken is said elsewhere (pictures.py)."""
+    if not _is_picture(part):
+        return {"type": "input_text", "text": _text_of_part(part, where)}
+    kept = held_against(PICTURE_PARTS["input_image"], part, where)
+    return {"type": "input_image", "image_url": kept.get("image_url"), "detail": "auto"}
 
 
 def _checked_reasoning(item: dict[str, Any], where: str) -> dict[str, Any] | None:

@@ -119,7 +119,7 @@ INPUT_ITEMS: Mapping[str, Rules] = {
     "message": {
         "type": Works("or left out"),
         "role": Works("user, assistant, system or developer, as the model's chat template has them"),
-        "content": Works("text, or parts of text"),
+        "content": Works("text, or parts of text; a user's with pictures"),
         "id": _ID,
         "status": Works("in_progress or incomplete, of an assistant's message that is the last: it is gone on with"),
         "phase": Label("where in OpenAI's answers a message stood"),
@@ -188,7 +188,18 @@ TEXT_PARTS: Mapping[str, Rules] = {
     },
     "refusal": {"type": Works(), "refusal": Works()},
 }
-"""Of a message, a tool's output or reasoning. Images, files and sound are refused by their type."""
+"""Of a message, a tool's output or reasoning. Files and sound are refused by their type."""
+
+PICTURE_PARTS: Mapping[str, Rules] = {
+    "input_image": {
+        "type": Works("with target.multimodal: see pictures.md"),
+        "image_url": Works("a text, as a chat's url"),
+        "detail": Label("a hint for OpenAI's models; here the model has its own way"),
+        "file_id": Refused("files are not stored here; send image_url"),
+        "prompt_cache_breakpoint": Label("a hint for OpenAI's cache"),
+    },
+}
+"""Of a user's message."""
 
 TOOLS: Mapping[str, Rules] = {
     "function": {

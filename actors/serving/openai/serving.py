@@ -47,10 +47,12 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.door import num_chars
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
+from outrider.actors.serving.openai.pictures import pictures
 from outrider.actors.serving.openai.responses import ID_PREFIX, ResponsesServing, as_validated, texts_of
 from outrider.actors.serving.openai.schema import openapi, problem_of, validated
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
+from outrider.actors.vllm_seam.pictures import FIELDS
 from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
 from outrider.cluster.answer_parsers import Parsers
 from outrider.cluster.config import ConfigError, OutriderConfig
@@ -150,6 +152,7 @@ class OpenAIServing:
     async def _result(self, request: OpenAIRequest) -> Any:
         """The whole answer: a model of vLLM's, an ErrorResponse too, or JSON text; or a generator of events."""
         raw = _raw_request(request)
+        FIELDS.set(pictures(request.endpoint, request.body))
         if (not_found := self._unknown_model(request)) is not None:
             return not_found
         match request.endpoint:

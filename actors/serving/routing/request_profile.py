@@ -19,6 +19,7 @@ from outrider.actors.replica_calls import (
     GENERATING,
     GenerationRequest,
     OpenAIRequest,
+    spoken,
     spoken_in_response,
 )
 
@@ -118,19 +119,10 @@ def _chat(messages: Sequence[tuple[str, str]], tools: Any = None) -> tuple[tuple
 def _spoken(messages: Any) -> list[tuple[str, str]]:
     """Role and content of a body's messages. What is no message, vLLM will refuse."""
     return [
-        (str(message.get("role")), _content(message.get("content")))
+        (str(message.get("role")), spoken(message.get("content")))
         for message in (messages if isinstance(messages, list) else ())
         if isinstance(message, Mapping)
     ]
-
-
-def _content(content: Any) -> str:
-    """Text, or OpenAI's list of parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        return ""
-    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

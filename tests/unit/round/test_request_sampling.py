@@ -147,6 +147,20 @@ def test_answers_of_an_adapter_are_remembered_for_the_same_tenant_s_with_it_alon
     assert all(0 <= each < 2**63 for each in told)
 
 
+def test_answers_about_pictures_are_remembered_apart():
+    deployment = replace(DEPLOYMENT, remembers_answers=True)
+    told = [
+        Request.of(
+            "a", params(extra_args=asked(tenant=whose)), [1, 2], 2, deployment, adapter, shows_pictures=shown
+        ).draft_sampling.tenant
+        for whose in (0, 7)
+        for adapter in ("", "one")
+        for shown in (False, True)
+    ]
+    assert len(set(told)) == 8
+    assert (told[0], told[4]) == (0, 7)
+
+
 def test_the_drafter_hears_of_adapters_that_it_has_itself():
     deployment = replace(DEPLOYMENT, draft_adapters={"one": 1, "two": 2})
 

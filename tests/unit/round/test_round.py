@@ -3,6 +3,7 @@
 import pkgutil
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -98,6 +99,36 @@ def test_a_finished_request_is_neither_committed_nor_waited_for():
     engine.begin(finished=["a"])
     assert engine.said(Commit) == []
     assert engine.link.sent[-1] == Close(engine.link.sent[0].request, CloseReason.FINISHED)
+
+
+def test_a_prompt_with_pictures_is_drafted_for_as_the_text_it_is_to_the_drafter():
+    engine = Engine(drafting([1, 2]))
+    engine.begin(replace(arrival("a", prompt=[5, 19_999, 6]), num_pictures=1), "b", num_requests=2)
+    assert engine.step({"a": [8], "b": [8]}) == [[1, 2], [1, 2]]
+    assert list(engine.said(Open)[0].token_ids) == [5, 19_999, 6]
+    assert engine.round.metrics()["picture_requests"] == 1
+
+
+@pytest.mark.parametrize("strange", [20_000, -200])
+def test_a_picture_s_place_that_no_vocabulary_has_is_never_told(strange):
+    engine = Engine(drafting([1, 2]))
+    engine.begin(replace(arrival("a", prompt=[5, strange, 6]), num_pictures=1))
+    assert engine.step({"a": [8]}) == [[]]
+    assert engine.link.sent == []
+
+
+def test_acceptance_with_pictures_is_learnt_apart():
+    tracked = []
+
+    class Lengths(FixedLengths):
+        def track(self, max_tokens, adapter=""):
+            tracked.append(adapter)
+            return super().track(max_tokens, adapter)
+
+    engine = Engine(silent, lengths=Lengths(4))
+    for pictures, adapter in ((0, ""), (1, ""), (0, "poet"), (2, "poet")):
+        engine.begin(replace(arrival("a"), num_pictures=pictures, adapter=adapter))
+    assert tracked == ["", " with pictures", "poet", "poet with pictures"]
 
 
 def test_a_prompt_in_chunks_commits_nothing_until_it_is_done():

@@ -98,6 +98,14 @@ def test_the_answers_of_an_adapter_are_another_model_s():
     assert rows.asked == [(1, [1])]
 
 
+def test_what_is_said_of_pictures_cannot_be_learnt_without_them():
+    engine, rows = teaching_engine()
+    engine.begin(dataclasses.replace(arrival("a"), num_pictures=1), arrival("b"), num_requests=2)
+    step(engine, 1, {"a": [8], "b": [8]})
+    assert [lesson.request for lesson in engine.said(Lesson)] == [engine["b"].handle]
+    assert rows.asked == [(1, [1])]
+
+
 def test_a_share_of_the_requests_teaches():
     engine, _ = teaching_engine(share=0.25)
     names = [f"request-{number}" for number in range(400)]

@@ -13,10 +13,13 @@ class Base:
         serving = {"max_overtaking_s": max_overtaking_s}
         self.vllm_config = SimpleNamespace(additional_config={"outrider": {"serving": serving}})
         self.scheduler_config = SimpleNamespace(
-            max_num_batched_tokens=1000, long_prefill_token_threshold=0, enable_chunked_prefill=True
+            max_num_batched_tokens=1000,
+            long_prefill_token_threshold=0,
+            enable_chunked_prefill=True,
+            disable_chunked_mm_input=False,
         )
         self.num_spec_tokens = 4
-        self.running = []
+        self.running, self.waiting = [], []
         self.added = []
 
     def add_request(self, request):
@@ -76,3 +79,17 @@ def test_prompts_stay_whole_where_chunked_prefill_is_switched_off():
     scheduler.scheduler_config.enable_chunked_prefill = False
     scheduler.running = [SimpleNamespace(is_prefill_chunk=True)]
     assert scheduler.schedule() == (0, False)
+
+
+def test_a_picture_that_runs_whole_fits_into_its_prompt_s_share():
+    def prompt(*lengths):
+        features = [SimpleNamespace(mm_position=SimpleNamespace(length=length)) for length in lengths]
+        return SimpleNamespace(is_prefill_chunk=True, mm_features=features)
+
+    scheduler = Scheduler(max_overtaking_s=3.0)
+    scheduler.running = [prompt(), prompt(200)] * 5
+    assert scheduler.schedule()[0] == 75
+    scheduler.scheduler_config.disable_chunked_mm_input = True
+    assert scheduler.schedule()[0] == 200
+    scheduler.waiting = [prompt(100, 300)]
+    assert scheduler.schedule()[0] == 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +26,9 @@ def new(
     prompt: list[int] | None,
     embeds: torch.Tensor | None = None,
     lora_request: LoRARequest | None = None,
+    features: Sequence[Any] = (),
 ) -> NewRequestData:
-    return NewRequestData(request_id, prompt, [], PARAMS, None, ([],), 0, lora_request, embeds)
+    return NewRequestData(request_id, prompt, list(features), PARAMS, None, ([],), 0, lora_request, embeds)
 
 
 def scheduled(counts: dict[str, int], **changes: Any) -> SchedulerOutput:
@@ -43,10 +45,11 @@ def test_a_step_is_what_the_scheduler_said():
     step = _step(
         7,
         scheduled(
-            {"d": 3, "p": 1, "n": 2, "e": 4, "r": 5},
+            {"d": 3, "p": 1, "n": 2, "e": 4, "r": 5, "s": 2},
             scheduled_new_reqs=[
                 new("n", [1, 2], lora_request=LoRARequest("mine", 3, "/a")),
                 new("e", None, torch.zeros(4, 8)),
+                new("s", [3, 3], features=["a picture's", "another's"]),
             ],
             scheduled_cached_reqs=cached,
             scheduled_spec_decode_tokens={"d": [5, 6], "p": []},
@@ -54,9 +57,13 @@ def test_a_step_is_what_the_scheduler_said():
             preempted_req_ids={"q"},
         ),
     )
-    assert (step.number, step.num_requests, step.num_tokens, step.decodes_only) == (7, 5, 15, False)
+    assert (step.number, step.num_requests, step.num_tokens, step.decodes_only) == (7, 6, 17, False)
     assert step.drafts == {"d": [5, 6]}
-    assert step.arrived == [Arrival("n", PARAMS, [1, 2], 2, "mine"), Arrival("e", PARAMS, None, 4)]
+    assert step.arrived == [
+        Arrival("n", PARAMS, [1, 2], 2, "mine"),
+        Arrival("e", PARAMS, None, 4),
+        Arrival("s", PARAMS, [3, 3], 2, num_pictures=2),
+    ]
     assert (set(step.resumed), set(step.finished), set(step.preempted)) == ({"r"}, {"f"}, {"q"})
     assert step.width == 3
 

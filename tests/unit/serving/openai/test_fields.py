@@ -25,7 +25,7 @@ from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsPar
 from outrider.actors.serving.openai.door import BY_ENDPOINT
 from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, Label, Refused, Works
 from outrider.actors.serving.openai.fields_reference import PATH, render
-from outrider.actors.serving.openai.responses_fields import INPUT_ITEMS, RESPONSES, TEXT_PARTS, TOOLS
+from outrider.actors.serving.openai.responses_fields import INPUT_ITEMS, PICTURE_PARTS, RESPONSES, TEXT_PARTS, TOOLS
 
 CHAT_MODEL = chat_protocol.ChatCompletionRequest
 MODELS = {
@@ -139,6 +139,7 @@ OF_RESPONSES = {
     ),
     "reasoning item": (INPUT_ITEMS["reasoning"], openai_responses.ResponseReasoningItemParam),
     "input_text": (TEXT_PARTS["input_text"], openai_responses.ResponseInputTextParam),
+    "input_image": (PICTURE_PARTS["input_image"], openai_responses.ResponseInputImageParam),
     "output_text": (TEXT_PARTS["output_text"], openai_responses.ResponseOutputTextParam),
     "refusal": (TEXT_PARTS["refusal"], openai_responses.ResponseOutputRefusalParam),
     "function": (TOOLS["function"], openai_responses.FunctionToolParam),

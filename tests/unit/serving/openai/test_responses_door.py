@@ -112,8 +112,8 @@ def test_reasoning_that_says_nothing_is_left_out():
         ({"input": [{"role": "user", "content": 3}]}, "input.0.content", "no array"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input.0.content.0.type",
-            "input_image",
+            "input.0.content.0.image_url",
+            "takes no pictures",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text", "is missing"),
         ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input.0.colour", "no field"),

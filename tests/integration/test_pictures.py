@@ -1,0 +1,313 @@
+"""Chats with pictures: answers are plain vLLM's, whatever drafts; what must not be opened is not; each wrong picture is
+refused by its field."""
+
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
+import httpx
+import pytest
+from openai import OpenAI
+from transformers import LlavaConfig
+
+from outrider.actors.vllm_seam.engine_args import parsers_of_checkpoint
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy.top import parse
+from tests.plain_chats import greedy_answers
+from tests.serving import HANG_GUARD_S, wait_until
+from tests.tiny_pictures import IMAGE_TOKEN_ID, NUM_PICTURE_TOKENS, data_url, noise, picture, png_header
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+NUM_TOKENS = 48
+RED, BLUE = data_url(picture(1)), data_url(picture(2, 200, 90, "JPEG"), "jpeg")
+TEXT = "What is this?"
+LONG = "It was the best of times, it was the worst of times. " * 8
+
+
+def said(*parts, text=TEXT):
+    """One message: a text, and pictures by their URLs."""
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in parts]
+    return [{"role": "user", "content": [{"type": "text", "text": text}, *shown]}]
+
+
+def after(length, *parts):
+    """Pictures that begin behind so many characters, some of them where a step's share of the prompt ends."""
+    return [{"role": "system", "content": "x" * length}, *said(*parts)]
+
+
+CHATS = [said(RED), said(BLUE), said(RED, BLUE), said(RED, text=LONG), said(), after(50, BLUE), after(75, RED, BLUE)]
+GREEDY = {"temperature": 0}
+SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 5}
+
+
+def post(deployment, body, path="/v1/chat/completions"):
+    return httpx.post(f"{deployment.http_url}{path}", json=body, timeout=HANG_GUARD_S)
+
+
+def ask(deployment, messages, **options):
+    body = {"messages": messages, "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True, **options}
+    answer = post(deployment, body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ask_all(deployment, chats=CHATS, **options):
+    """At once."""
+    with ThreadPoolExecutor(len(chats)) as threads:
+        return list(threads.map(lambda messages: ask(deployment, messages, **options), chats))
+
+
+def tokens(answer):
+    return answer["choices"][0]["token_ids"]
+
+
+def num_drafts(answer):
+    return answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
+
+
+def count(deployment, metric):
+    text = httpx.get(f"{deployment.http_url}/metrics", timeout=HANG_GUARD_S).text
+    return sum(value for _, value in parse(text, 0.0).of(metric))
+
+
+OFF = {"speculation": {"enabled": False}}
+
+
+def plain_answers(model, num_picture_tokens):
+    """Of each chat the token ids of prompt and greedy answer, of plain vLLM."""
+    found = greedy_answers(model, CHATS, NUM_TOKENS)
+    assert [prompt.count(IMAGE_TOKEN_ID) for prompt, _ in found] == num_picture_tokens
+    assert len({tuple(answer) for _, answer in found}) == len(CHATS)
+    return found
+
+
+def check(answers, plain):
+    for answer, (prompt, expected) in zip(answers, plain, strict=True):
+        assert answer["prompt_token_ids"] == prompt
+        assert tokens(answer) == expected
+
+
+def test_greedy_answers_are_plain_vllm_s(pictures):
+    plain = plain_answers(pictures.models.sees, [NUM_PICTURE_TOKENS * number for number in (1, 1, 2, 1, 0, 1, 2)])
+    check(ask_all(pictures, **GREEDY), plain)
+    check(ask_all(pictures, **GREEDY, **OFF), plain)
+
+
+def test_with_positions_in_three_dimensions_two_ranks_and_a_suffix_drafter(pictures_mrope):
+    red, blue = 16, 55
+    plain = plain_answers(pictures_mrope.models.sees_by_mrope, [red, blue, red + blue, red, 0, blue, red + blue])
+    for _ in range(2):  # the second time from what is remembered of the first
+        check(answers := ask_all(pictures_mrope, **GREEDY), plain)
+    assert sum(map(num_drafts, answers)) > 0
+    alone = ask_all(pictures_mrope, **SEEDED, **OFF, max_tokens=200)
+    assert list(map(tokens, ask_all(pictures_mrope, **SEEDED, max_tokens=200))) == list(map(tokens, alone))
+    assert count(pictures_mrope, "vllm:num_preemptions_total") > 0
+
+
+@pytest.mark.parametrize("choice", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_with_drafts_without_and_with_a_drafter_that_is_killed(pictures, choice):
+    epoch = pictures.linked().epoch
+    alone = ask_all(pictures, **choice, **OFF)
+    assert sum(map(num_drafts, alone)) == 0
+
+    def drafted():
+        answers = ask_all(pictures, **choice)
+        assert list(map(tokens, answers)) == list(map(tokens, alone))
+        return min(map(num_drafts, answers)) > 0
+
+    wait_until(drafted, HANG_GUARD_S, "answers with drafts")
+    long = ask_all(pictures, **choice, **OFF, max_tokens=300)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(ask_all, pictures, **choice, max_tokens=300)
+        wait_until(lambda: pictures.status().target.running > 2, HANG_GUARD_S, "several running")
+        pictures.signal_drafter(signal.SIGKILL)
+        assert list(map(tokens, running.result())) == list(map(tokens, long))
+    pictures.linked(epoch_after=epoch)
+    assert count(pictures, "vllm:num_preemptions_total") > 0
+
+
+def test_two_pictures_share_no_cache_and_one_finds_its_own(pictures):
+    """Their prompts' ids are the same."""
+
+    def cached(url):
+        body = {"messages": said(url, text="x" * 400), "max_tokens": 2, **GREEDY}
+        return post(pictures, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first, second = data_url(picture(11)), data_url(picture(12))
+    assert [cached(url) for url in (first, second)] == [0, 0]
+    assert all(cached(url) > 0 for url in (first, second))
+
+
+def test_they_are_counted(pictures):
+    ask(pictures, said(RED), max_tokens=2)
+    wait_until(lambda: count(pictures, "outrider:picture_requests_total") > 0, HANG_GUARD_S, "a count")
+
+
+def test_responses_show_what_chats_show(pictures):
+    for urls in ((RED,), (RED, BLUE)):
+        shown = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
+        message = {"role": "user", "content": [{"type": "input_text", "text": TEXT}, *shown]}
+        with OpenAI(base_url=f"{pictures.http_url}/v1", api_key="none") as client:
+            response = client.responses.create(
+                model=pictures.config.served_model_name, input=[message], max_output_tokens=NUM_TOKENS, temperature=0
+            )
+        chat = ask(pictures, said(*urls), ignore_eos=False, **GREEDY)
+        assert response.output_text == chat["choices"][0]["message"]["content"]
+    message["content"].append({"type": "input_image", "image_url": "file:///etc/passwd"})
+    answer = post(pictures, {"input": [message]}, "/v1/responses")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.0.content.3.image_url")
+    message["content"][3]["image_url"] = data_url(b"torn")
+    del message["content"][1]
+    answer = post(pictures, {"input": [message]}, "/v1/responses")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.0.content.2.image_url")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 2, "seed": 3, "temperature": 0.8},
+        {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+        {"response_format": {"type": "json_object"}},
+        {"frequency_penalty": 1.0, "repetition_penalty": 1.3},
+        {"speculation": {"verification": "block"}},
+        {"max_completion_tokens": 4, "cache_salt": "mine"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_else_a_request_may_ask_for(pictures, options):
+    """With drafts as without, where its tokens are no matter of chance."""
+    with_drafts, alone = (ask(pictures, said(RED), max_tokens=12, **{"temperature": 0, **options, **off})
+                          for off in ({}, OFF if "speculation" not in options else {}))  # fmt: skip
+    assert [each["token_ids"] for each in with_drafts["choices"]] == [each["token_ids"] for each in alone["choices"]]
+    assert len(alone["choices"]) == options.get("n", 1)
+
+
+def test_streamed(pictures):
+    body = {"messages": said(RED), "max_tokens": 8, "stream": True, **GREEDY}
+    with httpx.stream("POST", f"{pictures.http_url}/v1/chat/completions", json=body, timeout=HANG_GUARD_S) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+
+
+FIELD = "messages.0.content.1.image_url"
+
+
+def refused(deployment, messages, field=FIELD):
+    """What it says; and the engine goes on."""
+    answer = post(deployment, {"messages": messages, "max_tokens": 2})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "BadRequestError", field), answer.text
+    return error["message"]
+
+
+WRONG = {
+    "too many pixels": (data_url(picture(1, 600, 600)), "more than 262144 pixels"),
+    "a decompression bomb": (data_url(png_header(40_000, 40_000)), "more than 262144 pixels"),
+    "too many bytes": (data_url(b"\x89PNG" + bytes(1 << 18)), "more than 262144 bytes"),
+    "no picture": (data_url(b"<svg/>"), "cannot be read as PNG, JPEG, WEBP, GIF"),
+    "a torn picture": (data_url(picture(1)[:80]), "cannot be read as PNG"),
+    "another format": (data_url(picture(1, kind="TIFF")), "cannot be read as PNG"),
+    "no base64": ("data:image/png;base64,%%%", "cannot be read as PNG"),
+    "another type": ("data:text/html;base64,AAAA", "is no picture in base64"),
+    "a file": ("file:///etc/passwd", "is neither a data: nor an http"),
+    "a forbidden host": ("http://pictures.example.com/a.png", "a host that pictures are not fetched from"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_picture_is_refused_by_its_field(pictures, name):
+    url, problem = WRONG[name]
+    assert problem in refused(pictures, said(url))
+
+
+def test_what_else_is_refused(pictures):
+    assert "at most 2" in refused(pictures, said(RED, RED, RED), "messages.0.content.3.image_url")
+    assert "holds no url" in refused(pictures, [{"role": "user", "content": [{"type": "image_url"}]}],
+                                     "messages.0.content.0.image_url")  # fmt: skip
+    for kind in ("video_url", "audio_url", "image_embeds"):
+        part = {"type": kind, kind: {"url": RED}}
+        assert "not supported" in refused(
+            pictures, [{"role": "user", "content": [part]}], f"messages.0.content.0.{kind}"
+        )
+    answer = post(pictures, {"messages": said(RED)}, "/tokenize")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, FIELD)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 300), (3, 3), (500, 1)])
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
+def test_odd_pictures_are_answered_or_refused(pictures, size, mode):
+    answer = post(pictures, {"messages": said(data_url(picture(1, *size, mode=mode))), "max_tokens": 2})
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_a_picture_s_mark_in_a_text_is_answered_or_refused(pictures):
+    for messages in (said(text="<image>"), said(RED, text="<image> and <image>")):
+        assert post(pictures, {"messages": messages, "max_tokens": 2}).status_code in (200, 400)
+    ids = [65, IMAGE_TOKEN_ID, 66]
+    assert len(pictures.client.generate(ids, max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def test_a_picture_of_many_bytes_is_taken(pictures):
+    url = data_url(noise(290, 290))
+    assert 240_000 < len(url) * 3 // 4 < 1 << 18
+    assert len(tokens(ask(pictures, said(url), max_tokens=4))) == 4
+
+
+def start(model, **sections):
+    """What is found out of a checkpoint before anything is started."""
+    return parsers_of_checkpoint(parse_config({"target": {"model": str(model), "multimodal": {}}, **sections}))
+
+
+def test_targets_that_cannot_are_refused_at_the_start(models, tmp_path):
+    start(models.sees)
+    start(models.sees_by_mrope)
+    with pytest.raises(ConfigError, match=r"target.multimodal: target.model \(LlamaForCausalLM\) takes text alone"):
+        start(models.target)
+    if find_spec("torchvision") is None:
+        LlavaConfig(architectures=["LlavaForConditionalGeneration"]).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=r"^target: .*needs torchvision, which is not installed"):
+            start(tmp_path)
+
+
+@pytest.fixture
+def listener():
+    """On 127.0.0.1 and ::1: its port, and who connected."""
+    seen = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        server.settimeout(0.1)
+        stop = threading.Event()
+
+        def accept():
+            while not stop.is_set():
+                try:
+                    connection, address = server.accept()
+                except TimeoutError:
+                    continue
+                seen.append(address)
+                connection.close()
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield port, seen
+        stop.set()
+        thread.join()
+
+
+def test_nothing_of_this_machine_is_reached(pictures, listener):
+    port, seen = listener
+    hosts = ["127.0.0.1", "[::1]", "169.254.169.254", "10.0.0.1", "0.0.0.0", "2130706433", "127.1", "0x7f.1"]
+    for host in hosts:
+        assert "a host that pictures are not fetched from" in refused(pictures, said(f"http://{host}:{port}/a.png"))
+    for host in ("localhost", "LOCALHOST"):  # allowed, and resolves to this machine
+        message = refused(pictures, said(f"http://{host}:{port}/a.png"))
+        assert "could not be fetched" in message
+        assert "127.0.0.1" not in message
+    refused(pictures, said(f"http://localhost@127.0.0.1:{port}/a.png"))
+    refused(pictures, said(f"http://127.0.0.1:{port}\\@localhost/a.png"))
+    assert seen == []
+    with socket.create_connection(("127.0.0.1", port)):
+        wait_until(lambda: seen, HANG_GUARD_S, "a connection of the test's own")
