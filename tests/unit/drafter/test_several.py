@@ -42,7 +42,7 @@ LOOP = [11, 12, 13, 14, 15, 16]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_whoever_drafts_the_model_goes_on_from_the_text(sampling, seed):
     """Of targets that sometimes say what they said before and sometimes what the model says. The engine in memory fails
     on a wrong block or position, and what the model sends is always its own continuation."""
@@ -52,7 +52,7 @@ def test_whoever_drafts_the_model_goes_on_from_the_text(sampling, seed):
     bench.settle()
     samples_q = sampling is SAMPLED
     drafts, loops = [], True
-    for _ in range(120):
+    for _ in range(80):
         if chance.random() < 0.15:
             loops = not loops
         accepted = 0
@@ -114,6 +114,7 @@ def test_drafts_that_were_not_sent_are_judged_too_but_not_a_models_under_rejecti
     assert (verdicts[MODEL] > judge.chosen[MODEL]) == (sampling is GREEDY)
     counted = play.strategy.counters()
     assert (counted["judged"], counted["right"], counted["chosen"]) == (judge.judged, judge.right, judge.chosen)
+    assert counted["suffix_cached_tokens"] > 0, "the look-ups' own counts too"
 
 
 def played(rates, rounds=60, seed=0):
@@ -194,12 +195,12 @@ def test_no_drafts_are_wanted():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_each_kind_of_text_it_earns_what_the_best_one_does(kind):
-    rates = {only: tokens_a_second(only, (kind,), 3, Times()) for only in CHOICES}
+    rates = {only: tokens_a_second(only, (kind,), 2, Times()) for only in CHOICES}
     best = max(rate for only, rate in rates.items() if only is not None)
     assert rates[None] > 0.97 * best
 
 
 def test_on_a_mix_of_all_it_earns_a_tenth_more_than_the_best_one():
-    rates = {only: tokens_a_second(only, KINDS, 3, Times()) for only in CHOICES}
+    rates = {only: tokens_a_second(only, KINDS, 2, Times()) for only in CHOICES}
     best = max(rate for only, rate in rates.items() if only is not None)
     assert rates[None] > 1.10 * best
