@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.actors.learning.gate import LEAST_TEXTS
-from outrider.actors.learning.learner import Learner, _text
+from outrider.actors.learning.learner import PARTS, Learner, _text
 from outrider.actors.learning.lessons import Taught
 from outrider.cluster.learning_config import LearningConfig
 
@@ -322,3 +322,27 @@ def test_general_texts_are_compared_with_where_learning_began_and_some_are_never
     verdict = made._last_verdict
     assert verdict.general.mean < 0
     assert verdict.reason == "forgets"
+
+
+@pytest.mark.parametrize(("loss", "served"), [(0.01, 1.0), (0.04, PARTS[1]), (0.3, None)])
+def test_part_of_the_way_serves_where_the_whole_gains_and_forgets(monkeypatch, loss, served):
+    """Of a gain that grows with the way gone, and a loss on general texts that grows with it too."""
+    made = learner(general=[_text(taught(number)) for number in range(500, 600)], held_out=0.25)
+    made.add(many(200))
+    start = made.serving.tensors
+    name = next(iter(start))
+    learned = {key: tensor + 1.0 for key, tensor in start.items()}
+
+    def acceptance(self, tensors, texts):
+        share = float((tensors[name] - start[name]).mean())
+        each = -loss * share if any(text is texts[0] for text in self._held_general) else 0.5 * share
+        return [each] * len(texts)
+
+    monkeypatch.setattr(Learner, "_acceptance", acceptance)
+    monkeypatch.setattr(made, "_rounded", lambda: learned)
+    made.compare()
+    way = {key: tensor - start[key] for key, tensor in made.serving.tensors.items()}
+    assert all(torch.allclose(tensor, torch.full_like(tensor, served or 0.0), atol=1e-5) for tensor in way.values())
+    figures = made.figures()
+    assert figures["adopted"] == (served is not None)
+    assert figures["refused"] == ({} if served else {"forgets": 1})
