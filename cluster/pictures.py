@@ -17,6 +17,19 @@ MAX_URL_CHARS = 4096
 _DATA = re.compile(r"data:image/(?:png|jpe?g|webp|gif);base64,", re.IGNORECASE)
 _HTTP = re.compile(r"https?://[!-~]+", re.IGNORECASE)
 _SEND_DATA = "send the picture itself, as data:image/png;base64,… (png, jpeg, webp or gif)"
+_PORTS = {"http": 80, "https": 443}
+_NOT_PUBLIC = [
+    ipaddress.ip_network(network)
+    for network in (
+        "168.63.129.16/32",  # a large cloud's own services
+        "64:ff9b:1::/48",  # a site's own translation to IPv4, RFC 8215
+        "fec0::/10",  # site-local, long given up
+        "3fff::/20",  # documentation, RFC 9637
+        "5f00::/16",  # segment routing, RFC 9602
+    )
+]
+"""What ipaddress takes for global."""
+
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -45,11 +58,13 @@ def check_url(url: str, config: MultimodalConfig) -> None:
         raise PictureError(f"is no URL of printable ASCII with {MAX_URL_CHARS} characters at most", "write it out")
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        host, port = parts.hostname, parts.port
     except ValueError:
         raise PictureError("is no URL", "write it out") from None
     if "@" in parts.netloc:
         raise PictureError("holds a user's name or password", "send a URL that needs none")
+    if port not in (None, _PORTS[parts.scheme]):
+        raise PictureError("names a port of its own", "send a URL of http's or https's own port")
     if host not in config.allowed_media_domains:
         raise PictureError("is of a host that pictures are not fetched from")
 
@@ -83,4 +98,4 @@ def is_public(address: str) -> bool:
             inner.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
         if any(each is not None for each in inner):
             return all(is_public(str(each)) for each in inner if each is not None)
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _NOT_PUBLIC)

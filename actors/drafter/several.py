@@ -37,8 +37,9 @@ repeats within a few rounds."""
 _PRIOR_DRAFTS = 2.0
 """Drafts that the others' rate counts for in a request's own."""
 
-_TRY_EVERY = 24
-"""Rounds of look-ups after which a model whose drafts cannot be judged unsent is sent once."""
+_TRY_AFTER, _TRY_AFTER_MOST = 24, 384
+"""Rounds without a verdict on the model after which it drafts once, waited for or not: twice as many after each that
+it was not chosen for itself."""
 
 
 class Rate:
@@ -71,7 +72,9 @@ class Record:
 
     rates: dict[str, Rate]
     since_model: int = 0
-    """Rounds."""
+    """Rounds since a verdict on the model."""
+
+    try_after: int = _TRY_AFTER
 
 
 class Judge:
@@ -85,6 +88,8 @@ class Judge:
         return Record({name: Rate(_KEEP_OWN) for name in self._all})
 
     def verdict(self, record: Record, drafter: str, right: int, looked_at: int) -> None:
+        if drafter == MODEL and looked_at:
+            record.since_model = 0
         self._all[drafter].add(right, looked_at)
         record.rates[drafter].add(right, looked_at)
         self.right[drafter] += right
@@ -100,19 +105,21 @@ class Judge:
         rate = record.rates[drafter].given(self._all[drafter].given(_FIRST_GUESS, _PRIOR_DRAFTS), _PRIOR_DRAFTS)
         return sum(itertools.accumulate([rate] * num_drafts, float.__mul__))
 
-    def choose(self, record: Record, offers: Sequence[Offer], may_be_judged_unsent: bool = True) -> Offer:
-        """The one whose tokens come fastest. may_be_judged_unsent: the model."""
+    def choose(self, record: Record, offers: Sequence[Offer]) -> Offer:
+        """The one whose tokens come fastest. The model is among them."""
         round_s = self._round_s.given(0.0, 1e-9)
 
         def tokens_a_second(offer: Offer) -> float:
             return (1.0 + self.expected(record, offer.drafter, offer.num_drafts)) / max(round_s + offer.wait_s, 1e-9)
 
         best = max(offers, key=tokens_a_second)
-        if not may_be_judged_unsent and record.since_model >= _TRY_EVERY:
-            at_hand = [offer for offer in offers if offer.drafter == MODEL and offer.num_drafts and not offer.wait_s]
-            best = at_hand[0] if at_hand else best
-        record.since_model = 0 if best.drafter == MODEL else record.since_model + 1
-        self.chosen[best.drafter] += 1
+        record.since_model += 1
+        if best.drafter == MODEL and best.num_drafts:
+            record.try_after = _TRY_AFTER
+        elif record.since_model > record.try_after:
+            best = max((offer for offer in offers if offer.drafter == MODEL), key=lambda offer: offer.num_drafts)
+            record.since_model, record.try_after = 0, min(2 * record.try_after, _TRY_AFTER_MOST)
+        self.chosen[best.drafter] += best.num_drafts > 0
         return best
 
 
@@ -253,10 +260,10 @@ class SeveralStrategy:
         offers = [Offer(MODEL, at_hand)]
         if missing:
             offers.append(Offer(MODEL, at_hand + missing, missing * self.model.step_us() / 1e6))
-        offers += [Offer(name, len(drafts)) for name, drafts in beside.offered.items()]
-        chosen = self.judge.choose(beside.record, offers, sequence.free_of_rounds)
+        offers += [Offer(name, min(len(drafts), wanted)) for name, drafts in beside.offered.items()]
+        chosen = self.judge.choose(beside.record, offers)
         if chosen.drafter == MODEL:
-            if not chosen.wait_s:
+            if chosen.num_drafts <= at_hand:
                 sequence.num_on_miss = at_hand  # what is there is enough
             return None
         beside.sender = chosen.drafter

@@ -141,6 +141,17 @@ REPLICA = Table(
             read_by=("vllm.v1.engine.core:EngineCore.__init__",),
         ),
         Borrowed(
+            "vllm.multimodal.image:ALLOWED_IMAGE_FORMATS",
+            "set to the formats that are taken",
+            read_by=("vllm.multimodal.image:open_image",),
+        ),
+        Borrowed(
+            "vllm.multimodal.image:open_image",
+            "looks at a picture before it is decoded",
+            takes=("fp",),
+            read_by=("vllm.multimodal.media.image:ImageMediaIO.load_bytes",),
+        ),
+        Borrowed(
             f"{_MEDIA}.load_from_url_async",
             "overridden: pictures, and nothing else, within limits, from public addresses",
             takes=("url", "media_io", "fetch_timeout"),

@@ -13,6 +13,7 @@ import io
 import logging
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NoReturn
@@ -23,6 +24,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal import image as vllm_image
+from vllm.multimodal.image import open_image
 from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.image import ImageMediaIO
 from yarl import URL
@@ -48,10 +51,19 @@ NAME = "outrider"
 FIELDS: ContextVar[Mapping[str, str]] = ContextVar("URL of each picture in this task's request -> its field")
 
 _CHUNK_BYTES = 1 << 16
+_SEVERAL_JPEGS = "MPO"
+"""Pillow's name of a JPEG file that holds more than one picture; the first counts."""
+
+_DECODERS = ThreadPoolExecutor(4, "pictures")
+"""So that slow pictures hold up nothing but pictures, and few are in memory half decoded."""
 
 
 def take_pictures(config: MultimodalConfig | None) -> None:
-    """From now on vLLM's renderers in this process load media as config says; None: not at all."""
+    """From now on vLLM's renderers in this process load media as config says; None: not at all.
+
+    No other format's reader is tried, in vLLM either: a file may be of two formats, with another size in each.
+    """
+    vllm_image.ALLOWED_IMAGE_FORMATS = KINDS
     MEDIA_CONNECTOR_REGISTRY.name2class[NAME] = partial(PictureConnector, config)
     os.environ["VLLM_MEDIA_CONNECTOR"] = NAME
 
@@ -88,14 +100,15 @@ class PictureConnector(MediaConnector):
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         """Raises VLLMValidationError, with the field of the request that the URL is in."""
+        loop = asyncio.get_running_loop()
         try:
             if self._config is None or not isinstance(media_io, ImageMediaIO):
                 raise PictureError("is nothing that this deployment takes", "send text")
             check_url(url, self._config)
             if url[:5].lower() == "data:":
-                return await asyncio.to_thread(self._decoded, url, media_io)
+                return await loop.run_in_executor(_DECODERS, self._decoded, url, media_io)
             content = await fetched(url, self._config)
-            return await asyncio.to_thread(self._loaded, content, media_io)
+            return await loop.run_in_executor(_DECODERS, self._loaded, content, media_io)
         except PictureError as error:
             field = FIELDS.get({}).get(url, "messages")
             raise VLLMValidationError(f"{field}: {error}", parameter=field) from None
@@ -131,10 +144,12 @@ class _Limited:
         if len(content) > self._config.max_image_bytes:
             raise too_many_bytes(self._config)
         try:
-            with Image.open(io.BytesIO(content), formats=KINDS) as image:  # reads its header
-                width, height = image.size
+            with open_image(io.BytesIO(content)) as image:  # reads its header, as the decoder does
+                format_name, (width, height) = image.format, image.size
         except Image.DecompressionBombError:
             raise too_many_pixels(self._config) from None
+        if format_name not in (*KINDS, _SEVERAL_JPEGS):
+            raise unreadable()
         if width * height > self._config.max_image_pixels:
             raise too_many_pixels(self._config)
         return self._media_io.load_bytes(content)

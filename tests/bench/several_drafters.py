@@ -18,6 +18,7 @@ from typing import Any
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.engine import Drawn
 from outrider.actors.drafter.ngram import NgramStrategy
+from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.several import MODEL, Judge, SeveralStrategy
 from outrider.actors.drafter.strategy import DraftStrategy, Work
 from outrider.actors.drafter.suffix import SuffixStrategy
@@ -73,10 +74,16 @@ class PlayedEngine(MemoryEngine):
     """Draws what the target says next, as often as it is to be right; text off the answer's path is answered with
     anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes: Callable[[], None]) -> None:
+        """takes: lets a step's time go by."""
         super().__init__(num_blocks=4000, max_model_len=1000)
+        self._takes = takes
         self.truth: list[int] = []
         self.right = 0.0
+
+    def run(self, plan):  # type: ignore[no-untyped-def]
+        self._takes()
+        return super().run(plan)
 
     def _drawn(self, row, draw, end):  # type: ignore[no-untyped-def]
         start = max(end - 16, 0)  # what is committed is the truth: off its path are the last few at most
@@ -90,18 +97,20 @@ class PlayedEngine(MemoryEngine):
 class ModelAlone(Judge):
     """But for whether it is waited for."""
 
-    def choose(self, record, offers, may_be_judged_unsent=True):  # type: ignore[no-untyped-def]
+    def choose(self, record, offers):  # type: ignore[no-untyped-def]
         return super().choose(record, [offer for offer in offers if offer.drafter == MODEL])
 
 
-def strategy_of(only: str | None, clock: Callable[[], float], engine: PlayedEngine) -> DraftStrategy[Any]:
+def strategy_of(
+    only: str | None, clock: Callable[[], float], engine: PlayedEngine, limits: LookaheadLimits | None = None
+) -> DraftStrategy[Any]:
     lookups: dict[str, DraftStrategy[Any]] = {
         "ngram": NgramStrategy(2, 4),
         "suffix": SuffixStrategy(SuffixLimits(24, 1.0, 0.1), 1000, 100_000, "a"),
     }
     if only in lookups:
         return lookups[only]
-    strategy = SeveralStrategy(DraftModelStrategy(engine, 128, clock=clock), lookups, clock)
+    strategy = SeveralStrategy(DraftModelStrategy(engine, 128, limits, clock=clock), lookups, clock)
     if only is not None:
         strategy.judge = ModelAlone(list(strategy.judge.chosen))
     return strategy
@@ -110,11 +119,17 @@ def strategy_of(only: str | None, clock: Callable[[], float], engine: PlayedEngi
 class Play:
     """Requests, one after the other, through a strategy."""
 
-    def __init__(self, only: str | None, times: Times, sampling: DraftSampling | None = None) -> None:
+    def __init__(
+        self,
+        only: str | None,
+        times: Times,
+        sampling: DraftSampling | None = None,
+        limits: LookaheadLimits | None = None,
+    ) -> None:
         """only: the drafter of every round; None: the judge chooses. sampling: None: greedy."""
         self.now, self._times, self._sampling = 0.0, times, sampling
-        self._engine = PlayedEngine()
-        self.strategy = strategy_of(only, lambda: self.now, self._engine)
+        self._engine = PlayedEngine(self._step)
+        self.strategy = strategy_of(only, lambda: self.now, self._engine, limits)
         self._drive = Drive(self.strategy)
         self._requests = 0
         self._under_way: tuple[Work, float] | None = None
@@ -144,6 +159,9 @@ class Play:
         self._drive.close(key)
         return self.now - began
 
+    def _step(self) -> None:
+        self.now += self._times.draft_s
+
     def _verify(self) -> None:
         """The drafter goes on meanwhile."""
         until = self.now + self._times.target_s + self._times.wire_s
@@ -158,8 +176,9 @@ class Play:
             if work is None:
                 return answers or None
             assert not answers
+            began = self.now
             work.execute()
-            self._under_way = work, self.now + self._times.draft_s * work.is_step
+            self._under_way, self.now = (work, self.now), began
         work, ends = self._under_way
         if ends > until:
             return None

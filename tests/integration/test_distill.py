@@ -124,6 +124,7 @@ def test_texts_are_the_targets_own_with_its_likeliest_tokens(trained, target):
     assert drawn >= 60, "the second is drawn"
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(trained, settings, tmp_path, monkeypatch):
     """And so the same seed gives the same drafter: it is another directory, in which everything is made anew."""
     again = dataclasses.replace(settings, out=tmp_path / "again")
@@ -153,6 +154,7 @@ def test_another_seed_gives_another_drafter_and_needs_another_directory(trained,
         distill(dataclasses.replace(settings, seed=1), Progress())
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_is_trained_further_with_a_draft_vocabulary(trained, settings, tmp_path):
     further = dataclasses.replace(
         settings, out=tmp_path / "further", layers=None, start=str(trained / "model"), steps=4, draft_vocab_size=60

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.ngram import NgramStrategy
+from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.several import MODEL, Judge, Offer, SeveralStrategy
 from outrider.actors.drafter.suffix import SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
@@ -67,15 +68,15 @@ def test_whoever_drafts_the_model_goes_on_from_the_text(sampling, seed):
             answers = bench.step() or answers
         (answer,) = answers
         drafts = ids(answer)
-        if bench.sent_by[-1] == MODEL:
+        if bench.sent_by[-1] in (MODEL, None):  # None: no drafts
             assert drafts == bench.drafts(KEY, len(drafts), samples_q=samples_q)
         else:
             assert answer.q is None
             assert answer.origin is DraftOrigin.MAIN_LINE
         for _ in range(chance.randrange(8)):
             bench.step()
-    assert {MODEL, "ngram", "suffix"} >= set(bench.sent_by)
-    assert len(set(bench.sent_by)) > 1
+    assert {MODEL, "ngram", "suffix", None} >= set(bench.sent_by)
+    assert len({*bench.sent_by} - {None}) > 1
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -162,13 +163,27 @@ def test_a_new_request_begins_with_what_others_have_shown_and_soon_has_its_own()
     assert judge.choose(record, offers).drafter == "ngram"
 
 
-def test_a_model_that_cannot_be_judged_unsent_is_tried_again_and_another_is_not():
-    for unsent, expected in ((False, 3), (True, 0)):
-        judge, record = played({MODEL: 0.1, "ngram": 0.9})
-        judge.chosen[MODEL] = 0
-        for _ in range(75):
-            judge.choose(record, [Offer(MODEL, 4), Offer("ngram", 4)], may_be_judged_unsent=unsent)
-        assert judge.chosen[MODEL] == expected
+def test_a_model_that_nothing_is_heard_of_is_tried_ever_more_rarely():
+    judge, record = played({MODEL: 0.1, "ngram": 0.9})
+    judge.chosen[MODEL] = 0
+    offers = [Offer(MODEL, 0), Offer(MODEL, 2, 0.012), Offer("ngram", 4)]
+    tried = [number for number in range(1, 200) if judge.choose(record, offers) is offers[1]]
+    assert tried == [25, 74, 171]
+    assert judge.chosen[MODEL] == 3
+    for _ in range(200):
+        judge.verdict(record, MODEL, 0, 1)
+        assert judge.choose(record, offers) is offers[2], "it is heard of"
+
+
+@pytest.mark.parametrize("limits", [LookaheadLimits(), LookaheadLimits(ahead=False)])
+def test_a_model_that_was_bad_and_is_good_now_drafts_again(limits):
+    """Even where a round is too short for it to draft ahead, or it must not."""
+    play = Play(None, Times(target_s=0.008), limits=limits)
+    source = Texts("hard", num_tokens=60)
+    play.answer(*source.one(), 0.0)
+    before = play.strategy.judge.right[MODEL]
+    play.answer(*Texts("prose", num_tokens=500).one(), 1.0)
+    assert play.strategy.judge.right[MODEL] > before + 200
 
 
 def test_a_long_prompt_is_read_between_steps_and_drafted_for_meanwhile():

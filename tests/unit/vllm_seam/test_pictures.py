@@ -2,11 +2,14 @@
 an answer of its."""
 
 import asyncio
+import io
 import socket
+import struct
 
 import aiohttp
 import pytest
 from aiohttp import web
+from PIL import Image
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY
@@ -78,7 +81,7 @@ def test_a_picture_is_fetched(passes_for_public):
     ],
 )
 def test_what_is_not_taken_from_a_host(passes_for_public, path, problem):
-    config = CONFIG.model_copy(update={"fetch_timeout_s": 0.05}) if path == "/slow" else CONFIG
+    config = CONFIG.model_copy(update={"fetch_timeout_s": 2.0}) if path == "/slow" else CONFIG
     assert asyncio.run(asked(path, config)) == (problem, [path])
 
 
@@ -161,6 +164,30 @@ def test_what_is_not_decoded_is_refused_by_its_field(content, problem):
     with pytest.raises(VLLMValidationError, match=problem) as caught:
         loaded(data_url(content))
     assert caught.value.parameter == "messages.7.content.3.image_url"
+
+
+def of_two_formats(width, height):
+    """JPEG by its beginning, and FLI by what the first of JPEG's segments holds: another reader, another size."""
+    jpeg = picture(1, 8, 8, kind="JPEG")
+    both = bytearray(b"\xff\xd8\xff\xe9\x11\xaf" + bytes(0x11AF - 2))
+    struct.pack_into("<HHHHHH", both, 6, 1, width, height, 8, 3, 0)
+    struct.pack_into("<IHH", both, 128, 22, 0xF1FA, 1)
+    struct.pack_into("<IH", both, 144, 6, 13)
+    return bytes(both) + jpeg[2:]
+
+
+def test_a_file_of_two_formats_is_decoded_as_what_it_was_looked_at_as():
+    file = of_two_formats(4000, 3000)
+    assert Image.open(io.BytesIO(file), formats=["FLI"]).size == (4000, 3000)
+    assert loaded(data_url(file)).size == (8, 8)
+
+
+def test_another_readers_format_is_refused_even_where_vllm_would_take_it(monkeypatch):
+    pictures.take_pictures(CONFIG)
+    monkeypatch.setattr(pictures, "take_pictures", lambda config: None)
+    monkeypatch.setattr("vllm.multimodal.image.ALLOWED_IMAGE_FORMATS", ("FLI", "JPEG"))
+    with pytest.raises(VLLMValidationError, match="cannot be read"):
+        loaded(data_url(of_two_formats(40, 30)))
 
 
 def test_a_picture_that_is_too_large_is_not_decoded(monkeypatch):
