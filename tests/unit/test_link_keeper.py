@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -62,17 +63,28 @@ class ScriptedKeeper(LinkKeeper):
         return self.links.get(timeout=SOON_S)
 
 
-@pytest.fixture
-def keeper(monkeypatch):
-    for constant in ("_WATCH_S", "_LOOK_S", "_FIRST_RETRY_S", "_LONGEST_RETRY_S"):
-        monkeypatch.setattr(link_keeper, constant, 0.001)
-    monkeypatch.setattr(Homing, "FIRST_S", 0.005)
-    keeper = ScriptedKeeper()
+@contextmanager
+def running(keeper):
     keeper.start()
     yield keeper
     keeper.stop()
     keeper._thread.join(SOON_S)
     assert not keeper._thread.is_alive()
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Not running yet."""
+    for constant in ("_WATCH_S", "_LOOK_S", "_FIRST_RETRY_S", "_LONGEST_RETRY_S"):
+        monkeypatch.setattr(link_keeper, constant, 0.001)
+    monkeypatch.setattr(Homing, "FIRST_S", 0.005)
+    return ScriptedKeeper()
+
+
+@pytest.fixture
+def keeper(prepared):
+    with running(prepared):
+        yield prepared
 
 
 def lose(keeper, link, dead, reason="connection lost"):
@@ -104,20 +116,21 @@ def test_at_home_nobody_looks(keeper):
     assert keeper.links.empty()
 
 
-def test_a_drafter_that_is_about_to_go_is_left_without_a_while(keeper, monkeypatch):
+def test_a_drafter_that_is_about_to_go_is_left_without_a_while(prepared, monkeypatch):
     monkeypatch.setattr(Homing, "FIRST_S", 1e6)
-    keeper._homing = Homing()
-    keeper._pooled = True
-    keeper.members.leave("r1")
-    keeper.members.leave("r2")
+    prepared._homing = Homing()
+    prepared._pooled = True
+    prepared.members.leave("r1")
+    prepared.members.leave("r2")
     for name in ("D1", "D2"):
-        member = Member(f"p-{name}", name, pooled=True, fingerprint=keeper._fingerprint)
-        keeper.members.renew(member, 1e9, now=0)
-    first = keeper.next_link()
-    keeper.members.drain(f"p-{first.drafter}", 0.0)
-    second = keeper.next_link()
-    assert {first.drafter, second.drafter} == {"D1", "D2"}
-    assert first.broken is None, "its requests have to move first"
+        member = Member(f"p-{name}", name, pooled=True, fingerprint=prepared._fingerprint)
+        prepared.members.renew(member, 1e9, now=0)
+    with running(prepared) as keeper:
+        first = keeper.next_link()
+        keeper.members.drain(f"p-{first.drafter}", 0.0)
+        second = keeper.next_link()
+        assert {first.drafter, second.drafter} == {"D1", "D2"}
+        assert first.broken is None, "its requests have to move first"
 
 
 def test_a_borrowed_link_that_breaks_is_replaced_as_any(keeper):
