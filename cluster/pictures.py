@@ -63,10 +63,10 @@ def check_url(url: str, config: MultimodalConfig) -> None:
         raise PictureError("is no URL", "write it out") from None
     if "@" in parts.netloc:
         raise PictureError("holds a user's name or password", "send a URL that needs none")
-    if port not in (None, _PORTS[parts.scheme]):
-        raise PictureError("names a port of its own", "send a URL of http's or https's own port")
     if host not in config.allowed_media_domains:
         raise PictureError("is of a host that pictures are not fetched from")
+    if port not in (None, _PORTS[parts.scheme]):
+        raise PictureError("names a port of its own", "send a URL of http's or https's own port")
 
 
 def too_many_bytes(config: MultimodalConfig) -> PictureError:

@@ -303,7 +303,8 @@ def test_nothing_of_this_machine_is_reached(pictures, listener):
     for host in hosts:
         assert "a host that pictures are not fetched from" in refused(pictures, said(f"http://{host}:{port}/a.png"))
     for host in ("localhost", "LOCALHOST"):  # allowed, and resolves to this machine
-        message = refused(pictures, said(f"http://{host}:{port}/a.png"))
+        assert "names a port of its own" in refused(pictures, said(f"http://{host}:{port}/a.png"))
+        message = refused(pictures, said(f"http://{host}/a.png"))
         assert "could not be fetched" in message
         assert "127.0.0.1" not in message
     refused(pictures, said(f"http://localhost@127.0.0.1:{port}/a.png"))

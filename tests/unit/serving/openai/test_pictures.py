@@ -65,6 +65,8 @@ def test_a_hint_of_openais_is_taken_and_dropped():
         ("https://other.org\\@pictures.example.com/a", "no URL of printable ASCII"),
         ("https://pictures.example.com/a b", "no URL of printable ASCII"),
         ("https://pictures.example.com:port/a", "no URL"),
+        ("https://pictures.example.com:80/a", "a port of its own"),
+        ("http://pictures.example.com:6379/a", "a port of its own"),
         ("https://[::1/a", "no URL"),
         ("https://" + "a" * 5000, "4096 characters"),
         ("http://127.0.0.1/a", "a host that"),
