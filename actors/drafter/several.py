@@ -43,12 +43,12 @@ it was not chosen for itself."""
 
 
 class Rate:
-    """Drafts that were right, of those looked at: up to the first wrong one of a round."""
+    """A fading mean. Of drafts: those that were right, of those looked at, up to the first wrong one of a round."""
 
     def __init__(self, keep: float) -> None:
         self._keep, self.right, self.looked_at = keep, 0.0, 0.0
 
-    def add(self, right: int, looked_at: int) -> None:
+    def add(self, right: float, looked_at: float) -> None:
         if looked_at:
             self.right = self.right * self._keep + right
             self.looked_at = self.looked_at * self._keep + looked_at
@@ -97,8 +97,7 @@ class Judge:
 
     def took(self, round_s: float) -> None:
         """From drafts sent to tokens committed."""
-        self._round_s.right = self._round_s.right * 0.9 + round_s
-        self._round_s.looked_at = self._round_s.looked_at * 0.9 + 1.0
+        self._round_s.add(round_s, 1.0)
 
     def expected(self, record: Record, drafter: str, num_drafts: int) -> float:
         """Drafts accepted of so many: each is as likely as the others to be right, if those before it were."""

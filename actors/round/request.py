@@ -33,9 +33,6 @@ EXTRA_ARGS_KEY = "outrider"
 GREEDY_BELOW = 1e-5
 """vLLM's own limit: a lower temperature is greedy."""
 
-_PICTURES = "pictures"
-"""What requests with some remember is theirs alone: the same text about another picture goes on otherwise."""
-
 _LEAST_TOP_P = 1e-30
 """The kernels take float32, where less could become 0. The likeliest token alone is left long before."""
 
@@ -184,8 +181,8 @@ class Request:
             top_n = min(deployment.draft_top_n, deployment.vocab_size)
             draft_sampling = sampling.drafting(params, top_n, deployment.vocab_size)
             if (adapter or shows_pictures) and deployment.remembers_answers:
-                whose = f"{adapter} {_PICTURES}" if shows_pictures else adapter
-                draft_sampling = replace(draft_sampling, tenant=_tenant_of(draft_sampling.tenant, whose))
+                whose = _tenant_of(draft_sampling.tenant, told_apart(adapter, shows_pictures))
+                draft_sampling = replace(draft_sampling, tenant=whose)
             if adapter in deployment.draft_adapters:
                 draft_sampling = replace(draft_sampling, adapter=deployment.draft_adapters[adapter])
             request.draft_sampling = draft_sampling
@@ -230,6 +227,12 @@ def carried(params: Any) -> dict[str, Any]:
     """What our request brought through vLLM. params: vLLM's SamplingParams."""
     ours: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
     return ours
+
+
+def told_apart(adapter: str, shows_pictures: bool) -> str:
+    """Requests by what their answers and their drafts' acceptance depend on beside the text: an adapter, in whose name
+    there are no spaces, and pictures, of which the drafter sees none and the same text may go on in many ways."""
+    return f"{adapter} with pictures" if shows_pictures else adapter
 
 
 def _tenant_of(tenant: int, adapter: str) -> int:

@@ -29,7 +29,7 @@ from outrider.actors.observability.round_tracer import RoundTracer
 from outrider.actors.round.conversation import Conversation
 from outrider.actors.round.deadline import RoundDeadline
 from outrider.actors.round.length import FixedLengths, LengthController, Lengths
-from outrider.actors.round.request import Deployment, Request, carried
+from outrider.actors.round.request import Deployment, Request, carried, told_apart
 from outrider.actors.round.statistics import RoundStatistics, RoundTimes
 from outrider.actors.round.teaching import Teaching
 from outrider.cluster.config import LinkConfig
@@ -43,10 +43,6 @@ NO_DRAFTS = Lengths(0, 0)
 
 UNUSABLE = -1
 """In place of a draft's id: verification ends the request's drafts there."""
-
-WITH_PICTURES = "with pictures"
-"""Behind an adapter's name, in which there are no spaces: how much of the drafts is accepted is learnt apart, for the
-drafter sees none of them."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -387,7 +383,7 @@ class Round:
         if self._tracer is not None and (headers := carried(arrival.params).get("trace_headers")) is not None:
             request.trace = self._tracer.track(headers)
         if request.max_drafts:
-            kind = f"{arrival.adapter} {WITH_PICTURES}" if shown else arrival.adapter
+            kind = told_apart(arrival.adapter, shown)
             estimate = self._guarded(self._lengths.track, request.max_drafts, kind)
             request.estimate = estimate or request.estimate
         if self._teaching is not None:
