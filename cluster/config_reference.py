@@ -118,14 +118,14 @@ def _rows(model: type[BaseModel]) -> Iterator[str]:
 
 
 def _default(field: FieldInfo) -> str:
-    value: Any = field.default
     if field.is_required():
         return "required"
+    value: Any = field.get_default(call_default_factory=True)
     if value is None:
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    if value == ():
+    if value in ((), []):
         return "`[]`"
     return f"`{value}`"
 
