@@ -41,7 +41,7 @@ EVALUATIONS = 16
 """In a whole training, besides the first and the last."""
 
 TEXT_SHARE = 0.4
-"""Of the minutes that are left, at most: generating text. What is there by then is trained on."""
+"""Of the minutes, and of those that are left, at most: generating text. What is there by then is trained on."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,8 @@ class _Run:
         least = 1 + next(job.number for job in jobs if job.prompts[0] not in self._held_out)
         until = None
         if clock.budget_s is not None:
-            until = clock.elapsed_s + TEXT_SHARE * max(clock.budget_s - clock.elapsed_s, 0.0)
+            left_s = max(clock.budget_s - clock.elapsed_s, 0.0)
+            until = clock.elapsed_s + max(min(TEXT_SHARE * clock.budget_s - clock.text_s, TEXT_SHARE * left_s), 0.0)
         began_s = clock.elapsed_s
         if any(not store.has(job) for job in jobs):
             self._progress.say("starting the engine that generates text")
