@@ -308,10 +308,10 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     1024."""
 
     draft_vocab_size: int | None = Field(None, ge=0)
-    """Tokens that the drafter's output head is cut to, which makes a draft step cheaper: the lowest ids at first, then
-    those that prompts hold and answers use. Exact all the same. 0: all of them. None: 32768 where the vocabulary is at
-    least twice as large and the drafter has one rank, else all. Left out on GPU: 0, until it has been measured
-    there."""
+    """Tokens that the drafter's output head is cut to, which makes a draft step cheaper: at first those that `outrider
+    distill` has trained it on, then the lowest ids; later those that prompts hold and answers use. Exact all the same.
+    0: all of them. None: as many as it was trained on where it was not on all, else 32768 where the vocabulary is at
+    least twice as large, else all; with several ranks all. Left out on GPU: 0, until it has been measured there."""
 
     prompt_lookup_min: int = Field(3, ge=1)
     """Shortest n-gram of the text whose continuation is taken for a guess of the next drafts: the model then checks

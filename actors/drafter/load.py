@@ -13,7 +13,7 @@ from outrider.actors.drafter.ngram import NgramStrategy
 from outrider.actors.drafter.strategy import DraftStrategy
 from outrider.actors.drafter.suffix import SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
-from outrider.actors.drafter.vocabulary import DraftVocabulary
+from outrider.actors.drafter.vocabulary import DraftVocabulary, trained_on
 from outrider.cluster.config import (
     ConfigError,
     DraftModelConfig,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from outrider.actors.vllm_seam.draft_engine import DraftEngine
 
 _CUT_VOCAB_SIZE = 32768
+_LEAST_CUT = 2048
+"""Where a drafter was trained on fewer tokens: above the most that may be sent of q."""
 
 
 def load_strategy(
@@ -101,6 +103,12 @@ def _vocabulary(config: DraftModelConfig, engine: DraftEngine, num_common_tokens
     if size == 0:
         return None
     most = min(engine.vocab_size, num_common_tokens or engine.vocab_size)
+    try:
+        own = [token for token in trained_on(config.model) if token < most]
+    except ValueError as error:
+        raise ConfigError(f"drafter.model: {error}; assemble the drafter again: outrider distill --assemble") from None
+    if size is None and own and config.tensor_parallel_size == 1:
+        size = min(max(len(own), _LEAST_CUT), most)
     if size is None:
         big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE and config.tensor_parallel_size == 1
         if not big:
@@ -109,7 +117,7 @@ def _vocabulary(config: DraftModelConfig, engine: DraftEngine, num_common_tokens
     if size > most:
         has = f"the model has {most} tokens" if most == engine.vocab_size else f"{most} are the target's, too"
         raise ConfigError(f"drafter.draft_vocab_size: {size}, {has}; set fewer, or 0 for all")
-    vocabulary = DraftVocabulary(engine.vocab_size, size, always=engine.end_token_ids)
+    vocabulary = DraftVocabulary(engine.vocab_size, size, always=engine.end_token_ids, at_first=own)
     engine.cut_head(vocabulary.token_ids)
     return vocabulary
 

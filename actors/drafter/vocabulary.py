@@ -1,15 +1,21 @@
 """Which token ids the drafter's output head is cut to: a fixed number of slots, a token in each. Pure.
 
 Cutting the head is exact, for q only has a smaller support; which tokens are in it decides how many drafts are
-accepted. In a BPE vocabulary the lowest ids are the earliest and so most frequent merges: those are in it at first.
-Then it follows the text: the tokens of open prompts are held, a committed token that is missing is taken in at once,
-and the token in least use goes.
+accepted. At first those are in it that the drafter was trained on, where its checkpoint says which, then the lowest
+ids: in a BPE vocabulary the earliest and so most frequent merges. Then it follows the text: the tokens of open prompts
+are held, a committed token that is missing is taken in at once, and the token in least use goes.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import json
 from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+
+FILE = "draft_vocabulary.json"
+"""In a checkpoint that `outrider distill` has made: a list of the ids that the drafter was trained on."""
 
 HALF_LIFE_TOKENS = 1 << 18
 _RESCALE_AT = 2.0**512
@@ -17,11 +23,30 @@ _RESCALE_AT = 2.0**512
 float64 ends at 2**1024."""
 
 
+def trained_on(checkpoint: str) -> list[int]:
+    """The ids that the drafter in this directory was trained on; none where it does not say. Raises ValueError."""
+    file = Path(checkpoint) / FILE
+    if not file.is_file():
+        return []
+    try:
+        ids = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is not readable: {error}") from None
+    if (
+        not isinstance(ids, list)
+        or not all(type(each) is int and each >= 0 for each in ids)
+        or len(set(ids)) < len(ids)
+    ):
+        raise ValueError(f"{file} is no list of different token ids")
+    return ids
+
+
 class DraftVocabulary:
     """A slot's place says nothing about its token: a replacement changes one row of the head and moves none.
 
     vocab_size: tokens of the full vocabulary; ids from there on are passed over. num_slots: tokens of the cut one.
-    always: ids that never leave, such as end tokens. half_life_tokens: committed tokens after which a use counts half.
+    always: ids that never leave, such as end tokens. at_first: ids that are in it before any lower one, as many as find
+    room. half_life_tokens: committed tokens after which a use counts half.
     """
 
     def __init__(
@@ -30,6 +55,7 @@ class DraftVocabulary:
         num_slots: int,
         always: Iterable[int] = (),
         half_life_tokens: int = HALF_LIFE_TOKENS,
+        at_first: Iterable[int] = (),
     ) -> None:
         fixed = set(always)
         if not 0 < num_slots <= vocab_size:
@@ -45,8 +71,9 @@ class DraftVocabulary:
         self.num_missed = 0
         """Observed tokens that were not in the vocabulary when they came: they could not have been drafted."""
 
-        lowest = (token for token in range(vocab_size) if token not in fixed)
-        first = sorted([*fixed, *(token for token, _ in zip(lowest, range(num_slots - len(fixed)), strict=False))])
+        preferred = [token for token in at_first if 0 <= token < vocab_size]
+        others = (token for token in dict.fromkeys([*preferred, *range(vocab_size)]) if token not in fixed)
+        first = sorted([*fixed, *itertools.islice(others, num_slots - len(fixed))])
         self._token_of = first
         self._slot_of = {token: slot for slot, token in enumerate(first)}
         self._weight = [0.0] * num_slots

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.actors.drafter.vocabulary import FILE as VOCABULARY
 from outrider.actors.learning.draft_models import tensors_of
 from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import whole_directory
@@ -163,6 +164,8 @@ def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, fo
             {"format": "pt"},
         )
         (work / "config.json").write_text(json.dumps(description.config, indent=2) + "\n")
+        if description.draft_vocabulary:
+            (work / VOCABULARY).write_text(json.dumps(description.draft_vocabulary) + "\n")
         for name in TOKENIZER_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, work / name)

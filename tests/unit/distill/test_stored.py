@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from outrider.actors.drafter.vocabulary import trained_on
 from outrider.actors.learning.draft_models import freeze, load
 from outrider.cluster.config import ConfigError
 from outrider.deploy.distill.models import (
@@ -65,6 +66,7 @@ def test_assembled_it_is_a_checkpoint_of_the_trained_and_the_targets_tensors(sto
     ours = whole.model.layers[0].mlp.up_proj.weight
     assert torch.equal(ours, theirs.model.layers[0].mlp.up_proj.weight)
     assert same_embeddings(target, out)
+    assert trained_on(str(out)) == [3, 5]
     documents = [json.loads((path / "config.json").read_text()) for path in (target, out)]
     check_vocabularies(*documents, (read_vocabulary(str(target)), read_vocabulary(str(out))))
 

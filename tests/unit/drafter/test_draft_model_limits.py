@@ -1,6 +1,7 @@
 """The draft model's policy at its limits: long prompts, a full KV cache, long texts, bad logits, many requests."""
 
 import itertools
+import json
 
 import pytest
 
@@ -10,7 +11,7 @@ from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.load import load_strategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.actors.drafter.vocabulary import DraftVocabulary
+from outrider.actors.drafter.vocabulary import FILE, DraftVocabulary
 from outrider.cluster.config import ConfigError, DraftModelConfig, SpeculationConfig
 from outrider.cluster.link import LinkError, LinkInvitation
 from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, ProposalStatus
@@ -222,6 +223,25 @@ def test_a_head_is_cut_to_no_more_than_what_both_tokenizers_have(monkeypatch):
         loaded(VOCAB // 4, draft_vocab_size=VOCAB // 2)
     with pytest.raises(ConfigError, match=rf"{VOCAB + 1}, the model has {VOCAB} tokens"):
         loaded(None, draft_vocab_size=VOCAB + 1)
+
+
+def test_a_head_is_cut_to_what_the_drafter_was_trained_on(monkeypatch, tmp_path):
+    monkeypatch.setattr("outrider.actors.vllm_seam.draft_engine.DraftEngine", lambda *_, **__: WithHead())
+    monkeypatch.setattr("outrider.actors.vllm_seam.engine_args.drafter_vllm_config", lambda *_: None)
+    monkeypatch.setattr(load, "_LEAST_CUT", 4)
+
+    def loaded(num_common=None, **cut):
+        config = DraftModelConfig(method="draft_model", model=str(tmp_path), **cut)
+        return load_strategy(config, SpeculationConfig(), None, None, num_common)._vocabulary
+
+    (tmp_path / FILE).write_text(json.dumps([5, 90, 70, 60, 50]))
+    assert loaded().token_ids == [5, 50, 60, 70, 90]
+    assert loaded(draft_vocab_size=6).token_ids == [0, 5, 50, 60, 70, 90]
+    assert loaded(num_common=60).token_ids == [0, 1, 5, 50], "as few as are served at least"
+    assert loaded(draft_vocab_size=0) is None
+    (tmp_path / FILE).write_text("torn")
+    with pytest.raises(ConfigError, match=r"drafter\.model: .*draft_vocabulary\.json is not readable"):
+        loaded()
 
 
 def invitation(vocab_size):

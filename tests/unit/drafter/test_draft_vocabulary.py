@@ -5,7 +5,7 @@ import random
 import pytest
 
 from outrider.actors.drafter import vocabulary as draft_vocabulary
-from outrider.actors.drafter.vocabulary import DraftVocabulary
+from outrider.actors.drafter.vocabulary import FILE, DraftVocabulary, trained_on
 
 
 class SlowVocabulary:
@@ -110,6 +110,23 @@ def test_it_begins_with_the_lowest_ids_and_those_that_must_be_there():
     assert vocabulary.take_changes() == []
     assert 98 in vocabulary
     assert 4 not in vocabulary
+
+
+def test_what_it_was_trained_on_goes_before_the_lowest_ids():
+    assert DraftVocabulary(100, 6, always=[99, 50], at_first=[70, 50, 40]).token_ids == [0, 1, 40, 50, 70, 99]
+    assert DraftVocabulary(100, 3, always=[99], at_first=[70, 60, 50]).token_ids == [60, 70, 99], "the first find room"
+    assert DraftVocabulary(60, 3, at_first=[70, 50]).token_ids == [0, 1, 50], "an id that there is not"
+
+
+def test_a_checkpoint_says_what_it_was_trained_on(tmp_path):
+    assert trained_on(str(tmp_path)) == trained_on("a/hub-id") == []
+    file = tmp_path / FILE
+    file.write_text("[5, 3]")
+    assert trained_on(str(tmp_path)) == [5, 3]
+    for text in ("[5, 5]", "[-1]", "[true]", '{"a": 1}', "[1"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"draft_vocabulary\.json is"):
+            trained_on(str(tmp_path))
 
 
 def test_a_committed_token_takes_the_place_of_the_highest_unused_id():
