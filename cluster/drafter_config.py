@@ -292,7 +292,7 @@ class ActorConfig(Section):
 
 
 MIN_DRAFT_STEP_TOKENS = 64
-"""Lower limit of a drafter's ``max_num_batched_tokens``: tokens to catch up with, and guesses."""
+"""Lower limit of a drafter's ``max_num_batched_tokens``: tokens to catch up with."""
 
 
 class DraftModelConfig(ActorConfig, EngineConfig):
@@ -312,13 +312,6 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     distill` has trained it on, then the lowest ids; later those that prompts hold and answers use. Exact all the same.
     0: all of them. None: as many as it was trained on where it was not on all, else 32768 where the vocabulary is at
     least twice as large, else all; with several ranks all. Left out on GPU: 0, until it has been measured there."""
-
-    prompt_lookup_min: int = Field(3, ge=1)
-    """Shortest n-gram of the text whose continuation is taken for a guess of the next drafts: the model then checks
-    several in one step."""
-
-    prompt_lookup_max: int = Field(5, ge=0)
-    """Longest such n-gram; 0: no guesses."""
 
     max_draft_rows: int = Field(128, ge=1, le=4096)
     """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
@@ -361,11 +354,6 @@ class DraftModelConfig(ActorConfig, EngineConfig):
 
     @model_validator(mode="after")
     def _can_work(self) -> DraftModelConfig:
-        if self.prompt_lookup_max and self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
-                f"({self.prompt_lookup_max}); swap or equal them, or set prompt_lookup_max: 0 for no guesses"
-            )
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < MIN_DRAFT_STEP_TOKENS:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be {MIN_DRAFT_STEP_TOKENS} at least: one "

@@ -1,6 +1,6 @@
 """Rounds over a real draft model's engine: `python draft_engine_rounds.py MODEL`. Prints one JSON object.
 
-Every commit is answered twice: by a drafter that drafts ahead, with side branches, guesses and maybe a cut vocabulary,
+Every commit is answered twice: by a drafter that drafts ahead, with side branches and maybe a cut vocabulary,
 and by one that drafts everything at the last moment. The verifier is played here and forces hits of both kinds, misses
 and stale drafts. A process of its own, because an engine stays in the process that started it.
 """
@@ -121,7 +121,7 @@ def main(model):
     assert all_blocks is not None
     assert engine.take_blocks(1) is None
     engine.free_blocks(all_blocks)
-    limits = LookaheadLimits(max_side_branches=12, prompt_lookup_min=1, prompt_lookup_max=3)
+    limits = LookaheadLimits(max_side_branches=12)
     report = {}
     for cut in (False, True):
         vocabulary = None
@@ -144,7 +144,6 @@ def main(model):
                 "agree": agree,
                 "differ": differ,
                 "origins": origins,
-                "guesses_right": strategy.guesses_right,
                 "usage": {**strategy.usage(), "kv_cache_usage": engine.kv_cache_usage},
             }
     print(json.dumps(report), flush=True)

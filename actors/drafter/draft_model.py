@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 from outrider.actors.drafter.engine import Engine
 from outrider.actors.drafter.link_shares import LinkShares
 from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequence
-from outrider.actors.drafter.ngram import Reading, TextIndex
 from outrider.actors.drafter.outcomes import OutcomeModel, StepCost
 from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, StepPlanner
-from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.sequence import Answer, SequenceKey
 from outrider.actors.drafter.strategy import S, Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.actors.observability.histogram import Histogram
@@ -82,12 +81,9 @@ class DraftModelStrategy:
         self._lives = itertools.count()
         """A sequence that is opened again may meet its former life's blocks, which are freed later."""
 
-        self._unread: dict[Sequence, TextIndex] = {}
-        """Texts that are not read whole: no guesses from them yet."""
-
-        self._read_last = False
-        self._read_of = self._pinned_of = 0
-        """Links that had the last turn: at reading, and with the vocabulary."""
+        self._hashed_last = False
+        self._hashed_of = self._pinned_of = 0
+        """Links that had the last turn: at hashing, and with the vocabulary."""
 
         self._unstarted: dict[ModelSequence, None] = {}
         """Long prompts that the engine does not know yet."""
@@ -116,22 +112,17 @@ class DraftModelStrategy:
 
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
-        self.guesses_right = 0
         self._step_times = Histogram()
 
     def new_sequence(self, key: SequenceKey) -> ModelSequence:
         return ModelSequence(key)
 
     def open(self, sequence: ModelSequence) -> list[Answer]:
-        limits, text = self._limits, sequence.text
+        text = sequence.text
         link_id, handle = sequence.key
         sequence.begin(f"{link_id}-{handle}-{next(self._lives)}", self._engine.max_model_len)
         self._sequences[sequence] = None
         self._shares.opened(link_id)
-        if limits.prompt_lookup_max:
-            sequence.index = TextIndex(text, limits.prompt_lookup_min, limits.prompt_lookup_max)
-            if not sequence.index.is_read:
-                self._unread[sequence] = sequence.index
         if self._vocabulary is not None:
             self._vocabulary.pin(sequence.engine_id, text[:_AT_ONCE])
             if len(text) > _AT_ONCE:
@@ -159,8 +150,6 @@ class DraftModelStrategy:
         if self._vocabulary is not None:
             self._vocabulary.observe(commit.token_ids)
         sequence.commit(commit)
-        if sequence.index is not None:
-            sequence.index.follow()
         if sequence.committed_len >= sequence.max_len:
             self._retire(sequence)
         if commit.num_wanted == 0:
@@ -180,7 +169,6 @@ class DraftModelStrategy:
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
         self._shares.closed(sequence.key[0])
-        self._unread.pop(sequence, None)
         self._unpinned.pop(sequence, None)
         if self._vocabulary is not None:
             self._vocabulary.unpin(sequence.engine_id)
@@ -207,9 +195,9 @@ class DraftModelStrategy:
             change, self._weights = WeightsChange(self._engine, self._weights), None
             return change, []
         self._pin_more()
-        if not self._read_last and (reading := self._reading()) is not None:
-            return reading, []
-        self._read_last = False
+        if not self._hashed_last and (hashing := self._hashing()) is not None:
+            return hashing, []
+        self._hashed_last = False
         answers: list[Answer] = []
         due = [sequence for sequence in self._sequences if sequence.due and sequence.can_draft]
         due.sort(key=lambda sequence: sequence.turn)  # with more of them than rows, nobody waits for ever
@@ -221,18 +209,14 @@ class DraftModelStrategy:
         if step is None:
             step = planner.drafts(due, answers) or planner.prefill() or planner.prefill(idle=True)
         if step is not None:
-            drafting = any(row.draws for row in step.plan.rows)
+            drafting = any(row.draw is not None for row in step.plan.rows)
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
             step.plan.num_drawable = self._num_drawable
             if self._vocabulary is not None:
                 step.plan.vocabulary_changes = self._vocabulary.take_changes()
-        return step or self._reading(), answers
+        return step or self._hashing(), answers
 
     def complete(self, work: Work) -> list[Answer]:
-        if isinstance(work, Reading):
-            if work.index.settle():
-                self._unread.pop(work.sequence, None)
-            return []
         if isinstance(work, Hashing):
             if work.sequence not in self._unstarted:  # closed, or grown too long meanwhile
                 return []
@@ -247,16 +231,17 @@ class DraftModelStrategy:
             if sequence not in self._sequences:  # closed meanwhile
                 continue
             if line is None:
-                sequence.main.num_computed = max(sequence.main.num_computed, row.start + row.num_fed)
+                sequence.main.num_computed = max(sequence.main.num_computed, row.start + len(row.token_ids))
                 answers += self._announced(sequence)
                 continue
+            assert row.draw is not None
+            assert drawn is not None
             drafting = True
-            self.guesses_right += len(drawn) - 1
-            if any(token.bad_logits for token in drawn) and not self._saw_bad_logits:
+            if drawn.bad_logits and not self._saw_bad_logits:
                 self._saw_bad_logits = True
                 problem = "sequence %s: the draft model's logits are not finite: drafts end there"
                 logger.warning(problem, sequence.key, extra=sequence.about())
-            if sequence.drew(line, row.draws, drawn):
+            if sequence.drew(line, row.draw, drawn):
                 answer = sequence.answer() if line is sequence.main else None
                 if answer is not None:
                     answers.append(answer)
@@ -278,25 +263,23 @@ class DraftModelStrategy:
         }
 
     def counters(self) -> dict[str, Any]:
-        counted: dict[str, Any] = {"guesses_right": self.guesses_right, "step_seconds": self._step_times.snapshot()}
-        counted["link_steps"] = self._shares.steps()
+        counted: dict[str, Any] = {
+            "step_seconds": self._step_times.snapshot(),
+            "link_steps": self._shares.steps(),
+        }
         if self._vocabulary is not None:
             counted["vocabulary_observed"] = self._vocabulary.num_observed
             counted["vocabulary_missed"] = self._vocabulary.num_missed
         return counted
 
-    def _reading(self) -> Hashing | Reading | None:
-        """What is to be done for prompts beside steps, which it takes turns with: a piece of text is far shorter."""
-        self._read_last = bool(self._unstarted or self._unread)
-        if not self._read_last:
+    def _hashing(self) -> Hashing | None:
+        """What is to be done for prompts beside steps, which it takes turns with: it is far shorter."""
+        self._hashed_last = bool(self._unstarted)
+        if not self._hashed_last:
             return None
-        if self._unstarted:
-            sequence = _oldest_of_next_link(self._unstarted, self._read_of)
-            self._read_of = sequence.key[0]
-            return Hashing(self._engine, sequence, list(sequence.text))
-        unread = _oldest_of_next_link(self._unread, self._read_of)
-        self._read_of = unread.key[0]
-        return Reading(unread, self._unread[unread])
+        sequence = _oldest_of_next_link(self._unstarted, self._hashed_of)
+        self._hashed_of = sequence.key[0]
+        return Hashing(self._engine, sequence, list(sequence.text))
 
     def _pin_more(self) -> None:
         """The next slice of a prompt that the vocabulary does not hold all of."""

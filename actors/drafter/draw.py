@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.actors.drafter.engine import Draw, Drawn, StepPlan
+from outrider.actors.drafter.engine import Draw, Drawn
 from outrider.actors.verification.constraints import Constraints
 from outrider.actors.verification.draft_sampler import DraftSample, greedy_drafts, sample_drafts
 from outrider.actors.verification.search import TokenSubset
@@ -66,19 +66,6 @@ def draw(logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None = Non
     for members, sample in zip(places.values(), samples, strict=True):
         drawn.update(zip(members, _on_host(*sample), strict=True))
     return [drawn[place] for place in range(len(draws))]
-
-
-def up_to_first_miss(plan: StepPlan, drawn: Sequence[Drawn]) -> list[list[Drawn]]:
-    """The draws by row, of each row those up to the first that is not its guess. drawn: one for each of plan's draws,
-    in order."""
-    answers, at = [], 0
-    for row in plan.rows:
-        matched = 0
-        while matched < len(row.guesses) and drawn[at + matched].token == row.guesses[matched]:
-            matched += 1
-        answers.append(list(drawn[at : at + matched + 1]) if row.draws else [])
-        at += len(row.draws)
-    return answers
 
 
 def _sample(

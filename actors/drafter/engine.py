@@ -53,22 +53,15 @@ class StepRow:
 
     block_ids: the KV blocks of the row's sequence from its beginning, one list per KV cache group, enough for what is
         fed. Nobody changes a list: who gets another block gets another list.
-    draws: what is drawn after token_ids; none for a prefill chunk.
-    guesses: one fewer than draws; what these draws but the last are expected to be, fed in the same step. Draws count
-        up to the first that is not its guess.
+    draw: what is drawn after token_ids; None for a prefill chunk.
     adapter: number of the draft model's LoRA adapter; 0: none.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: tuple[Sequence[int], ...]
-    draws: Sequence[Draw] = ()
-    guesses: Sequence[int] = ()
+    draw: Draw | None = None
     adapter: int = 0
-
-    @property
-    def num_fed(self) -> int:
-        return len(self.token_ids) + len(self.guesses)
 
 
 @dataclass(slots=True)
@@ -117,9 +110,8 @@ class Engine(Protocol):
         """Other tensors of the model's, by the checkpoint's names: from the next step on, and in the KV of texts that
         are started from now on. Neither embeddings nor output head are among them."""
 
-    def run(self, plan: StepPlan) -> list[list[Drawn]]:
-        """Execute a step on every rank. Returns, for every row, what was drawn, up to the first draw that is not what
-        was guessed."""
+    def run(self, plan: StepPlan) -> list[Drawn | None]:
+        """Execute a step on every rank. Returns, for every row, what was drawn; None for one without a draw."""
 
     @property
     def kv_cache_usage(self) -> float: ...

@@ -1,7 +1,7 @@
 """Who is next where several links share a drafter: start-time fair queueing among them, by what they have had. Pure.
 
 Every link has a virtual time. A step of the model's moves it on by the link's share of that step (of the tokens fed:
-main lines, side branches, guesses and prefill chunks alike), divided by the link's weight, and whoever's time is least
+main lines, side branches and prefill chunks alike), divided by the link's weight, and whoever's time is least
 is served first. The clock itself shows where the last step began for the furthest of those in it. A link that had all
 it asked for starts there, however long it asked for nothing: what it left to others is theirs. One whose rows or
 prompts had to wait keeps its place. This is Start-time Fair Queuing (Goyal, Vin and Cheng, SIGCOMM 1996), with tokens

@@ -62,8 +62,6 @@ def load_strategy(
         ahead=speculation.draft_ahead,
         max_side_branches=speculation.max_side_branches,
         max_rows=config.max_draft_rows,
-        prompt_lookup_min=config.prompt_lookup_min,
-        prompt_lookup_max=config.prompt_lookup_max,
     )
     vocabulary = _vocabulary(config, engine, num_common_tokens)
     strategy = DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.actors.drafter.engine import Draw, Drawn
-from outrider.actors.drafter.ngram import TextIndex
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
 from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, ProposalStatus, SparseQ
 
@@ -133,10 +132,7 @@ class ModelSequence(Sequence):
         self.free_of_rounds = True
         """Drafts are a function of text and seed alone, whatever round they are for."""
 
-        self._guess_sampling = self.sampling
-        self.index: TextIndex | None = None
-        """Of the text, for guesses of draws."""
-
+        self._bonus_sampling = self.sampling
         self.announced = False
         """READY has been sent, or need not be."""
 
@@ -168,7 +164,7 @@ class ModelSequence(Sequence):
         samples_q = sampling.mode.samples_q and sampling.top_n > 0
         self.free_of_rounds = not samples_q
         likeliest = DraftSampling(biases=sampling.biases, only_biased=sampling.only_biased)
-        self._guess_sampling = likeliest if samples_q else sampling
+        self._bonus_sampling = likeliest if samples_q else sampling
 
     @property
     def can_draft(self) -> bool:
@@ -202,16 +198,11 @@ class ModelSequence(Sequence):
 
     # What to draft next.
 
-    def next_draws(self, line: Line, count: int = 1) -> list[Draw]:
-        """How `line` goes on, `count` tokens at most; none: it is long enough, or must not."""
-        draws: list[Draw] = []
-        if not line.ended:
-            for position in range(line.end, min(line.end + count, self.max_len)):
-                draw = self._draw_at(line, position)
-                if draw is None:
-                    break
-                draws.append(draw)
-        return draws
+    def next_draw(self, line: Line) -> Draw | None:
+        """How `line` goes on; None: it is long enough, or must not."""
+        if line.ended or line.end >= self.max_len:
+            return None
+        return self._draw_at(line, line.end)
 
     def _draw_at(self, line: Line, position: int) -> Draw | None:
         base = self.committed_len
@@ -220,30 +211,26 @@ class ModelSequence(Sequence):
             return None if position - start >= self.num_wanted else self._draw(self.sampling, position, start)
         if self.sent is None:
             return None if position - base >= self.num_wanted else self._draw(self.sampling, position, base)
-        guess_at = base + self.sent
+        bonus_at = base + self.sent
         if self.num_wanted == 0:
             return None
-        if position <= guess_at:
-            return self._draw(self._guess_sampling, position, base)
-        start = guess_at + 1
+        if position <= bonus_at:
+            return self._draw(self._bonus_sampling, position, base)
+        start = bonus_at + 1
         return None if position - start >= self.num_wanted else self._draw(self.sampling, position, start)
 
     def _draw(self, sampling: DraftSampling, position: int, round_start: int) -> Draw:
         return Draw(sampling, position, position if self.free_of_rounds else round_start, NUM_ALTERNATIVES)
 
-    def drew(self, line: Line, draws: abc.Sequence[Draw], drawn: abc.Sequence[Drawn]) -> bool:
-        """Take the results of a step that fed all of `line`, and the tokens drawn but the last. False: a commit has
-        made them pointless meanwhile."""
-        taken = False
-        for draw, token in zip(draws, drawn, strict=False):
-            if not self.holds(line) or line.end != draw.position:
-                break
-            if not self.free_of_rounds and self._draw_at(line, line.end) != draw:
-                break
-            line.num_computed = draw.position
-            line.append(token)
-            taken = True
-        return taken
+    def drew(self, line: Line, draw: Draw, drawn: Drawn) -> bool:
+        """Take the result of a step that fed all of `line`. False: a commit has made it pointless meanwhile."""
+        if not self.holds(line) or line.end != draw.position:
+            return False
+        if not self.free_of_rounds and self._draw_at(line, line.end) != draw:
+            return False
+        line.num_computed = draw.position
+        line.append(drawn)
+        return True
 
     def holds(self, line: Line) -> bool:
         if line is self.main:

@@ -90,7 +90,7 @@ class DraftStep:
     targets: list[tuple[ModelSequence, Line | None]] = field(default_factory=list)
     fed: dict[int, int] = field(default_factory=dict)
     num_fed: int = 0
-    drawn: list[list[Drawn]] = field(default_factory=list)
+    drawn: list[Drawn | None] = field(default_factory=list)
     seconds: float = 0.0
 
     def execute(self) -> None:
@@ -99,7 +99,7 @@ class DraftStep:
         self.seconds = self.clock() - started
 
     def add(self, row: StepRow, sequence: ModelSequence, line: Line | None) -> None:
-        num_fed, link_id = row.num_fed, sequence.key[0]
+        num_fed, link_id = len(row.token_ids), sequence.key[0]
         self.plan.rows.append(row)
         self.targets.append((sequence, line))
         self.fed[link_id] = self.fed.get(link_id, 0) + num_fed
@@ -109,15 +109,11 @@ class DraftStep:
 @dataclass(frozen=True, slots=True)
 class LookaheadLimits:
     """ahead: draft for the next round while this one is verified. max_side_branches: of one sequence. max_rows: of one
-    step, all sequences together. prompt_lookup_min, prompt_lookup_max: n-grams that are looked up to guess draws, 0 for
-    none; max_guesses: of one row."""
+    step, all sequences together."""
 
     ahead: bool = True
     max_side_branches: int = 8
     max_rows: int = 64
-    prompt_lookup_min: int = 0
-    prompt_lookup_max: int = 0
-    max_guesses: int = 8
 
 
 _PIECES = 4
@@ -191,10 +187,10 @@ class StepPlanner:
                 answered.setdefault(link_id, []).append(sequence)
         sides = {link_id: iter(_likeliest_sides(of_link)) for link_id, of_link in answered.items()}
         for side, sequence in turns.over(sides):
-            draws, guesses = self._draws(sequence, side.line)
-            if draws and self._has_room(step, 1 + len(guesses)):
-                self._add_row(step, sequence, side.line, side.blocks, draws, guesses)
-                turns.gave(sequence.key[0], 1 + len(guesses))
+            draw = sequence.next_draw(side.line)
+            if draw is not None and self._has_room(step, 1):
+                self._add_row(step, sequence, side.line, side.blocks, draw)
+                turns.gave(sequence.key[0], 1)
         return self._finished(step)
 
     def prefill(self, idle: bool = False) -> DraftStep | None:
@@ -262,49 +258,28 @@ class StepPlanner:
     def _add_main(self, step: DraftStep, sequence: ModelSequence, answers: list[Answer] | None) -> int:
         """The main line's next row; how many tokens it feeds, 0: there is none. answers: of a sequence that is due;
         OUT_OF_KV goes there."""
-        draws, guesses = self._draws(sequence, sequence.main)
-        if not draws:
+        draw = sequence.next_draw(sequence.main)
+        if draw is None:
             answer = sequence.answer()
             if answer is not None and answers is not None:
                 answers.append(answer)
             return 0
-        num_fed = sequence.num_uncomputed + len(guesses)
+        num_fed = sequence.num_uncomputed
         if not self._has_room(step, num_fed):
             return 0
-        if not self._has_blocks(sequence, draws[-1].position) and not self._allocate(sequence, draws[-1].position):
+        if not self._has_blocks(sequence, draw.position) and not self._allocate(sequence, draw.position):
             if answers is not None:
                 answers.append(sequence.give_up(ProposalStatus.OUT_OF_KV))
             return 0
-        self._add_row(step, sequence, sequence.main, sequence.blocks, draws, guesses)
+        self._add_row(step, sequence, sequence.main, sequence.blocks, draw)
         return num_fed
 
-    def _draws(self, sequence: ModelSequence, line: Line) -> tuple[list[Draw], list[int]]:
-        """What the line's next row draws, and what an earlier passage of the text says these draws will be."""
-        index = sequence.index.ngrams if sequence.index is not None and sequence.index.is_read else None
-        if not sequence.free_of_rounds:
-            # A right guess makes an answer come sooner. Where a late answer is dropped, tokens that were guessed would
-            # be dropped less often than others: no longer draws from q.
-            index = None
-        draws = sequence.next_draws(line, 1 + (self._limits.max_guesses if index is not None else 0))
-        if index is None or len(draws) < 2:
-            return draws, []
-        end = line.end
-        suffix = sequence.token_ids(line, max(end - self._limits.prompt_lookup_max, 0), end)
-        guesses = index.lookup(len(draws) - 1, suffix)
-        return draws[: len(guesses) + 1], guesses
-
     def _add_row(
-        self,
-        step: DraftStep,
-        sequence: ModelSequence,
-        line: Line,
-        blocks: tuple[list[int], ...],
-        draws: list[Draw],
-        guesses: list[int],
+        self, step: DraftStep, sequence: ModelSequence, line: Line, blocks: tuple[list[int], ...], draw: Draw
     ) -> None:
         start = line.num_computed
         ids = sequence.token_ids(line, start, line.end)
-        step.add(StepRow(ids, start, blocks, draws, guesses, sequence.sampling.adapter), sequence, line)
+        step.add(StepRow(ids, start, blocks, draw, sequence.sampling.adapter), sequence, line)
 
     def _has_room(self, step: DraftStep, num_tokens: int) -> bool:
         fits = step.num_fed + num_tokens <= self._engine.max_num_batched_tokens

@@ -108,7 +108,6 @@ DRAFTER = (
     MetricSpec("outrider:drafter_answers_total", "counter", "Commits it answered with a proposal."),
     MetricSpec("outrider:drafter_draft_tokens_total", "counter", "Draft tokens it sent."),
     MetricSpec("outrider:drafter_step_seconds", "histogram", "Batched draft steps, without prefill."),
-    MetricSpec("outrider:drafter_guesses_right_total", "counter", "Guesses from the text that the model then drew."),
     MetricSpec("outrider:drafter_chosen_total", "counter", "Commits that each method's drafts answered.", ("method",)),
     MetricSpec(
         "outrider:drafter_judged_drafts_total", "counter", "Drafts the target judged, sent or not.", ("method",)

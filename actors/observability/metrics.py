@@ -54,7 +54,6 @@ _DRAFTER_COUNTERS = {
     "steps": "outrider:drafter_steps_total",
     "rounds": "outrider:drafter_answers_total",
     "drafted": "outrider:drafter_draft_tokens_total",
-    "guesses_right": "outrider:drafter_guesses_right_total",
     "vocabulary_observed": "outrider:draft_vocabulary_tokens_total",
     "vocabulary_missed": "outrider:draft_vocabulary_misses_total",
 }

@@ -121,9 +121,9 @@ class DraftEngine:
         """Free a sequence's blocks; full ones stay in the prefix cache until they are needed."""
         self._kv.free(self._requests.pop(request_id))
 
-    def run(self, plan: StepPlan) -> list[list[Drawn]]:
+    def run(self, plan: StepPlan) -> list[Drawn | None]:
         results: list[Any] = self._core.model_executor.collective_rpc("draft", args=(plan,))
-        drawn: list[list[Drawn]] = results[0]
+        drawn: list[Drawn | None] = results[0]
         return drawn
 
     @property

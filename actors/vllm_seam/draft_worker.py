@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 
-from outrider.actors.drafter.draw import draw, up_to_first_miss
+from outrider.actors.drafter.draw import draw
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.verification.search import TokenSubset
 from outrider.actors.vllm_seam.engine_args import worker_class
@@ -70,9 +70,9 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
     _adapters: Sequence[LoRARequest] = ()
 
     @torch.inference_mode()
-    def draft(self, plan: StepPlan) -> list[list[Drawn]]:
-        """Run one step. Rank 0 returns what was drawn after each row, up to the first draw that is not what was
-        guessed; the others return nothing: what they feed next comes with the next plan, so ranks cannot disagree."""
+    def draft(self, plan: StepPlan) -> list[Drawn | None]:
+        """Run one step. Rank 0 returns what was drawn after each row, None where nothing was; the others return
+        nothing: what they feed next comes with the next plan, so ranks cannot disagree."""
         forward = self._paged
         if forward is None:
             forward = self._paged = PagedForward(self.model_runner, self._adapters)
@@ -84,14 +84,15 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
             head.replace(plan.vocabulary_changes)
         hidden = forward(plan.rows)
         if not len(hidden):
-            return [[] for _ in plan.rows] if self.rank == 0 else []
+            return [None] * len(plan.rows) if self.rank == 0 else []
         logits = self.model_runner.model.compute_logits(hidden) if head is None else head.logits(hidden)
         if self.rank != 0:
             return []
         if head is None and plan.num_drawable is not None:
             logits = logits[:, : plan.num_drawable].contiguous()
-        draws = [one for row in plan.rows for one in row.draws]
-        return up_to_first_miss(plan, draw(logits, draws, None if head is None else head.subset))
+        draws = [row.draw for row in plan.rows if row.draw is not None]
+        drawn = iter(draw(logits, draws, None if head is None else head.subset))
+        return [None if row.draw is None else next(drawn) for row in plan.rows]
 
     def load_weights_of_version(self, tensors: dict[str, Tensor]) -> None:
         """In place of those that are there; what is not named stays. vLLM shards and packs them as when it loaded the

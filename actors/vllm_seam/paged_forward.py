@@ -47,10 +47,10 @@ class PagedForward:
         copy_kv_cache_blocks_inplace(self._kv_caches, self._num_blocks, copies)
 
     def __call__(self, rows: Sequence[StepRow]) -> Tensor:
-        """Feed every row, guesses included. Returns the hidden states that are drawn from, [draws, hidden size]: those
-        after the last tokens of each row, as many as it has draws."""
+        """Feed every row. Returns the hidden states that are drawn from, [draws, hidden size]: after the last token of
+        each row with a draw."""
         count = len(rows)
-        lengths = [row.num_fed for row in rows]
+        lengths = [len(row.token_ids) for row in rows]
         starts = np.array([row.start for row in rows], np.int64)
         total, longest = sum(lengths), max(lengths)
         if longest == 1:
@@ -62,7 +62,7 @@ class PagedForward:
             np.cumsum(lengths, out=query_start[1:])
             row_of = np.repeat(np.arange(count), lengths)
             positions = (starts - query_start[:-1])[row_of] + np.arange(total)
-            tokens = np.concatenate([np.asarray([*row.token_ids, *row.guesses], np.int32) for row in rows])
+            tokens = np.concatenate([np.asarray(row.token_ids, np.int32) for row in rows])
             seq_lens = starts + lengths
         # A target's vocabulary may be padded further than the draft model's: its last row stands for what it lacks.
         np.minimum(tokens, self._last_id, out=tokens)
@@ -70,20 +70,16 @@ class PagedForward:
             self._choose_adapters(rows)
         metadata, slots = self._metadata(rows, query_start, seq_lens.astype(np.int32), longest, row_of, positions)
         hidden = self._forward(tokens, positions, metadata, slots)
-        if sum(len(row.draws) for row in rows) == total:
+        drawn = [end - 1 for row, end in zip(rows, query_start[1:].tolist(), strict=True) if row.draw is not None]
+        if len(drawn) == total:
             return hidden
-        drawn = [
-            position
-            for row, end in zip(rows, query_start[1:].tolist(), strict=True)
-            for position in range(end - len(row.draws), end)
-        ]
         return hidden[torch.tensor(drawn, dtype=torch.int64, device=self._device)]
 
     def _choose_adapters(self, rows: Sequence[StepRow]) -> None:
         """Tell vLLM's layers which tokens, and which logits, are of which adapter."""
         numbers = [row.adapter if row.adapter in self._adapters else 0 for row in rows]
-        of_tokens = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in range(row.num_fed))
-        of_draws = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in row.draws)
+        of_tokens = tuple(number for number, row in zip(numbers, rows, strict=True) for _ in row.token_ids)
+        of_draws = tuple(number for number, row in zip(numbers, rows, strict=True) if row.draw is not None)
         used = {self._adapters[number] for number in set(numbers) if number}
         self._runner._set_active_loras(of_draws, of_tokens, used)
         self._num_used = len(used)

@@ -374,10 +374,6 @@ DRAFTER = Row(
             stacked=True,
         ),
         Panel(
-            "Guesses from the text that were right",
-            (("sum by (replica) (rate(outrider:drafter_guesses_right_total{$of}[$rate]))", "{{replica}}"),),
-        ),
-        Panel(
             "Drafters beside each other",
             (("sum by (method) (rate(outrider:drafter_chosen_total{$of}[$rate]))", "{{method}}"),),
             "short",

@@ -125,7 +125,7 @@ def main() -> None:
     ports = {name: pick_free_port() for name in ("learning", "frozen")}
 
     def config(name: str, learn: dict[str, Any] | None) -> dict[str, Any]:
-        drafter = {"method": "draft_model", "model": args.drafter, "prompt_lookup_max": 0, **engine}
+        drafter = {"method": "draft_model", "model": args.drafter, **engine}
         return {
             "target": {"model": args.target, **engine},
             "drafter": drafter if learn is None else {**drafter, "learn": {"num_cpus": 0, **learn}},

@@ -1,6 +1,6 @@
 """The draft model's engine under the drafter's policy: real weights, real KV blocks, real draws.
 
-What is drafted ahead, on the main line and on side branches, with guesses and a cut vocabulary, must be what drafting
+What is drafted ahead, on the main line and on side branches, with a cut vocabulary, must be what drafting
 at the last moment gives. The verifier is played by tests/draft_engine_rounds.py, which forces hits, misses and stale
 drafts.
 """
@@ -35,8 +35,6 @@ def test_what_is_drafted_ahead_is_what_would_be_drafted_at_once(report, mode, cu
     assert seen["agree"] == 120
     # Every way of answering was taken.
     assert min(seen["origins"][origin] for origin in ("MAIN_LINE", "SIDE_BRANCH", "MISS")) >= 4
-    # A right guess brings an answer sooner: only where drafts are a function of the text may it.
-    assert (seen["guesses_right"] > 0) == (mode != "rejection")
 
 
 def test_closed_sequences_leave_no_block_behind(report):

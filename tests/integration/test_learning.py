@@ -39,7 +39,6 @@ def learning(deployments: Deployments, kept: Path, tmp_path_factory: pytest.Temp
             "drafter": {
                 "method": "draft_model",
                 **engine(drafter),
-                "prompt_lookup_max": 0,
                 "learn": {
                     "learning_rate": 5e-3,
                     "batch_size": 16,

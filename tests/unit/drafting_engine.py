@@ -95,13 +95,13 @@ class MemoryEngine:
     def run(self, plan):
         self.plans.append(plan)
         assert plan.rows
-        assert sum(row.num_fed for row in plan.rows) <= self.max_num_batched_tokens
+        assert sum(len(row.token_ids) for row in plan.rows) <= self.max_num_batched_tokens
         for copies in (plan.restores, plan.copies):
             sources = [(target, dict(self.memory.get(source, {}))) for source, target in copies]
             self.memory.update(sources)
             assert not {target for _, target in copies} & set(self.free), "a copy into a block that nobody holds"
         for row in plan.rows:
-            for position, token in enumerate([*row.token_ids, *row.guesses], row.start):
+            for position, token in enumerate(row.token_ids, row.start):
                 self._slot(row, position, token)
         return [self._row(row) for row in plan.rows]
 
@@ -114,13 +114,7 @@ class MemoryEngine:
         return self.memory[block][position % size]
 
     def _row(self, row):
-        assert len(row.guesses) == max(len(row.draws) - 1, 0)
-        drawn = []
-        for index, draw in enumerate(row.draws):
-            drawn.append(self._drawn(row, draw, row.start + len(row.token_ids) + index))
-            if index < len(row.guesses) and drawn[-1].token != row.guesses[index]:
-                break
-        return drawn
+        return None if row.draw is None else self._drawn(row, row.draw, row.start + len(row.token_ids))
 
     def _drawn(self, row, draw, end):
         assert end == draw.position < self.max_model_len

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from outrider.actors.drafter.draw import draw, up_to_first_miss
-from outrider.actors.drafter.engine import Drawn, StepPlan, StepRow
+from outrider.actors.drafter.draw import draw
+from outrider.actors.drafter.engine import Drawn
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
 from tests.unit.drafter.draw_cases import (
@@ -196,16 +196,3 @@ def test_every_row_is_given_as_many_alternatives_as_the_one_that_asks_for_most()
     assert [token for token, _ in few.alternatives] == [token for token, _ in many.alternatives] == [second, third]
     (none,) = draw(logits[:1], [draw_of(DraftSampling())])
     assert (none.alternatives, none.confidence) == ((), 1.0)
-
-
-def test_draws_count_up_to_the_first_that_is_not_its_guess():
-    one = draw_of(DraftSampling())
-    rows = [
-        StepRow([1], 0, (), [one] * 3, [7, 8]),
-        StepRow([1, 2], 0, ()),
-        StepRow([1], 0, (), [one] * 3, [7, 8]),
-        StepRow([1], 0, (), [one]),
-    ]
-    drawn = [Drawn(token) for token in (7, 8, 9, 5, 8, 9, 4)]
-    answers = up_to_first_miss(StepPlan(rows), drawn)
-    assert [[answer.token for answer in row] for row in answers] == [[7, 8, 9], [], [5], [4]]

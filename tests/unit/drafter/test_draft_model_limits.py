@@ -159,8 +159,7 @@ def test_the_memory_of_lookahead_is_bounded_and_comes_back():
 def test_a_thousand_requests_leave_nothing_behind():
     vocabulary = DraftVocabulary(VOCAB, 200)
     engine = MemoryEngine()
-    limits = LookaheadLimits(prompt_lookup_min=1, prompt_lookup_max=2)
-    strategy = DraftModelStrategy(engine, 64, limits, vocabulary, itertools.count().__next__)
+    strategy = DraftModelStrategy(engine, 64, None, vocabulary, itertools.count().__next__)
     loop = DraftLoop(strategy)
     loop.attach(1, Nowhere())
     for request in range(1000):
@@ -175,7 +174,7 @@ def test_a_thousand_requests_leave_nothing_behind():
     assert (usage["num_sequences"], usage["branch_blocks"], usage["kv_cache_usage"]) == (0, 0, 0)
     assert not engine.committed
     assert not engine.taken
-    left = [loop.sequences, vocabulary._pinned_by, vocabulary._pins, strategy._gone, strategy._unread]
+    left = [loop.sequences, vocabulary._pinned_by, vocabulary._pins, strategy._gone, strategy._unstarted]
     assert not any(left)
 
 

@@ -20,7 +20,7 @@ STEP_S = 0.006
 """What a step of a draft model of 8B parameters takes."""
 
 # Of each seed: a checksum of every step's rows and of every answer, from before links shared a drafter fairly.
-ALONE = {0: 2081654217, 1: 2319486828, 2: 1141217222, 3: 4059778864}
+ALONE = {0: 2395239945, 1: 170516747, 2: 1745234643, 3: 2615784658}
 
 
 def test_a_short_prompt_is_not_held_back_by_another_links_long_ones():
@@ -150,8 +150,8 @@ def test_branches_of_the_link_that_had_most_yield_first():
     bench.engine.free_blocks(blocks)
 
 
-def test_long_prompts_are_hashed_and_read_link_by_link():
-    bench = Bench(LookaheadLimits(prompt_lookup_min=2, prompt_lookup_max=3), max_model_len=4000)
+def test_long_prompts_are_hashed_link_by_link():
+    bench = Bench(max_model_len=4000)
     keys = [(1, 0), (1, 1), (1, 2), (2, 0)]
     for key in keys:
         bench.open(key, [token % 50 for token in range(3000)])
@@ -182,7 +182,7 @@ def test_no_step_has_room_for_what_is_left_waiting(seed):
             continue
         served = {sequence for sequence, _ in work.targets}
         if all(line is None for _, line in work.targets):
-            fed = sum(row.num_fed for row in work.plan.rows)
+            fed = sum(len(row.token_ids) for row in work.plan.rows)
             full = fed == bench.chunk or len(work.plan.rows) == limits.max_rows
             assert full or not any(s.started and not s.can_draft for s in sequences)
         else:
@@ -227,7 +227,7 @@ def trace(seed):
                 proposed[told.key] = told.token_ids
         checksum = zlib.crc32(repr([told[:4] for told in answers]).encode(), checksum)
     for plan in bench.engine.plans:
-        rows = [(list(row.token_ids), row.start, row.block_ids, row.draws, row.guesses) for row in plan.rows]
+        rows = [(list(row.token_ids), row.start, row.block_ids, row.draw) for row in plan.rows]
         checksum = zlib.crc32(repr((rows, plan.restores, plan.copies)).encode(), checksum)
     return checksum
 

@@ -7,7 +7,6 @@ import pytest
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.ngram import NgramIndex, NgramStrategy
-from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.suffix import SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixIndex, SuffixLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary
@@ -32,17 +31,10 @@ SLOW = 999
 """A token that is not read before the test allows it."""
 
 LONG = [token % 50 for token in range(5000)]
-GUESSING = LookaheadLimits(prompt_lookup_min=2, prompt_lookup_max=3)
-
-
-def draft_model():
-    return DraftModelStrategy(MemoryEngine(max_model_len=3000), 2048, GUESSING)
-
 
 STRATEGIES = {
     "ngram": lambda: NgramStrategy(2, 4),
     "suffix": lambda: SuffixStrategy(SuffixLimits(), 10, 4096, "a"),
-    "draft_model": draft_model,
 }
 
 
@@ -157,24 +149,6 @@ def test_a_sequence_opened_again_while_its_former_life_is_read_is_read_anew():
     work.execute()
     assert strategy.complete(work) == []
     assert strategy.work_off() == [Told(KEY, 5001, [], ProposalStatus.READY)]
-
-
-def test_the_draft_model_drafts_before_it_can_guess_and_the_same():
-    """Reading takes turns with steps; guesses come when all of it is read."""
-    bench = Bench(GUESSING, chunk=8000, num_blocks=4000, max_model_len=8000, max_num_batched_tokens=8000)
-    bench.open(KEY, LONG)
-    bench.commit(KEY, [7])
-    answers, reads = [], 0
-    while not answers or answers[-1].status is not ProposalStatus.OK:
-        work, more = bench.strategy.plan()
-        reads += not work.is_step
-        work.execute()
-        answers += more + bench.strategy.complete(work)
-    assert ids(answers[-1]) == bench.drafts(KEY)
-    assert 0 < reads < len(LONG) / 256, "drafted long before all was read"
-    assert all(not row.guesses for plan in bench.engine.plans for row in plan.rows)
-    bench.settle()
-    assert bench.strategy.sequences[KEY].index.ngrams.token_ids == bench.texts[KEY]
 
 
 def long_bench():

@@ -25,7 +25,6 @@ DRAFTER_STATUS = {
     "steps": 9,
     "rounds": 8,
     "drafted": 20,
-    "guesses_right": 5,
     "vocabulary_observed": 100,
     "vocabulary_missed": 7,
     "step_seconds": Histogram().snapshot(),

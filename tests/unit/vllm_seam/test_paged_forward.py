@@ -13,8 +13,9 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import _get_padding_mask
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from outrider.actors.drafter.engine import StepRow
+from outrider.actors.drafter.engine import Draw, StepRow
 from outrider.actors.vllm_seam.paged_forward import PagedForward, _PiecewiseGraphs
+from outrider.cluster.link.messages import DraftSampling
 
 MOST_TOKENS, VOCAB = 16, 100
 
@@ -58,8 +59,11 @@ def runner():
     return runner
 
 
+ONE = Draw(DraftSampling(), 0, 0)
+
+
 def feed(forward, *rows):
-    return forward([StepRow(tokens, start, ([0],), draws=[None]) for tokens, start in rows])
+    return forward([StepRow(tokens, start, ([0],), ONE) for tokens, start in rows])
 
 
 @pytest.mark.parametrize(("count", "padded"), [(1, 1), (3, 4), (8, 8), (9, 9)])
@@ -103,15 +107,15 @@ def test_every_token_and_every_draw_is_of_its_row_s_adapter(runner):
     forward = PagedForward(runner, adapters)
     rows = [
         StepRow([1, 2, 3], 0, ([0],), adapter=2),
-        StepRow([4], 3, ([0],), draws=[None, None], guesses=[5]),
-        StepRow([6], 3, ([0],), draws=[None], adapter=1),
-        StepRow([7], 3, ([0],), draws=[None], adapter=9),
+        StepRow([4, 5], 3, ([0],), ONE),
+        StepRow([6], 3, ([0],), ONE, adapter=1),
+        StepRow([7], 3, ([0],), ONE, adapter=9),
     ]
     forward(rows)
     forward(rows[1:2])
-    assert told[0][:2] == ((0, 0, 1, 0), (2, 2, 2, 0, 0, 1, 0)), "what it has not is none"
+    assert told[0][:2] == ((0, 1, 0), (2, 2, 2, 0, 0, 1, 0)), "what it has not is none"
     assert told[0][2] == set(adapters)
-    assert told[1] == ((0, 0), (0, 0), set()), "none, and not those of the step before"
+    assert told[1] == ((0,), (0, 0), set()), "none, and not those of the step before"
 
 
 def test_without_adapters_vllm_s_layers_are_told_nothing(runner):
