@@ -12,7 +12,7 @@ STAMP := $(VENV)/.outrider-ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-unit lint format protos clean
+.PHONY: help setup demo serve test test-all test-unit test-gpu lint format protos clean
 
 help:  ## List these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,11 @@ test-all: $(STAMP)  ## The same with the exhaustive sweeps: what continuous inte
 
 test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
 	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive" $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)  ## What needs a GPU, and nothing of vLLM or Ray: kernels, draws, training, NCCL on one GPU
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("outrider: make test-gpu: PyTorch sees no GPU here")'
+	@$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+	@$(BIN)/python -m tests.bench.verification_speed --device cuda --ours-only
 
 lint: $(STAMP)  ## Ruff (rules and format) and mypy
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ bandwidth our side's one reading reaches.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import statistics
 import time
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import tests.gpu  # noqa: F401 - makes Outrider importable in a bare checkout
 from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
 from outrider.cluster.modes import Mode
 
@@ -148,20 +150,22 @@ def timed(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def compare(case: Case, inputs: Inputs, B: int, K: int, repeats: int, device: str) -> tuple[float, float]:
-    """Median seconds, ours and vLLM's, alternating; one unclocked run of each first."""
-    sides = [our_side(case, inputs, B, K), vllm_side(case, inputs, B, K)]
-    if case.mode is Mode.GREEDY:
-        ours, theirs = (run(inputs.logits.clone()) for run in sides)
-        assert torch.equal(ours, theirs), "greedy tokens differ"
-    seconds: list[list[float]] = [[], []]
+def compare(case: Case, inputs: Inputs, B: int, K: int, repeats: int, device: str, ours_only: bool) -> list[float]:
+    """Median seconds, ours and, unless ours_only, vLLM's, alternating; one unclocked run of each first."""
+    sides = [our_side(case, inputs, B, K)]
+    if not ours_only:
+        sides.append(vllm_side(case, inputs, B, K))
+        if case.mode is Mode.GREEDY:
+            ours, theirs = (run(inputs.logits.clone()) for run in sides)
+            assert torch.equal(ours, theirs), "greedy tokens differ"
+    seconds: list[list[float]] = [[] for _ in sides]
     for repeat in range(repeats + 1):
-        for side in (0, 1) if repeat % 2 else (1, 0):
+        for side in range(len(sides)) if repeat % 2 else reversed(range(len(sides))):
             logits = inputs.logits.clone()
             taken = timed(lambda run=sides[side], logits=logits: run(logits), device)  # type: ignore[misc]
             if repeat:
                 seconds[side].append(taken)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+    return [statistics.median(of_side) for of_side in seconds]
 
 
 @torch.inference_mode()
@@ -173,11 +177,12 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=[49152, 151936])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ours-only", action="store_true", help="without vLLM, which need not be installed then")
     arguments = parser.parse_args()
     device = arguments.device
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    if device == "cpu":
+    if device == "cpu" and not arguments.ours_only:
         # vLLM's kernels for machines without a Triton backend. It must happen before they are imported.
         from vllm.platforms import current_platform
 
@@ -192,9 +197,10 @@ def main() -> None:
                 inputs = Inputs.random(B, K, V, device)
                 moved = inputs.logits.nbytes
                 for case in CASES:
-                    ours, theirs = compare(case, inputs, B, K, arguments.repeats, device)
+                    ours, *others = compare(case, inputs, B, K, arguments.repeats, device, arguments.ours_only)
+                    theirs = others[0] if others else math.nan
                     print(
-                        f"{case.name:10} {B:3} {K:2} {V:7} {moved / 1e6:7.1f} {ours * 1e3:8.2f} {theirs * 1e3:8.2f} "
+                        f"{case.name:10} {B:3} {K:2} {V:7} {moved / 1e6:7.1f} {ours * 1e3:8.3f} {theirs * 1e3:8.3f} "
                         f"{theirs / ours:9.2f} {moved / speed / ours:8.1%}",
                         flush=True,
                     )

@@ -102,6 +102,9 @@ class Rounds:
     draft_start: Callable[[Tensor], Tensor] | None = None
     """What the drafter takes for the round's start, given the real one."""
 
+    device: str | torch.device = "cpu"
+    """Where rounds are verified."""
+
     def run(self, seeds: Tensor) -> Tensor:
         """int64 [S, LENGTH] for seeds int64 [S]."""
         samples = len(seeds)
@@ -161,7 +164,12 @@ class Rounds:
             q_ids = torch.stack([d.q_ids for d in drafts], dim=1)[draft_used]
             q_probs = torch.stack([d.q_probs for d in drafts], dim=1)[draft_used]
         sampling = Sampling.uniform(self.mode, seed, PROMPT_LEN + at, self.temperature, self.top_k, self.top_p)
-        return self.verify(VerificationBatch.build(rows[row_used], k, ids, sampling, q_ids, q_probs))
+        there = (None if part is None else part.to(self.device) for part in (rows[row_used], ids, q_ids, q_probs))
+        logits, ids, q_ids, q_probs = there
+        assert logits is not None
+        assert ids is not None
+        result = self.verify(VerificationBatch.build(logits, k, ids, sampling, q_ids, q_probs))
+        return VerificationResult(**{name: value.cpu() for name, value in vars(result).items()})
 
 
 def p_value(tokens: Tensor, joint: Tensor) -> float:

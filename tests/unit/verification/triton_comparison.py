@@ -1,4 +1,5 @@
-"""Run by test_triton.py in a process of its own, with TRITON_INTERPRET=1 set before Triton is imported.
+"""Run by test_triton.py in a process of its own, with TRITON_INTERPRET=1 set before Triton is imported; and on a GPU
+by tests/gpu, compiled.
 
 Compares the two implementations on random batches of mixed modes: committed tokens, accepted lengths and status.
 Before them Philox, word by word.
@@ -24,7 +25,12 @@ from outrider.actors.verification.search import TokenSubset
 REQUESTS, N = 10, 5
 
 
-def random_batch(seed: int, vocab_size: int, with_q: bool, constrained: bool, damaged: bool) -> VerificationBatch:
+Device = torch.device | str
+
+
+def random_batch(
+    seed: int, vocab_size: int, with_q: bool, constrained: bool, damaged: bool, device: Device
+) -> VerificationBatch:
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -56,8 +62,8 @@ def random_batch(seed: int, vocab_size: int, with_q: bool, constrained: bool, da
         seed=integers(-(2**62), 2**62, REQUESTS),
         position=integers(0, 10_000, REQUESTS),
     )
-    q = (q_ids, q_probs) if with_q else (None, None)
-    return VerificationBatch.build(logits, num_drafts, draft_ids, sampling, *q)
+    q = (q_ids.to(device), q_probs.to(device)) if with_q else (None, None)
+    return VerificationBatch.build(logits.to(device), num_drafts, draft_ids.to(device), sampling, *q)
 
 
 @triton.jit
@@ -69,7 +75,7 @@ def store_words(out, seed, block, position, role: tl.constexpr, round_start, TIL
         tl.store(out + word * TILE + lane, w0 if word == 0 else w1 if word == 1 else w2 if word == 2 else w3)
 
 
-def compare_words(tile: int = 16) -> int:
+def compare_words(device: Device, tile: int = 16) -> int:
     """Every word of Philox, at the ends of each argument's range too. Returns how many words differ."""
     different = 0
     counters = [
@@ -80,15 +86,15 @@ def compare_words(tile: int = 16) -> int:
     ]
     for seed in (0, -1, 2**63 - 1, -(2**63), 0x299F31D0A4093822):
         for block, position, round_start, role in counters:
-            out = torch.zeros(4, tile, dtype=torch.uint32)
+            out = torch.zeros(4, tile, dtype=torch.uint32, device=device)
             key = torch.tensor([seed])
-            store_words[(1,)](out, key, block, position, int(role), round_start, tile)
+            store_words[(1,)](out, key.to(device), block, position, int(role), round_start, tile)
             expected = philox.words(key, role, torch.tensor([position]), block + torch.arange(tile), round_start)
-            different += int((torch.stack(expected) != out.to(torch.int64)).sum())
+            different += int((torch.stack(expected) != out.to(torch.int64).cpu()).sum())
     return different
 
 
-def compare_choices() -> int:
+def compare_choices(device: Device) -> int:
     """The drafter's own coupled choice, among all tokens and among some. Returns how many rows chose differently."""
     different = 0
     for vocab_size, top_p in ((1500, 1.0), (1500, 0.9), (1024, 0.9), (40, 1.0)):
@@ -100,22 +106,23 @@ def compare_choices() -> int:
         row_max = logits.amax(-1)
         threshold = None if top_p == 1.0 else row_max - 4.0
         expected = coupled.coupled_choice(logits, temperature, threshold, row_max, seed, position)
-        found = triton_kernel.coupled_choice(logits, temperature, threshold, seed, position)
-        different += int((expected != found).sum())
+        there = [None if part is None else part.to(device) for part in (logits, temperature, threshold, seed, position)]
+        found = triton_kernel.coupled_choice(*there)
+        different += int((expected != found.cpu()).sum())
         ids = torch.randperm(3 * vocab_size, generator=generator)[:vocab_size]
         expected = coupled.coupled_choice(
             logits, temperature, threshold, row_max, seed, position, subset=TokenSubset(ids)
         )
-        found = triton_kernel.coupled_choice(logits, temperature, threshold, seed, position, ids)
-        different += int((expected != found).sum())
+        found = triton_kernel.coupled_choice(*there, ids.to(device))
+        different += int((expected != found.cpu()).sum())
     return different
 
 
-def main() -> int:
-    if different := compare_words():
+def main(device: Device = "cpu") -> int:
+    if different := compare_words(device):
         print(f"{different} words of Philox differ")
         return 1
-    if different := compare_choices():
+    if different := compare_choices(device):
         print(f"{different} coupled choices of the drafter differ")
         return 1
     compared = accepted = 0
@@ -130,7 +137,7 @@ def main() -> int:
             (5, True, False, False),
         ]
     ):
-        batch = random_batch(seed, vocab_size, with_q, constrained, damaged)
+        batch = random_batch(seed, vocab_size, with_q, constrained, damaged, device)
         expected, found = torch_kernel.verify(batch), triton_kernel.verify(batch)
         for name, value in vars(expected).items():
             if not torch.equal(value, getattr(found, name)):

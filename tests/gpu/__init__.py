@@ -1,0 +1,18 @@
+"""What only a GPU can show, on a machine that needs no more than one GPU, PyTorch, Triton, NumPy and pytest.
+
+``make test-gpu``, or without an environment of ours ``python -m pytest tests/gpu`` in a checkout: neither vLLM nor Ray
+is imported, and Outrider need not be installed. Without a GPU the tests that can run on the CPU do, so that they stay
+right, and the others are skipped.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+if importlib.util.find_spec("outrider") is None:
+    sys.path.insert(0, str(ROOT / "protos"))
+    import outrider
+
+    outrider.__path__.append(str(ROOT))
