@@ -42,7 +42,7 @@ test-all: $(STAMP)  ## The same with the exhaustive sweeps: what continuous inte
 test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
 	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive" $(PYTEST_ARGS)
 
-test-gpu: $(STAMP)  ## What needs a GPU, and nothing of vLLM or Ray: kernels, draws, training, NCCL on one GPU
+test-gpu: $(STAMP)  ## What one GPU can show without vLLM and Ray: kernels, draws, training, NCCL with itself
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("outrider: make test-gpu: PyTorch sees no GPU here")'
 	@$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 	@$(BIN)/python -m tests.bench.verification_speed --device cuda --ours-only

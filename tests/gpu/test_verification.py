@@ -15,7 +15,7 @@ MODES = [Mode.GREEDY, Mode.REJECTION, Mode.BLOCK, Mode.COUPLED]
 SAMPLES = 200_000
 
 
-def batch_of(mode, requests, drafts, vocab_size, device, dtype=torch.float32, top_p=1.0, seed=0):
+def batch_of(mode, requests, drafts, vocab_size, device, top_p=1.0, seed=0):
     """The target mostly agrees with the drafter, so that there are accepted drafts of every length."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(requests * (drafts + 1), vocab_size, generator=generator) * 2.5
@@ -26,8 +26,7 @@ def batch_of(mode, requests, drafts, vocab_size, device, dtype=torch.float32, to
     ids = top.indices.gather(1, torch.multinomial(q, 1, generator=generator)).squeeze(1) if len(q) else rows
     sampling = Sampling.uniform(mode, torch.arange(requests) + 7, torch.full((requests,), 40), 0.8, top_p=top_p)
     sent = (None, None) if mode in (Mode.GREEDY, Mode.COUPLED) else (top.indices.to(device), q.to(device))
-    logits = logits.to(dtype).to(device)
-    return VerificationBatch.build(logits, torch.full((requests,), drafts), ids.to(device), sampling, *sent)
+    return VerificationBatch.build(logits.to(device), torch.full((requests,), drafts), ids.to(device), sampling, *sent)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -67,9 +66,10 @@ def test_noise_is_bit_for_bit_that_of_the_cpu(device):
         assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_waits_for_the_gpu_between_logits_and_tokens(gpu, mode):
-    batch = batch_of(mode, 4, 4, 49152, gpu)
+def test_nothing_waits_for_the_gpu_between_logits_and_tokens(gpu, mode, top_p):
+    batch = batch_of(mode, 4, 4, 49152, gpu, top_p=top_p)
     verify = choose(gpu)
     verify(batch)  # compiles
     torch.cuda.set_sync_debug_mode("error")
