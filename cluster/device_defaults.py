@@ -66,7 +66,7 @@ def choices(config: OutriderConfig, gpu: bool) -> list[Choice]:
                 0,
                 gpu,
                 "the whole output head: cutting it was measured on CPU only",
-                "32768 of a vocabulary twice as large, on one rank: the head is a large part of a draft step",
+                "what it was trained on, else 32768 of a vocabulary twice as large: the head is a large part of a step",
             )
         )
     if config.remote_drafter is not None:
