@@ -105,13 +105,11 @@ def _vocabulary(config: DraftModelConfig, engine: DraftEngine, num_common_tokens
         own = [token for token in trained_on(config.model) if token < most]
     except ValueError as error:
         raise ConfigError(f"drafter.model: {error}; assemble the drafter again: outrider distill --assemble") from None
-    if size is None and own and config.tensor_parallel_size == 1:
-        size = min(max(len(own), _LEAST_CUT), most)
     if size is None:
-        big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE and config.tensor_parallel_size == 1
-        if not big:
+        is_big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE
+        if config.tensor_parallel_size > 1 or not (own or is_big):
             return None
-        size = min(_CUT_VOCAB_SIZE, most)
+        size = min(max(len(own), _LEAST_CUT) if own else _CUT_VOCAB_SIZE, most)
     if size > most:
         has = f"the model has {most} tokens" if most == engine.vocab_size else f"{most} are the target's, too"
         raise ConfigError(f"drafter.draft_vocab_size: {size}, {has}; set fewer, or 0 for all")

@@ -200,12 +200,9 @@ class ModelSequence(Sequence):
 
     def next_draw(self, line: Line) -> Draw | None:
         """How `line` goes on; None: it is long enough, or must not."""
-        if line.ended or line.end >= self.max_len:
+        base, position = self.committed_len, line.end
+        if line.ended or position >= self.max_len:
             return None
-        return self._draw_at(line, line.end)
-
-    def _draw_at(self, line: Line, position: int) -> Draw | None:
-        base = self.committed_len
         if line is not self.main:
             start = line.start + 1
             return None if position - start >= self.num_wanted else self._draw(self.sampling, position, start)
@@ -226,7 +223,7 @@ class ModelSequence(Sequence):
         """Take the result of a step that fed all of `line`. False: a commit has made it pointless meanwhile."""
         if not self.holds(line) or line.end != draw.position:
             return False
-        if not self.free_of_rounds and self._draw_at(line, line.end) != draw:
+        if not self.free_of_rounds and self.next_draw(line) != draw:
             return False
         line.num_computed = draw.position
         line.append(drawn)

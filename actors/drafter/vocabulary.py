@@ -14,7 +14,7 @@ import json
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
-FILE = "draft_vocabulary.json"
+VOCABULARY_FILE = "draft_vocabulary.json"
 """In a checkpoint that `outrider distill` has made: a list of the ids that the drafter was trained on."""
 
 HALF_LIFE_TOKENS = 1 << 18
@@ -25,7 +25,7 @@ float64 ends at 2**1024."""
 
 def trained_on(checkpoint: str) -> list[int]:
     """The ids that the drafter in this directory was trained on; none where it does not say. Raises ValueError."""
-    file = Path(checkpoint) / FILE
+    file = Path(checkpoint) / VOCABULARY_FILE
     if not file.is_file():
         return []
     try:

@@ -86,6 +86,13 @@ class Clock:
     def elapsed_s(self) -> float:
         return self.before_s + time.monotonic() - self._start
 
+    def text_until_s(self) -> float | None:
+        """When to stop generating text: what earlier runs took of its share is gone. None: when all is there."""
+        if self.budget_s is None:
+            return None
+        share_s = min(TEXT_SHARE * self.budget_s - self.text_s, TEXT_SHARE * (self.budget_s - self.elapsed_s))
+        return self.elapsed_s + max(share_s, 0.0)
+
     def done(self, step: int) -> float:
         """The share of the training, of which text is no part, that is over: 1 when the budget is used up."""
         if self.steps is not None:
@@ -213,10 +220,7 @@ class _Run:
         store = TextStore(self._settings.out / "texts")
         jobs = plan(len(self._prompts), self._held_out, self._settings.samples, 2 * TOGETHER, self._settings.seed)
         least = 1 + next(job.number for job in jobs if job.prompts[0] not in self._held_out)
-        until = None
-        if clock.budget_s is not None:
-            left_s = max(clock.budget_s - clock.elapsed_s, 0.0)
-            until = clock.elapsed_s + max(min(TEXT_SHARE * clock.budget_s - clock.text_s, TEXT_SHARE * left_s), 0.0)
+        until = clock.text_until_s()
         began_s = clock.elapsed_s
         if any(not store.has(job) for job in jobs):
             self._progress.say("starting the engine that generates text")

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.actors.drafter.vocabulary import FILE as VOCABULARY
+from outrider.actors.drafter.vocabulary import VOCABULARY_FILE
 from outrider.actors.learning.draft_models import tensors_of
 from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import whole_directory
@@ -165,7 +165,7 @@ def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, fo
         )
         (work / "config.json").write_text(json.dumps(description.config, indent=2) + "\n")
         if description.draft_vocabulary:
-            (work / VOCABULARY).write_text(json.dumps(description.draft_vocabulary) + "\n")
+            (work / VOCABULARY_FILE).write_text(json.dumps(description.draft_vocabulary) + "\n")
         for name in TOKENIZER_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, work / name)

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import tests.gpu  # noqa: F401 - makes Outrider importable in a bare checkout
 from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
 from outrider.cluster.modes import Mode
 

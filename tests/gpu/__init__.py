@@ -5,15 +5,3 @@
 Without a GPU the tests that can run on the CPU do, so that they stay right, and the others are skipped. Training needs
 transformers too.
 """
-
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-
-if importlib.util.find_spec("outrider") is None:
-    sys.path.insert(0, str(ROOT / "protos"))
-    import outrider
-
-    outrider.__path__.append(str(ROOT))

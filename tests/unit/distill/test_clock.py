@@ -21,9 +21,25 @@ def test_the_training_is_what_the_text_leaves_of_the_minutes(monkeypatch):
     assert clock.done(7) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("before_s", "text_s", "until_s"),
+    [
+        (0.0, 0.0, 40.0),  # the first run
+        (50.0, 30.0, 60.0),  # what is left of the share
+        (50.0, 40.0, 50.0),  # nothing is
+        (90.0, 0.0, 94.0),  # no more than the share of what is left
+        (120.0, 0.0, 120.0),
+    ],
+)
+def test_text_takes_its_share_of_all_runs_together(monkeypatch, before_s, text_s, until_s):
+    monkeypatch.setattr(run.time, "monotonic", lambda: 7.0)
+    assert Clock(before_s, 100.0, None, text_s).text_until_s() == pytest.approx(until_s)
+
+
 def test_a_training_by_steps_does_not_look_at_the_clock():
     clock = Clock(before_s=1e9, budget_s=None, steps=40)
     assert [clock.done(step) for step in (0, 10, 40)] == [0.0, 0.25, 1.0]
+    assert clock.text_until_s() is None
 
 
 def test_the_rate_rises_and_falls():

@@ -11,7 +11,7 @@ from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.load import load_strategy
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.actors.drafter.vocabulary import FILE, DraftVocabulary
+from outrider.actors.drafter.vocabulary import VOCABULARY_FILE, DraftVocabulary
 from outrider.cluster.config import ConfigError, DraftModelConfig, SpeculationConfig
 from outrider.cluster.link import LinkError, LinkInvitation
 from outrider.cluster.link.messages import Close, CloseReason, Commit, Open, ProposalStatus
@@ -233,12 +233,12 @@ def test_a_head_is_cut_to_what_the_drafter_was_trained_on(monkeypatch, tmp_path)
         config = DraftModelConfig(method="draft_model", model=str(tmp_path), **cut)
         return load_strategy(config, SpeculationConfig(), None, None, num_common)._vocabulary
 
-    (tmp_path / FILE).write_text(json.dumps([5, 90, 70, 60, 50]))
+    (tmp_path / VOCABULARY_FILE).write_text(json.dumps([5, 90, 70, 60, 50]))
     assert loaded().token_ids == [5, 50, 60, 70, 90]
     assert loaded(draft_vocab_size=6).token_ids == [0, 5, 50, 60, 70, 90]
     assert loaded(num_common=60).token_ids == [0, 1, 5, 50], "as few as are served at least"
     assert loaded(draft_vocab_size=0) is None
-    (tmp_path / FILE).write_text("torn")
+    (tmp_path / VOCABULARY_FILE).write_text("torn")
     with pytest.raises(ConfigError, match=r"drafter\.model: .*draft_vocabulary\.json is not readable"):
         loaded()
 

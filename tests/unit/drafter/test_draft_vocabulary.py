@@ -5,7 +5,7 @@ import random
 import pytest
 
 from outrider.actors.drafter import vocabulary as draft_vocabulary
-from outrider.actors.drafter.vocabulary import FILE, DraftVocabulary, trained_on
+from outrider.actors.drafter.vocabulary import VOCABULARY_FILE, DraftVocabulary, trained_on
 
 
 class SlowVocabulary:
@@ -120,7 +120,7 @@ def test_what_it_was_trained_on_goes_before_the_lowest_ids():
 
 def test_a_checkpoint_says_what_it_was_trained_on(tmp_path):
     assert trained_on(str(tmp_path)) == trained_on("a/hub-id") == []
-    file = tmp_path / FILE
+    file = tmp_path / VOCABULARY_FILE
     file.write_text("[5, 3]")
     assert trained_on(str(tmp_path)) == [5, 3]
     for text in ("[5, 5]", "[-1]", "[true]", '{"a": 1}', "[1"):
