@@ -13,14 +13,17 @@ outgoing connection: one of these may be gone by the time that Serve listens."""
 
 _TRIES = 100
 
+_draw = random.SystemRandom()
+"""Whose seed nobody sets: two processes of one seed would pick the same port."""
 
-def port_is_free(port: int, host: str | None = None) -> bool:
-    """Whether a server could listen on ``port`` now. host None: on all interfaces."""
+
+def port_is_free(port: int, host: str | None = None, *, lingering: bool = True) -> bool:
+    """Whether a server could listen on ``port`` now. host None: on all interfaces. lingering: closed connections may
+    linger on it, as most servers allow (by SO_REUSEADDR)."""
     family, address = (socket.AF_INET6, "::") if host is None and socket.has_ipv6 else (socket.AF_INET, host or "")
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            # As servers do: a port that only has closed connections lingering is free.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(lingering))
             listener.bind((address, port))
             listener.listen(1)
     except OSError:
@@ -31,8 +34,8 @@ def port_is_free(port: int, host: str | None = None) -> bool:
 def pick_free_port() -> int:
     """One that nobody else is likely to take before it is served on. Raises ConfigError when all that it tried are in
     use."""
-    for port in random.sample(_PICKED_FROM, _TRIES):
-        if port_is_free(port):
+    for port in _draw.sample(_PICKED_FROM, _TRIES):
+        if port_is_free(port, lingering=False):
             return port
     raise ConfigError(f"serving: {_TRIES} ports from {_PICKED_FROM[0]} on are in use; name ports that are free")
 

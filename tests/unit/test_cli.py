@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from outrider.cluster.config import ConfigError, parse_config
-from outrider.deploy import app, cli
+from outrider.deploy import app, cli, ports
 from outrider.deploy.app import config_from_args
 from outrider.deploy.ports import pick_free_port, port_is_free, settle_ports
 from outrider.deploy.processes import Stopped, StopSignal
@@ -148,14 +149,35 @@ def test_ports(taken_port: int) -> None:
 def test_the_admin_port_is_one_of_its_own(taken_port: int) -> None:
     free = pick_free_port()
     for admin, grpc, problem in ((taken_port, 0, "is in use"), (free, free, "is grpc_port or http_port too")):
-        ports = {"admin_port": admin, "grpc_port": grpc, "http_port": 0}
+        serving = {"admin_port": admin, "grpc_port": grpc, "http_port": 0}
         with pytest.raises(ConfigError, match=rf"serving\.admin_port: .*{problem}"):
-            settle_ports(parse_config({"target": {"model": "m"}, "serving": ports}))
+            settle_ports(parse_config({"target": {"model": "m"}, "serving": serving}))
 
 
 def test_a_picked_port_is_none_that_an_outgoing_connection_may_get() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert 1024 < max(pick_free_port() for _ in range(20)) < min(first, 32768)
+
+
+def test_a_picked_port_bears_no_closed_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's own HTTP server may take it without SO_REUSEADDR."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()  # the side that closes first is the one that lingers
+            client.recv(1)
+    assert port_is_free(port)
+    monkeypatch.setattr(ports, "_PICKED_FROM", range(port, port + 1))
+    monkeypatch.setattr(ports, "_TRIES", 1)
+    with pytest.raises(ConfigError, match="name ports that are free"):
+        pick_free_port()
+
+
+def test_processes_of_one_seed_pick_ports_of_their_own() -> None:
+    random.seed(0)
+    first = pick_free_port(), pick_free_port()
+    random.seed(0)
+    assert (pick_free_port(), pick_free_port()) != first
 
 
 def test_serve_args_are_a_preset_or_a_tree(outrider_home: Path) -> None:
