@@ -1,7 +1,8 @@
 """How much an ingress takes on: the answers and tokens that all of its requests together may come to.
 
 Requests are counted where they are queued (see outrider.actors.serving.gate, and Serve's own max_queued_requests); but
-one request may ask for 64 answers, or for a prompt as long as the model takes, and hold a place like any other.
+one request may ask for 64 answers, or for a prompt as long as the model takes, and hold a place like any other. One
+key's requests leave room for other keys', here as in the proxies.
 """
 
 from __future__ import annotations
@@ -12,10 +13,20 @@ from contextlib import contextmanager
 from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
+from outrider.actors.serving.access.guard import key_of_caller
+from outrider.actors.serving.access.limits import Shares
+from outrider.actors.serving.failures import CallFailure, Refusal, queue_full
 from outrider.cluster.limits import LimitsConfig
 
 USUAL_ANSWER_TOKENS = 1024
 """Counted for an answer whose length is not limited: hardly one is as long as the model could make it."""
+
+
+class KeyShareTaken(Refusal):
+    """There is room, but not for more of this key's."""
+
+    def failure(self) -> CallFailure:
+        return queue_full(for_the_key=True)
 
 
 class Admission:
@@ -25,21 +36,33 @@ class Admission:
         self._limits = limits
         self.sequences = 0
         self.tokens = 0
+        self._shares_of_sequences, self._shares_of_tokens = Shares(), Shares()
 
     @contextmanager
     def hold(self, request: GenerationRequest | OpenAIRequest) -> Iterator[None]:
         """While it runs. A request that is alone is let in however large it is: it would never be otherwise. Raises
-        BackPressureError, as Serve does for a full queue."""
+        BackPressureError, as Serve does for a full queue, and KeyShareTaken."""
         sequences = request.num_answers
         tokens = request.prompt_tokens + sequences * (request.max_tokens or USUAL_ANSWER_TOKENS)
         most = self._limits
         too_many = self.sequences + sequences > most.max_sequences or self.tokens + tokens > most.max_tokens_in_flight
         if self.sequences and too_many:
             raise BackPressureError(num_queued_requests=self.sequences, max_queued_requests=most.max_sequences)
+        key = key_of_caller()
+        parts = (
+            (self._shares_of_sequences, sequences, most.max_sequences - self.sequences),
+            (self._shares_of_tokens, tokens, most.max_tokens_in_flight - self.tokens),
+        )
+        if not all(shares.allow(key, more, free) for shares, more, free in parts):
+            raise KeyShareTaken("no room for more of this key")
         self.sequences += sequences
         self.tokens += tokens
+        for shares, more, _ in parts:
+            shares.take(key, more)
         try:
             yield
         finally:
             self.sequences -= sequences
             self.tokens -= tokens
+            for shares, more, _ in parts:
+                shares.give_back(key, more)

@@ -202,9 +202,11 @@ class CallFailure:
         return _cut(self.message) + _SEPARATOR + base64.b64encode(status.SerializeToString()).decode()
 
 
-def queue_full(request_id: str | None = None) -> CallFailure:
-    """Wherever it is found out."""
+def queue_full(request_id: str | None = None, *, for_the_key: bool = False) -> CallFailure:
+    """Wherever it is found out. for_the_key: there is room, but not for more of this key's."""
     sentence = "the queue is full; retry later"
+    if for_the_key:
+        sentence = "the queue has no room for more requests of this key; retry when one of them has ended"
     return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "QUEUE_FULL", request_id=request_id)
 
 

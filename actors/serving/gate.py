@@ -3,7 +3,8 @@
 A call costs proxy and ingress several milliseconds before it can be refused, so that of a burst of hundreds the last
 would be told of a full queue seconds late. The ingress tells with its answers how many requests it and the targets can
 hold and queue together; a proxy that has so many in flight refuses the next itself, in a fraction of a millisecond
-(Gate). What it lets through may still be refused by the ingress: a proxy knows of its own calls only.
+(Gate), and likewise what one key would have beyond its share. What it lets through may still be refused by the
+ingress: a proxy knows of its own calls only.
 
 Calls beside generations have budgets of their own, so that no number of them takes the processor or the places that
 generations need: turns, a few a second (Lane). What has not come in yet, or has not been read yet, takes no place, and
@@ -22,6 +23,7 @@ from typing import Any
 
 from ray.util.metrics import Counter
 
+from outrider.actors.serving.access.limits import Shares
 from outrider.actors.serving.connections import connections_of
 from outrider.cluster.limits import LimitsConfig, from_environment
 
@@ -52,6 +54,7 @@ class Gate:
         self._name = name
         self._capacity: int | None = None
         self._in_flight = 0
+        self._shares = Shares()
         self._told_s = float("-inf")
         self._untold = 0
         self.refused = 0
@@ -62,20 +65,31 @@ class Gate:
         if text.isascii() and text.isdigit() and int(text):
             self._capacity = int(text)
 
-    def enter(self) -> bool:
-        """Whether the call may go on; `leave` has to follow then. All may while nothing has been learnt."""
-        if self._capacity is None or self._in_flight < self._capacity:
+    @property
+    def is_full(self) -> bool:
+        return self._capacity is not None and self._in_flight >= self._capacity
+
+    def enter(self, key: str | None = None) -> bool:
+        """Whether the call may go on; `leave` has to follow then. All may while nothing has been learnt. key: the name
+        of the one that it came in with."""
+        if self._capacity is None or (
+            not self.is_full and self._shares.allow(key, 1, self._capacity - self._in_flight)
+        ):
             self._in_flight += 1
+            self._shares.take(key, 1)
             return True
         self.refused += 1
         self._untold += 1
         if (now := time.monotonic()) - self._told_s >= _LOG_EVERY_S:
             self._told_s = now
-            logger.warning("%s: %d in flight, as many as there is room for: refused", self._name, self._in_flight)
+            room = "as many as there is room for" if self.is_full else f"room for no more of key {key}"
+            logger.warning("%s: %d in flight, %s: refused", self._name, self._in_flight, room)
         return False
 
-    def leave(self) -> None:
+    def leave(self, key: str | None = None) -> None:
+        """key: as it entered with."""
         self._in_flight -= 1
+        self._shares.give_back(key, 1)
 
     def untold(self) -> int:
         """How many were refused since this was asked."""

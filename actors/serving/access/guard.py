@@ -173,6 +173,12 @@ CALLER: ContextVar[Caller | None] = ContextVar("whose call this task answers", d
 """None: the call needed no key, or none are asked for here."""
 
 
+def key_of_caller() -> str | None:
+    """The name of the key whose call this task answers."""
+    caller = CALLER.get()
+    return None if caller is None else caller.key.name
+
+
 class Guard:
     """Of one process. For its event loop."""
 

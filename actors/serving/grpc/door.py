@@ -31,6 +31,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from outrider.actors.serving.access.guard import key_of_caller
 from outrider.actors.serving.connections import address_of_call, sentence
 from outrider.actors.serving.failures import (
     STATUS_DETAILS_METADATA,
@@ -210,7 +211,10 @@ class _Place:
 
 async def _place(method: str, gate: Gate, context: Any, here: Doors) -> _Place | CallFailure:
     if method in _GENERATIONS:
-        return _Place(gate.leave) if gate.enter() else queue_full()
+        key = key_of_caller()
+        if not gate.enter(key):
+            return queue_full(for_the_key=not gate.is_full)
+        return _Place(lambda: gate.leave(key))
     lane = _LANES.get(method, lambda doors: doors.status)(here)
     try:
         await lane.take(_address(context))

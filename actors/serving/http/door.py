@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.actors.serving.access.guard import key_of_caller
 from outrider.actors.serving.gate import (
     CAPACITY_METADATA,
     REFUSED,
@@ -91,15 +92,16 @@ class HttpDoor:
         end = next((end for end in _ENDS if path.endswith(end)), "")
         gate = self._gates.of(path.removesuffix(end)) if end else None
         if gate is not None and end in GENERATIONS and scope["method"] == "POST":
-            if not gate.enter():
+            key = key_of_caller()
+            if not gate.enter(key):
                 self._gates.count_refusal()
-                raise HttpError(queue_full())
+                raise HttpError(queue_full(for_the_key=not gate.is_full))
             if refused := gate.untold():
                 scope[REFUSED] = refused
             try:
                 yield gate
             finally:
-                gate.leave()
+                gate.leave(key)
             return
         lane = _LANES.get(end, lambda doors: doors.status)(here)
         client = scope.get("client")

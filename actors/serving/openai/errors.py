@@ -108,8 +108,8 @@ def refused(error: RequestError) -> HttpFailure:
     return HttpFailure(400, str(error), error.field)
 
 
-def queue_full() -> HttpFailure:
-    return HttpFailure.of_call(failures.queue_full())
+def queue_full(*, for_the_key: bool) -> HttpFailure:
+    return HttpFailure.of_call(failures.queue_full(for_the_key=for_the_key))
 
 
 def refused_by_key(refused: Refused, headers: dict[str, str]) -> JSONResponse:
