@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, Tensor]
 
 _RISE_STEPS = 20
 """Of the learning rate, at the beginning and after a way back."""
@@ -53,7 +55,7 @@ class Learnt:
     """A version's tensors, and what was found when it was adopted. held_out: texts that were there by then."""
 
     version: Version
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
     verdict: Verdict | None = None
     held_out: int = 0
     step: int = 0
@@ -70,6 +72,35 @@ class Counts:
     withdrawn: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Versions that the gate kept out, by reason."""
+
+
+class Scores:
+    """Acceptance by version and text. Each is measured once, as long as both are there."""
+
+    def __init__(self, measure: Callable[[Tensors, Sequence[Text]], list[float]]) -> None:
+        self._measure = measure
+        self._known: list[tuple[Tensors, dict[int, tuple[Text, float]]]] = []
+        """By identity, of texts and tensors that are held here so that no other gets their ids."""
+
+    def of(self, version: Tensors, texts: Sequence[Text]) -> list[float]:
+        known = next((scores for tensors, scores in self._known if tensors is version), None)
+        if known is None:
+            known = {}
+            self._known.append((version, known))
+        missing = {id(text): text for text in texts if id(text) not in known}
+        if missing:
+            measured = self._measure(version, list(missing.values()))
+            known.update({key: (missing[key], score) for key, score in zip(missing, measured, strict=True)})
+        return [known[id(text)][1] for text in texts]
+
+    def keep(self, versions: Sequence[Tensors], texts: Sequence[Text]) -> None:
+        """What is not of these is forgotten."""
+        held = set(map(id, texts))
+        self._known = [
+            (tensors, {key: score for key, score in scores.items() if key in held})
+            for tensors, scores in self._known
+            if any(tensors is version for version in versions)
+        ]
 
 
 class Learner:
@@ -90,6 +121,7 @@ class Learner:
         self._settings, self._kept_dtype = settings, kept_dtype
         recipe = Recipe(seed, settings.learning_rate, settings.batch_size, own_share=0.0)
         self._trainer = Trainer(drafter, None, freeze(drafter, dtype), recipe, dtype, None)
+        self._scores = Scores(self._acceptance)
         self._vocab_size = int(drafter.get_output_embeddings().weight.shape[0])
         # Every so many of them are never trained on.
         self._held_general = list(general)[:: max(round(1 / settings.held_out), 2)][:HELD_TEXTS]
@@ -148,7 +180,7 @@ class Learner:
         """Before anything else: versions get higher numbers."""
         self._last_number = number
 
-    def resume(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+    def resume(self, number: int, tensors: Tensors) -> None:
         """Before anything else: a version that served in an earlier life. What was loaded counts as the one before it,
         and comes back if it is better on what is said now. Raises KeyError and RuntimeError for tensors that are not
         this drafter's."""
@@ -181,7 +213,7 @@ class Learner:
         with self._lock:
             recent, past, serving = self._replay.held_recent(), self._replay.held_past(), self._serving
 
-        def verdict_on(candidate: Mapping[str, Tensor]) -> Verdict:
+        def verdict_on(candidate: Tensors) -> Verdict:
             return judge(
                 self._difference(candidate, serving.tensors, recent),
                 self._difference(candidate, serving.tensors, past),
@@ -206,6 +238,10 @@ class Learner:
                 self._publish(candidate, verdict, serving)
             else:
                 self._seen.refused[verdict.reason] = self._seen.refused.get(verdict.reason, 0) + 1
+        self._scores.keep(
+            [each.tensors for each in (self._serving, self._previous) if each is not None] + [self._started_from],
+            [*recent, *past, *self._held_general],
+        )
         if verdict.adopted:
             logger.info("version %d serves: %s", self.serving.version.number, _said(verdict))
         elif first.is_bad:
@@ -228,24 +264,24 @@ class Learner:
         logger.warning("version %d is withdrawn: acceptance %+.4f", serving.version.number, difference.mean)
         self._go_back_to(previous.tensors)
 
-    def _publish(self, tensors: Mapping[str, Tensor], verdict: Verdict | None, previous: Learnt | None) -> None:
+    def _publish(self, tensors: Tensors, verdict: Verdict | None, previous: Learnt | None) -> None:
         self._last_number += 1
         version = Version(self._serving.version.learner, self._last_number)
         self._serving = Learnt(version, tensors, verdict, self._replay.num_held_out, self._seen.steps)
         self._previous = previous
 
-    def _difference(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], texts: Sequence[Text]) -> Difference:
+    def _difference(self, new: Tensors, old: Tensors, texts: Sequence[Text]) -> Difference:
         """A prompt counts once, however many parts of its answers there are: these have much in common."""
         if not texts:
             return Difference.of((), ())
-        return Difference.of(*(_by_prompt(self._acceptance(tensors, texts), texts) for tensors in (new, old)))
+        return Difference.of(*(_by_prompt(self._scores.of(tensors, texts), texts) for tensors in (new, old)))
 
-    def _acceptance(self, tensors: Mapping[str, Tensor], texts: Sequence[Text]) -> list[float]:
+    def _acceptance(self, tensors: Tensors, texts: Sequence[Text]) -> list[float]:
         with self.holding(tensors) as trainer:
             return trainer.acceptance(texts)
 
     @contextmanager
-    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[Trainer]:
+    def holding(self, tensors: Tensors) -> Iterator[Trainer]:
         """The trainer's model with these tensors instead of those in training."""
         kept = {name: parameter.detach().clone() for name, parameter in self._trainer.trained.items()}
         try:
@@ -254,12 +290,12 @@ class Learner:
         finally:
             self._set(kept)
 
-    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+    def _set(self, tensors: Tensors) -> None:
         with torch.no_grad():
             for name, parameter in self._trainer.trained.items():
                 parameter.copy_(tensors[name])
 
-    def _go_back_to(self, tensors: Mapping[str, Tensor]) -> None:
+    def _go_back_to(self, tensors: Tensors) -> None:
         """Train on from there; what the optimizer remembers led elsewhere."""
         self._set(tensors)
         self._trainer.optimizer.state.clear()
@@ -271,7 +307,7 @@ class Learner:
         return {name: tensor.to("cpu", self._kept_dtype, copy=True) for name, tensor in state.items()}
 
 
-def _between(start: Mapping[str, Tensor], end: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+def _between(start: Tensors, end: Tensors, share: float) -> dict[str, Tensor]:
     """share: of the way from start to end."""
     return {
         name: torch.lerp(tensor.float(), end[name].float(), share).to(tensor.dtype) for name, tensor in start.items()

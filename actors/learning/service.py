@@ -55,16 +55,18 @@ class DrafterTrainer:
         import torch
 
         from outrider.actors.learning.draft_models import load
+        from outrider.actors.learning.train import fastest_dtype
 
         gpu = settings.num_gpus > 0
         if not gpu:
             torch.set_num_threads(len(settings.cores or [0]))
         base = local_copy(model, revision)
-        drafter = load(base, torch.float32, "cuda" if gpu else "cpu")
+        device = "cuda" if gpu else "cpu"
+        drafter = load(base, torch.float32, device)
         self._learner = Learner(
             drafter,
             settings,
-            dtype=torch.bfloat16 if gpu else torch.float32,
+            dtype=fastest_dtype(device),
             kept_dtype=_written_as(base),
             general=general_texts(settings.general, settings.max_text_tokens),
         )

@@ -31,7 +31,9 @@ EVAL_ROWS = 512
 """Positions whose logits are in memory at once."""
 
 SAMPLED_IDS = 2048
-"""Tokens beside a draft vocabulary that stand for all others, drawn anew every step."""
+"""Tokens beside the named ones that stand for all others, drawn anew every step."""
+
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 WARM_UP = 0.05
 """Share of the training in which the rate rises."""
@@ -60,6 +62,14 @@ class Held:
     tally: Tally
     overlap: float
     """Mean probability that a draft drawn at temperature 1 is accepted, at every token alike."""
+
+
+def fastest_dtype(device: str) -> torch.dtype:
+    """Of a forward pass: bfloat16 on a GPU and on a CPU with instructions for it, float32 on others."""
+    if device != "cpu":
+        return torch.bfloat16
+    known = torch.cpu.get_capabilities()
+    return torch.bfloat16 if any(known.get(name) for name in _BF16_INSTRUCTIONS) else torch.float32
 
 
 def rate_at(done: float) -> float:
@@ -91,7 +101,8 @@ class Trainer:
     ) -> None:
         """drafter and target: on one device; None: no target is at hand, and recipe.own_share is 0. trained: names of
         the drafter's tensors that are. dtype: of its forward pass; bfloat16 is mixed with float32 where torch says so.
-        named_ids: see draft_vocabulary; None: all."""
+        named_ids: see draft_vocabulary; None: all that the target has among its likeliest in a step's texts, where
+        their answers are all that is learned from."""
         self.drafter, self.target, self._recipe, self._dtype = drafter, target, recipe, dtype
         self._device = drafter.device
         self._head: Tensor = drafter.get_output_embeddings().weight
@@ -114,7 +125,7 @@ class Trainer:
         own = chance.random() < self._recipe.own_share
         size = min(max(self._recipe.batch_size // (4 if own else 1), 1), len(texts))
         batch = [texts[index] for index in chance.sample(range(len(texts)), size)]
-        ids = self._draft_ids(generator)
+        ids = self._draft_ids(None if own else batch, generator)
         self.drafter.train()
         for group in self.optimizer.param_groups:
             group["lr"] = self._recipe.learning_rate * rate
@@ -179,10 +190,16 @@ class Trainer:
         ids = DraftIds.every(self._vocab_size)
         return DraftIds(None, ids.num_named, ids.place.to(self._device))
 
-    def _draft_ids(self, generator: torch.Generator) -> DraftIds:
-        if self.named_ids is None:
+    def _draft_ids(self, answers: Sequence[Text] | None, generator: torch.Generator) -> DraftIds:
+        """answers: all that the step learns from; None: the drafter's own tokens too, of which nobody knows yet what
+        the target has to say."""
+        named = self.named_ids
+        if named is None and answers is not None:
+            named = torch.cat([text.top_ids.flatten() for text in answers]).unique()
+            named = named[named < self._vocab_size]
+        if named is None or len(named) + SAMPLED_IDS >= self._vocab_size:
             return self._every()
-        ids = DraftIds.sampled(self.named_ids, self._vocab_size, SAMPLED_IDS, generator)
+        ids = DraftIds.sampled(named, self._vocab_size, SAMPLED_IDS, generator)
         assert ids.ids is not None
         return DraftIds(ids.ids.to(self._device), ids.num_named, ids.place.to(self._device), ids.log_weight)
 

@@ -12,7 +12,10 @@ from outrider.deploy.cli import fail
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on GPUs, else float32"
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="auto: bfloat16 on a GPU and on a CPU with instructions for it",
     )
     parser.add_argument("--verbose", action="store_true", help="the whole traceback when it fails")
 

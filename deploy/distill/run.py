@@ -389,10 +389,12 @@ def device_of(device: str) -> str:
 
 
 def dtype_of(dtype: str, device: str) -> torch.dtype:
-    """auto: bfloat16 on a GPU, float32 on a CPU, of which not every one is faster with less."""
+    """auto: what the device is fastest with."""
     import torch
 
+    from outrider.actors.learning.train import fastest_dtype
+
     if dtype == "auto":
-        return torch.float32 if device_of(device) == "cpu" else torch.bfloat16
+        return fastest_dtype(device_of(device))
     chosen: torch.dtype = getattr(torch, dtype)
     return chosen

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.actors.learning.gate import LEAST_TEXTS
-from outrider.actors.learning.learner import PARTS, Learner, _text
+from outrider.actors.learning.learner import PARTS, Learner, Scores, _text
 from outrider.actors.learning.lessons import Taught
 from outrider.cluster.learning_config import LearningConfig
 
@@ -333,12 +333,12 @@ def test_part_of_the_way_serves_where_the_whole_gains_and_forgets(monkeypatch, l
     name = next(iter(start))
     learned = {key: tensor + 1.0 for key, tensor in start.items()}
 
-    def acceptance(self, tensors, texts):
+    def acceptance(tensors, texts):
         share = float((tensors[name] - start[name]).mean())
-        each = -loss * share if any(text is texts[0] for text in self._held_general) else 0.5 * share
+        each = -loss * share if any(text is texts[0] for text in made._held_general) else 0.5 * share
         return [each] * len(texts)
 
-    monkeypatch.setattr(Learner, "_acceptance", acceptance)
+    made._scores = Scores(acceptance)
     monkeypatch.setattr(made, "_rounded", lambda: learned)
     made.compare()
     way = {key: tensor - start[key] for key, tensor in made.serving.tensors.items()}
@@ -346,3 +346,35 @@ def test_part_of_the_way_serves_where_the_whole_gains_and_forgets(monkeypatch, l
     figures = made.figures()
     assert figures["adopted"] == (served is not None)
     assert figures["refused"] == ({} if served else {"forgets": 1})
+
+
+def test_each_version_is_measured_once_on_each_text(monkeypatch):
+    """However many comparisons it is in; texts that are gone are forgotten, and so are versions."""
+    made = learner(general=[_text(taught(number)) for number in range(500, 540)], held_out=0.25)
+    measured = []
+    acceptance = made._acceptance
+
+    def counted(tensors, texts):
+        measured.extend((id(tensors), id(text)) for text in texts)
+        kept.append(tensors)  # nothing else gets its id
+        return acceptance(tensors, texts)
+
+    kept = []
+    made._scores = Scores(counted)
+    made.add(many(200))
+    held = len(made._replay.held_recent())
+    assert held == len(made._replay.held_past())
+    for _ in range(3):
+        work(made, 10)
+        made.compare()
+    assert len(set(measured)) == len(measured)
+    first = id(made._started_from)
+    assert sum(version == first for version, _ in measured) == held + len(made._held_general)
+    known = [tensors for tensors, _ in made._scores._known]
+    assert 2 <= len(known) <= 3
+    assert any(tensors is made.serving.tensors for tensors in known)
+    made.add(many(800, first=3000))
+    work(made, 10)
+    made.compare()
+    texts = {*map(id, made._replay.held_recent()), *map(id, made._replay.held_past()), *map(id, made._held_general)}
+    assert all(scores.keys() <= texts for _, scores in made._scores._known)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.actors.learning import train
 from outrider.actors.learning.draft_models import freeze
 from outrider.actors.learning.text import TOP, Text
 from outrider.actors.learning.train import Recipe, Trainer, draft_vocabulary
@@ -66,6 +67,42 @@ def test_steps_lower_the_loss_and_leave_the_head_alone(target, texts, own_share,
     assert made.skipped == 0
     after = [module.weight for module in (made.drafter.lm_head, made.drafter.model.embed_tokens)]
     assert all(torch.equal(a, b) for a, b in zip(frozen, after, strict=True))
+
+
+def test_without_a_draft_vocabulary_a_step_looks_at_what_its_texts_name_and_a_sample(target, texts, monkeypatch):
+    """Which stands for the rest: it learns as much as with the whole head, and the rest is left alone as well."""
+    sizes = []
+    original = train.head
+
+    def counted(hidden, weight, ids):
+        sizes.append(len(weight) if ids is None else len(ids))
+        return original(hidden, weight, ids)
+
+    monkeypatch.setattr(train, "head", counted)
+    few = [dataclasses.replace(text, top_ids=text.top_ids[:, :2], top_log_p=text.top_log_p[:, :2]) for text in texts]
+    named = len(torch.cat([text.top_ids.flatten() for text in few]).unique())
+    overlap = {}
+    for sampled in (8, VOCAB):
+        monkeypatch.setattr(train, "SAMPLED_IDS", sampled)
+        made = trainer(target, recipe=Recipe(own_share=0.0, learning_rate=3e-3))
+        for number in range(40):
+            made.step(number, 0.5, few)
+        assert set(sizes) == {named + 8 if sampled == 8 else VOCAB}
+        sizes.clear()
+        overlap[sampled] = made.evaluate(few).overlap
+        sizes.clear()
+        monkeypatch.setattr(train, "SAMPLED_IDS", 8)
+        made.step(40, 0.5, [dataclasses.replace(few[0], top_ids=few[0].top_ids + VOCAB)])  # of a larger vocabulary
+        assert set(sizes) == {8}
+        sizes.clear()
+    assert overlap[8] > 0.9 * overlap[VOCAB] > 0.3
+
+
+def test_bfloat16_is_for_processors_that_have_it(monkeypatch):
+    assert train.fastest_dtype("cuda") is torch.bfloat16
+    for known, dtype in (({"avx512_bf16": True}, torch.bfloat16), ({"avx512_bf16": False}, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known)
+        assert train.fastest_dtype("cpu") is dtype
 
 
 def test_a_drafter_that_is_the_target_has_every_draft_accepted(target, texts):
