@@ -236,6 +236,11 @@ class ServingConfig(Section):
     """How long running answers may go on when the server, or a replica, is taken down. New ones are refused meanwhile;
     what is left then is cut."""
 
+    surge: bool | None = None
+    """Whether a deploy that changes something has each new replica ready before an old one ends, which takes room for
+    one more meanwhile. False: an old one ends first, and nobody is served by the only one until the next has loaded.
+    None: where the nodes have the room, or may come."""
+
     max_ongoing_requests: int = Field(64, ge=1)
     """Requests a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""
 

@@ -63,6 +63,9 @@ CONTROL_CALLS = 16
 TAKE_DOWN_S = 20.0
 """What a replica may need beyond its last answer to end engine and drafter; Serve kills it then."""
 
+_ONE_MORE = 1
+"""Percent of the replicas, which Serve rounds up: one, of up to a hundred."""
+
 _OVERRIDES = ("target", "drafter", "dtype")
 
 
@@ -203,9 +206,11 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
 
     config = with_device_defaults(config, gpu=plan.cores is None)
     placement, serving = plan.placement, config.serving
+    surges = serving.surge is True
     if ray.is_initialized():
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         check_nodes(plan, serving, nodes, nodes_may_come=nodes_may_come)
+        surges = can_surge(plan, serving, nodes, nodes_may_come=nodes_may_come)
     capacity = Capacity(
         serving.max_ongoing_requests,
         serving.max_queued_requests,
@@ -228,6 +233,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         Target,
         name="Target",
         **replicas(serving),
+        max_surge_percent=_ONE_MORE if surges else 0,
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
         ray_actor_options={"num_cpus": placement.bundles[0]["CPU"], **environment},
@@ -248,6 +254,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     ingress = serve.deployment(
         Front,
         name=INGRESS,
+        max_surge_percent=_ONE_MORE,  # it takes no room
         ray_actor_options={"num_cpus": 0, **environment},
         logging_config=logging_config,
         # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
@@ -324,6 +331,30 @@ def check_nodes(
         logger.warning("waiting for nodes, since args.nodes_may_come is set: %s", least)
     elif scales and (most := problem(serving.most_replicas, "serving.autoscaling.max")) is not None:
         logger.warning("replicas that are called for beyond today's nodes will wait for others: %s", most)
+
+
+def can_surge(
+    plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Mapping[str, float]], *, nodes_may_come: bool
+) -> bool:
+    """Whether a deploy may have one replica more for a while. Serve would wait for its room without end. Raises
+    ConfigError where the configuration wants it and there is none."""
+    if serving.surge is False:
+        return False
+    more = serving.least_replicas + 1
+    try:
+        check_cluster_can_hold(plan.placement, more, nodes, plan.pool, plan.num_drafters)
+    except ConfigError as error:
+        if nodes_may_come:
+            return True
+        if serving.surge:
+            room = str(error).partition("; ")[0]
+            raise ConfigError(
+                f"serving.surge: a deploy takes one replica more for a while, and {room}; add nodes, set "
+                "args.nodes_may_come, or leave surge out"
+            ) from None
+        logger.info("serving.surge: there is no room for one replica more, so a deploy ends old ones first: %s", error)
+        return False
+    return True
 
 
 def replicas(serving: ServingConfig) -> dict[str, Any]:

@@ -107,6 +107,44 @@ def test_an_application_may_come_before_its_nodes_where_that_is_said(
         build({**arguments, "nodes_may_come": "yes"})
 
 
+@pytest.mark.parametrize(
+    ("surge", "cpus", "may_come", "surges"),
+    [
+        (None, 6.0, False, True),
+        (None, 5.0, False, False),
+        (None, 5.0, True, True),
+        (False, 6.0, True, False),
+        (True, 6.0, False, True),
+        (True, 5.0, True, True),
+    ],
+)
+def test_a_deploy_has_the_new_replica_first_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, surge: bool | None, cpus: float, may_come: bool, surges: bool
+) -> None:
+    """Serve waits for room without end, so that without any a deploy would never be over."""
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}}])
+    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
+    sections = {"target": {"model": "t"}, "drafter": {"method": "ngram"}}  # 3 CPUs a replica
+    config = parse_config({**sections, "serving": {"surge": surge}})
+    ingress = build_app(config, plan_replica(config), nodes_may_come=may_come)._bound_deployment
+    (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
+    assert target._deployment_config.max_surge_percent == (1 if surges else 0)
+    assert ingress._deployment_config.max_surge_percent == 1, "the front takes no room"
+
+
+def test_a_surge_that_is_wanted_and_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 5.0}}])
+    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
+    sections = {"target": {"model": "t"}, "drafter": {"method": "ngram"}}
+    config = parse_config({**sections, "serving": {"surge": True}})
+    with pytest.raises(
+        ConfigError, match=r"serving\.surge: .* 2 replicas .* need 6 logical CPUs, the cluster has 5; add"
+    ):
+        build_app(config, plan_replica(config))
+
+
 def test_replicas_that_follow_the_load_are_serves_to_start(
     deployments: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
