@@ -6,7 +6,6 @@ schemas.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -60,7 +59,7 @@ def test_langchain_gets_the_answer_whole_and_in_parts(pair: Deployment, client: 
     parts = list(asked.stream(PROMPT))
     assert "".join(part.text for part in parts) == expected
     assert 1 < sum(bool(part.text) for part in parts) < 24  # a part a round
-    together = asyncio.run(asked.abatch([PROMPT, PROMPT]))
+    together = asked.batch([PROMPT, PROMPT])
     assert [each.text for each in together] == [expected] * 2
 
 

@@ -35,7 +35,7 @@ for await (const part of stream.textStream) {
 
 const steps = streamText({
   ...base,
-  model: model(withoutSpace),
+  model: model({ ...withoutSpace, parallel_tool_calls: false }),
   maxOutputTokens: 300,
   tools: { paint },
   stopWhen: stepCountIs(2),
