@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outrider.actors.learning.draft_models import freeze
-from outrider.actors.learning.gate import Difference, Verdict, judge
+from outrider.actors.learning.gate import LEAST_TEXTS, Difference, Verdict, judge
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.replay import HELD_TEXTS, Replay
 from outrider.actors.learning.text import Text
@@ -123,8 +123,12 @@ class Learner:
         self._trainer = Trainer(drafter, None, freeze(drafter, dtype), recipe, dtype, None)
         self._scores = Scores(self._acceptance)
         self._vocab_size = int(drafter.get_output_embeddings().weight.shape[0])
-        # Every so many of them are never trained on.
-        self._held_general = list(general)[:: max(round(1 / settings.held_out), 2)][:HELD_TEXTS]
+        # Never trained on, and where enough of them can be told, not when the drafter was made either: what it knows by
+        # heart it loses, whatever it learns.
+        kept_out = [text for text in general if text.held_out]
+        if len(kept_out) < LEAST_TEXTS:
+            kept_out = list(general)[:: max(round(1 / settings.held_out), 2)]
+        self._held_general = kept_out[:HELD_TEXTS]
         held = set(map(id, self._held_general))
         self._replay: Replay[Text] = Replay(
             settings.recent_tokens,

@@ -13,6 +13,10 @@ TOP = 32
 """The target's likeliest tokens that are kept; the rest is one number, which they give."""
 
 
+HELD_OUT = "held_out"
+"""Of a file's metadata: whether its texts are."""
+
+
 @dataclass(frozen=True)
 class Text:
     """A prompt's tokens and its answer's."""
@@ -35,18 +39,24 @@ class Text:
     top_log_p: torch.Tensor
     """float32, likewise."""
 
+    held_out: bool = False
+    """What the drafter was made from does not hold it."""
+
 
 def read_texts(file: Path, sample: int = 0) -> Iterator[Text]:
     """Of a file as `outrider distill` keeps them. sample: see Text. Raises OSError, SafetensorError and KeyError."""
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
-    kept = load_file(file)
+    with safe_open(file, "pt") as opened:
+        held_out = (opened.metadata() or {}).get(HELD_OUT) == "true"
+        kept = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
     lengths, starts = kept["lengths"].tolist(), kept["starts"].tolist()
     ids = kept["ids"].long().split(lengths)
     answers = [length - start for length, start in zip(lengths, starts, strict=True)]
-    tops = kept["top_ids"].long().split(answers), kept["top_log_p"].float().split(answers)
-    for prompt, text, start, *top in zip(kept["prompts"].tolist(), ids, starts, *tops, strict=True):
-        yield Text(prompt, sample, text, start, *top)
+    top_ids, top_log_p = kept["top_ids"].long().split(answers), kept["top_log_p"].float().split(answers)
+    parts = zip(kept["prompts"].tolist(), ids, starts, top_ids, top_log_p, strict=True)
+    for prompt, text, start, likeliest, log_p in parts:
+        yield Text(prompt, sample, text, start, likeliest, log_p, held_out)
 
 
 def padded(texts: Sequence[Text], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.actors.learning.text import Text, read_texts
+from outrider.actors.learning.text import HELD_OUT, Text, read_texts
 from outrider.actors.vllm_seam.offline_answers import Answer
 from outrider.cluster.whole_files import UNFINISHED, whole_file
 
@@ -29,6 +29,8 @@ class Job:
     number: int
     sample: int
     prompts: tuple[int, ...]
+    held_out: bool = False
+    """No answer of theirs is trained on."""
 
 
 def held_out(digests: Sequence[str]) -> set[int]:
@@ -45,11 +47,12 @@ def plan(num_prompts: int, kept_out: set[int], samples: int, batch_size: int, se
     as asked for. As much as there is time for is a fair sample."""
     others = [index for index in range(num_prompts) if index not in kept_out]
     jobs: list[Job] = []
-    for sample, chosen in [(0, sorted(kept_out)), *((sample, others) for sample in range(samples))]:
+    kept = sorted(kept_out)
+    for sample, chosen in [(0, kept), *((sample, others) for sample in range(samples))]:
         order = list(chosen)
         random.Random(f"{seed}:{sample}").shuffle(order)
         for at in range(0, len(order), batch_size):
-            jobs.append(Job(len(jobs), sample, tuple(order[at : at + batch_size])))
+            jobs.append(Job(len(jobs), sample, tuple(order[at : at + batch_size]), chosen is kept))
     return jobs
 
 
@@ -74,7 +77,7 @@ class TextStore:
             "top_log_p": torch.cat([text.top_log_p for text in texts]).to(torch.float16),
         }
         with whole_file(self._file(job)) as file:
-            save_file(tensors, file)
+            save_file(tensors, file, {HELD_OUT: str(job.held_out).lower()})
 
     def load(self, job: Job) -> Iterator[Text]:
         return read_texts(self._file(job), job.sample)

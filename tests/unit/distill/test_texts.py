@@ -29,6 +29,7 @@ def test_the_plan_begins_with_what_is_held_out_and_repeats_by_seed():
     assert jobs != plan(10, {2, 5}, samples=2, batch_size=3, seed=2)
     assert [job.number for job in jobs] == list(range(7))
     assert set(jobs[0].prompts) == {2, 5}
+    assert [job.held_out for job in jobs] == [True] + [False] * 6
     for sample in (0, 1):
         others = [prompt for job in jobs[1:] if job.sample == sample for prompt in job.prompts]
         assert sorted(others) == [0, 1, 3, 4, 6, 7, 8, 9]
@@ -46,8 +47,9 @@ def text(prompt, length, start, sample=0):
     )
 
 
-def test_texts_come_back_from_disk_and_a_half_written_batch_does_not_count(tmp_path):
-    store, job = TextStore(tmp_path / "texts"), Job(3, 1, (7, 4))
+@pytest.mark.parametrize("held_out", [True, False])
+def test_texts_come_back_from_disk_and_a_half_written_batch_does_not_count(tmp_path, held_out):
+    store, job = TextStore(tmp_path / "texts"), Job(3, 1, (7, 4), held_out)
     (tmp_path / "texts" / "batch-000003.safetensors.unfinished").write_bytes(b"half")
     assert not store.has(job)
     texts = [text(7, 6, 4, 1), text(4, 5, 1, 1)]
@@ -55,6 +57,7 @@ def test_texts_come_back_from_disk_and_a_half_written_batch_does_not_count(tmp_p
     assert store.has(job)
     for before, after in zip(texts, store.load(job), strict=True):
         assert (after.prompt, after.sample, after.start) == (before.prompt, 1, before.start)
+        assert after.held_out is held_out
         for name in ("ids", "top_ids", "top_log_p"):
             torch.testing.assert_close(getattr(after, name), getattr(before, name))
 

@@ -348,6 +348,19 @@ def test_part_of_the_way_serves_where_the_whole_gains_and_forgets(monkeypatch, l
     assert figures["refused"] == ({} if served else {"forgets": 1})
 
 
+@pytest.mark.parametrize("number", [LEAST_TEXTS - 1, LEAST_TEXTS])
+def test_general_texts_that_the_drafter_was_not_made_from_are_the_ones_to_compare_with(number):
+    """Where there are enough of them."""
+    general = [_text(taught(each)) for each in range(500, 600)]
+    general[40 : 40 + number] = [dataclasses.replace(text, held_out=True) for text in general[40 : 40 + number]]
+    made = learner(general=general)
+    held = [text.held_out for text in made._held_general]
+    assert all(held) == (number == LEAST_TEXTS)
+    assert len(held) == (number if all(held) else 13)
+    made.add(many(50))
+    assert not {id(text) for _ in range(200) for text in made._replay.batch(8)} & set(map(id, made._held_general))
+
+
 def test_each_version_is_measured_once_on_each_text(monkeypatch):
     """However many comparisons it is in; texts that are gone are forgotten, and so are versions."""
     made = learner(general=[_text(taught(number)) for number in range(500, 540)], held_out=0.25)
