@@ -27,11 +27,8 @@ const whole = await generateText({ ...base, model: model(), maxOutputTokens: 24 
 found.text = { text: whole.text, finishReason: whole.finishReason, outputTokens: whole.usage.outputTokens };
 
 const stream = streamText({ ...base, model: model(), maxOutputTokens: 24 });
-found.stream = { text: '', parts: 0 };
-for await (const part of stream.textStream) {
-  found.stream.text += part;
-  found.stream.parts += 1;
-}
+found.stream = '';
+for await (const part of stream.textStream) found.stream += part;
 
 const steps = streamText({
   ...base,
