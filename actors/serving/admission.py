@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
-from outrider.actors.serving.access.guard import key_of_caller
-from outrider.actors.serving.access.limits import Shares
 from outrider.actors.serving.failures import CallFailure, Refusal, queue_full
+from outrider.actors.serving.shares import Shares
 from outrider.cluster.limits import LimitsConfig
 
 USUAL_ANSWER_TOKENS = 1024
@@ -39,16 +38,15 @@ class Admission:
         self._shares_of_sequences, self._shares_of_tokens = Shares(), Shares()
 
     @contextmanager
-    def hold(self, request: GenerationRequest | OpenAIRequest) -> Iterator[None]:
-        """While it runs. A request that is alone is let in however large it is: it would never be otherwise. Raises
-        BackPressureError, as Serve does for a full queue, and KeyShareTaken."""
+    def hold(self, request: GenerationRequest | OpenAIRequest, key: str | None = None) -> Iterator[None]:
+        """While it runs. key: the name of the one that it came with. A request that is alone is let in however large it
+        is: it would never be otherwise. Raises BackPressureError, as Serve does for a full queue, and KeyShareTaken."""
         sequences = request.num_answers
         tokens = request.prompt_tokens + sequences * (request.max_tokens or USUAL_ANSWER_TOKENS)
         most = self._limits
         too_many = self.sequences + sequences > most.max_sequences or self.tokens + tokens > most.max_tokens_in_flight
         if self.sequences and too_many:
             raise BackPressureError(num_queued_requests=self.sequences, max_queued_requests=most.max_sequences)
-        key = key_of_caller()
         parts = (
             (self._shares_of_sequences, sequences, most.max_sequences - self.sequences),
             (self._shares_of_tokens, tokens, most.max_tokens_in_flight - self.tokens),

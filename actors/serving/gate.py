@@ -23,8 +23,8 @@ from typing import Any
 
 from ray.util.metrics import Counter
 
-from outrider.actors.serving.access.limits import Shares
 from outrider.actors.serving.connections import connections_of
+from outrider.actors.serving.shares import Shares
 from outrider.cluster.limits import LimitsConfig, from_environment
 
 CAPACITY_METADATA = "outrider-capacity"

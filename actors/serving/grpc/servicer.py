@@ -39,7 +39,7 @@ from outrider.actors.replica_calls import (
     sign,
 )
 from outrider.actors.serving.access.calls import let_in
-from outrider.actors.serving.access.guard import CALLER
+from outrider.actors.serving.access.guard import CALLER, key_of_caller
 from outrider.actors.serving.access.owners import Owners, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
@@ -444,7 +444,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
         caller, prompt_counted = CALLER.get(), False
         owned = self._owners.hold(request.request_id, caller)
-        with self._admission.hold(request), owned, self._running.hold(request) as running:
+        with self._admission.hold(request, key_of_caller()), owned, self._running.hold(request) as running:
             async with aclosing(outputs):
                 while (output := await running.next(outputs)) is not None:
                     running.note(output)

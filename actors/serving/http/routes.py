@@ -45,7 +45,7 @@ from outrider.actors.replica_calls import (
     RequestError,
     TokensUsed,
 )
-from outrider.actors.serving.access.guard import CALLER, Caller
+from outrider.actors.serving.access.guard import CALLER, Caller, key_of_caller
 from outrider.actors.serving.access.owners import Owners, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.draining import DRAIN, Draining
@@ -293,7 +293,7 @@ async def _parts(
     def send(avoid: tuple[str, ...]) -> Any:
         return call.remote(replace(request, avoid_replicas=avoid))
 
-    with nullcontext() if admission is None else admission.hold(request):
+    with nullcontext() if admission is None else admission.hold(request, key_of_caller()):
         async with aclosing(retried(send, max_retries=max_retries, request_id=request.request_id)) as stream:
             while True:
                 async with asyncio.timeout(request.seconds_left()):

@@ -19,8 +19,10 @@ from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.access import process
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
 from outrider.actors.serving.access.process import guard_ingress
+from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.grpc import servicer
 from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.serving.grpc.test_abort_everywhere import EmptyTarget, Replicas
 
@@ -176,3 +178,20 @@ async def test_calls_by_handle_need_no_key(ingresses, target):
     assert pb.GenerateStreamResponse.FromString(await anext(stream)).text_delta == "a"
     await stream.aclose()
     assert len(target.asked) == 1
+
+
+async def test_one_keys_answers_leave_room_for_anothers(ingresses, monkeypatch):
+    """Of nine, eight: see test_shares."""
+    ingress = ingresses[0]
+    monkeypatch.setattr(ingress, "_admission", Admission(LimitsConfig(max_sequences=9)))
+    tasks = [await running(ingress, "alice", f"r-{number}") for number in range(8)]
+    try:
+        asked = context("alice")
+        with pytest.raises(RuntimeError, match="no room for more requests of this key"):
+            await asyncio.create_task(ingress.Generate(pb.GenerateRequest(text="x"), asked))
+        assert asked.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        tasks.append(await running(ingress, "bob", "r-bob"))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

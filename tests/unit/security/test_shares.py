@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 
 from outrider.actors.replica_calls import GenerationRequest
-from outrider.actors.serving.access import guard
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
-from outrider.actors.serving.access.limits import SHARE_OF_FREE, Shares
 from outrider.actors.serving.admission import Admission, KeyShareTaken
 from outrider.actors.serving.gate import CAPACITY_METADATA, Gate, Gates
 from outrider.actors.serving.grpc import door
+from outrider.actors.serving.shares import SHARE_OF_FREE, Shares
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
@@ -91,22 +89,12 @@ def test_a_gate_leaves_room_for_another_key() -> None:
     assert not gate.enter("friend")
 
 
-@contextmanager
-def as_key(name: str) -> Iterator[None]:
-    token = guard.CALLER.set(guard.Caller(Key(name=name, hash=hash_of(b"x"), scopes=("generate",)), None))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        guard.CALLER.reset(token)
-
-
 def held_at_once(admission: Admission, held: ExitStack, key: str, **sampling: int) -> int:
-    with as_key(key):
-        for number in range(10_000):
-            try:
-                held.enter_context(admission.hold(GenerationRequest("r", "x", sampling=sampling)))
-            except (KeyShareTaken, BackPressureError):
-                return number
+    for number in range(10_000):
+        try:
+            held.enter_context(admission.hold(GenerationRequest("r", "x", sampling=sampling), key))
+        except (KeyShareTaken, BackPressureError):
+            return number
     raise AssertionError("there is no limit")
 
 

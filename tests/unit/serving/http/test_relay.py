@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import ExitStack
 
 import pytest
 from fastapi import FastAPI
@@ -12,8 +13,12 @@ from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
 from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, ReplicaLost
+from outrider.actors.serving.access.guard import CALLER, Caller
+from outrider.actors.serving.access.keys import Key, hash_of
+from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.http.app import add_error_handlers
 from outrider.actors.serving.http.routes import HttpContext, add_openai_routes, ask
+from outrider.actors.serving.openai.errors import HttpError
 from outrider.cluster.limits import LimitsConfig
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -235,3 +240,21 @@ def test_models():
 
 def test_version():
     assert set(client(Target()).get("/version").json()) == {"version", "outrider"}
+
+
+async def test_one_keys_answers_leave_room_for_anothers():
+    """Of nine, eight: see test_shares."""
+    admission = Admission(LimitsConfig(max_sequences=9))
+    request = OpenAIRequest("completions", "r", {"prompt": "a"})
+    with ExitStack() as held:
+        for _ in range(8):
+            held.enter_context(admission.hold(request, "alice"))
+        for name, status in (("alice", 429), ("bob", 200)):
+            token = CALLER.set(Caller(Key(name=name, hash=hash_of(b"x"), scopes=("generate",)), None))
+            try:
+                found = (await ask(Target([OpenAIHead(200), "{}"]), request, 0, admission)).status_code
+            except HttpError as refused:
+                found = refused.failure.status
+            finally:
+                CALLER.reset(token)
+            assert found == status
