@@ -100,11 +100,19 @@ def resident_bytes(deployment: Deployment) -> int:
     return resident
 
 
+def is_late(error: OutriderError) -> bool:
+    """Its process had not its share of the processors, which says nothing of the constraint: to be asked again."""
+    return error.code.name == "UNAVAILABLE" and "took too long on a busy server" in str(error)
+
+
 def refused(deployment: Deployment, **constraint: Any) -> OutriderError:
-    with pytest.raises(OutriderError) as error:
-        for _ in deployment.client.stream(PROMPT, min_tokens=850, max_tokens=900, seed=1, **constraint):
-            pass
-    return error.value
+    give_up_s = time.monotonic() + HANG_GUARD_S
+    while True:
+        with pytest.raises(OutriderError) as error:
+            for _ in deployment.client.stream(PROMPT, min_tokens=850, max_tokens=900, seed=1, **constraint):
+                pass
+        if not is_late(error.value) or time.monotonic() > give_up_s:
+            return error.value
 
 
 QUICKEST = "schema of 50 KB"
@@ -159,8 +167,12 @@ def test_what_is_slow_only_where_a_prompt_leads_ends_its_own_request(pair: Deplo
 
     def write_json() -> None:
         schema = {"type": "array", "items": {"enum": list(range(100))}, "minItems": 80}
-        answer = pair.client.generate(PROMPT, max_tokens=200, seed=3, json_schema=schema)
-        neighbour.append(answer.text)
+        while not neighbour:
+            try:
+                neighbour.append(pair.client.generate(PROMPT, max_tokens=200, seed=3, json_schema=schema).text)
+            except OutriderError as error:
+                if not is_late(error):
+                    raise
 
     beside = threading.Thread(target=write_json, daemon=True)
     with Bystander(pair) as bystander:
