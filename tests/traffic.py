@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,20 @@ from tests.stalls import Stalls
 
 CHOICES = (GREEDY, Coupled(seed=31), Coupled(seed=32, temperature=0.7, top_p=0.95))
 """Taken in turn."""
+
+
+@contextmanager
+def running(threads: Sequence[threading.Thread], over: threading.Event) -> Iterator[None]:
+    """Callers, until the block ends. over: what they look at between two requests."""
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(HANG_GUARD_S)
+    assert not any(thread.is_alive() for thread in threads), "a request hangs"
 
 
 LEAST_ALLOWANCE_S = 3.0

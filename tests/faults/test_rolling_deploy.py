@@ -16,6 +16,7 @@ from outrider.cluster.config import parse_config
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderError
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
+from tests.traffic import running
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -65,15 +66,8 @@ class Load:
     @contextmanager
     def calling(self) -> Iterator[None]:
         threads = [threading.Thread(target=self._call, args=(number,), daemon=True) for number in range(CALLERS)]
-        for thread in threads:
-            thread.start()
-        try:
+        with running(threads, self._over):
             yield
-        finally:
-            self._over.set()
-            for thread in threads:
-                thread.join(HANG_GUARD_S)
-        assert not any(thread.is_alive() for thread in threads), "a request hangs"
 
     def wait_for(self, more: int) -> None:
         enough = len(self.answers) + more

@@ -27,6 +27,7 @@ from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.client.sync_client import OutriderError
 from outrider.deploy.top import Scrape, parse, view
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
+from tests.traffic import running
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -118,15 +119,8 @@ class Callers:
             for ask in (self._over_grpc, self._over_http)
             for number in range(callers)
         ]
-        for thread in threads:
-            thread.start()
-        try:
+        with running(threads, self._over):
             yield
-        finally:
-            self._over.set()
-            for thread in threads:
-                thread.join(HANG_GUARD_S)
-        assert not any(thread.is_alive() for thread in threads), "a request hangs"
 
 
 def scraped(deployment: Deployment) -> Scrape:
