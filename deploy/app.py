@@ -315,46 +315,51 @@ def check_nodes(
 ) -> None:
     """Raises ConfigError when the nodes cannot hold what has to run at once, unless others may come. nodes: resources
     of each. What autoscaling may ask for beyond that is a warning: nodes may come for it then."""
-    scales = serving.autoscaling is not None
-
-    def problem(number: int, field: str) -> str | None:
-        try:
-            check_cluster_can_hold(plan.placement, number, nodes, plan.pool, plan.num_drafters)
-        except ConfigError as error:
-            return str(error).replace("serving.num_replicas", field)
-        return None
-
-    least = problem(serving.least_replicas, "serving.autoscaling.min" if scales else "serving.num_replicas")
+    least_field, most_field = _fields(serving)
+    least = _lacking(plan, serving.least_replicas, plan.num_drafters, nodes, least_field)
     if least is not None:
         if not nodes_may_come:
             raise ConfigError(least)
         logger.warning("waiting for nodes, since args.nodes_may_come is set: %s", least)
-    elif scales and (most := problem(serving.most_replicas, "serving.autoscaling.max")) is not None:
+    elif most := _lacking(plan, serving.most_replicas, plan.num_drafters, nodes, most_field):
         logger.warning("replicas that are called for beyond today's nodes will wait for others: %s", most)
 
 
 def can_surge(
     plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Mapping[str, float]], *, nodes_may_come: bool
 ) -> bool:
-    """Whether a deploy may have one replica more for a while. Serve would wait for its room without end. Raises
-    ConfigError where the configuration wants it and there is none."""
+    """Whether a deploy may have one replica more for a while, however many there are then: Serve would wait for its
+    room without end. Raises ConfigError where the configuration wants it and there is none."""
     if serving.surge is False:
         return False
-    more = serving.least_replicas + 1
+    lacking = _lacking(plan, serving.most_replicas + 1, plan.most_drafters, nodes, _fields(serving)[1])
+    if lacking is None or nodes_may_come:
+        return True
+    if serving.surge:
+        raise ConfigError(
+            f"serving.surge: a deploy takes one replica more for a while, and {lacking.partition('; ')[0]}; add nodes, "
+            "set args.nodes_may_come, or leave surge out"
+        )
+    logger.info("serving.surge: there is no room for one replica more, so a deploy ends old ones first: %s", lacking)
+    return False
+
+
+def _fields(serving: ServingConfig) -> tuple[str, str]:
+    """What says how many replicas there are at least, and at most."""
+    if serving.autoscaling is None:
+        return "serving.num_replicas", "serving.num_replicas"
+    return "serving.autoscaling.min", "serving.autoscaling.max"
+
+
+def _lacking(
+    plan: ReplicaPlan, replicas: int, drafters: int, nodes: Sequence[Mapping[str, float]], field: str
+) -> str | None:
+    """What the nodes lack for so many. field: where their number is said."""
     try:
-        check_cluster_can_hold(plan.placement, more, nodes, plan.pool, plan.num_drafters)
+        check_cluster_can_hold(plan.placement, replicas, nodes, plan.pool, drafters)
     except ConfigError as error:
-        if nodes_may_come:
-            return True
-        if serving.surge:
-            room = str(error).partition("; ")[0]
-            raise ConfigError(
-                f"serving.surge: a deploy takes one replica more for a while, and {room}; add nodes, set "
-                "args.nodes_may_come, or leave surge out"
-            ) from None
-        logger.info("serving.surge: there is no room for one replica more, so a deploy ends old ones first: %s", error)
-        return False
-    return True
+        return str(error).replace("serving.num_replicas", field)
+    return None
 
 
 def replicas(serving: ServingConfig) -> dict[str, Any]:

@@ -24,8 +24,12 @@ USUAL_ANSWER_TOKENS = 1024
 class KeyShareTaken(Refusal):
     """There is room, but not for more of this key's."""
 
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self._request_id = request_id
+
     def failure(self) -> CallFailure:
-        return queue_full(for_the_key=True)
+        return queue_full(self._request_id, for_the_key=True)
 
 
 class Admission:
@@ -52,7 +56,7 @@ class Admission:
             (self._shares_of_tokens, tokens, most.max_tokens_in_flight - self.tokens),
         )
         if not all(shares.allow(key, more, free) for shares, more, free in parts):
-            raise KeyShareTaken("no room for more of this key")
+            raise KeyShareTaken(request.request_id)
         self.sequences += sequences
         self.tokens += tokens
         for shares, more, _ in parts:

@@ -47,12 +47,12 @@ def plan(num_prompts: int, kept_out: set[int], samples: int, batch_size: int, se
     as asked for. As much as there is time for is a fair sample."""
     others = [index for index in range(num_prompts) if index not in kept_out]
     jobs: list[Job] = []
-    kept = sorted(kept_out)
-    for sample, chosen in [(0, kept), *((sample, others) for sample in range(samples))]:
+    every = [(0, True, sorted(kept_out)), *((sample, False, others) for sample in range(samples))]
+    for sample, is_held_out, chosen in every:
         order = list(chosen)
         random.Random(f"{seed}:{sample}").shuffle(order)
         for at in range(0, len(order), batch_size):
-            jobs.append(Job(len(jobs), sample, tuple(order[at : at + batch_size]), chosen is kept))
+            jobs.append(Job(len(jobs), sample, tuple(order[at : at + batch_size]), is_held_out))
     return jobs
 
 

@@ -133,6 +133,17 @@ def test_a_deploy_has_the_new_replica_first_where_there_is_room(
     assert ingress._deployment_config.max_surge_percent == 1, "the front takes no room"
 
 
+@pytest.mark.parametrize(("cpus", "surges"), [(11.0, 0), (12.0, 1)])
+def test_a_deploy_under_autoscaling_needs_room_beyond_the_most_replicas(
+    monkeypatch: pytest.MonkeyPatch, cpus: float, surges: int
+) -> None:
+    """All of them may run when it comes."""
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}}])
+    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
+    assert built(autoscaling={"max": 3})["Target"]._deployment_config.max_surge_percent == surges
+
+
 def test_a_surge_that_is_wanted_and_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 5.0}}])

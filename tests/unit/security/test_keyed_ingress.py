@@ -20,6 +20,7 @@ from outrider.actors.serving.access import process
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
 from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
+from outrider.actors.serving.failures import REQUEST_ID_METADATA
 from outrider.actors.serving.grpc import servicer
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.cluster.limits import LimitsConfig
@@ -190,6 +191,7 @@ async def test_one_keys_answers_leave_room_for_anothers(ingresses, monkeypatch):
         with pytest.raises(RuntimeError, match="no room for more requests of this key"):
             await asyncio.create_task(ingress.Generate(pb.GenerateRequest(text="x"), asked))
         assert asked.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(asked.trailing_metadata())[REQUEST_ID_METADATA]
         tasks.append(await running(ingress, "bob", "r-bob"))
     finally:
         for task in tasks:
