@@ -144,6 +144,16 @@ def test_a_deploy_under_autoscaling_needs_room_beyond_the_most_replicas(
     assert built(autoscaling={"max": 3})["Target"]._deployment_config.max_surge_percent == surges
 
 
+@pytest.mark.parametrize("short", [0.0, 1.0])
+def test_it_needs_room_beside_the_most_drafters_of_a_pool(monkeypatch: pytest.MonkeyPatch, short: float) -> None:
+    drafter = {"method": "ngram", "placement": "pool", "autoscaling": {"min": 1, "max": 3}}
+    plan = plan_replica(parse_config({"target": {"model": "t"}, "drafter": drafter}))
+    nodes = [{"Alive": True, "Resources": {"CPU": plan.total("CPU", 2, 3) - short}}]
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert bound(drafter)["Target"]._deployment_config.max_surge_percent == (0 if short else 1)
+
+
 def test_a_surge_that_is_wanted_and_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 5.0}}])

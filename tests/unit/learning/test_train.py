@@ -98,6 +98,16 @@ def test_without_a_draft_vocabulary_a_step_looks_at_what_its_texts_name_and_a_sa
     assert overlap[8] > 0.9 * overlap[VOCAB] > 0.3
 
 
+@pytest.mark.parametrize("own_share", [0.0, 1.0])
+def test_what_the_target_will_say_of_the_drafters_own_tokens_is_not_named_yet(target, texts, monkeypatch, own_share):
+    made, named_by = trainer(target, recipe=Recipe(own_share=own_share)), []
+    draft_ids = made._draft_ids
+    monkeypatch.setattr(made, "_draft_ids", lambda *asked: named_by.append(asked[0]) or draft_ids(*asked))
+    made.step(0, 0.5, texts)
+    [answers] = named_by
+    assert answers is None if own_share else len(answers) == len(texts)
+
+
 def test_bfloat16_is_for_processors_that_have_it(monkeypatch):
     assert train.fastest_dtype("cuda") is torch.bfloat16
     for known, dtype in (({"avx512_bf16": True}, torch.bfloat16), ({"avx512_bf16": False}, torch.float32)):

@@ -89,6 +89,15 @@ def test_a_gate_leaves_room_for_another_key() -> None:
     assert not gate.enter("friend")
 
 
+def test_a_gate_forgets_what_a_key_held_once_it_has_left() -> None:
+    gate = Gate("calls")
+    gate.learn("320")
+    for _ in range(2):
+        assert sum(gate.enter("flood") for _ in range(1000)) == 285
+        for _ in range(285):
+            gate.leave("flood")
+
+
 def held_at_once(admission: Admission, held: ExitStack, key: str, **sampling: int) -> int:
     for number in range(10_000):
         try:
