@@ -194,8 +194,9 @@ class TargetEngine:
         return self._llm
 
     async def warm_up(self) -> None:
-        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores)."""
-        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        """The first steps pay for what is set up lazily (tens of seconds for CPU ranks that share cores), and the first
+        request for log-probabilities for what vLLM compiles then: every other request would stand still meanwhile."""
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=1)
         async for _ in self._llm.generate(TokensPrompt(prompt_token_ids=[0, 0]), params, "warm-up"):
             pass
 

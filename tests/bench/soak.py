@@ -107,16 +107,18 @@ class Watched:
                 continue
         return Sample(memory, files, number)
 
-    def cpu_s(self) -> float:
-        """Of the whole server so far, those of its processes that have ended included."""
-        total = 0.0
+    def cpu_s(self) -> dict[str, float]:
+        """So far, by kind; the rest of the server, and those of its processes that have ended, as ``others``."""
+        found = dict.fromkeys([*self.pids, "others"], 0.0)
+        kinds = {pid: kind for kind, pids in self.pids.items() for pid in pids}
         for process in (self.root, *self.root.children(recursive=True)):
             try:
                 times = process.cpu_times()
             except psutil.NoSuchProcess:
                 continue
-            total += times.user + times.system + times.children_user + times.children_system
-        return total
+            found[kinds.get(process.pid, "others")] += times.user + times.system
+            found["others"] += times.children_user + times.children_system
+        return found
 
 
 class Attackers:
@@ -256,7 +258,7 @@ async def run_turns(
 
 
 def _cpu_s(watched: Watched, attackers: Attackers) -> dict[str, float]:
-    return {"server": watched.cpu_s(), "attackers": attackers.cpu_s(), "clients": time.process_time()}
+    return {**watched.cpu_s(), "attackers": attackers.cpu_s(), "clients": time.process_time()}
 
 
 async def _each_minute(watched: Watched, minutes: list[dict[str, Sample]], began: float) -> None:

@@ -52,7 +52,8 @@ class Sample:
 
 @dataclass
 class Turn:
-    """What a phase came to. cpu_s: processor time of server, attackers and this process, with the clients."""
+    """What a phase came to. cpu_s: processor time of the server's kinds of processes, of the attackers, and of this
+    process, with the clients."""
 
     phase: Phase
     start_s: float = 0.0

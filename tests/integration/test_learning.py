@@ -8,12 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import ray
 from transformers import AutoModelForCausalLM
 
+from outrider.actors.learning.lessons import Taught
+from outrider.cluster.link.messages import TAUGHT_TOP
+from outrider.cluster.placement import NAMESPACE
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, drafted, engine, living_actors, wait_until
-from tests.tiny_models import build_first_layer, build_learnable
+from tests.tiny_models import VOCAB_SIZE, build_first_layer, build_learnable
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -118,3 +123,36 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
     wait_until(back, HANG_GUARD_S, "another trainer", every_s=0.5)
     assert status(learning)["version"] >= 1, "it goes on from the last version that was kept"
     assert acceptance(answers(learning)) > before + 0.15
+
+
+def with_wrong_labels(number: int) -> list[Taught]:
+    """Lessons as a drafter hands them over, with tokens that the target would not have said."""
+    chance = np.random.default_rng(5)
+    lessons = []
+    for _ in range(number):
+        ids = chance.integers(0, VOCAB_SIZE, 48).astype(np.int32)
+        top = np.stack([chance.permutation(VOCAB_SIZE)[:TAUGHT_TOP] for _ in range(40)]).astype(np.int32)
+        top[:, 0] = ids[8:]
+        log_p = np.tile(np.array([-0.05] + [-6.0] * (TAUGHT_TOP - 1), np.float16), (40, 1))
+        lessons.append(Taught(ids, 8, top, log_p, True, int(chance.integers(2**63))))
+    return lessons
+
+
+def test_wrong_labels_are_learned_by_nobody(learning: Deployment) -> None:
+    """The trainer is told so many that it learns from little else; what serves stays as good as it was."""
+    drafted(lambda: learning.client.generate(PROMPTS[0], temperature=0.0, max_tokens=48, ignore_eos=True))
+    before = acceptance(answers(learning))
+    (name,) = [name for name, _ in living_actors() if name.startswith("Trainer:")]
+    trainer = ray.get_actor(name, namespace=NAMESPACE)
+    told = ray.get(trainer.exchange.remote(None, [])).figures
+    ray.get(trainer.exchange.remote(None, with_wrong_labels(600)))
+
+    def refused() -> bool:
+        figures = ray.get(trainer.exchange.remote(None, [])).figures
+        print(figures["refused"], figures["adopted"], figures["steps"])
+        return sum(figures["refused"].values()) >= sum(told["refused"].values()) + 3
+
+    wait_until(refused, HANG_GUARD_S, "three versions kept out", every_s=1.0)
+    after = acceptance(answers(learning))
+    print(before, after)
+    assert after > before - 0.05, status(learning)

@@ -1,5 +1,5 @@
-"""`outrider serve` on SIGTERM: what runs is finished, or cut when it takes too long, and nothing new is taken. And what
-a running server listens on."""
+"""`outrider serve` on SIGTERM: what runs is finished, or cut when it takes too long, and nothing new is taken. Before
+that, what a running server listens on, and that nobody's first request has it compile something."""
 
 from __future__ import annotations
 
@@ -71,9 +71,17 @@ def admin_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(models: Models, tmp_path_factory: pytest.TempPathFactory, admin_port: int) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("drain")
-    with outrider_serve(models, directory, serving={"drain_s": HANG_GUARD_S, "admin_port": admin_port}) as served:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's processes leave what they compile."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def server(
+    models: Models, tmp_path_factory: pytest.TempPathFactory, admin_port: int, compiled: Path
+) -> Iterator[Served]:
+    directory, serving = tmp_path_factory.mktemp("drain"), {"drain_s": HANG_GUARD_S, "admin_port": admin_port}
+    with outrider_serve(models, directory, {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}, serving=serving) as served:
         yield served
 
 
@@ -102,6 +110,20 @@ def listening(server: Served) -> dict[str, set[tuple[str, int]]]:
                 if each.status == psutil.CONN_LISTEN:
                     found.setdefault(kind_of(process), set()).add((each.laddr.ip, each.laddr.port))
     return found
+
+
+def test_the_first_who_asks_for_log_probabilities_has_nothing_compiled(server: Served, compiled: Path) -> None:
+    """In the engine's step, where all others would wait for it."""
+
+    def programs() -> set[Path]:
+        return set(compiled.rglob("*.so"))
+
+    before = programs()
+    assert before, "what is looked at here is where nothing is written"
+    with OutriderClient(server.grpc) as client:
+        answer = client.generate(PROMPT, max_tokens=4, logprobs=2, prompt_logprobs=2, timeout_s=HANG_GUARD_S)
+        assert len(answer.prompt_logprobs) == len(PROMPT)
+    assert programs() == before
 
 
 def test_what_listens_beyond_this_machine_is_what_the_page_says(server: Served, admin_port: int) -> None:
