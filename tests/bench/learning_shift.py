@@ -30,7 +30,10 @@ from tests.bench.real_pair import Turn, answer
 PREFIX = "<|im_start|>user\n"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
 WINDOW = 8
-"""Turns that are one point of the plot."""
+"""Turns after which it is said how it goes."""
+
+POINTS = 16
+"""Of the plot, about."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,23 @@ def acceptance(turns: list[Turn]) -> float:
 def length(turns: list[Turn]) -> float:
     """Tokens a drafted round."""
     return 1 + sum(t.counts["accepted"] for t in turns) / max(sum(t.counts["drafted_rounds"] for t in turns), 1)
+
+
+def rounds_a_second(turns: list[Turn]) -> list[float]:
+    """What a server does whatever its drafts are worth."""
+    return [turn.counts["drafted_rounds"] / turn.seconds for turn in turns]
+
+
+def windows(pairs: list[Pair]) -> list[list[Pair]]:
+    """Of turns that follow one another in one domain, as many each; the last of a domain may have more."""
+    size, found = max(len(pairs) // POINTS, 1), []
+    for _, group in itertools.groupby(pairs, lambda pair: pair.domain):
+        of = list(group)
+        starts = list(range(0, len(of), size))
+        if len(starts) > 1 and len(of) - starts[-1] < size:
+            starts.pop()
+        found += [of[start:end] for start, end in zip(starts, [*starts[1:], len(of)], strict=True)]
+    return found
 
 
 def scraped(port: int) -> dict[str, float]:
@@ -84,10 +104,10 @@ def draw(pairs: list[Pair], path: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes = figure.subplots()
-    starts = range(0, len(pairs) - WINDOW + 1, WINDOW)
-    minutes = [pairs[at + WINDOW - 1].minute for at in starts]
+    points = windows(pairs)
+    minutes = [window[-1].minute for window in points]
     for name, colour in (("learning", "#1f6f8b"), ("frozen", "#d9822b")):
-        values = [acceptance([getattr(pair, name) for pair in pairs[at : at + WINDOW]]) for at in starts]
+        values = [acceptance([getattr(pair, name) for pair in window]) for window in points]
         axes.plot(minutes, values, "o-", ms=3, color=colour, label=f"{name} drafter")
     for before, after in itertools.pairwise(pairs):
         if before.domain != after.domain:
@@ -167,7 +187,9 @@ def main() -> None:
     texts_of = [(a, b) for pair in pairs for a, b in zip(pair.learning.texts, pair.frozen.texts, strict=True)]
     same = sum(a == b for a, b in texts_of)
     ratio = ratio_of_pairs(*([getattr(p, s).tokens / getattr(p, s).seconds for p in pairs] for s in ports))
+    steps = ratio_of_pairs(*(rounds_a_second([getattr(p, s) for p in pairs]) for s in ports))
     print("\n".join(table(pairs, domains)))
+    print(f"drafted rounds a second, learning over frozen: {steps}")
     print(f"same text: {same} of {len(texts_of)}; tokens a second, learning over frozen: {ratio}; {ended}")
     document = {
         "settings": {key: str(value) for key, value in vars(args).items()},
