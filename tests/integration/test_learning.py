@@ -26,6 +26,9 @@ COLOURS = ["red", "green", "blue", "black", "white", "grey", "pink", "gold"]
 ANIMALS = ["cat", "dog", "cow", "hen", "fox", "owl", "bee", "ant", "elk", "emu"]
 PROMPTS = [list(f"{colour} and {animal}\n".encode()) for colour in COLOURS for animal in ANIMALS]
 
+KNOWS = 0.35
+"""Accepted of all drafts, by a drafter that has learned what this target says; one that has not: 0.01."""
+
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -125,28 +128,29 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
     assert acceptance(answers(learning)) > before + 0.15
 
 
-def with_wrong_labels(number: int) -> list[Taught]:
-    """Lessons as a drafter hands them over, with tokens that the target would not have said."""
+def with_wrong_labels(given: list[pb.GenerateResponse], times: int) -> list[Taught]:
+    """Of answers that the target gave, but with tokens that it would not have said in the places of its likeliest."""
     chance = np.random.default_rng(5)
+    log_p = np.array([-0.05] + [-6.0] * (TAUGHT_TOP - 1), np.float16)
     lessons = []
-    for _ in range(number):
-        ids = chance.integers(0, VOCAB_SIZE, 48).astype(np.int32)
-        top = np.stack([chance.permutation(VOCAB_SIZE)[:TAUGHT_TOP] for _ in range(40)]).astype(np.int32)
-        top[:, 0] = ids[8:]
-        log_p = np.tile(np.array([-0.05] + [-6.0] * (TAUGHT_TOP - 1), np.float16), (40, 1))
-        lessons.append(Taught(ids, 8, top, log_p, True, int(chance.integers(2**63))))
+    for prompt, answer in [*zip(PROMPTS, given, strict=True)] * times:
+        ids = np.array([*prompt, *answer.token_ids], np.int32)
+        places = len(answer.token_ids)
+        top = np.stack([chance.permutation(VOCAB_SIZE)[:TAUGHT_TOP] for _ in range(places)]).astype(np.int32)
+        lessons.append(Taught(ids, len(prompt), top, np.tile(log_p, (places, 1)), True, int(chance.integers(2**63))))
     return lessons
 
 
 def test_wrong_labels_are_learned_by_nobody(learning: Deployment) -> None:
     """The trainer is told so many that it learns from little else; what serves stays as good as it was."""
     drafted(lambda: learning.client.generate(PROMPTS[0], temperature=0.0, max_tokens=48, ignore_eos=True))
+    wait_until(lambda: acceptance(answers(learning)) > KNOWS, HANG_GUARD_S, "a drafter that has learned")
     before = acceptance(answers(learning))
     (name,) = [name for name, _ in living_actors() if name.startswith("Trainer:")]
     trainer = ray.get_actor(name, namespace=NAMESPACE)
     told = ray.get(trainer.exchange.remote(None, [])).figures
     compared_before = told["adopted"] + sum(told["refused"].values())
-    ray.get(trainer.exchange.remote(None, with_wrong_labels(600)))
+    ray.get(trainer.exchange.remote(None, with_wrong_labels(answers(learning), 8)))
 
     def compared() -> bool:
         figures = ray.get(trainer.exchange.remote(None, [])).figures
@@ -154,4 +158,4 @@ def test_wrong_labels_are_learned_by_nobody(learning: Deployment) -> None:
 
     wait_until(compared, HANG_GUARD_S, "three versions compared with what serves", every_s=1.0)
     after = acceptance(answers(learning))
-    assert after > before - 0.05, status(learning)
+    assert after > before - 0.03, status(learning)
