@@ -97,9 +97,8 @@ class Watched:
         return samples
 
     def _grammars(self) -> Sample:
-        keeper = psutil.Process(self.pids[GRAMMARS][0])  # the parent of the others
         memory = files = number = 0
-        for process in (keeper, *keeper.children(recursive=True)):
+        for process in self._of_grammars():
             try:
                 memory, files = memory + process.memory_full_info().pss, files + process.num_fds()
                 number += 1
@@ -107,17 +106,22 @@ class Watched:
                 continue
         return Sample(memory, files, number)
 
+    def _of_grammars(self) -> list[psutil.Process]:
+        keeper = psutil.Process(self.pids[GRAMMARS][0])  # the parent of the others
+        return [keeper, *keeper.children(recursive=True)]
+
     def cpu_s(self) -> dict[str, float]:
-        """So far, by kind; the rest of the server, and those of its processes that have ended, as ``others``."""
+        """So far, by kind, what each has started and seen end included; the rest of the server as ``others``."""
         found = dict.fromkeys([*self.pids, "others"], 0.0)
         kinds = {pid: kind for kind, pids in self.pids.items() for pid in pids}
+        kinds |= {each.pid: GRAMMARS for each in self._of_grammars()}
         for process in (self.root, *self.root.children(recursive=True)):
             try:
                 times = process.cpu_times()
             except psutil.NoSuchProcess:
                 continue
-            found[kinds.get(process.pid, "others")] += times.user + times.system
-            found["others"] += times.children_user + times.children_system
+            kind = kinds.get(process.pid, "others")
+            found[kind] += times.user + times.system + times.children_user + times.children_system
         return found
 
 
@@ -317,11 +321,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="of load, alone and beside attackers together")
     parser.add_argument("--one-by-one", action="store_true", help="a phase for each row of attacks, to see which costs")
+    parser.add_argument("--rows", nargs="+", default=(), help="a phase for each of these, rows joined by '; '")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and the server with it
     say(machine())
     rows = list(dict.fromkeys(attack.row for crew in CREWS.values() for attack in crew))
-    planned = phases(args.seconds, rows if args.one_by_one else ())
+    if unknown := {row for joined in args.rows for row in joined.split("; ")} - {*rows, ""}:
+        parser.error(f"--rows: no attacks are called {', '.join(sorted(unknown))}; there are {'; '.join(rows)}")
+    planned = phases(args.seconds, rows if args.one_by_one else args.rows)
     load = clients()
     names = [request_id(client.name, number) for client in load for number in range(MOST_NAMES)]
     with tempfile.TemporaryDirectory(prefix="outrider-soak-") as temporary:

@@ -1,9 +1,9 @@
 """The attackers of `tests.bench.soak`: what docs/security.md lists that a client can do from outside, at paced rates.
 
 Run by the soak as ``python -m tests.bench.soak_attacks CREW``: a process of its own, nice 19, which attacks from a line
-``go`` on its stdin (``go ROW``: with these alone) to a line ``stop``, and then prints how its attempts ended, as JSON:
-{attack: {ending: number}}. An ending is a gRPC status, an HTTP status, ``hung up``, or ``held``: open still when it was
-told to stop.
+``go`` on its stdin (``go ROW; ROW``: with these alone) to a line ``stop``, and then prints how its attempts ended, as
+JSON: {attack: {ending: number}}. An ending is a gRPC status, an HTTP status, ``hung up``, or ``held``: open still when
+it was told to stop.
 """
 
 from __future__ import annotations
@@ -447,8 +447,8 @@ async def run(attacks: list[Attack], victim: Victim) -> None:
     crew: Crew | None = None
     while line := await reader.readline():
         if line.startswith(b"go"):
-            row = line.decode()[3:].strip()
-            crew = Crew([attack for attack in attacks if row in ("", attack.row)], victim)
+            rows = line.decode()[3:].strip()
+            crew = Crew([attack for attack in attacks if not rows or attack.row in rows.split("; ")], victim)
         elif crew is not None:
             await crew.stop()
             print(json.dumps(crew.endings), flush=True)

@@ -27,7 +27,7 @@ class Phase:
     """Attackers are there."""
 
     row: str = ""
-    """Those alone that do this. Empty: all."""
+    """Those alone that do this, or these, joined by ``; ``. Empty: all."""
 
 
 def phases(seconds: float, rows: Sequence[str] = ()) -> list[Phase]:

@@ -148,14 +148,13 @@ def test_wrong_labels_are_learned_by_nobody(learning: Deployment) -> None:
     before = acceptance(answers(learning))
     (name,) = [name for name, _ in living_actors() if name.startswith("Trainer:")]
     trainer = ray.get_actor(name, namespace=NAMESPACE)
-    told = ray.get(trainer.exchange.remote(None, [])).figures
-    compared_before = told["adopted"] + sum(told["refused"].values())
-    ray.get(trainer.exchange.remote(None, with_wrong_labels(answers(learning), 8)))
 
-    def compared() -> bool:
-        figures = ray.get(trainer.exchange.remote(None, [])).figures
-        return figures["adopted"] + sum(figures["refused"].values()) >= compared_before + 3
+    def compared(lessons: list[Taught]) -> int:
+        """Versions, by the time that it was told these."""
+        figures = ray.get(trainer.exchange.remote(None, lessons)).figures
+        return int(figures["adopted"] + sum(figures["refused"].values()))
 
-    wait_until(compared, HANG_GUARD_S, "three versions compared with what serves", every_s=1.0)
+    enough = 3 + compared(with_wrong_labels(answers(learning), 8))
+    wait_until(lambda: compared([]) >= enough, HANG_GUARD_S, "three versions compared with what serves", every_s=1.0)
     after = acceptance(answers(learning))
     assert after > before - 0.03, status(learning)
