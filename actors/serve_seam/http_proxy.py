@@ -25,7 +25,7 @@ from outrider.actors.serving.access.settings import proxy_access
 from outrider.actors.serving.connections import Address, Limit, address_of, sentence
 from outrider.actors.serving.failures import RETRY_AFTER_S
 from outrider.actors.serving.gate import doors
-from outrider.actors.serving.heap import return_large_blocks
+from outrider.actors.serving.heap import return_memory
 from outrider.actors.serving.http.door import HttpDoor
 from outrider.actors.serving.http.error_faces import ErrorFaces
 from outrider.actors.serving.openai.errors import HttpFailure, refused_by_key
@@ -34,7 +34,7 @@ from outrider.actors.serving.openai.errors import HttpFailure, refused_by_key
 def middlewares() -> list[Middleware]:
     """For Serve's proxies, which ask for them before they start their servers."""
     leans_on.HTTP_PROXY.check()
-    return_large_blocks()
+    return_memory()
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
     listen_as_configured(proxy_access())

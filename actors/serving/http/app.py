@@ -34,7 +34,7 @@ from outrider.actors.serving.access.calls import GuardedHttp
 from outrider.actors.serving.access.process import ingress_guard
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
 from outrider.actors.serving.grpc.servicer import Ingress
-from outrider.actors.serving.heap import return_large_blocks
+from outrider.actors.serving.heap import return_memory
 from outrider.actors.serving.http.adapters import AdapterCalls, add_adapter_routes
 from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
 from outrider.actors.serving.http.browsers import CheckBrowsers
@@ -89,7 +89,7 @@ class Front(Ingress):
         """args, kwargs: Ingress's own. docs: serve ``/openapi.json``. admin: where metrics and status are, alone; None:
         with the rest. pool: the DrafterPool deployment. registry: the handle of the application's, for adapters that
         come and go. multimodal: what pictures are taken; None: none."""
-        return_large_blocks()
+        return_memory()
         super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
         self._http = HttpContext(
             target,
