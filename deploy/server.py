@@ -68,6 +68,10 @@ NOTE_EVERY_BEATS = 5
 ASKING_ENDS_WITHIN_S = 2.0
 ASKING_TO_DRAIN_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
+WORKER_NICENESS = ("RAY_worker_niceness", "0")
+"""Ray runs its workers at 15 unless told otherwise, which is meant for batches: proxies, ranks and drafters would wait
+for whatever else runs on their machine, their own clients included."""
+
 RAY_DAEMONS = ("gcs_server", "raylet")
 RAY_SHUTDOWN_S = 20.0
 RAY_GONE_SHUTDOWN_S = 3.0
@@ -185,6 +189,7 @@ class Server:
             **ProxyAccess.of(self._config.serving).environment(),
         }
         os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **proxies})
+        os.environ.setdefault(*WORKER_NICENESS)
         if not self._verbose:
             warnings.filterwarnings("ignore")
             logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -25,7 +25,8 @@ COPY --from=build /opt/outrider /opt/outrider
 ENV PATH=/opt/outrider/bin:$PATH \
     HOME=/home/outrider \
     XDG_CACHE_HOME=/home/outrider/.cache \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    RAY_worker_niceness=0
 # By number, so that Kubernetes sees that it is not root. Written to: /tmp, /dev/shm, /home/outrider.
 USER 1000:1000
 WORKDIR /home/outrider

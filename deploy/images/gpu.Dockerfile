@@ -26,7 +26,8 @@ ENV PATH=/opt/outrider/bin:$PATH \
     XDG_CACHE_HOME=/home/outrider/.cache \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    RAY_worker_niceness=0
 # By number, so that Kubernetes sees that it is not root. Written to: /tmp, /dev/shm, /home/outrider.
 USER 1000:1000
 WORKDIR /home/outrider

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from outrider.deploy.server import WORKER_NICENESS
 from tests.integration.test_cli import ENDS_WITHIN_S, LINE, command, write_config
 from tests.serving import Models
 
@@ -40,11 +41,13 @@ def outrider_serve(
     """changes: sections of the configuration."""
     directory.mkdir(parents=True, exist_ok=True)
     errors = directory / "stderr"
+    environment = {**os.environ, **(environment or {})}
+    environment.pop(WORKER_NICENESS[0], None)  # what it sets by itself is under test
     with errors.open("w") as stderr:
         process = subprocess.Popen(
             command("serve", str(write_config(directory, models, **changes)), "--grpc-port", "0", "--http-port", "0"),
             stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=Path(__file__).parents[2],
-            env={**os.environ, **(environment or {})},
+            env=environment,
         )  # fmt: skip
     assert process.stdout is not None
     try:
