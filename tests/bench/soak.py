@@ -31,7 +31,16 @@ from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secr
 from outrider.cluster.placement import available_cores
 from tests.bench.machine import machine
 from tests.bench.soak_attacks import CREWS, Victim
-from tests.bench.soak_load import Client, Load, clients, differing, longest_gap_s, request_id, tokens_between
+from tests.bench.soak_load import (
+    Client,
+    Load,
+    clients,
+    differing,
+    longest_gap_s,
+    request_id,
+    seconds_an_answer,
+    tokens_between,
+)
 from tests.bench.soak_report import GRAMMARS, Phase, Sample, Soak, Turn, phases, report, told
 from tests.certificates import Authority
 from tests.reference import Reference
@@ -254,6 +263,7 @@ async def run_turns(
         turn.cpu_s = {who: used - before[who] for who, used in _cpu_s(watched, attackers).items()}
         turn.tokens = tokens_between(load.clients, turn.start_s, turn.end_s)
         turn.longest_gap_s = longest_gap_s(load.clients, turn.start_s, turn.end_s)
+        turn.seconds_an_answer = seconds_an_answer(load.clients, turn.start_s, turn.end_s)
         errors = sum(len(client.errors) for client in load.clients)
         say(f"{turn.end_s - began:5.0f} s  {turn}; errors so far: {errors}")
         turns.append(turn)
@@ -288,7 +298,7 @@ def say(text: str) -> None:
 
 
 async def soak(
-    served: Served, victim: Victim, friend: str, planned: Sequence[Phase], target: Path, load: list[Client]
+    served: Served, victim: Victim, friend: str, planned: Sequence[Phase], target: Path, load: list[Client], busy: float
 ) -> Soak:
     async with Load(served.grpc, served.http, victim.authority, friend, load) as running:
         await running.alone()
@@ -301,6 +311,7 @@ async def soak(
         running.start()
         await asyncio.sleep(WARM_UP_S)
         await running.stop()
+        running.pace(busy)
         watched = Watched.of(served)
         start = watched.sample()
         say(f"start   {told(start)}")
@@ -322,9 +333,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="of load, alone and beside attackers together")
     parser.add_argument("--one-by-one", action="store_true", help="a phase for each row of attacks, to see which costs")
     parser.add_argument("--rows", nargs="+", default=(), help="a phase for each of these, rows joined by '; '")
+    parser.add_argument(
+        "--busy", type=float, default=1.0,
+        help="share of its time that each client waits for an answer when nobody attacks: 1, the server is asked for "
+        "all it can do, and what takes a tenth of the machine takes a tenth of the speed; below, it has some to spare",
+    )  # fmt: skip
     args = parser.parse_args()
+    if not 0 < args.busy <= 1:
+        parser.error("--busy: a share above 0, 1 at most")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and the server with it
-    say(machine())
+    say(f"{machine()}; clients busy {args.busy:g}")
     rows = list(dict.fromkeys(attack.row for crew in CREWS.values() for attack in crew))
     if unknown := {row for joined in args.rows for row in joined.split("; ")} - {*rows, ""}:
         parser.error(f"--rows: no attacks are called {', '.join(sorted(unknown))}; there are {'; '.join(rows)}")
@@ -339,7 +357,7 @@ def main() -> None:
         with outrider_serve(models, directory / "serve", **changes) as served:
             theirs = {name: secret for name, secret in keys.items() if name != "friend"}
             victim = Victim(served.grpc, served.http, authority.certificate.decode(), theirs, names)
-            result = asyncio.run(soak(served, victim, keys["friend"], planned, models.target, load))
+            result = asyncio.run(soak(served, victim, keys["friend"], planned, models.target, load, args.busy))
     sys.exit(0 if all(goal.is_met for goal in result.goals()) else 1)
 
 

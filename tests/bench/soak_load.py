@@ -7,7 +7,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
@@ -61,6 +61,15 @@ class Client:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """When tokens came (time.monotonic), and how many."""
 
+    asked: list[float] = field(default_factory=list)
+    """When."""
+
+    took: list[tuple[float, float]] = field(default_factory=list)
+    """Of each answer that has ended: when it was asked for, and for how many seconds it was under way."""
+
+    every_s: float = 0.0
+    """From one question to the next, or as soon as it is answered where that takes longer. 0: always at once."""
+
 
 def clients(grpc_streams: int = 4, http_streams: int = 2, json_streams: int = 1) -> list[Client]:
     """Each with two prompts of its own, in turn."""
@@ -111,8 +120,20 @@ class Load:
         self._over.set()
         await asyncio.gather(*self._running)
 
+    def pace(self, busy: float) -> None:
+        """From now on each waits for an answer for this share of its time, if answers take as long as they did."""
+        for client in self.clients:
+            seconds = [took for _, took in client.took]
+            client.every_s = sum(seconds) / len(seconds) / busy if busy < 1 else 0.0
+
     async def _run(self, client: Client) -> None:
+        next_s = time.monotonic()
         while not self._over.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, next_s - time.monotonic())):
+                    await self._over.wait()
+                    return
+            next_s = time.monotonic() + client.every_s
             number = len(client.answers)
             prompt = client.prompts[number % len(client.prompts)]
             try:
@@ -123,7 +144,8 @@ class Load:
                 await asyncio.sleep(0.2)
 
     async def _answer(self, client: Client, prompt: str, name: str) -> Answer:
-        answer = Answer(prompt, [], None)
+        answer, asked_s = Answer(prompt, [], None), time.monotonic()
+        client.asked.append(asked_s)
         pieces = self._post(prompt) if client.kind == "http" else self._stream(client, prompt, name)
         async with aclosing(pieces):
             async for tokens, ended in pieces:
@@ -131,6 +153,7 @@ class Load:
                     client.arrivals.append((time.monotonic(), len(tokens)))
                 answer.tokens += tokens
                 answer.ended = ended or answer.ended
+        client.took.append((asked_s, time.monotonic() - asked_s))
         return answer
 
     async def _stream(self, client: Client, prompt: str, name: str) -> AsyncIterator[Piece]:
@@ -184,10 +207,22 @@ def tokens_between(load: Sequence[Client], start_s: float, end_s: float) -> int:
     return sum(count for client in load for at, count in client.arrivals if start_s <= at < end_s)
 
 
+def seconds_an_answer(load: Sequence[Client], start_s: float, end_s: float) -> list[float]:
+    """Of those that were asked for in between."""
+    return [took for client in load for asked_s, took in client.took if start_s <= asked_s < end_s]
+
+
 def longest_gap_s(load: Sequence[Client], start_s: float, end_s: float) -> float:
-    """Between two messages of one client, or two of its answers."""
+    """Between two messages of one client, or two of its answers, but for the pauses of one that makes any."""
     longest = 0.0
     for client in load:
-        times = [start_s, *(at for at, _ in client.arrivals if start_s <= at < end_s), end_s]
-        longest = max(longest, *(later - earlier for earlier, later in pairwise(times)))
+        came = [(at, False) for at, _ in client.arrivals]
+        if client.every_s:
+            events = sorted([*came, *((at, True) for at in client.asked)])
+        else:
+            events = [(start_s, False), *came, (end_s, False)]
+        events = [(at, is_question) for at, is_question in events if start_s <= at <= end_s]
+        for (earlier, _), (later, is_question) in pairwise(events):
+            if not is_question:
+                longest = max(longest, later - earlier)
     return longest

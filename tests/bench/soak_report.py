@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 
 from tests.bench.soak_attacks import CREWS
 from tests.bench.soak_load import Client, lost
@@ -61,6 +62,7 @@ class Turn:
     cpu_s: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     longest_gap_s: float = 0.0
+    seconds_an_answer: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -166,7 +168,9 @@ def report(result: Soak) -> Iterator[str]:
         gap = max(turn.longest_gap_s for turn in turns)
         rate = result.tokens_per_s(beside=beside)
         name = "beside attackers" if beside else "alone"
-        yield f"{name:16} {rate:7.1f} tok/s; longest gap {gap:.2f} s; cores: {used}"
+        took = [seconds for turn in turns for seconds in turn.seconds_an_answer]
+        answer = f"an answer takes {mean(took):.2f} s, longest {max(took):.2f}" if took else "no answer"
+        yield f"{name:16} {rate:7.1f} tok/s; {answer}; longest gap {gap:.2f} s; cores: {used}"
     low, high = min(result.ratios()), max(result.ratios())
     yield f"{'ratio':16} {result.ratio:7.3f}; of single phases {low:.3f} to {high:.3f}"
     for error, count in Counter(error for client in result.load for error in client.errors).most_common(10):

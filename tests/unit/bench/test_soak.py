@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 
 from tests.bench.soak_attacks import CREWS
-from tests.bench.soak_load import Answer, Client, clients, differing, longest_gap_s, lost, tokens_between
+from tests.bench.soak_load import Answer, Client, Load, clients, differing, longest_gap_s, lost, tokens_between
 from tests.bench.soak_report import GRAMMARS, Phase, Sample, Soak, Turn, phases, report
+from tests.certificates import Authority
 
 MIB = 1 << 20
 SAMPLES = {
@@ -89,6 +90,24 @@ def test_tokens_count_where_they_arrive_and_a_silence_counts_to_both_ends() -> N
     assert tokens_between([one, other], 1.0, 9.0) == 2 + 8
     assert longest_gap_s([one, other], 0.0, 9.5) == 8.0
     assert longest_gap_s([one], 2.0, 8.0) == 6.0
+
+
+def test_a_pause_between_answers_is_no_silence_of_the_server_s() -> None:
+    paced = client()
+    paced.every_s, paced.asked, paced.arrivals = 10.0, [0.0, 10.0], [(1.0, 1), (4.0, 1), (12.0, 1)]
+    assert longest_gap_s([paced], 0.0, 20.0) == 3.0
+    paced.arrivals.append((18.0, 1))
+    assert longest_gap_s([paced], 0.0, 20.0) == 6.0
+
+
+async def test_clients_are_as_busy_as_they_are_told_to_be() -> None:
+    load = Load("127.0.0.1:1", "127.0.0.1:1", Authority().certificate.decode(), "key", [client()])
+    async with load:
+        load.clients[0].took = [(0.0, 2.0), (3.0, 4.0)]
+        load.pace(0.5)
+        assert load.clients[0].every_s == 6.0
+        load.pace(1.0)
+        assert load.clients[0].every_s == 0.0
 
 
 def test_clients_and_attacks_have_names_of_their_own() -> None:
