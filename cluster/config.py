@@ -24,6 +24,7 @@ from pydantic import (
 
 from outrider.cluster.config_section import ConfigError as ConfigError
 from outrider.cluster.config_section import EngineConfig as EngineConfig
+from outrider.cluster.config_section import NodeLabels as NodeLabels
 from outrider.cluster.config_section import Section
 from outrider.cluster.drafter_config import TAGS, CoLocatedConfig, DrafterConfig, refusal_of
 from outrider.cluster.drafter_config import DraftModelConfig as DraftModelConfig
@@ -73,6 +74,10 @@ class TargetConfig(EngineConfig):
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages that the layers are split over, of tensor_parallel_size ranks each, all on one node. One step is in them
     at a time: [architecture.md](architecture.md#pipeline-stages)."""
+
+    node_labels: NodeLabels = Field(default_factory=dict)
+    """Labels that a node has to carry, with the value of each, to be given a replica with its ranks, e.g. ``{zone: a}``
+    (``ray start --labels``; ``labels`` of a KubeRay group)."""
 
     async_scheduling: bool | None = None
     """Schedule a step while the one before it runs. The tokens are the same either way. None: true, but false with
@@ -202,6 +207,19 @@ class LinkConfig(Section):
         return self
 
 
+class NodeType(Section):
+    """What a kind of node has in all, as Ray is told of it."""
+
+    cpus: float = Field(ge=0, allow_inf_nan=False)
+    """Logical processors (``num-cpus`` of ``ray start``)."""
+
+    gpus: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """GPUs."""
+
+    labels: NodeLabels = Field(default_factory=dict)
+    """Labels of Ray's that it carries."""
+
+
 class ServingConfig(Section):
     served_model_name: str | None = None
     """Name clients may put in ``model``. None: the last part of ``target.model``."""
@@ -235,6 +253,15 @@ class ServingConfig(Section):
     drain_s: float = Field(120.0, ge=0, le=86_400)
     """How long running answers may go on when the server, or a replica, is taken down. New ones are refused meanwhile;
     what is left then is cut."""
+
+    nodes_may_come: bool = False
+    """The cluster's nodes come and go, by an autoscaler or by hand: what today's cannot hold is waited for, instead of
+    being refused. What is waited for is in the status, the metrics and the log."""
+
+    node_types: list[NodeType] = Field([], max_length=64)
+    """nodes_may_come: the kinds of nodes that may, e.g. ``[{cpus: 16, gpus: 4, labels: {zone: a}}]``. What neither
+    these nor today's nodes could ever hold is refused, and a replica is kept on one node where one of them holds it.
+    Empty: not known, so that nothing is refused."""
 
     surge: bool | None = None
     """Whether a deploy that changes something has each new replica ready before an old one ends, which takes room for
@@ -319,6 +346,8 @@ class ServingConfig(Section):
             raise ValueError("ssl_ca_certs: needs ssl_certfile and ssl_keyfile; certificates are shown over TLS only")
         if self.tenant_isolation and self.keys_file is None:
             raise ValueError("tenant_isolation: needs keys_file; a tenant is a key")
+        if self.node_types and not self.nodes_may_come:
+            raise ValueError("node_types: says which nodes may come, and none may; set nodes_may_come, or remove it")
         if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
             raise ValueError(
                 "num_replicas: is given beside autoscaling, which decides it; leave it out, or write autoscaling.min"

@@ -22,6 +22,7 @@ from outrider.cluster.config import (
     LoraConfig,
     MultimodalConfig,
     NgramConfig,
+    NodeType,
     OpenAIConfig,
     ServingConfig,
     SpeculationConfig,
@@ -94,6 +95,7 @@ _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
     ("speculation", "How much is drafted.", SpeculationConfig),
     ("link", "The wire between one verifier and one drafter.", LinkConfig),
     ("serving", "Serve, ports and queues.", ServingConfig),
+    ("serving.node_types", "A kind of nodes that may come ([kubernetes.md](kubernetes.md)).", NodeType),
     (
         "serving.autoscaling",
         "How many target replicas there are ([autoscaling.md](autoscaling.md)).",

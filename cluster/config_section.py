@@ -10,6 +10,16 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from outrider.cluster.engine_args import Side, problems
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+NodeLabels = Annotated[
+    dict[
+        Annotated[str, Field(pattern=rf"^(?:[a-z0-9.-]{{1,253}}/)?{_LABEL}$")],
+        Annotated[str, Field(pattern=rf"^{_LABEL}$")],
+    ],
+    Field(max_length=32),
+]
+"""Labels of Ray's nodes, each with its one value."""
+
 CoreSet = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 

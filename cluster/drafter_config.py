@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from outrider.cluster.config_section import ConfigError, CoreSet, EngineConfig, Section
+from outrider.cluster.config_section import ConfigError, CoreSet, EngineConfig, NodeLabels, Section
 from outrider.cluster.engine_args import Side
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.lora_config import DraftLoraConfig
@@ -254,6 +254,10 @@ class ActorConfig(Section):
     autoscaling: PoolScalingConfig | None = None
     """``placement: pool``: a number of drafters that follows what they gain, in place of ``num_drafters``; keys below,
     under «drafter.autoscaling»."""
+
+    node_labels: NodeLabels = Field(default_factory=dict)
+    """Labels that a node has to carry, with the value of each, to be given a drafter, e.g. ``{zone: a}``. Where the
+    target's say otherwise, the two are on different nodes."""
 
     @property
     def pooled(self) -> bool:

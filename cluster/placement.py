@@ -1,10 +1,12 @@
 """Where a replica's processes run: the bundles of its placement group, what ranks are called, and their CPU cores.
 
-Bundle 0 of a placement group is the replica's own, then come the target's and the drafter's; a drafter of a pool has a
-group of its own. All ranks of a model, those of all its pipeline stages, share one bundle, because Ray never splits one
-over nodes: tensor parallelism is worth nothing over a network, and PACK alone would split ranks where nodes are partly
-taken. On CPU each rank has a set of cores in it, whose ids are the operating system's. Planning is pure, and plans are
-plain data that travel to the executor; ``bind_to`` and ``thread_environment`` apply a plan to one process.
+Bundle 0 of a placement group is that of the replica itself and of all the target's ranks, bundle 1 the drafter's; a
+drafter of a pool has a group of its own. All ranks of a model, those of all its pipeline stages, share one bundle,
+because Ray never splits one over nodes: tensor parallelism is worth nothing over a network, and PACK alone would split
+ranks where nodes are partly taken. The replica sits with them because Serve looks at its node alone: when that one is
+drained, the ranks' is. On CPU each rank has a set of cores in it, whose ids are the operating system's. Planning is
+pure, and plans are plain data that travel to the executor; ``bind_to`` and ``thread_environment`` apply a plan to one
+process. Which nodes hold it: nodes.py.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """Environment of whoever builds or runs an engine: our runners extend vLLM's V1 model runner, and with Triton vLLM
 would take V2."""
 
+REPLICA_CPUS = 1.0
+"""Logical, of a replica's own process."""
+
 _KEY = "outrider_ranks"
 
 
@@ -49,8 +54,12 @@ class ReplicaPlacement:
     drafter_bundle_indices: tuple[int, ...]
     """By drafter rank, all the same; empty without a drafter."""
 
-    strategy: str = "PACK"
-    """Between bundles: target and drafter may sit on different nodes, and are better off on one."""
+    labels: tuple[Mapping[str, str], ...]
+    """By bundle: what the node has to carry."""
+
+    strategy: str = "STRICT_PACK"
+    """Between bundles. STRICT_PACK: all on one node. PACK: target and drafter may sit on different ones, where no node
+    holds both; see nodes.kept_together."""
 
     def total(self, resource: str) -> float:
         """Sum of one resource over the bundles."""
@@ -58,18 +67,19 @@ class ReplicaPlacement:
 
 
 def placement_of(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None = None) -> ReplicaPlacement:
-    """Bundles of a target replica, its drafter among them where it has one of its own.
+    """Bundles of a target replica, its drafter's among them where it has one of its own.
 
     On GPU a rank counts for one GPU and one CPU; an n-gram or suffix drafter needs no GPU, and co-located drafting no
     bundle. On CPU it counts for the cores of its set in ``core_plan``, which is then required.
     """
     target, drafter = _bundles(config, on_gpu, core_plan)
     remote = config.remote_drafter
-    owned = remote.tensor_parallel_size if remote and not remote.pooled else 0
+    owned = remote if remote is not None and not remote.pooled else None
     return ReplicaPlacement(
-        bundles=({"CPU": 1.0}, target, *([drafter] if owned else [])),
-        target_bundle_indices=(1,) * config.target.num_ranks,
-        drafter_bundle_indices=(2,) * owned,
+        bundles=({**target, "CPU": target["CPU"] + REPLICA_CPUS}, *([drafter] if owned else [])),
+        target_bundle_indices=(0,) * config.target.num_ranks,
+        drafter_bundle_indices=(1,) * (owned.tensor_parallel_size if owned else 0),
+        labels=(config.target.node_labels, *([owned.node_labels] if owned else [])),
     )
 
 
@@ -81,7 +91,8 @@ def pool_placement_of(
     if remote is None or not remote.pooled:
         return None
     _, drafter = _bundles(config, on_gpu, core_plan)
-    return ReplicaPlacement(({"CPU": 1.0}, drafter), (), (1,) * remote.tensor_parallel_size, "STRICT_PACK")
+    indices = (1,) * remote.tensor_parallel_size
+    return ReplicaPlacement(({"CPU": REPLICA_CPUS}, drafter), (), indices, (remote.node_labels,) * 2)
 
 
 def _bundles(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None) -> tuple[Bundle, Bundle]:
@@ -101,67 +112,6 @@ def _bundles(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None) -
         target = {"CPU": float(sum(map(len, core_plan.target)))}
         drafter = {"CPU": float(sum(map(len, core_plan.drafter)))}
     return target, drafter
-
-
-def check_cluster_can_hold(
-    placement: ReplicaPlacement,
-    num_replicas: int,
-    node_resources: Sequence[Mapping[str, float]],
-    pool: ReplicaPlacement | None = None,
-    num_drafters: int = 0,
-) -> None:
-    """Raise ConfigError naming what is missing, where Ray would wait for it without end.
-
-    node_resources: of each node that is alive, as ``ray.nodes()`` has them. pool, num_drafters: of a pool of drafters.
-    """
-    for resource, unit in (("GPU", "GPUs"), ("CPU", "logical CPUs")):
-        needed = placement.total(resource) * num_replicas
-        shared = "" if pool is None else f" and a pool of {num_drafters}"
-        if pool is not None:
-            needed += pool.total(resource) * num_drafters
-        there = sum(node.get(resource, 0.0) for node in node_resources)
-        if needed > there:
-            raise ConfigError(
-                f"{_field(resource, num_replicas)}: {num_replicas} replica{'s' if num_replicas > 1 else ''} of "
-                f"{len(placement.target_bundle_indices)} target and {len(placement.drafter_bundle_indices)} drafter "
-                f"ranks{shared} need{'' if num_replicas > 1 else 's'} {needed:g} {unit}, the cluster has {there:g}; "
-                f"{_fix(resource)}"
-            )
-    for section, of, indices in (
-        ("target", placement, placement.target_bundle_indices),
-        ("drafter", pool or placement, (pool or placement).drafter_bundle_indices),
-    ):
-        bundle = _on_one_node(of, indices)
-        if not any(all(node.get(name, 0.0) >= count for name, count in bundle.items()) for node in node_resources):
-            needs = " and ".join(f"{count:g} {name}s" for name, count in bundle.items())
-            ranks = f"{len(indices)} {section} rank{'s' if len(indices) > 1 else ''}"
-            lower = "lower it or target.pipeline_parallel_size" if section == "target" else "lower it"
-            raise ConfigError(
-                f"{section}.tensor_parallel_size: {ranks} on one node need {needs} there, which no node of the cluster "
-                f"has; {lower}, or add a node that does"
-            )
-
-
-def _on_one_node(placement: ReplicaPlacement, indices: Sequence[int]) -> Bundle:
-    """What one node has to have for these ranks."""
-    if not indices:
-        return {}
-    if placement.strategy != "STRICT_PACK":
-        return placement.bundles[indices[0]]
-    return {name: placement.total(name) for bundle in placement.bundles for name in bundle}
-
-
-def _field(resource: str, num_replicas: int) -> str:
-    return "serving.num_replicas" if num_replicas > 1 else "target.tensor_parallel_size"
-
-
-def _fix(resource: str) -> str:
-    if resource == "GPU":
-        return (
-            "lower the tensor_parallel_size of target or drafter, or target.pipeline_parallel_size, "
-            "or add GPUs to the cluster"
-        )
-    return "lower it, or start Ray with more (`ray start --num-cpus`)"
 
 
 @dataclass(frozen=True)

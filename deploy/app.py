@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,16 +33,17 @@ from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_config import ActorConfig, check_build_drafts
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
+    REPLICA_CPUS,
     CorePlan,
     ReplicaPlacement,
     available_cores,
-    check_cluster_can_hold,
     placement_of,
     plan_cores,
     pool_placement_of,
 )
 from outrider.cluster.registry import find_registry
 from outrider.deploy.models.check import check_models, num_common_tokens
+from outrider.deploy.nodes import can_surge, check_nodes, living_nodes, placed
 from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
@@ -73,15 +73,10 @@ def build(args: dict[str, Any]) -> Application:
     """The application for Serve's ``args``.
 
     Either ``config: PRESET_OR_FILE`` with optional ``target``, ``drafter`` (checkpoints) and ``dtype``, or the
-    configuration tree itself. Ports belong to Serve's own ``grpc_options`` and ``http_options`` here. Beside either,
-    ``nodes_may_come: true``: replicas that today's nodes cannot hold wait for others, instead of being refused.
+    configuration tree itself. Ports belong to Serve's own ``grpc_options`` and ``http_options`` here.
 
     Raises ConfigError naming the argument or the configuration field.
     """
-    args = dict(args)
-    nodes_may_come = args.pop("nodes_may_come", False)
-    if not isinstance(nodes_may_come, bool):
-        raise ConfigError(f"args.nodes_may_come: {nodes_may_come!r} is neither true nor false; write one of them")
     config = config_from_args(args)
     check_access(config.serving)
     check_proxies(config.serving)
@@ -89,7 +84,7 @@ def build(args: dict[str, Any]) -> Application:
     plan = plan_replica(config)
     for warning in plan.warnings:
         logger.warning("%s", warning)
-    return build_app(config, plan, nodes_may_come=nodes_may_come)
+    return build_app(config, plan)
 
 
 def check_proxies(serving: ServingConfig) -> None:
@@ -187,12 +182,12 @@ def engine_on_gpu() -> bool:
     raise ConfigError("vllm: not installed; run `make setup`, or install outrider[cpu] or outrider[gpu]")
 
 
-def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool = False) -> Application:
+def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     """Bind Target, Ingress and, where there is one, the pool of drafters for a validated configuration.
 
-    Raises ConfigError when Ray is up and its cluster cannot hold the replicas that there are at least, unless nodes may
-    come: then the log says what is waited for, as it does for those that there are at most; and for tokenizers that
-    differ in more than added tokens.
+    Raises ConfigError when Ray is up and its cluster cannot hold the replicas that there are at least, unless
+    serving.nodes_may_come: then the log says what is waited for, as it does for those that there are at most; and for
+    tokenizers that differ in more than added tokens.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
@@ -205,12 +200,14 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     from outrider.actors.serving.replica import Target
 
     config = with_device_defaults(config, gpu=plan.cores is None)
-    placement, serving = plan.placement, config.serving
+    serving = config.serving
     surges = serving.surge is True
     if ray.is_initialized():
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        check_nodes(plan, serving, nodes, nodes_may_come=nodes_may_come)
-        surges = can_surge(plan, serving, nodes, nodes_may_come=nodes_may_come)
+        nodes = living_nodes()
+        plan = placed(plan, serving, nodes)
+        check_nodes(plan, serving, nodes)
+        surges = can_surge(plan, serving, nodes)
+    placement = plan.placement
     capacity = Capacity(
         serving.max_ongoing_requests,
         serving.max_queued_requests,
@@ -236,7 +233,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
         max_surge_percent=_ONE_MORE if surges else 0,
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
-        ray_actor_options={"num_cpus": placement.bundles[0]["CPU"], **environment},
+        placement_group_bundle_label_selector=labels_of(placement),
+        ray_actor_options={"num_cpus": REPLICA_CPUS, **environment},
         logging_config=logging_config,
         # The router holds generations to max_ongoing_requests; the rest lets a full replica hear an abort.
         max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
@@ -281,7 +279,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
             **drafters(config),
             placement_group_bundles=[dict(bundle) for bundle in plan.pool.bundles],
             placement_group_strategy=plan.pool.strategy,
-            ray_actor_options={"num_cpus": plan.pool.bundles[0]["CPU"], **environment},
+            placement_group_bundle_label_selector=labels_of(plan.pool),
+            ray_actor_options={"num_cpus": REPLICA_CPUS, **environment},
             logging_config=logging_config,
             max_ongoing_requests=CONTROL_CALLS,
             max_constructor_retry_count=1,
@@ -310,56 +309,9 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan, *, nodes_may_come: bool
     )
 
 
-def check_nodes(
-    plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Mapping[str, float]], *, nodes_may_come: bool
-) -> None:
-    """Raises ConfigError when the nodes cannot hold what has to run at once, unless others may come. nodes: resources
-    of each. What autoscaling may ask for beyond that is a warning: nodes may come for it then."""
-    least_field, most_field = _fields(serving)
-    least = _lacking(plan, serving.least_replicas, plan.num_drafters, nodes, least_field)
-    if least is not None:
-        if not nodes_may_come:
-            raise ConfigError(least)
-        logger.warning("waiting for nodes, since args.nodes_may_come is set: %s", least)
-    elif most := _lacking(plan, serving.most_replicas, plan.num_drafters, nodes, most_field):
-        logger.warning("replicas that are called for beyond today's nodes will wait for others: %s", most)
-
-
-def can_surge(
-    plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Mapping[str, float]], *, nodes_may_come: bool
-) -> bool:
-    """Whether a deploy may have one replica more for a while, however many there are then: Serve would wait for its
-    room without end. Raises ConfigError where the configuration wants it and there is none."""
-    if serving.surge is False:
-        return False
-    lacking = _lacking(plan, serving.most_replicas + 1, plan.most_drafters, nodes, _fields(serving)[1])
-    if lacking is None or nodes_may_come:
-        return True
-    if serving.surge:
-        raise ConfigError(
-            f"serving.surge: a deploy takes one replica more for a while, and {lacking.partition('; ')[0]}; add nodes, "
-            "set args.nodes_may_come, or leave surge out"
-        )
-    logger.info("serving.surge: there is no room for one replica more, so a deploy ends old ones first: %s", lacking)
-    return False
-
-
-def _fields(serving: ServingConfig) -> tuple[str, str]:
-    """What says how many replicas there are at least, and at most."""
-    if serving.autoscaling is None:
-        return "serving.num_replicas", "serving.num_replicas"
-    return "serving.autoscaling.min", "serving.autoscaling.max"
-
-
-def _lacking(
-    plan: ReplicaPlan, replicas: int, drafters: int, nodes: Sequence[Mapping[str, float]], field: str
-) -> str | None:
-    """What the nodes lack for so many. field: where their number is said."""
-    try:
-        check_cluster_can_hold(plan.placement, replicas, nodes, plan.pool, drafters)
-    except ConfigError as error:
-        return str(error).replace("serving.num_replicas", field)
-    return None
+def labels_of(placement: ReplicaPlacement) -> list[dict[str, str]] | None:
+    """By bundle: the deployment's option; None: any node will do."""
+    return [dict(labels) for labels in placement.labels] if any(placement.labels) else None
 
 
 def replicas(serving: ServingConfig) -> dict[str, Any]:

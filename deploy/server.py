@@ -99,6 +99,11 @@ class Server:
     def start(self) -> None:
         """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
         ray_access.check(os.environ)
+        if self._config.serving.nodes_may_come and not self._address:
+            raise ConfigError(
+                "serving.nodes_may_come: a cluster of this command's own gets no other nodes; name one in RAY_ADDRESS, "
+                "or leave it out"
+            )
         plan = plan_replica(self._config)
         for warning in plan.warnings:
             self._progress.say(f"WARNING: {warning}")

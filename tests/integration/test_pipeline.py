@@ -36,7 +36,7 @@ def test_each_rank_is_an_actor_and_the_verifier_is_the_first_of_the_last_stage(s
     assert set(names) <= actors.keys()
     assert "TargetRank-2" not in actors
     assert len({actors[name].pid for name in names}) == len(names)
-    assert [actors[name].bundles for name in names[:5]] == [{1}, {1}, {1}, {1}, {2}], "all ranks are on one node"
+    assert [actors[name].bundles for name in names[:5]] == [{0}, {0}, {0}, {0}, {1}], "all ranks are on one node"
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -32,7 +32,7 @@ def test_two_ranks_each(both_tp2):
     names = ["Verifier", "TargetRank-1", "DrafterRank-0", "DrafterRank-1", "Drafter", "Target", "Ingress"]
     assert set(names) <= actors.keys()
     assert len({actors[name].pid for name in names}) == len(names)
-    assert [actors[name].bundles for name in names[:4]] == [{1}, {1}, {2}, {2}], "one bundle for all ranks of a model"
+    assert [actors[name].bundles for name in names[:4]] == [{0}, {0}, {1}, {1}], "one bundle for all ranks of a model"
 
 
 # Each alone takes a deployment of its own. What ranks of a side do does not depend on the other's, and where they sit
@@ -44,7 +44,7 @@ def test_a_target_of_two_ranks(target_tp2):
     names = ["Verifier", "TargetRank-1", "Drafter", "Target", "Ingress"]
     assert set(names) <= actors.keys()
     assert len({actors[name].pid for name in names}) == len(names)
-    assert [actors[name].bundles for name in names[:3]] == [{1}, {1}, {2}], "ranks share a bundle, so a node"
+    assert [actors[name].bundles for name in names[:3]] == [{0}, {0}, {1}], "ranks share a bundle, so a node"
 
 
 @pytest.mark.exhaustive
@@ -55,7 +55,7 @@ def test_a_drafter_of_two_ranks(drafter_tp2):
     assert set(names) <= actors.keys()
     assert "TargetRank-1" not in actors
     assert len({actors[name].pid for name in names}) == len(names)
-    assert [actors[name].bundles for name in names[:3]] == [{1}, {2}, {2}], "ranks share a bundle, so a node"
+    assert [actors[name].bundles for name in names[:3]] == [{0}, {1}, {1}], "ranks share a bundle, so a node"
 
 
 @pytest.mark.exhaustive

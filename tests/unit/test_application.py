@@ -28,9 +28,11 @@ def deployments() -> dict[str, Any]:
     return built(drain_s=DRAIN_S)
 
 
-def bound(drafter: dict[str, Any], num_replicas: int = 1) -> dict[str, Any]:
+def bound(drafter: dict[str, Any], num_replicas: int = 1, target: dict[str, Any] | None = None) -> dict[str, Any]:
     """By name: what is bound for such a drafter."""
-    config = parse_config({"target": {"model": "t"}, "drafter": drafter, "serving": {"num_replicas": num_replicas}})
+    config = parse_config(
+        {"target": target or {"model": "t"}, "drafter": drafter, "serving": {"num_replicas": num_replicas}}
+    )
     ingress = build_app(config, plan_replica(config))._bound_deployment
     found = [*ingress.init_args, *ingress.init_kwargs.values()]
     inner = [arg._bound_deployment for arg in found if hasattr(arg, "_bound_deployment")]
@@ -48,7 +50,7 @@ def test_a_pool_is_a_deployment_of_its_own_on_nodes_of_its_own() -> None:
     assert (pool._deployment_config.num_replicas, target._deployment_config.num_replicas) == (3, 2)
     assert pool._replica_config.placement_group_strategy == "STRICT_PACK"
     assert len(pool._replica_config.placement_group_bundles) == 2
-    assert len(target._replica_config.placement_group_bundles) == 2, "no room for a drafter of its own"
+    assert len(target._replica_config.placement_group_bundles) == 1, "no room for a drafter of its own"
     assert bound({"method": "ngram"}).keys() == {"Ingress", "Target"}
 
 
@@ -100,11 +102,47 @@ def test_an_application_may_come_before_its_nodes_where_that_is_said(
     arguments = {"target": {"model": checkpoint(tmp_path / "target", {"a": 0})}, "drafter": {"method": "ngram"}}
     with pytest.raises(ConfigError, match="the cluster has 0"):
         build(arguments)
-    assert build({**arguments, "nodes_may_come": True}) is not None
+    assert build({**arguments, "serving": {"nodes_may_come": True}}) is not None
     assert "waiting for nodes" in caplog.text
     assert "the cluster has 0" in caplog.text
-    with pytest.raises(ConfigError, match=r"args\.nodes_may_come: 'yes' is neither true nor false"):
-        build({**arguments, "nodes_may_come": "yes"})
+    kinds = {"nodes_may_come": True, "node_types": [{"cpus": 1}]}
+    with pytest.raises(ConfigError, match=r"CPUs there, which no node of the cluster or of serving\.node_types has"):
+        build({**arguments, "serving": kinds})
+
+
+@pytest.mark.parametrize(
+    ("cpus", "strategy"),
+    [([3.0], "STRICT_PACK"), ([2.0, 1.0], "PACK")],
+)
+def test_a_replica_is_on_one_node_unless_none_holds_it_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cpus: list[float], strategy: str
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": number}} for number in cpus])
+    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
+    target = built()["Target"]._replica_config
+    assert target.placement_group_strategy == strategy
+    assert target.placement_group_bundles == [{"CPU": 2.0}, {"CPU": 1.0}]
+    assert target.ray_actor_options["num_cpus"] == 1, "the rest of its bundle is the ranks'"
+    assert target.placement_group_bundle_label_selector is None
+    assert ("PACK, not STRICT_PACK" in caplog.text) == (strategy == "PACK")
+
+
+def test_labels_reach_serve_by_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [{"Alive": True, "Resources": {"CPU": 99.0}, "Labels": {"zone": "a", "disk": "fast"}}]
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: there)
+    target = {"model": "t", "node_labels": {"zone": "a"}}
+    for placement, bundles in (("with_target", 2), ("pool", 1)):
+        drafter = {"method": "ngram", "placement": placement, "node_labels": {"disk": "fast"}}
+        found = bound(drafter, target=target)
+        selector = found["Target"]._replica_config.placement_group_bundle_label_selector
+        assert selector == [{"zone": "a"}, {"disk": "fast"}][:bundles]
+    pool = found["DrafterPool"]._replica_config
+    assert pool.placement_group_bundle_label_selector == [{"disk": "fast"}] * 2
+    there[0]["Labels"] = {"zone": "a"}
+    with pytest.raises(ConfigError, match=r"drafter\.node_labels: no node of the cluster has disk=fast"):
+        bound(drafter, target=target)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +164,8 @@ def test_a_deploy_has_the_new_replica_first_where_there_is_room(
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}}])
     monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
     sections = {"target": {"model": "t"}, "drafter": {"method": "ngram"}}  # 3 CPUs a replica
-    config = parse_config({**sections, "serving": {"surge": surge}})
-    ingress = build_app(config, plan_replica(config), nodes_may_come=may_come)._bound_deployment
+    config = parse_config({**sections, "serving": {"surge": surge, "nodes_may_come": may_come}})
+    ingress = build_app(config, plan_replica(config))._bound_deployment
     (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
     assert target._deployment_config.max_surge_percent == (1 if surges else 0)
     assert ingress._deployment_config.max_surge_percent == 1, "the front takes no room"

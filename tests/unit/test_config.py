@@ -199,3 +199,20 @@ def test_nccl_is_refused_where_the_drafter_has_no_gpu_of_its_own(drafter, messag
 def test_nccl_between_two_gpus_is_taken():
     one = {"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": "nccl"}}
     assert parse_config(one).link.backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"serving": {"node_types": [{"cpus": 4}]}}, r"serving\.node_types: .* set nodes_may_come"),
+        ({"serving": {"nodes_may_come": True, "node_types": [{"gpus": 4}]}}, r"node_types\.0\.cpus: required"),
+        ({"target": {"model": "t", "node_labels": {"zone": "!a"}}}, r"target\.node_labels\.zone: .*\(found '!a'\)"),
+        ({"target": {"model": "t", "node_labels": {"a b": "c"}}}, r"target\.node_labels\.a b"),
+        ({"drafter": {"method": "ngram", "node_labels": {"zone": "in(a,b)"}}}, r"drafter\.node_labels\.zone"),
+    ],
+)
+def test_nodes_are_named_by_kinds_and_plain_labels(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"target": {"model": "t"}, **sections})
+    good = {"ray.io/accelerator-type": "H100", "zone": "eu-west_1.a"}
+    assert parse_config({"target": {"model": "t", "node_labels": good}}).target.node_labels == good

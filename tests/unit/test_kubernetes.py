@@ -20,7 +20,8 @@ import yaml
 
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import OutriderConfig, parse_config
-from outrider.cluster.placement import placement_of
+from outrider.cluster.nodes import Node, check_nodes_hold_a_replica, kept_together
+from outrider.cluster.placement import placement_of, plan_cores
 from outrider.deploy.app import TAKE_DOWN_S
 
 ROOT = Path(__file__).parents[2]
@@ -322,7 +323,7 @@ def test_the_application_and_the_proxies_are_told_the_same(overlay: str) -> None
     assert application["name"] == config.serving.app_name
     assert application["import_path"] == "outrider.deploy.app:build"
     assert serve["http_options"]["host"] == config.serving.host == "0.0.0.0"
-    assert application["args"]["nodes_may_come"] is True, "the head is asked before the workers have joined"
+    assert config.serving.nodes_may_come, "the head is asked before the workers have joined"
     for role, group in groups(overlay):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
@@ -352,15 +353,16 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
         assert patience > config.serving.drain_s + TAKE_DOWN_S
         assert group["labels"]["outrider-role"] == group["groupName"]
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    if "drafter" not in workers:
-        cores = config.target.cores[0], config.drafter.cores[0]  # type: ignore[index, union-attr]
-        assert 1 + sum(map(len, cores)) <= float(cpus(workers["target"]))
-        return
-    own, target, drafter = placement_of(config, on_gpu=True).bundles
-    assert gpus(workers["target"]) == target["GPU"]
-    assert cpus(workers["target"]) >= own["CPU"] + target["CPU"]
-    assert gpus(workers["drafter"]) == drafter["GPU"]
-    assert cpus(workers["drafter"]) == drafter["CPU"], "the replica's own bundle must find no room here"
+    has_gpus = "drafter" in workers
+    types = [Node.of(kind) for kind in config.serving.node_types]
+    for kind, (role, group) in zip(types, workers.items(), strict=True):
+        assert kind.resources == {"CPU": cpus(group), "GPU": gpus(group) if has_gpus else 0}, role
+        assert not has_gpus or kind.labels == group["labels"], role
+    cores = None if has_gpus else plan_cores(config, range(8))
+    placement = placement_of(config, on_gpu=has_gpus, core_plan=cores)
+    placement, why_not = kept_together(placement, 1, [], types, nodes_may_come=True)
+    assert (why_not is None) == (placement.strategy == "STRICT_PACK") == (not has_gpus)
+    check_nodes_hold_a_replica(placement, None, types, "the manifest")
 
 
 def cpus(group: Tree) -> int:
