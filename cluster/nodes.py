@@ -52,7 +52,12 @@ class Unit:
     @property
     def in_words(self) -> str:
         needs = " and ".join(f"{count:g} {name}s" for name, count in self.needs.items())
-        return f"{needs} there{_and_labels(self.labels)}"
+        return f"{needs} with {_listed(self.labels)}" if self.labels else needs
+
+
+def in_words(placement: ReplicaPlacement) -> str:
+    """What has to be free for it."""
+    return "; ".join(f"{unit.ranks} on one node: {unit.in_words}" for unit in units_of(placement))
 
 
 def units_of(placement: ReplicaPlacement) -> list[Unit]:
@@ -95,7 +100,7 @@ def kept_together(
     if any(kind.room_for(whole) for kind in types) or held >= (1 if nodes_may_come else num_replicas):
         return together, None
     known = "the cluster's nodes and serving.node_types hold" if types else "the cluster's nodes hold"
-    return apart, f"{whole.ranks} on one node need {whole.in_words}, of which {known} {held or 'none'}"
+    return apart, f"{whole.ranks} on one node need {whole.in_words} there, of which {known} {held or 'none'}"
 
 
 def check_nodes_hold_a_replica(
@@ -111,8 +116,8 @@ def check_nodes_hold_a_replica(
         if not any(node.room_for(unit) for node in nodes):
             lower = "lower it or target.pipeline_parallel_size" if unit.section == "target" else "lower it"
             raise ConfigError(
-                f"{unit.section}.tensor_parallel_size: {unit.ranks} on one node need {unit.in_words}, which no node of "
-                f"{where} has; {lower}, or add a node that does"
+                f"{unit.section}.tensor_parallel_size: {unit.ranks} on one node need {unit.in_words} there, which no "
+                f"node of {where} has; {lower}, or add a node that does"
             )
 
 
@@ -146,8 +151,8 @@ def check_cluster_can_hold(
         for part in units_of(group):
             if (held := sum(node.room_for(part) for node in nodes)) < number:
                 raise ConfigError(
-                    f"{named}: {number} times {part.ranks} on one node need {part.in_words}, {number} times, and the "
-                    f"cluster's nodes hold {held}; lower it, or add nodes that have as much"
+                    f"{named}: {number} times {part.ranks} on one node need {part.in_words} there, {number} times, and "
+                    f"the cluster's nodes hold {held}; lower it, or add nodes that have as much"
                 )
 
 
@@ -163,10 +168,6 @@ def _contradiction(labels: Sequence[Mapping[str, str]]) -> str | None:
 
 def _listed(labels: Mapping[str, str]) -> str:
     return " and ".join(f"{key}={value}" for key, value in labels.items())
-
-
-def _and_labels(labels: Mapping[str, str]) -> str:
-    return f", with {_listed(labels)}" if labels else ""
 
 
 def _field(num_replicas: int) -> str:

@@ -32,6 +32,7 @@ from outrider.cluster.config import (
 from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_config import ActorConfig, check_build_drafts
 from outrider.cluster.installed import installed_version
+from outrider.cluster.nodes import in_words
 from outrider.cluster.placement import (
     REPLICA_CPUS,
     CorePlan,
@@ -48,7 +49,7 @@ from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
 
-INGRESS, POOL = "Ingress", "DrafterPool"
+INGRESS, TARGET, POOL = "Ingress", "Target", "DrafterPool"
 """The deployments' names."""
 
 BEING_REFUSED = 4096
@@ -193,11 +194,13 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     from outrider.actors.serve_seam.broadcast import broadcast
     from outrider.actors.serve_seam.running_replicas import running_replicas
     from outrider.actors.serve_seam.stopping import is_stopping
+    from outrider.actors.serve_seam.waiting import waiting_groups
     from outrider.actors.serving.capacity import Capacity
     from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
     from outrider.actors.serving.http.admin import AdminAddress
     from outrider.actors.serving.http.app import Front
     from outrider.actors.serving.replica import Target
+    from outrider.actors.serving.waiting import WaitingRoom
 
     config = with_device_defaults(config, gpu=plan.cores is None)
     serving = config.serving
@@ -228,7 +231,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     logging_config = serve_logging(serving)
     target = serve.deployment(
         Target,
-        name="Target",
+        name=TARGET,
         **replicas(serving),
         max_surge_percent=_ONE_MORE if surges else 0,
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
@@ -271,8 +274,10 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
             "the drafter's tokenizer differs from the target's in added tokens: only ids below %d are drafted", common
         )
     replica = target.bind(config, placement, plan.cores, common)
+    needs = {TARGET: in_words(placement)}
     pool = None
     if plan.pool is not None:
+        needs[POOL] = in_words(plan.pool)
         pool = serve.deployment(
             DrafterPool,
             name=POOL,
@@ -301,6 +306,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         broadcast=broadcast,
         limits=config.limits,
         is_stopping=is_stopping,
+        waiting=WaitingRoom(partial(waiting_groups, serving.app_name), needs),
         admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
         pool=pool,
         lora=config.target.lora,

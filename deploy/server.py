@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, leans_on
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serve_seam.options import proxy_options
+from outrider.actors.serve_seam.waiting import waiting_groups
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
 from outrider.cluster.engine_args import Side, about
@@ -242,7 +243,7 @@ class Server:
             if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
                 raise ConfigError(self._explain_failure(app))
             self._shared_memory.note()
-            self._progress.wait("loading:", _states(app))
+            self._progress.wait("loading:", _states(app, waiting_groups(name)))
             self._stop.wait(0.5)
 
     def _wait_until_answering(self) -> None:
@@ -321,7 +322,8 @@ def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:
     }
 
 
-def _states(app: ApplicationStatusOverview | None) -> str:
+def _states(app: ApplicationStatusOverview | None, waiting: Sequence[tuple[str, str]]) -> str:
+    """waiting: deployment and replica of each that no node has room for."""
     if app is None or not app.deployments:
         return "waiting for Ray Serve"
     parts = []
@@ -329,7 +331,9 @@ def _states(app: ApplicationStatusOverview | None) -> str:
         states = " ".join(
             f"{count} {getattr(state, 'value', state).lower()}" for state, count in deployment.replica_states.items()
         )
-        parts.append(f"{name} {states or 'waiting for its bundles'}")
+        number = sum(whose == name for whose, _ in waiting)
+        no_room = f" ({number} of them wait for a node with room)" if number else ""
+        parts.append(f"{name} {states or 'waiting for its bundles'}{no_room}")
     return ", ".join(parts)
 
 

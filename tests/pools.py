@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
@@ -14,10 +15,12 @@ from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import registry_name
 from outrider.deploy.top import Scrape, parse
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
+from tests.traffic import Traffic
 
 FRESH_S = 5.0
 """What is older was counted before."""
 
+MAX_TOKENS = 300
 PROMPT = list(b"Whoever drafts, the words are the same. ")
 
 
@@ -38,9 +41,22 @@ def is_even(pool: Deployment) -> bool:
     return shares(pool) == [1, 1]
 
 
-def scraped(pool: Deployment) -> Scrape:
+def scrape(pool: Deployment) -> str:
     with urllib.request.urlopen(f"{pool.http_url}/metrics", timeout=HANG_GUARD_S) as response:
-        return parse(response.read().decode(), time.monotonic())
+        return str(response.read().decode())
+
+
+def scraped(pool: Deployment) -> Scrape:
+    return parse(scrape(pool), time.monotonic())
+
+
+@contextmanager
+def load(pool: Deployment) -> Iterator[None]:
+    """Streams to both targets, each answer checked."""
+    with ExitStack() as streams:
+        for _ in range(4):
+            streams.enter_context(Traffic(pool, PROMPT, MAX_TOKENS))
+        yield
 
 
 def by_target(pool: Deployment, name: str, **labels: str) -> dict[str, float]:

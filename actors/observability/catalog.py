@@ -192,6 +192,13 @@ INGRESS = (
     MetricSpec(
         "outrider:autoscaling_reason", "gauge", "1 for why so many are wanted, 0 for the other reasons.", ("reason",)
     ),
+    MetricSpec("outrider:replicas_waiting", "gauge", "Replicas that no node has room for.", ("deployment",)),
+    MetricSpec(
+        "outrider:replicas_waiting_seconds",
+        "gauge",
+        "For how long the one has waited that has waited longest; 0: none does.",
+        ("deployment",),
+    ),
     MetricSpec("outrider:key_requests_total", "counter", "Calls let in, by the key they showed.", ("key",)),
     MetricSpec(
         "outrider:key_tokens_total", "counter", "Tokens of its requests: prompt and completion.", ("key", "kind")

@@ -126,6 +126,9 @@ class IngressMetrics:
         self.scaling: Scaling | None = None
         """None: nothing scales, or what was decided is not known."""
 
+        self.waiting: Callable[[], Mapping[str, tuple[int, float]]] | None = None
+        """By deployment: how many replicas no node has room for, and the longest time in seconds. None: not known."""
+
         self._key_requests: Counter[str] = Counter()
         self._key_tokens: Counter[tuple[str, str]] = Counter()
         self._key_refusals: Counter[tuple[str, str]] = Counter()
@@ -197,6 +200,10 @@ class IngressMetrics:
                 families.add("outrider:autoscaling_replicas", getattr(scaling, state), state=state)
             for reason in REASONS:
                 families.add("outrider:autoscaling_reason", float(reason == scaling.reason), reason=reason)
+        if self.waiting is not None:
+            for deployment, (number, seconds) in self.waiting().items():
+                families.add("outrider:replicas_waiting", number, deployment=deployment)
+                families.add("outrider:replicas_waiting_seconds", seconds, deployment=deployment)
         return render(families)
 
 

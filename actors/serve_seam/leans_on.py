@@ -274,4 +274,21 @@ SERVER = Table(
     ),
 )
 
-TABLES = (CALLER, CONTROLLER, GRPC_PROXY, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER)
+WAITING = Table(
+    PROJECT,
+    "actors/serve_seam/waiting.py",
+    (
+        Borrowed(
+            "ray.serve._private.common:ReplicaID",
+            "a replica by the name of its placement group",
+            also=("is_full_id_str", "from_full_id_str", "unique_id", "deployment_id"),
+        ),
+        Borrowed(
+            "ray.serve._private.deployment_scheduler:CreatePlacementGroupRequest",
+            "whose name is the replica's actor's",
+            also=("name",),
+        ),
+    ),
+)
+
+TABLES = (CALLER, CONTROLLER, GRPC_PROXY, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER, WAITING)

@@ -82,7 +82,14 @@ TRAFFIC = Row(
             (
                 ('sum(outrider:replica_up{replica=~"$replica"})', "up"),
                 ("max(outrider:replicas_silent)", "silent"),
+                ("max by (deployment) (outrider:replicas_waiting)", "no node has room: {{deployment}}"),
             ),
+        ),
+        Panel(
+            "Waiting for a node",
+            (("max by (deployment) (outrider:replicas_waiting_seconds)", "{{deployment}}"),),
+            "s",
+            "How long the replica has that has waited longest for a node with room.",
         ),
         Panel(
             "Autoscaling",

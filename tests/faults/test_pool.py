@@ -5,32 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
 import pytest
 import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-from tests.pools import PROMPT, all_draft, ask_registry, is_even, scraped, shares
+from tests.pools import all_draft, ask_registry, is_even, load, scraped, shares
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
-from tests.traffic import Traffic
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-MAX_TOKENS = 300
 BACK_WITHIN_S = 300.0
 """A drafter that loads its model anew, while requests run on few cores."""
-
-
-@contextmanager
-def load(pool: Deployment) -> Iterator[None]:
-    """Streams to both targets, each answer checked."""
-    with ExitStack() as streams:
-        for _ in range(4):
-            streams.enter_context(Traffic(pool, PROMPT, MAX_TOKENS))
-        yield
 
 
 def test_each_target_has_a_drafter(pool: Deployment) -> None:

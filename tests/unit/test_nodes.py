@@ -91,7 +91,7 @@ def test_target_and_drafter_that_want_nodes_of_other_labels_are_apart() -> None:
     [
         (({"zone": "a"}, {}), [node(8)], r"target\.node_labels: no node of the cluster has zone=a; correct it"),
         (({}, {"zone": "a"}), [node(8)], r"drafter\.node_labels: no node of the cluster has zone=a"),
-        (({"zone": "a"}, {}), [node(8), node(1, zone="a")], r"2 GPUs and 3 CPUs there, with zone=a, which no node"),
+        (({"zone": "a"}, {}), [node(8), node(1, zone="a")], r"2 GPUs and 3 CPUs with zone=a there, which no node"),
         (({"zone": "a"}, {}), [node(8, zone="b")], r"target\.node_labels: no node of the cluster has zone=a"),
     ],
 )

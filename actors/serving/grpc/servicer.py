@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import grpc
@@ -65,6 +65,7 @@ from outrider.actors.serving.grpc.validation import (
 from outrider.actors.serving.running import RunningRequests, retried
 from outrider.actors.serving.scaling_board import Teller
 from outrider.actors.serving.shared_poll import SharedPoll
+from outrider.actors.serving.waiting import WaitingRoom
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.lora_config import LoraConfig
 from outrider.v1 import generation_pb2 as pb
@@ -249,13 +250,14 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         is_stopping: Callable[[], bool] = bool,
         autoscaled: bool = False,
         lora: LoraConfig | None = None,
+        waiting: WaitingRoom | None = None,
     ) -> None:
         """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
         targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
         None: the defaults. keys_file: whose keys calls need; None: none. isolates_tenants: caches are a key's own.
         is_stopping: whether Serve takes this replica down. autoscaled: what was refused is to be told, on the event
-        loop that this is made on. lora: the target's adapters.
+        loop that this is made on. lora: the target's adapters. waiting: for whom no node has room; None: not known.
 
         Raises ConfigError for a file of keys that cannot be used."""
         DRAIN.watch(is_stopping)
@@ -281,6 +283,10 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         self._isolates_tenants = isolates_tenants
         self._started_unix_s = time.time()
         self._telling = asyncio.get_running_loop().create_task(_teller().run()) if autoscaled else None
+        self._waiting, self._looking = waiting, None
+        if waiting is not None:
+            METRICS.waiting = waiting.by_deployment
+            self._looking = asyncio.get_running_loop().create_task(waiting.run())
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         request_id = _request_id(request)
@@ -409,9 +415,16 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerStatusResponse:
         with answering(grpc_context, "GetServerStatus"):
-            status = await self._status_poll()
+            waiting = [] if self._waiting is None else self._waiting.now()
+            try:
+                status = await self._status_poll()
+            except (ConnectionError, DeploymentUnavailableError):
+                if not waiting:
+                    raise
+                status = {}  # nobody can answer, and this says why
             response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
             response.model = self._served.name
+            response.waiting.extend(pb.Waiting(**asdict(each)) for each in waiting)
             grpc_context.set_trailing_metadata(self._capacity_metadata)
             return response
 

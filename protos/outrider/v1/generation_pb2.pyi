@@ -494,7 +494,7 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerStatusResponse(_message.Message):
-    __slots__ = ("model", "methods", "speculation_up", "num_speculative_tokens", "link", "rounds", "target", "drafter", "adapters")
+    __slots__ = ("model", "methods", "speculation_up", "num_speculative_tokens", "link", "rounds", "target", "drafter", "adapters", "waiting")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_UP_FIELD_NUMBER: _ClassVar[int]
@@ -504,6 +504,7 @@ class GetServerStatusResponse(_message.Message):
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     model: str
     methods: _containers.RepeatedScalarFieldContainer[str]
     speculation_up: bool
@@ -513,7 +514,20 @@ class GetServerStatusResponse(_message.Message):
     target: EngineStatus
     drafter: EngineStatus
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., speculation_up: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., rounds: _Optional[_Union[RoundStatistics, _Mapping]] = ..., target: _Optional[_Union[EngineStatus, _Mapping]] = ..., drafter: _Optional[_Union[EngineStatus, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
+    def __init__(self, model: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., speculation_up: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., rounds: _Optional[_Union[RoundStatistics, _Mapping]] = ..., target: _Optional[_Union[EngineStatus, _Mapping]] = ..., drafter: _Optional[_Union[EngineStatus, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("deployment", "replica", "needs", "seconds")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    replica: str
+    needs: str
+    seconds: float
+    def __init__(self, deployment: _Optional[str] = ..., replica: _Optional[str] = ..., needs: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
     __slots__ = ("state", "epoch", "reconnects", "drafter", "rtt_us", "last_error")

@@ -1,0 +1,252 @@
+"""Nodes of a cluster are removed and drained under load: two targets and a pool of two drafters, on a node each.
+
+Nodes are raylets of one machine, the head without processors. Each test leaves a cluster of two targets behind.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2, gcs_pb2
+
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT
+from outrider.actors.serve_seam.options import proxy_options
+from outrider.cluster.config import parse_config
+from outrider.cluster.placement import NAMESPACE, available_cores
+from outrider.deploy.app import build_app, plan_replica
+from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.ports import pick_free_port
+from tests.pools import all_draft, ask_registry, is_even, load, scrape, shares
+from tests.reference import Reference
+from tests.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+
+STREAMS, MAX_TOKENS = 8, 400
+LOADED_WITHIN_S = 300.0
+"""A replica that loads its model while requests run on few cores."""
+
+DRAINED_WITHIN_S = 600
+
+
+@dataclass
+class Nodes:
+    """An application on a cluster of its own, and the nodes that its parts are on."""
+
+    cluster: Cluster
+    app: Deployment
+    waited: tuple[list[str], str]
+    """While there was no node but the head: the deployments of what waited, by the status, and a scrape."""
+
+    def add(self, role: str) -> str:
+        """One that has room for a target, or for a drafter. Returns its id."""
+        return str(self.cluster.add_node(num_cpus=2, labels={"role": role}).node_id)
+
+    def of(self, deployment: str) -> dict[str, str]:
+        """By replica: the node that it is on."""
+        table = ray._private.state.state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
+        actors = [gcs_pb2.ActorTableData.FromString(data) for data in table]
+        return {a.name.split("#")[2]: a.address.node_id.hex() for a in actors if f"#{deployment}#" in a.name}
+
+    def a_target(self) -> tuple[str, str]:
+        """And its node, where the front door is not: losing that is another matter."""
+        fronts = set(self.of("Ingress").values())
+        return next((replica, node) for replica, node in self.of("Target").items() if node not in fronts)
+
+    def remove(self, node_id: str) -> None:
+        """As a machine goes whose power is cut."""
+        (node,) = [node for node in self.cluster.worker_nodes if node.node_id == node_id]
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def drain(self, node_id: str) -> None:
+        """As an autoscaler announces that a node goes, and when."""
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + DRAINED_WITHIN_S) * 1000)
+        accepted, why_not = ray._raylet.GcsClient(address=self.cluster.address).drain_node(
+            node_id, reason, "a test", deadline_ms
+        )
+        assert accepted, why_not
+
+    def wait_for_targets(self) -> None:
+        wait_until(self.app.all_replicas_are_known, LOADED_WITHIN_S, "both targets", every_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def nodes(models: Models) -> Iterator[Nodes]:
+    cores = available_cores()
+    pinned = [[[cores[number % len(cores)]]] for number in range(2)]
+    config = parse_config(
+        {
+            "target": engine(models.target, max_num_seqs=4, cores=pinned[0], node_labels={"role": "target"}),
+            "drafter": {
+                "method": "draft_model",
+                **engine(models.drafter, cores=pinned[1], node_labels={"role": "drafter"}),
+                "placement": "pool",
+                "num_drafters": 2,
+            },
+            "speculation": {"num_speculative_tokens": 8, "adaptive": False},
+            "link": {"link_deadline_ms": 10_000},
+            "serving": {
+                "num_replicas": 2,
+                "grpc_port": pick_free_port(),
+                "http_port": pick_free_port(),
+                "nodes_may_come": True,
+            },
+        }
+    )
+    os.environ.update(PROXY_ENVIRONMENT)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
+        serve.start(proxy_location="HeadOnly", **proxy_options(config.serving))
+        plan = plan_replica(config)
+        built = serve.RunTarget(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
+        serve.run_many([built], wait_for_applications_running=False)
+        app = _deployment(config, plan, models)
+        wait_until(lambda: len(_waiting(app)) == 4, LOADED_WITHIN_S, "a status of what waits", every_s=0.5)
+        waited = _waiting(app)
+        there = Nodes(cluster, app, (waited, scrape(app)))
+        for role in ("target", "target", "drafter", "drafter"):
+            there.add(role)
+        there.wait_for_targets()
+        yield there
+        there.app.client.close()
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _deployment(config: Any, plan: Any, models: Models) -> Deployment:
+    address = f"127.0.0.1:{config.serving.grpc_port}"
+    references = Reference(Path(config.target.model)), Reference(Path(config.drafter.model))
+    url = f"http://127.0.0.1:{config.serving.http_port}"
+    return Deployment("nodes", config, plan, address, OutriderClient(address), *references, url, models, Reference)
+
+
+def _waiting(app: Deployment) -> list[str]:
+    """The deployments of what waits for room, of a server of which nothing else may run."""
+    with suppress(OutriderError):
+        return sorted(each.deployment for each in app.status().waiting)
+    return []
+
+
+def test_nodes_that_come_are_used_by_their_labels(nodes: Nodes) -> None:
+    """The application was sent to the head alone, and said what it waited for."""
+    waiting, metrics = nodes.waited
+    assert waiting == ["DrafterPool"] * 2 + ["Target"] * 2
+    for deployment in ("Target", "DrafterPool"):
+        assert f'outrider:replicas_waiting{{deployment="{deployment}"}} 2' in metrics
+    wait_until(lambda: not nodes.app.status().waiting, HANG_GUARD_S, "word that nothing waits any more", every_s=0.5)
+    labels = {node["NodeID"]: node["Labels"].get("role") for node in ray.nodes()}
+    for deployment, role in (("Target", "target"), ("DrafterPool", "drafter")):
+        found = nodes.of(deployment)
+        assert len(set(found.values())) == 2, "one each"
+        assert {labels[node] for node in found.values()} == {role}
+    wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each")
+    all_draft(nodes.app)
+
+
+def test_the_node_of_a_pools_drafter_goes_and_another_drafts_on(nodes: Nodes) -> None:
+    wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each")
+    lost, (bereft,) = next(iter(ask_registry(nodes.app, "drafters").items()))
+    epoch = ask_registry(nodes.app, "links")[bereft].epoch
+    with load(nodes.app):
+        nodes.remove(nodes.of("DrafterPool")[lost.split(":")[1]])
+
+        def has_another() -> bool:
+            with suppress(ValueError, KeyError, ray.exceptions.RayError):  # the registry may have been there
+                link = ask_registry(nodes.app, "links")[bereft]
+                return bool(link.state == "up" and link.epoch > epoch)
+            return False
+
+        gone = time.monotonic()
+        wait_until(has_another, HANG_GUARD_S, "a link in place of the lost one")
+        print(f"linked to another drafter {time.monotonic() - gone:.1f} s after the node")
+        wait_until(lambda: shares(nodes.app) == [2], HANG_GUARD_S, "the other drafts for both")
+    all_draft(nodes.app)
+
+
+def test_a_drained_node_s_replica_has_one_elsewhere_first_and_ends_no_answer(nodes: Nodes) -> None:
+    old, drained = nodes.a_target()
+    spare = nodes.add("target")
+    with load(nodes.app):
+        nodes.drain(drained)
+        announced = time.monotonic()
+
+        def counts() -> bool:
+            running = nodes.of("Target")
+            if old in running:
+                return False
+            assert spare in running.values(), "the old one left before there was another"
+            return True
+
+        wait_until(counts, LOADED_WITHIN_S, "the old replica's end")
+        print(f"moved to another node {time.monotonic() - announced:.1f} s after it was announced")
+        nodes.wait_for_targets()
+    assert drained not in nodes.of("Target").values()
+    nodes.remove(drained)
+
+
+@dataclass
+class Stream:
+    """A request in a thread of its own, and how it went."""
+
+    prompt: list[int]
+    tokens: list[int]
+    error: OutriderError | None = None
+
+    def run(self, client: OutriderClient) -> None:
+        try:
+            with client.stream(self.prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True) as messages:
+                for message in messages:
+                    self.tokens += message.token_ids
+        except OutriderError as error:
+            self.error = error
+
+
+def test_the_node_of_a_replica_goes_and_its_requests_are_told(nodes: Nodes) -> None:
+    lost, node = nodes.a_target()
+    prompts = [[(number * 11 + position * 5) % 250 for position in range(40)] for number in range(STREAMS)]
+    streams = [Stream(prompt, []) for prompt in prompts]
+    threads = [threading.Thread(target=each.run, args=(nodes.app.client,), daemon=True) for each in streams]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: all(each.tokens for each in streams), HANG_GUARD_S, "all of them under way")
+    nodes.remove(node)
+    gone = time.monotonic()
+    for thread in threads:
+        thread.join(HANG_GUARD_S)
+    assert not any(thread.is_alive() for thread in threads), "a request hangs"
+    told = [each for each in streams if each.error is not None]
+    print(f"{len(told)} of {STREAMS} were lost, all over {time.monotonic() - gone:.1f} s after the node")
+    assert told, "nothing ran on the node that went"
+    assert len(told) < STREAMS, "the other node's went on"
+    for each in told:
+        assert each.error is not None
+        assert each.error.code == grpc.StatusCode.UNAVAILABLE, each.error
+    for number, each in enumerate(streams):
+        tokens = each.tokens
+        if each.error is not None:
+            again = nodes.app.client.generate(each.prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+            tokens = list(again.token_ids)
+            assert lost not in nodes.of("Target")
+        assert len(tokens) == MAX_TOKENS
+        nodes.app.reference.check(each.prompt, tokens, label=f"stream {number}")
+    (waiting,) = wait_until(lambda: nodes.app.status().waiting, HANG_GUARD_S, "word of what waits", every_s=0.5)
+    assert waiting.deployment == "Target"
+    assert waiting.needs == "1 target rank on one node: 2 CPUs with role=target"
+    nodes.add("target")
+    nodes.wait_for_targets()
