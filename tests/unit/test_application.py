@@ -11,6 +11,9 @@ import pytest
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import app
 from outrider.deploy.app import TAKE_DOWN_S, build, build_app, plan_replica
+from outrider.deploy.processes import StopSignal
+from outrider.deploy.progress import Progress
+from outrider.deploy.server import Server
 
 DRAIN_S = 77.0
 
@@ -126,6 +129,13 @@ def test_a_replica_is_on_one_node_unless_none_holds_it_and_the_log_says_so(
     assert target.ray_actor_options["num_cpus"] == 1, "the rest of its bundle is the ranks'"
     assert target.placement_group_bundle_label_selector is None
     assert ("PACK, not STRICT_PACK" in caplog.text) == (strategy == "PACK")
+
+
+def test_a_cluster_of_its_own_gets_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = parse_config({"target": {"model": "t"}, "serving": {"nodes_may_come": True}})
+    with pytest.raises(ConfigError, match=r"serving\.nodes_may_come: .* name one in RAY_ADDRESS"):
+        Server(config, StopSignal(), Progress()).start()
 
 
 def test_labels_reach_serve_by_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
