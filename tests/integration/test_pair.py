@@ -181,7 +181,7 @@ def test_stop_token_ids_inside_a_block_end_the_answer_at_that_token(pair, greedy
     assert (answer.finish_reason, answer.stop_reason) == (pb.FINISH_REASON_STOP, str(stop))
 
 
-def test_every_actor_is_a_process_of_its_own_on_its_own_bundle(pair):
+def test_every_actor_is_a_process_of_its_own_on_the_bundle_planned_for_it(pair):
     actors = pair.actors()
     assert {"Ingress", "Target", "Verifier", "Drafter"} <= actors.keys()
     pids = [actors[name].pid for name in ("Ingress", "Target", "Verifier", "Drafter")]
