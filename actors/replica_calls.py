@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.modes import check_exact_under_grammar
@@ -80,6 +80,9 @@ class GenerationRequest(_MayHaveDeadline):
     adapter: str | None = None
     """That the target answers it with, by its name; None: with none."""
 
+    in_one_piece: bool = False
+    """Its answers are told when all of them have ended, and not by rounds."""
+
     @property
     def num_answers(self) -> int:
         """n: each answer ends with a finish_reason of its own."""
@@ -89,6 +92,16 @@ class GenerationRequest(_MayHaveDeadline):
     def max_tokens(self) -> int | None:
         """Of one answer; None: what max_model_len leaves."""
         return self.sampling.get("max_tokens")
+
+    @property
+    def logprobs(self) -> int | None:
+        """Likeliest tokens asked for with each of an answer; None: no log-probabilities."""
+        return self.sampling.get("logprobs")
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Likewise of the prompt."""
+        return self.sampling.get("prompt_logprobs")
 
     @property
     def prompt_tokens(self) -> int:
@@ -220,16 +233,15 @@ class RequestTiming:
     """From its arrival in the replica to its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """logprob: natural logarithm of the model's own probability, before every sampling parameter."""
+class TokenLogprob(NamedTuple):
+    """logprob: natural logarithm of the model's own probability, before every sampling parameter. A tuple, like the
+    next: thousands of them come at once, and a dataclass takes fifty times as long to pickle."""
 
     token_id: int
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position of a prompt or an answer."""
 
     token_id: int
@@ -293,7 +305,7 @@ class OpenAIRequest(_MayHaveDeadline):
     def num_answers(self) -> int:
         """Prompts times n."""
         n = self.body.get("n")
-        return len(self._prompts()) * (n if isinstance(n, int) and n > 0 else 1)
+        return len(self.prompts()) * (n if isinstance(n, int) and n > 0 else 1)
 
     @property
     def max_tokens(self) -> int | None:
@@ -304,25 +316,71 @@ class OpenAIRequest(_MayHaveDeadline):
         return asked if isinstance(asked, int) and asked > 0 else None
 
     @property
+    def logprobs(self) -> int | None:
+        """Likeliest tokens asked for with each of an answer; None: no log-probabilities."""
+        if self.endpoint == "completions":
+            return _number(self.body.get("logprobs"))
+        if self.endpoint == "chat" and not self.body.get("logprobs"):
+            return None
+        if self.endpoint == "responses" and not self.body.get("top_logprobs"):
+            return None
+        return _number(self.body.get("top_logprobs")) or 0
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Likewise of the prompt, which vLLM echoes with as many as are asked for of the answer."""
+        asked = _number(self.body.get("prompt_logprobs"))
+        if asked is not None or not self.body.get("echo"):
+            return asked
+        return self.logprobs if self.endpoint == "completions" else _number(self.body.get("top_logprobs")) or 0
+
+    @property
     def prompt_tokens(self) -> int:
-        """Estimated, but for prompts of token ids."""
+        """Of all prompts, with the tools and documents that a template puts beside them. Estimated, but for prompts of
+        token ids."""
+        beside = sum(num_chars(self.body.get(name), keys=True) for name in BESIDE_MESSAGES)
         if self.endpoint == "chat":
             messages = self.body.get("messages")
             contents = [each.get("content") for each in messages or () if isinstance(each, dict)]
-            return sum(_text_length(content) for content in contents) // BYTES_PER_TOKEN
+            return (beside + sum(_text_length(content) for content in contents)) // BYTES_PER_TOKEN
         if self.endpoint == "responses":
-            return sum(len(content) for _, content in spoken_in_response(self.body)) // BYTES_PER_TOKEN
+            said = sum(len(content) for _, content in spoken_in_response(self.body))
+            return (beside + said) // BYTES_PER_TOKEN
         return sum(
             len(prompt) if isinstance(prompt, list) else _text_length(prompt) // BYTES_PER_TOKEN
-            for prompt in self._prompts()
+            for prompt in self.prompts()
         )
 
-    def _prompts(self) -> list[Any]:
+    def prompts(self) -> list[Any]:
         """A completion's; one, of whatever is none."""
         prompt = self.body.get("prompt")
         if self.endpoint != "completions" or not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
             return [prompt]
         return prompt
+
+
+BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")
+"""Fields of a chat or response whose texts its template may use."""
+
+
+def num_chars(value: Any, *, keys: bool = False) -> int:
+    """Of all texts in a value of JSON. keys: of its objects' keys too."""
+    chars, left = 0, [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, str):
+            chars += len(found)
+        elif isinstance(found, dict):
+            chars += sum(map(len, found)) if keys else 0
+            left.extend(found.values())
+        elif isinstance(found, list):
+            left.extend(found)
+    return chars
+
+
+def _number(value: Any) -> int | None:
+    """None for what is none: the door lets no other number pass."""
+    return max(0, value) if isinstance(value, int) else None
 
 
 def spoken(content: Any) -> str:

@@ -75,14 +75,21 @@ class LimitsConfig(Section):
     """Longest HTTP body and longest gRPC message, decompressed, in bytes."""
 
     max_request_values: int = Field(1 << 18, ge=1024)
-    """Most values in one request: members of lists and objects, token ids. Bounds what a small body makes of memory."""
+    """Most values in one request: members of lists and objects, token ids; a text, a list or an object counts as
+    eight. Bounds what a small body makes of memory, and the time that reading it takes."""
 
     max_sequences: int = Field(1024, ge=1)
     """Answers that an ingress has running and waiting at once: each of a request's ``n`` and of its prompts counts.
     A request beyond it is refused like one that finds the queue full, unless it is the only one."""
 
     max_tokens_in_flight: int = Field(8 << 20, ge=1)
-    """Likewise, in tokens: of prompts (text is estimated) and the longest answers that were asked for."""
+    """Likewise, in tokens: of prompts (text is estimated) and the longest answers that were asked for. A token counts
+    once more for each of the likeliest ones that ``logprobs`` or ``prompt_logprobs`` ask for with it."""
+
+    max_logprobs: int = Field(1 << 15, ge=1 << 13)
+    """Log-probabilities of one request that come at once: of a prompt's tokens, and of answers that are not streamed.
+    Each token has its own and those of the likeliest ones asked for. They are put together while all other answers of
+    the replica wait, in 10 to 25 µs each."""
 
     default_max_tokens: int | None = Field(None, ge=1)
     """Longest answer of a generation whose caller sets no max_tokens. None: what max_model_len leaves."""
@@ -108,6 +115,10 @@ class LimitsConfig(Section):
     max_tokenize_chars: int = Field(1 << 20, ge=1024)
     """Characters of one call to tokenise: a processor's second or so, and 150 MiB for a moment. Texts longer than
     max_model_len tokens can spell are refused besides."""
+
+    max_prompt_chars: int = Field(1 << 21, ge=1024)
+    """Characters of one generation's prompts together, roles, names, tools and documents among them: two seconds or so
+    for which other prompts wait to be tokenised."""
 
     max_detokenize_ids: int = Field(131072, ge=1)
     """Token ids of one call to detokenise."""

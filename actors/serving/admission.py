@@ -1,7 +1,8 @@
 """How much an ingress takes on: the answers and tokens that all of its requests together may come to.
 
 Requests are counted where they are queued (see outrider.actors.serving.gate, and Serve's own max_queued_requests); but
-one request may ask for 64 answers, or for a prompt as long as the model takes, and hold a place like any other. One
+one request may ask for 64 answers, for a prompt as long as the model takes, or for 21 log-probabilities of each of its
+tokens, and hold a place like any other. One
 key's requests leave room for other keys', here as in the proxies.
 """
 
@@ -13,12 +14,10 @@ from contextlib import contextmanager
 from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
+from outrider.actors.request_costs import tokens_in_flight
 from outrider.actors.serving.failures import CallFailure, Refusal, queue_full
 from outrider.actors.serving.shares import Shares
 from outrider.cluster.limits import LimitsConfig
-
-USUAL_ANSWER_TOKENS = 1024
-"""Counted for an answer whose length is not limited: hardly one is as long as the model could make it."""
 
 
 class KeyShareTaken(Refusal):
@@ -46,7 +45,7 @@ class Admission:
         """While it runs. key: the name of the one that it came with. A request that is alone is let in however large it
         is: it would never be otherwise. Raises BackPressureError, as Serve does for a full queue, and KeyShareTaken."""
         sequences = request.num_answers
-        tokens = request.prompt_tokens + sequences * (request.max_tokens or USUAL_ANSWER_TOKENS)
+        tokens = tokens_in_flight(request)
         most = self._limits
         too_many = self.sequences + sequences > most.max_sequences or self.tokens + tokens > most.max_tokens_in_flight
         if self.sequences and too_many:

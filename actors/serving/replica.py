@@ -339,6 +339,7 @@ class Target:
             self._config.serving.structured_output,
             self._config.target.lora,
             self._config.target.multimodal,
+            self._config.limits,
         )
 
     def _cores(self, side: str) -> list[list[int]] | None:

@@ -33,9 +33,11 @@ from outrider.actors.replica_calls import (
     Usage,
     shortened,
 )
+from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.round.origins import RoundLog, TakenRounds
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.vllm_seam.structured_outputs import checked, refusal_of
+from outrider.cluster.limits import LimitsConfig
 
 CONSTRAINT = "sampling.structured_outputs"
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
@@ -44,12 +46,21 @@ _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
 
 
 def sampling_params(
-    request: GenerationRequest, prompt_len: int, max_model_len: int, structured_output: Mode = "all"
+    request: GenerationRequest,
+    prompt_len: int,
+    max_model_len: int,
+    structured_output: Mode = "all",
+    limits: LimitsConfig | None = None,
 ) -> SamplingParams:
-    """vLLM's parameters, with our own in extra_args. structured_output: see ServingConfig. Raises RequestError for what
-    vLLM refuses, and for a constraint that is not served."""
+    """vLLM's parameters, with our own in extra_args. structured_output: see ServingConfig. limits None: the defaults.
+    Raises RequestError for what vLLM refuses, for a constraint that is not served, and for too many log-probabilities
+    of the prompt."""
     settings = dict(request.sampling)
+    limits, wanted = limits or LimitsConfig(), request.prompt_logprobs
+    check_prompt_logprobs("sampling.prompt_logprobs", prompt_len, wanted, limits, request.num_answers)
     room = max_model_len - prompt_len
+    if request.in_one_piece and request.logprobs is not None:
+        room = min(room, longest_in_one_piece(request.logprobs, limits, request.num_answers))
     settings.setdefault("max_tokens", room)
     if settings.get("min_tokens", 0) > settings["max_tokens"]:
         raise RequestError(

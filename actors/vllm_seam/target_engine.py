@@ -50,7 +50,7 @@ from outrider.actors.vllm_seam.pictures import take_pictures
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
 from outrider.actors.vllm_seam.work_meter import WorkMeter
-from outrider.cluster.config import LoraConfig, MultimodalConfig
+from outrider.cluster.config import LimitsConfig, LoraConfig, MultimodalConfig
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -151,7 +151,7 @@ class TargetEngine:
     """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
 
     chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. lora, multimodal: with which
-    vllm_config was made.
+    vllm_config was made. limits None: the defaults.
     """
 
     _steps: StepWatch | None = None
@@ -164,6 +164,7 @@ class TargetEngine:
         structured_output: Mode = "all",
         lora: LoraConfig | None = None,
         multimodal: MultimodalConfig | None = None,
+        limits: LimitsConfig | None = None,
     ) -> None:
         leans_on.REPLICA.check()
         take_pictures(multimodal)
@@ -176,6 +177,7 @@ class TargetEngine:
             self._llm.input_processor.speculative_config = None
         self._llm.input_processor.structured_outputs_config = None  # looked at by sampling_params and CheckedEngine
         self._structured_output: Mode = structured_output
+        self._limits = limits or LimitsConfig()
         self.adapters = Adapters(self._llm, self._llm.model_config.model, lora)
         if lora is not None:
             leave_out_lora_info(self._llm.logger_manager)
@@ -232,7 +234,7 @@ class TargetEngine:
             with self.adapters.using(adapter := self.adapters.find(request.adapter)):
                 async with asyncio.timeout(request.seconds_left()):
                     ids = await self._tokens.prompt_ids(request)
-                params = sampling_params(request, len(ids), self._max_model_len, self._structured_output)
+                params = sampling_params(request, len(ids), self._max_model_len, self._structured_output, self._limits)
                 async with aclosing(self._outputs(request, ids, params, adapter)) as outputs:
                     async for output in outputs:
                         yield output

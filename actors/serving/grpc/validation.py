@@ -16,6 +16,7 @@ from typing import Any
 
 from google.protobuf import struct_pb2
 
+from outrider.actors.grammars.bounds import MAX_CONSTRAINT_BYTES
 from outrider.actors.replica_calls import (
     RANGES,
     ChatMessage,
@@ -35,6 +36,12 @@ from outrider.actors.replica_calls import (
     check_verification_under_grammar,
     shown,
     unknown_adapter,
+)
+from outrider.actors.request_costs import (
+    MAX_MESSAGES,
+    check_in_one_piece,
+    check_listed_of_answers,
+    check_prompt_logprobs,
 )
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
@@ -124,7 +131,14 @@ def to_generation_request(
     """
     check_request_id(request_id)
     check_model(message, served)
+    _check_chars(message, served.limits)
     text, token_ids, chat = _prompt(message, served)
+    sampling = to_sampling(message.sampling, served.vocab_size, served.limits)
+    _check_costs(sampling, 0 if token_ids is None else len(token_ids), served.limits)
+    in_one_piece = isinstance(message, pb.GenerateRequest)
+    if in_one_piece:
+        max_tokens, wanted, n = sampling.get("max_tokens"), sampling.get("logprobs"), sampling.get("n", 1)
+        check_in_one_piece("sampling.logprobs", max_tokens, wanted, served.limits, n)
     enabled, num_speculative_tokens = _speculation(message.speculation, served)
     return GenerationRequest(
         request_id=request_id,
@@ -132,13 +146,14 @@ def to_generation_request(
         prompt_token_ids=token_ids,
         prompt_chat=chat,
         apply_chat_template=message.apply_chat_template,
-        sampling=to_sampling(message.sampling, served.vocab_size, served.limits),
+        sampling=sampling,
         speculation=enabled,
         num_speculative_tokens=num_speculative_tokens,
         verification=_verification(message),
         deadline=_deadline(message, served.limits, clock),
         cache_salt=_cache_salt(message),
         adapter=_adapter(message, served),
+        in_one_piece=in_one_piece,
     )
 
 
@@ -150,6 +165,26 @@ def check_model(message: _NamesModel, served: ServedModel) -> None:
         raise RequestError(
             "model", f"{shown(message.model)} is not served here", f"send {served.name!r} or leave it out"
         )
+
+
+def _check_chars(message: GenerationMessage, limits: LimitsConfig) -> None:
+    """Of all that a tokenizer or a template would read."""
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        check_chars("text", len(message.text), limits.max_prompt_chars)
+    elif kind == "chat":
+        check_list("chat.messages", message.chat.messages, MAX_MESSAGES)
+        chars = sum(len(said.role) + len(said.content) + len(said.name) for said in message.chat.messages)
+        check_chars("chat", chars + message.chat.chat_template_kwargs.ByteSize(), limits.max_prompt_chars)
+
+
+def _check_costs(sampling: dict[str, Any], num_token_ids: int, limits: LimitsConfig) -> None:
+    """num_token_ids: 0 for a text, whose tokens the target will know."""
+    answers = sampling.get("n", 1)
+    for name in ("logit_bias", "bad_words"):
+        check_listed_of_answers(f"sampling.{name}", len(sampling.get(name, ())), answers)
+    wanted = sampling.get("prompt_logprobs")
+    check_prompt_logprobs("sampling.prompt_logprobs", num_token_ids, wanted, limits, answers)
 
 
 def _prompt(
@@ -310,6 +345,9 @@ def _structured_outputs(constraint: pb.StructuredOutputs) -> dict[str, Any]:
 
 
 def _check_schema(field: str, schema: str) -> None:
+    """One that is too long is the target's to refuse, unread."""
+    if len(schema) > MAX_CONSTRAINT_BYTES:
+        return
     try:
         is_object = isinstance(json.loads(schema), dict)
     except ValueError as error:
@@ -392,6 +430,7 @@ def to_tokenize_request(message: pb.TokenizeRequest, limits: LimitsConfig) -> To
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError("prompt", "is missing", "send text or chat")
+    check_list("chat.messages", message.chat.messages, MAX_MESSAGES)
     chars = len(message.text) if kind == "text" else sum(len(said.content) for said in message.chat.messages)
     check_chars(kind, chars, limits.max_tokenize_chars)
     return TokenizeRequest(

@@ -72,6 +72,7 @@ _PATHS: dict[str, Endpoint] = {
 }
 
 MAX_TOKEN_TEXTS = 512
+MAX_PARSED_VALUES = 1 << 14
 
 _UNCACHED = {"cache-control": "no-store"}
 _Request = TypeVar("_Request", bound=Message)
@@ -349,12 +350,26 @@ def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: Token
 
 
 def to_message(body: dict[str, Any], message: _Request) -> _Request:
-    """Fill message in. Raises RequestError for fields it does not have and values that do not fit."""
+    """Fill message in. Raises RequestError for fields it does not have and values that do not fit, and for more than
+    MAX_PARSED_VALUES of them: protobuf's parser of JSON takes some microseconds for each, in which everybody waits."""
+    if (values := _num_values(body)) > MAX_PARSED_VALUES:
+        raise RequestError("body", f"holds {values} values", f"send at most {MAX_PARSED_VALUES}, or more over gRPC")
     try:
         json_format.ParseDict(body, message)
     except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:
         raise RequestError("body", " ".join(str(error).split()).rstrip("."), "change the request") from None
     return message
+
+
+def _num_values(body: dict[str, Any]) -> int:
+    """Members of objects and arrays, at any depth."""
+    count, left = 0, list[Any]([body])
+    while left:
+        inner = left.pop()
+        count += len(inner)
+        members = inner.values() if isinstance(inner, dict) else inner
+        left.extend(member for member in members if isinstance(member, (dict, list)))
+    return count
 
 
 def to_token_ids(body: dict[str, Any]) -> list[int]:

@@ -4,7 +4,7 @@ wrong is told in exceptions that they know the status of."""
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import ExitStack, aclosing, contextmanager
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -14,18 +14,21 @@ from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.grammars.bounds import FIX, Ending, Mode
 from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed
+from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_requests import traced_generate
 from outrider.actors.vllm_seam.structured_outputs import checked
+from outrider.cluster.limits import LimitsConfig
 
 CONSTRAINT = "structured_outputs"
 """As vLLM calls it. A client that wrote response_format, or tools, is told of that: see serving.py."""
@@ -68,11 +71,12 @@ class CheckedEngine:
         co_located: str | None = None,
         structured_output: Mode = "all",
         adapters: Adapters | None = None,
+        limits: LimitsConfig | None = None,
     ) -> None:
         """co_located: the method by which vLLM drafts in the engine itself; None where it does not. structured_output:
-        see ServingConfig. adapters: that requests' lora_request is of."""
+        see ServingConfig. adapters: that requests' lora_request is of. limits None: the defaults."""
         self._llm, self._co_located, self._structured_output = llm, co_located, structured_output
-        self._adapters = adapters
+        self._adapters, self._limits = adapters, limits or LimitsConfig()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -84,6 +88,8 @@ class CheckedEngine:
         not take."""
         check_for_ranks(sampling_params)
         check_constraint(sampling_params, self._structured_output)
+        check_logprobs(prompt, sampling_params, self._limits)
+        end_in_one_piece(sampling_params, self._limits)
         if self._co_located is not None:
             check_for_co_located(sampling_params, self._co_located)
         params, deadline = _with_time_left(sampling_params)
@@ -150,6 +156,22 @@ def check_constraint(params: SamplingParams, mode: Mode) -> None:
         checked(structured, CONSTRAINT, "all" if by_tools else mode)
     except RequestError as error:
         raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
+
+
+def check_logprobs(prompt: Any, params: SamplingParams, limits: LimitsConfig) -> None:
+    """prompt: as vLLM's renderer leaves it. Raises VLLMValidationError."""
+    ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else ()
+    try:
+        check_prompt_logprobs("prompt_logprobs", len(ids), params.prompt_logprobs, limits, params.n)
+    except RequestError as error:
+        raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
+
+
+def end_in_one_piece(params: SamplingParams, limits: LimitsConfig) -> None:
+    """One that has no max_tokens ends where its log-probabilities do; the door has looked at the others."""
+    if params.output_kind is RequestOutputKind.FINAL_ONLY and params.logprobs is not None:
+        most = longest_in_one_piece(params.logprobs, limits, params.n)
+        params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
 
 
 def check_for_co_located(params: SamplingParams, method: str) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from outrider.actors.observability.tracing import TRACE_HEADERS
 from outrider.actors.replica_calls import (
+    BESIDE_MESSAGES,
     GENERATING,
     RANGES,
     Deadline,
@@ -27,6 +29,14 @@ from outrider.actors.replica_calls import (
     check_seeds,
     check_timeout,
     check_verification_under_grammar,
+    num_chars,
+    pictures_in,
+)
+from outrider.actors.request_costs import (
+    check_conversation,
+    check_in_one_piece,
+    check_listed_of_answers,
+    check_prompt_logprobs,
 )
 from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Rules, held_against
 from outrider.actors.serving.openai.pictures import check_pictures
@@ -51,6 +61,21 @@ MAX_ANSWERS = 256
 """Prompts times n of one request: each is a sequence in the engine."""
 
 
+_PROMPTS = ("prompt", "instructions", *BESIDE_MESSAGES, "input", "messages")
+_NUMBERS = (
+    *RANGES,
+    "seed",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+)
+_FLAGS = ("stream", "echo")
+
+
 def to_openai_request(
     endpoint: Endpoint,
     body: Mapping[str, Any],
@@ -69,9 +94,7 @@ def to_openai_request(
     """
     limits = limits or LimitsConfig()
     _check_lists(body, limits)
-    if endpoint == "tokenize":
-        for name in ("prompt", "messages"):
-            check_chars(name, num_chars(body.get(name)), limits.max_tokenize_chars)
+    _check_chars(endpoint, body, limits)
     kept = held_against(BY_ENDPOINT[endpoint], body)
     kept = {name: value for name, value in kept.items() if value is not None}
     if endpoint == "responses":
@@ -79,14 +102,15 @@ def to_openai_request(
     check_pictures(endpoint, kept, None if endpoint == "tokenize" else multimodal)
     request_id = _request_id(kept, headers, request_id)
     speculation = kept.pop("speculation", {})
+    _check_numbers(kept)
     _check_ranges(kept)
     _check_answers(kept)
+    request = OpenAIRequest(endpoint, request_id, kept)
     if endpoint in GENERATING:
         _limit_tokens(endpoint, kept, limits)
-    return OpenAIRequest(
-        endpoint=endpoint,
-        request_id=request_id,
-        body=kept,
+        _check_costs(request, limits)
+    return replace(
+        request,
         round_options=_round_options(speculation, _is_structured(kept), num_speculative_tokens),
         trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
         deadline=_deadline(endpoint, headers, limits, clock),
@@ -95,6 +119,7 @@ def to_openai_request(
 
 def _check_lists(body: Mapping[str, Any], limits: LimitsConfig) -> None:
     """Before anything looks at what they hold, which whoever validates them does for every member."""
+    check_conversation("", body)
     for name, most, most_chars in (
         ("stop", limits.max_stop_strings, limits.max_stop_string_chars),
         ("bad_words", limits.max_bad_words, limits.max_bad_word_chars),
@@ -106,16 +131,49 @@ def _check_lists(body: Mapping[str, Any], limits: LimitsConfig) -> None:
             check_list(name, values, most, most_chars)
 
 
-def num_chars(value: Any) -> int:
-    """Of all texts in a value of JSON."""
-    chars, left = 0, [value]
-    while left:
-        found = left.pop()
-        if isinstance(found, str):
-            chars += len(found)
-        elif isinstance(found, (list, dict)):
-            left.extend(found.values() if isinstance(found, dict) else found)
-    return chars
+def _check_chars(endpoint: Endpoint, body: Mapping[str, Any], limits: LimitsConfig) -> None:
+    """Of all that a tokenizer or a template would read. Pictures have limits of their own."""
+    if endpoint == "tokenize":
+        for name in ("prompt", "messages"):
+            check_chars(name, num_chars(body.get(name)), limits.max_tokenize_chars)
+    if endpoint not in GENERATING:
+        return
+    total = 0
+    for name in _PROMPTS:
+        value = body.get(name)
+        total += num_chars(value, keys=name in BESIDE_MESSAGES)
+        for message in value if name in ("messages", "input") and isinstance(value, list) else ():
+            total -= sum(map(len, pictures_in(message.get("content")))) if isinstance(message, dict) else 0
+        check_chars(name, total, limits.max_prompt_chars)
+
+
+def _check_numbers(body: dict[str, Any]) -> None:
+    """What is bounded here is a number here, and not only to vLLM, which takes texts for numbers and for true and
+    false. A whole number with a point becomes one without."""
+    for name in _NUMBERS:
+        value = body.get(name)
+        if isinstance(value, float) and value.is_integer() and name not in RANGES.keys() - {"n"}:
+            body[name] = int(value)
+        elif value is not None and not isinstance(value, (int, float)):
+            raise RequestError(name, "is no number", "send a number, or leave it out")
+    for name in _FLAGS:
+        if isinstance(body.get(name), str):
+            raise RequestError(name, "is neither true nor false", "send one of them, or leave it out")
+
+
+def _check_costs(request: OpenAIRequest, limits: LimitsConfig) -> None:
+    """Prompts of text one by one are the target's to check, which knows their tokens."""
+    body, answers = request.body, request.num_answers
+    for name in ("logit_bias", "bad_words"):
+        if isinstance(values := body.get(name), (list, dict)):
+            check_listed_of_answers(name, len(values), answers)
+    prompts = request.prompts()
+    if len(prompts) > 1 or isinstance(prompts[0], list):
+        field = "logprobs" if body.get("prompt_logprobs") is None else "prompt_logprobs"
+        check_prompt_logprobs(field, request.prompt_tokens, request.prompt_logprobs, limits, answers // len(prompts))
+    if not body.get("stream"):
+        field = "logprobs" if request.endpoint == "completions" else "top_logprobs"
+        check_in_one_piece(field, request.max_tokens, request.logprobs, limits, answers)
 
 
 def _limit_tokens(endpoint: Endpoint, body: dict[str, Any], limits: LimitsConfig) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outrider.actors.replica_calls import RequestError, check_list, shown
+from outrider.actors.replica_calls import RequestError, shown
 from outrider.actors.serving.openai.fields import Rules, Works, held_against
 from outrider.actors.serving.openai.responses_fields import (
     INCLUDED,
@@ -21,9 +21,6 @@ from outrider.actors.serving.openai.responses_fields import (
 )
 
 LOGPROBS = INCLUDED[0]
-MAX_ITEMS = 4096
-"""Of ``input``: some are made into objects, in the process of the engine's front, where thousands take a moment."""
-
 _ROLES = ("user", "assistant", "system", "developer")
 _FORMATS = ("text", "json_object", "json_schema")
 _GONE_ON_WITH = ("in_progress", "incomplete")
@@ -78,8 +75,6 @@ def _check_include(body: Mapping[str, Any]) -> None:
 def _checked_input(given: Any) -> Any:
     if isinstance(given, str):
         return given
-    if isinstance(given, list):
-        check_list("input", given, MAX_ITEMS)
     items = _each(given, "input", _checked_item)
     if not items:
         raise RequestError("input", "is empty", "send a text, or at least one item")

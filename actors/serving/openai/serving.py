@@ -40,12 +40,12 @@ from outrider.actors.replica_calls import (
     ReplicaLost,
     RequestError,
     TokensUsed,
+    num_chars,
     shortened,
     shown,
 )
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
-from outrider.actors.serving.openai.door import num_chars
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.pictures import pictures
 from outrider.actors.serving.openai.responses import ID_PREFIX, ResponsesServing, as_validated, texts_of
@@ -77,7 +77,7 @@ class OpenAIServing:
         """adapters: that ``model`` may name. Raises ConfigError for a chat template or parser that cannot be had."""
         self._config, self._replica_id = config, replica_id
         co_located = config.co_located.method if config.co_located else None
-        engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output, adapters)
+        engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output, adapters, config.limits)
         template = configured_chat_template(config)
         self.parsers = answer_parsers(config, llm.model_config)
         parsers = _as_options(self.parsers)

@@ -11,7 +11,8 @@ import pytest
 from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, OpenAIRequest, RequestError
-from outrider.actors.serving.admission import USUAL_ANSWER_TOKENS, Admission
+from outrider.actors.request_costs import USUAL_ANSWER_TOKENS
+from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.grpc.validation import ServedModel, to_generation_request
 from outrider.actors.serving.openai.door import to_openai_request
 from outrider.actors.serving.shared_poll import APART_S, SharedPoll

@@ -150,7 +150,7 @@ def test_a_body_that_grows_when_it_is_decoded(bounded: Server, body: bytes) -> N
     assert answer.json()["error"]["message"].startswith("body: holds too many values; send at most 262144")
 
 
-@pytest.mark.parametrize("text", ['a, {b} [c] \\"d\\", ' * 300_000, ",\n" * 1_900_000], ids=["quotes", "escapes"])
+@pytest.mark.parametrize("text", ['a, {b} [c] \\"d\\", ' * 110_000, ",\n" * 1_000_000], ids=["quotes", "escapes"])
 def test_commas_in_a_text_are_no_values(bounded: Server, text: str) -> None:
     assert post(bounded, "/v1/completions", json.dumps({"prompt": text}).encode()).status_code == 200
 
@@ -158,13 +158,13 @@ def test_commas_in_a_text_are_no_values(bounded: Server, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
-        ("/v1/completions", "stop_token_ids", ["no id"] * 100_000),
-        ("/v1/completions", "stop", ["s"] * 200_000),
+        ("/v1/completions", "stop_token_ids", ["no id"] * 25_000),
+        ("/v1/completions", "stop", ["s"] * 25_000),
         ("/v1/completions", "stop", "s" * (6 * MIB)),
         ("/v1/completions", "bad_words", ["b" * (6 * MIB)]),
-        ("/v1/completions", "bad_words", ["b"] * 200_000),
-        ("/v1/responses", "stop_token_ids", ["no id"] * 100_000),
-        ("/v1/chat/completions", "logit_bias", {str(number): 1 for number in range(100_000)}),
+        ("/v1/completions", "bad_words", ["b"] * 25_000),
+        ("/v1/responses", "stop_token_ids", ["no id"] * 25_000),
+        ("/v1/chat/completions", "logit_bias", {str(number): 1 for number in range(25_000)}),
         ("/detokenize", "tokens", [1] * 200_000),
     ],
 )

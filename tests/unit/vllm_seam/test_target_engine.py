@@ -23,6 +23,7 @@ from outrider.actors.vllm_seam.engine_requests import sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine, leave_out_lora_info
 from outrider.actors.vllm_seam.work_meter import USUAL_ANSWER_TOKENS
+from outrider.cluster.limits import LimitsConfig
 from tests.unit.vllm_seam.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
 
@@ -49,6 +50,7 @@ def answers(llm: ScriptedLLM, asked: GenerationRequest, *adapters: str) -> list[
     engine = object.__new__(TargetEngine)
     engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
     engine._tokens, engine._structured_output = PromptTokenizer(None, VOCAB_SIZE, 10), "all"
+    engine._limits = LimitsConfig()
     engine._rounds, engine._load, engine._max_num_seqs = RoundLog(speculating=True), EngineLoad(), 4
     engine.adapters = Adapters(llm, "m", None)  # type: ignore[arg-type]
     engine.adapters.requests |= {name: LoRARequest(name, 1 + i, f"/{name}") for i, name in enumerate(adapters)}
@@ -132,7 +134,7 @@ def test_errors_of_vllm_are_the_clients_only_where_they_are(script: list[Any], e
 
 def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
     engine = object.__new__(TargetEngine)
-    engine._structured_output = "all"
+    engine._structured_output, engine._limits = "all", LimitsConfig()
     engine._llm = ScriptedLLM(output(delta(3)), output(delta(4, finish_reason="stop"), finished=True))  # type: ignore[assignment]
     engine._max_model_len, engine._vocab_size, engine._max_num_seqs = 10, VOCAB_SIZE, 4
     engine._tokens, engine._load = PromptTokenizer(None, VOCAB_SIZE, 10), EngineLoad()

@@ -40,7 +40,7 @@ def speculation(**fields: Any) -> pb.GenerateRequest:
 
 def test_a_bare_prompt_sets_nothing_else() -> None:
     assert translate(pb.GenerateRequest(text="hello")) == GenerationRequest(
-        request_id="r-1", prompt_text="hello", deadline=Deadline(4600.0)
+        request_id="r-1", prompt_text="hello", deadline=Deadline(4600.0), in_one_piece=True
     )
 
 
@@ -144,7 +144,7 @@ def test_speculation_can_be_switched_off_and_the_template_asked_for() -> None:
         ("sampling.structured_outputs.json", structured(json="")),
         ("sampling.structured_outputs.json", structured(json="{")),
         ("sampling.structured_outputs.json", structured(json="[1]")),
-        ("sampling.structured_outputs.json", structured(json="[" * 100_000)),
+        ("sampling.structured_outputs.json", structured(json="[" * 60_000)),
         ("sampling.structured_outputs.json_object", structured(json_object=False)),
         ("sampling.structured_outputs.grammar", structured(grammar=" \n")),
         ("sampling.structured_outputs.regex", structured(regex="a\0")),

@@ -141,8 +141,9 @@ def test_echo_of_several_answers_is_not_streamed():
     door({**CHAT, "echo": True, "stream": True, "n": 2})
 
 
-def test_types_are_left_to_vllm():
-    assert door({**CHAT, "temperature": "hot", "n": "many"}).body["temperature"] == "hot"
+def test_types_are_left_to_vllm_but_for_numbers_that_have_bounds_here():
+    assert door({**CHAT, "top_p": "hot"}).body["top_p"] == "hot"
+    assert refused({**CHAT, "n": "3"}).field == "n"
 
 
 def test_answers_of_one_request_are_limited():

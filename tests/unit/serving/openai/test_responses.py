@@ -183,7 +183,7 @@ async def test_an_answer_that_was_cut_is_incomplete(serving, llm, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "status", "param"),
     [
-        ({"temperature": "hot"}, 400, "temperature"),
+        ({"top_p": "hot"}, 400, "top_p"),
         ({"model": "other"}, 404, "model"),
         ({"logit_bias": {"a": 1}}, 400, "logit_bias"),
         ({"top_p": 0.0}, 400, "top_p"),

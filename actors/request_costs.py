@@ -1,0 +1,93 @@
+"""What a request costs beyond its tokens, and the bounds of what has one process busy while everybody waits for it.
+
+An event loop of the ingress or of a replica, or the engine's step, stands still for as long as one request's messages
+are looked at, its biases are gone through, or its log-probabilities are put together: so many of them are taken, and
+no more. Rules of every API; fields go by the API's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest, RequestError, check_list
+from outrider.cluster.limits import LimitsConfig
+
+USUAL_ANSWER_TOKENS = 1024
+"""Counted for an answer whose length is not limited: hardly one is as long as the model could make it."""
+
+MAX_MESSAGES = 4096
+"""Of a conversation, and items of OpenAI's ``input``: each is made into objects, some 10 µs in the ingress and 50 in a
+replica."""
+
+MAX_TOOLS = 512
+"""Likewise 100 µs each; OpenAI takes 128."""
+
+MAX_DOCUMENTS = 1024
+
+MAX_LISTED_OF_ALL_ANSWERS = 4096
+"""``logit_bias`` tokens, and bad words, times answers: the engine's step goes through them for every row, some µs
+each."""
+
+
+def tokens_in_flight(request: GenerationRequest | OpenAIRequest) -> int:
+    """What it counts for: its prompts' tokens and its answers' longest, each with the likeliest ones asked for."""
+    prompt = request.prompt_tokens * (1 + (request.prompt_logprobs or 0))
+    answer = (request.max_tokens or USUAL_ANSWER_TOKENS) * (1 + (request.logprobs or 0))
+    return prompt + request.num_answers * answer
+
+
+def check_prompt_logprobs(field: str, tokens: int, wanted: int | None, limits: LimitsConfig, answers: int = 1) -> None:
+    """Each of the answers gets those of all the prompt's tokens, in one piece. wanted: likeliest tokens; None: no
+    log-probabilities. Raises RequestError."""
+    if wanted is None:
+        return
+    each = (1 + max(0, wanted)) * answers
+    if tokens * each > limits.max_logprobs:
+        raise RequestError(
+            field,
+            f"{tokens * each} log-probabilities of a prompt of {tokens} tokens are too many at once",
+            f"ask for fewer, or send at most {limits.max_logprobs // each} tokens (limits.max_logprobs)",
+        )
+
+
+def longest_in_one_piece(wanted: int, limits: LimitsConfig, answers: int = 1) -> int:
+    """Tokens of each answer whose log-probabilities all come at its end."""
+    return max(1, limits.max_logprobs // ((1 + max(0, wanted)) * answers))
+
+
+def check_in_one_piece(
+    field: str, max_tokens: int | None, wanted: int | None, limits: LimitsConfig, answers: int = 1
+) -> None:
+    """field: that asks for log-probabilities. max_tokens None: the target ends the answer. Raises RequestError."""
+    if wanted is None or max_tokens is None:
+        return
+    if max_tokens > (most := longest_in_one_piece(wanted, limits, answers)):
+        raise RequestError(
+            field,
+            f"{max_tokens * (1 + max(0, wanted)) * answers} log-probabilities are too many at once",
+            f"stream the answer, ask for fewer, or for at most {most} tokens (limits.max_logprobs)",
+        )
+
+
+def check_listed_of_answers(field: str, listed: int, answers: int) -> None:
+    """listed: bad words, or tokens with a bias. Raises RequestError."""
+    if listed * answers > MAX_LISTED_OF_ALL_ANSWERS:
+        raise RequestError(
+            field,
+            f"{listed} are too many for {answers} answers",
+            f"send at most {MAX_LISTED_OF_ALL_ANSWERS // answers}, or ask for fewer answers",
+        )
+
+
+def check_conversation(path: str, body: Mapping[str, Any]) -> None:
+    """Lists of what a chat is made of, wherever they are fields of body. path: before their names. Raises
+    RequestError."""
+    for name, most in (
+        ("messages", MAX_MESSAGES),
+        ("input", MAX_MESSAGES),
+        ("tools", MAX_TOOLS),
+        ("documents", MAX_DOCUMENTS),
+    ):
+        if isinstance(values := body.get(name), list):
+            check_list(f"{path}{name}", values, most)
