@@ -84,6 +84,10 @@ class GenerationRequest(_MayHaveDeadline):
     """Its answers are told when all of them have ended, and not by rounds."""
 
     @property
+    def engine_id(self) -> str:
+        return scoped_id(self.caller, self.request_id)
+
+    @property
     def num_answers(self) -> int:
         """n: each answer ends with a finish_reason of its own."""
         return int(self.sampling.get("n", 1))
@@ -111,6 +115,20 @@ class GenerationRequest(_MayHaveDeadline):
         if self.prompt_chat is not None:
             return sum(len(message.content) for message in self.prompt_chat.messages) // BYTES_PER_TOKEN
         return len(self.prompt_text or "") // BYTES_PER_TOKEN
+
+
+def scoped_id(caller: int, request_id: str) -> str:
+    """What engines call a request: ids are each caller's own, so that none finds another's by its id, ends it, or has
+    it refused by taking that first. Clients cannot send the space. caller 0: nobody's, under the id itself."""
+    return f"{caller:x} {request_id}" if caller else request_id
+
+
+def unscoped(engine_id: str) -> str:
+    """The client's own part, with what vLLM puts before and after it."""
+    return _SCOPE.sub("", engine_id)
+
+
+_SCOPE = re.compile(r"[0-9a-f]{1,16} ")
 
 
 @dataclass(frozen=True)

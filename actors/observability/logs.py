@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from outrider.actors.replica_calls import unscoped
 from outrider.cluster.config import ServingConfig
 
 CONFIG_PATH_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
@@ -54,7 +55,7 @@ def about(request_id: str) -> Mapping[str, str]:
     the client's id. Empty where `note_request` has put an id on every line."""
     if _request_id.get() is not None:
         return {}
-    return {REQUEST_ID_KEY: _ENGINE_SUFFIX.sub("", request_id)}
+    return {REQUEST_ID_KEY: unscoped(_ENGINE_SUFFIX.sub("", request_id))}
 
 
 def note_request(request_id: str) -> None:

@@ -215,9 +215,9 @@ class Target:
         """Each token's own text; bytes that are no UTF-8 become U+FFFD. Raises RequestError."""
         return [await self._engine.detokenize((token_id,), False) for token_id in token_ids]
 
-    async def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str, caller: int | None = None) -> bool:
         """See TargetEngine.abort."""
-        return await self._engine.abort(request_id)
+        return await self._engine.abort(request_id, caller)
 
     async def load_adapter(self, name: str, path: str) -> str | None:
         """What is wrong; None: it is loaded."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.observability.metrics import METRICS
-from outrider.actors.replica_calls import GenerationRequest, ReplicaLost, RoundOutput, Usage
+from outrider.actors.replica_calls import GenerationRequest, ReplicaLost, RoundOutput, Usage, scoped_id
 from outrider.actors.serving.draining import DRAIN, Drain
 from outrider.actors.serving.failures import REPLICA_LOST, cause_of
 
@@ -100,7 +100,7 @@ class RunningRequest:
     """What has come of one request so far. Its outputs are read by one task."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        self._request = request
+        self.request = request
         self._reader: asyncio.Task[None] | None = None
         """The task that waits for the next output, while it does."""
 
@@ -115,7 +115,7 @@ class RunningRequest:
             return None
         self._reader = asyncio.current_task()
         try:
-            async with asyncio.timeout(self._request.seconds_left()):
+            async with asyncio.timeout(self.request.seconds_left()):
                 return await anext(outputs, None)
         except asyncio.CancelledError:
             if not self.aborted or self._reader is None or self._reader.uncancel():
@@ -153,25 +153,30 @@ class RunningRequest:
 
 
 class RunningRequests:
-    """By request id. Not thread-safe."""
+    """By what engines call them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._requests: dict[str, RunningRequest] = {}
 
     @contextmanager
     def hold(self, request: GenerationRequest) -> Iterator[RunningRequest]:
-        running = self._requests[request.request_id] = RunningRequest(request)
+        running = self._requests[request.engine_id] = RunningRequest(request)
         try:
             yield running
         finally:
-            del self._requests[request.request_id]
+            del self._requests[request.engine_id]
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+    def __contains__(self, request: GenerationRequest) -> bool:
+        """Whether its caller has one of the same id."""
+        return request.engine_id in self._requests
 
-    def abort(self, request_id: str) -> bool:
-        """Whether it is held here."""
-        if (running := self._requests.get(request_id)) is None:
-            return False
-        running.abort()
-        return True
+    def abort(self, request_id: str, caller: int | None = None) -> bool:
+        """That of caller, None: of whoever has one. Returns whether it is held here."""
+        if caller is None:
+            meant = [running for running in self._requests.values() if running.request.request_id == request_id]
+        else:
+            found = self._requests.get(scoped_id(caller, request_id))
+            meant = [] if found is None else [found]
+        for running in meant:
+            running.abort()
+        return bool(meant)

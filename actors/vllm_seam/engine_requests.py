@@ -31,7 +31,9 @@ from outrider.actors.replica_calls import (
     TokenLogprob,
     TokenLogprobs,
     Usage,
+    scoped_id,
     shortened,
+    unscoped,
 )
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.round.origins import RoundLog, TakenRounds
@@ -133,10 +135,13 @@ def _given_up(request: GenerationRequest, num_tokens: int, stop_reason: Any) -> 
     return RequestError(f"sampling.{limits[0]}", f"leaves no token to {where}", "send what a text can match")
 
 
-def is_of_request(engine_id: str, request_id: str) -> bool:
-    """Whether what the engine calls engine_id is, or is part of, the request that its caller calls request_id. vLLM's
-    serving classes call a chat ``chatcmpl-ID``, a response, whose answer is ``resp_ID``, ``resp_ID_0``, and prompt i of
-    a completion, whose answer is ``cmpl-ID``, ``cmpl-ID-i``."""
+def is_of_request(engine_id: str, request_id: str, caller: int | None = None) -> bool:
+    """Whether what the engine calls engine_id is, or is part of, the request that caller calls request_id; None:
+    whoever does. vLLM's serving classes call a chat ``chatcmpl-ID``, a response, whose answer is ``resp_ID``,
+    ``resp_ID_0``, and prompt i of a completion, whose answer is ``cmpl-ID``, ``cmpl-ID-i``."""
+    scope, _, engine_id = engine_id.rpartition(" ")
+    if caller is not None and scope != scoped_id(caller, "").rstrip():
+        return False
     if engine_id in (request_id, f"chatcmpl-{request_id}", f"resp_{request_id}_0"):
         return True
     if request_id.startswith("resp_") and engine_id == f"{request_id}_0":
@@ -158,7 +163,7 @@ def traced_generate(
 async def _traced(
     llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str], options: dict[str, Any]
 ) -> AsyncGenerator[Any, None]:
-    with tracing.target_span(request_id, trace_headers) as span:
+    with tracing.target_span(unscoped(request_id), trace_headers) as span:
         if span.is_recorded:
             extra = dict(params.extra_args or {})
             extra[EXTRA_ARGS_KEY] = {**extra.get(EXTRA_ARGS_KEY, {}), "trace_headers": span.headers}
@@ -196,7 +201,7 @@ def round_outputs(
             raise _given_up(request, num_tokens.get(completion.index, 0), completion.stop_reason)
         index = completion.index
         num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
-        taken = rounds.take(request.request_id, index, len(completion.token_ids))
+        taken = rounds.take(request.engine_id, index, len(completion.token_ids))
         round_output = _round_output(output, completion, request, num_tokens[index], prompt_logprobs, taken)
         if first and round_output.usage is None:
             round_output = replace(round_output, usage=_usage(output, num_tokens[index]))

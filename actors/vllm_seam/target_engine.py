@@ -227,9 +227,9 @@ class TargetEngine:
         Raises RequestError for what the model cannot serve, RequestIdInUse, TimeoutError when the request's deadline
         passes, SamplingFailed when no next token can be chosen, ConnectionError when the engine is gone.
         """
-        if self._rounds.watches(request.request_id):
+        if self._rounds.watches(request.engine_id):
             raise RequestIdInUse(request.request_id)
-        self._rounds.watch(request.request_id)
+        self._rounds.watch(request.engine_id)
         try:
             with self.adapters.using(adapter := self.adapters.find(request.adapter)):
                 async with asyncio.timeout(request.seconds_left()):
@@ -239,7 +239,7 @@ class TargetEngine:
                     async for output in outputs:
                         yield output
         finally:
-            self._rounds.forget(request.request_id)
+            self._rounds.forget(request.engine_id)
 
     async def _outputs(
         self, request: GenerationRequest, ids: list[int], params: SamplingParams, adapter: LoRARequest | None
@@ -252,7 +252,7 @@ class TargetEngine:
             self._llm,
             prompt,
             params,
-            request.request_id,
+            request.engine_id,
             request.trace_headers,
             reasoning_ended=True,
             lora_request=adapter,
@@ -280,11 +280,11 @@ class TargetEngine:
                 if output.finished:
                     return
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request, running or waiting, whoever asked for it: its last output says ``abort``. Returns whether it
-        was here. One of OpenAI's API goes by the id it came with and by that of its answer."""
+    async def abort(self, request_id: str, caller: int | None = None) -> bool:
+        """End a request, running or waiting, that caller asked for, None: whoever did. Its last output says ``abort``.
+        Returns whether it was here. One of OpenAI's API goes by the id it came with and by that of its answer."""
         known = self._llm.output_processor.external_req_ids
-        ids = [external for external, running in known.items() if running and is_of_request(external, request_id)]
+        ids = [each for each, running in known.items() if running and is_of_request(each, request_id, caller)]
         if not ids:
             return False
         await self._llm.abort(ids)

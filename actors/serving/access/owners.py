@@ -1,50 +1,11 @@
-"""Whose request is whose: a key ends its own requests and nobody else's, and, where the deployment says so, finds
-nothing of theirs in caches either."""
+"""Whose request is whose: a number for each key, under which its requests have ids of their own; and, where the
+deployment says so, a salt, so that a key finds nothing of others in caches."""
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from outrider.actors.serving.access.guard import Caller
-
-_NUMBER = re.compile(r"-[0-9]+$")
-"""Of a prompt in a request of several."""
-
-
-class Owners:
-    """Of the requests that an ingress holds, by id. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-
-    @contextmanager
-    def hold(self, request_id: str, caller: Caller | None) -> Iterator[None]:
-        """Around a request. An id that is taken stays whose it is: the second request is refused further on."""
-        if caller is None or request_id in self._names:
-            yield
-            return
-        self._names[request_id] = caller.key.name
-        try:
-            yield
-        finally:
-            del self._names[request_id]
-
-    def owns(self, request_id: str, name: str) -> bool | None:
-        """Whether the request is that key's; all that the id could mean, where it could mean several. None: there is
-        none here."""
-        asked = _spellings(request_id)
-        meant = {owner for held, owner in self._names.items() if not asked.isdisjoint(_spellings(held))}
-        return meant == {name} if meant else None
-
-
-def _spellings(request_id: str) -> set[str]:
-    """The id as its client chose it, where this may be what vLLM's serving classes make of one."""
-    completion = request_id.removeprefix("cmpl-")
-    spelt = {request_id, request_id.removeprefix("chatcmpl-"), request_id.removeprefix("resp_"), completion}
-    return spelt if completion == request_id else {*spelt, _NUMBER.sub("", completion)}
 
 
 def tenant_of(caller: Caller | None) -> int:

@@ -40,7 +40,7 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.serving.access.calls import let_in
 from outrider.actors.serving.access.guard import CALLER, key_of_caller
-from outrider.actors.serving.access.owners import Owners, cache_salt, may_learn_from, tenant_of
+from outrider.actors.serving.access.owners import cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.capacity import Capacity
@@ -231,7 +231,8 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
       no next token can be chosen, ConnectionError when its engine is gone;
     - ``status()``: GetServerStatusResponse as a nested dict with the proto's field names; model may be left out;
     - ``model_info()``, ``tokenize(TokenizeRequest)``, ``detokenize(ids, skip_special_tokens)``;
-    - ``abort(request_id)``: whether it had the request, and ``check_health()``, both by ``signed_reply``.
+    - ``abort(request_id, caller)``: whether it had the request of that caller (None: of anybody), and
+      ``check_health()``, both by ``signed_reply``.
     """
 
     def __init__(
@@ -279,7 +280,6 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         self._max_retries = max_retries
         self._capacity = capacity
         self._running = RunningRequests()
-        self._owners = Owners()
         self._isolates_tenants = isolates_tenants
         self._started_unix_s = time.time()
         self._telling = asyncio.get_running_loop().create_task(_teller().run()) if autoscaled else None
@@ -317,15 +317,16 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     async def AbortRequest(
         self, request: pb.AbortRequestRequest, grpc_context: RayServegRPCContext
     ) -> pb.AbortRequestResponse:
-        """Of a key's own requests. The target's own end comes first, as it counts what was done. What has not reached a
-        target, or sits at one that does not answer, is ended by the ingress that holds it."""
+        """Of a key's own requests, or of anybody's for a key that may do everything. The target's own end comes first,
+        as it counts what was done. What has not reached a target, or sits at one that does not answer, is ended by the
+        ingress that holds it."""
         with answering(grpc_context, "AbortRequest"):
             check_request_id(request.request_id)
-            if not await self._may_end(request.request_id):
-                return pb.AbortRequestResponse(aborted=False)  # as for an id that nobody has
+            asks = CALLER.get()
+            caller = None if asks is None or asks.is_admin else tenant_of(asks)
             heard = True
             for ask in (self._abort_at_targets, self._abort_at_ingresses):
-                aborted, all_heard = await ask(request.request_id)
+                aborted, all_heard = await ask(request.request_id, caller)
                 if aborted:
                     return pb.AbortRequestResponse(aborted=True)
                 heard = heard and all_heard
@@ -333,40 +334,25 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
                 raise ConnectionError("not every replica answered")
             return pb.AbortRequestResponse(aborted=False)
 
-    async def _may_end(self, request_id: str) -> bool:
-        """Whether the caller's key has asked for it, or no key is needed. Some ingress holds it, if anybody does."""
-        caller = CALLER.get()
-        if caller is None or caller.is_admin:
-            return True
-        name = caller.key.name
-        if (owned := self._owners.owns(request_id, name)) is not None:
-            return owned
-        replies = await self._broadcast(_this_deployment(), "owns", request_id, name, timeout_s=ABORT_TIMEOUT_S)
-        said = {reply.value for reply in replies if reply.value is not None}
-        return said == {True}
-
-    async def owns(self, request_id: str, key: str) -> bool | None:
-        """See Owners.owns; another ingress asks."""
-        return self._owners.owns(request_id, key)
-
-    async def _abort_at_targets(self, request_id: str) -> tuple[bool, bool]:
+    async def _abort_at_targets(self, request_id: str, caller: int | None) -> tuple[bool, bool]:
         """Whether one had the request, and whether all of them answered."""
         try:
-            replies = await self._broadcast(self._target, "abort", request_id, timeout_s=ABORT_TIMEOUT_S)
+            replies = await self._broadcast(self._target, "abort", request_id, caller, timeout_s=ABORT_TIMEOUT_S)
         except (DeploymentUnavailableError, ConnectionError):
             return False, False
         return any(reply.value for reply in replies), all(reply.ok for reply in replies)
 
-    async def _abort_at_ingresses(self, request_id: str) -> tuple[bool, bool]:
+    async def _abort_at_ingresses(self, request_id: str, caller: int | None) -> tuple[bool, bool]:
         """Likewise; this one first."""
-        if await self.abort_here(request_id):
+        if await self.abort_here(request_id, caller):
             return True, True
-        replies = await self._broadcast(_this_deployment(), "abort_here", request_id, timeout_s=ABORT_TIMEOUT_S)
+        asked = (request_id, caller)
+        replies = await self._broadcast(_this_deployment(), "abort_here", *asked, timeout_s=ABORT_TIMEOUT_S)
         return any(reply.value for reply in replies), all(reply.ok for reply in replies)
 
-    async def abort_here(self, request_id: str) -> bool:
-        """End a request that this ingress replica holds. Returns whether it does."""
-        return self._running.abort(request_id)
+    async def abort_here(self, request_id: str, caller: int | None) -> bool:
+        """End a request of caller's, None: of whoever's, that this ingress replica holds. Returns whether it does."""
+        return self._running.abort(request_id, caller)
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
         """See serve_seam.broadcast."""
@@ -448,7 +434,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         is what makes its engine abort the request. The deadline is watched here too, since a request may spend it
         waiting for a replica.
         """
-        if request.request_id in self._running:
+        if request in self._running:
             raise RequestIdInUse(request.request_id)
 
         def send(avoid: tuple[str, ...]) -> Any:
@@ -456,8 +442,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
 
         outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
         caller, prompt_counted = CALLER.get(), False
-        owned = self._owners.hold(request.request_id, caller)
-        with self._admission.hold(request, key_of_caller()), owned, self._running.hold(request) as running:
+        with self._admission.hold(request, key_of_caller()), self._running.hold(request) as running:
             async with aclosing(outputs):
                 while (output := await running.next(outputs)) is not None:
                     running.note(output)

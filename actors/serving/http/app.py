@@ -101,7 +101,6 @@ class Front(Ingress):
             None if self._capacity is None else partial(self._capacity.now, target),
             self._limits,
             self._admission,
-            self._owners,
             self._isolates_tenants,
             docs,
             has_adapters=self._lora is not None,

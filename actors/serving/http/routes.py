@@ -46,7 +46,7 @@ from outrider.actors.replica_calls import (
     TokensUsed,
 )
 from outrider.actors.serving.access.guard import CALLER, Caller, key_of_caller
-from outrider.actors.serving.access.owners import Owners, cache_salt, may_learn_from, tenant_of
+from outrider.actors.serving.access.owners import cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.draining import DRAIN, Draining
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
@@ -124,9 +124,6 @@ class HttpContext:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     admission: Admission = field(default_factory=lambda: Admission(LimitsConfig()))
     """The gRPC servicer's: both APIs are held together."""
-
-    owners: Owners = field(default_factory=Owners)
-    """Whose request is whose."""
 
     isolates_tenants: bool = False
     """Caches are a key's own."""
@@ -213,7 +210,7 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
         if (caller := tenant_of(CALLER.get())) != 0:
             learn = {} if may_learn_from(CALLER.get()) else {"learn": False}
             checked = replace(checked, round_options={**checked.round_options, "caller": caller, **learn})
-        return await ask(context.target, checked, context.max_retries, admission, context.owners)
+        return await ask(context.target, checked, context.max_retries, admission)
 
     return answer
 
@@ -248,16 +245,15 @@ async def ask(
     request: OpenAIRequest,
     max_retries: int,
     admission: Admission | None = None,
-    owners: Owners | None = None,
 ) -> Response:
     """The whole answer, or a response that goes on as it is sent.
 
     target: the Target deployment. max_retries: how often a request is sent again whose replica is lost before it has
-    begun to answer. admission: what it is counted in, for a generation. owners: of requests that can be aborted.
+    begun to answer. admission: what it is counted in, for a generation.
     Raises HttpError.
     """
     note_request(request.request_id)
-    parts = _counted(_parts(target, request, max_retries, admission), request, CALLER.get(), owners or Owners())
+    parts = _counted(_parts(target, request, max_retries, admission), CALLER.get())
     try:
         head = await anext(parts)
         assert isinstance(head, OpenAIHead)
@@ -271,18 +267,15 @@ async def ask(
 
 async def _counted(
     parts: AsyncGenerator[OpenAIHead | str | TokensUsed, None],
-    request: OpenAIRequest,
     caller: Caller | None,
-    owners: Owners,
 ) -> Parts:
     """parts without the tokens, which the caller is charged for."""
-    with owners.hold(request.request_id, caller):
-        async with aclosing(parts):
-            async for part in parts:
-                if not isinstance(part, TokensUsed):
-                    yield part
-                elif caller is not None:
-                    caller.used(part.prompt, part.completion)
+    async with aclosing(parts):
+        async for part in parts:
+            if not isinstance(part, TokensUsed):
+                yield part
+            elif caller is not None:
+                caller.used(part.prompt, part.completion)
 
 
 async def _parts(

@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.grammars.bounds import FIX, Ending, Mode
 from outrider.actors.grammars.refusals import REFUSALS
-from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed
+from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed, scoped_id
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.serving.co_located import check_co_located_params
@@ -92,6 +92,8 @@ class CheckedEngine:
         end_in_one_piece(sampling_params, self._limits)
         if self._co_located is not None:
             check_for_co_located(sampling_params, self._co_located)
+        caller = (sampling_params.extra_args or {}).get(EXTRA_ARGS_KEY, {}).get("caller", 0)
+        request_id = scoped_id(caller, request_id)
         params, deadline = _with_time_left(sampling_params)
         # vLLM's class for chats says where reasoning ends; that for responses leaves it to the engine, which reads the
         # prompt; a completion is one text, and its constraint holds for all of it.

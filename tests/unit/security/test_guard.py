@@ -26,7 +26,7 @@ from outrider.actors.serving.access.guard import (
     need_of_http,
 )
 from outrider.actors.serving.access.keys import Key, KeyRing, hash_of, new_secret
-from outrider.actors.serving.access.owners import Owners, cache_salt, tenant_of
+from outrider.actors.serving.access.owners import cache_salt, tenant_of
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 GENERATE = GRPC_CALLS["/outrider.v1.GenerationService/Generate"]
@@ -182,23 +182,6 @@ def test_a_flood_of_refusals_is_counted_in_full_and_logged_in_part(rig, caplog):
     rig.refused(None)
     assert caplog.records[-2].getMessage() == "refused: 30 more that are not told one by one"
     assert len(rig.refusals) == LINES_A_SECOND + 31
-
-
-def test_whose_a_request_is(rig):
-    ci, narrow = (rig.ask(rig.bearer(name)) for name in ("ci", "narrow"))
-    owners = Owners()
-    with owners.hold("r-1", ci), owners.hold("r-1", narrow), owners.hold("chatcmpl-r-2", narrow):
-        assert owners.owns("r-1", "ci")
-        assert owners.owns("chatcmpl-r-1", "ci")
-        assert owners.owns("resp_r-1", "ci")
-        assert owners.owns("cmpl-r-1-0", "ci")
-        assert owners.owns("r-1", "narrow") is False, "who came second under the same id is refused elsewhere"
-        assert owners.owns("r-2", "ci") is False
-        assert owners.owns("r-2", "narrow")
-        assert owners.owns("r-3", "ci") is None
-        with owners.hold("r-2", ci):  # which chatcmpl-r-2 could mean, too
-            assert owners.owns("chatcmpl-r-2", "narrow") is False
-    assert owners.owns("r-1", "ci") is None
 
 
 def test_no_key_can_make_anothers_salt(rig):

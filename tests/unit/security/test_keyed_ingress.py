@@ -145,6 +145,27 @@ async def test_a_request_is_ended_by_its_own_key_or_an_admin_wherever_they_ask(i
         assert messages[-1].finish_reason == pb.FINISH_REASON_ABORT
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+async def test_an_id_is_a_keys_own(ingresses, target, asked):
+    """Whoever takes another's id first has neither it refused nor found out that it is taken."""
+    requests = {name: await running(ingresses[0], name, "r-1") for name in ("alice", "bob")}
+    assert len({request.engine_id for request in target.asked}) == 2
+    assert {request.request_id for request in target.asked} == {"r-1"}
+    again = context("alice")
+    with pytest.raises(RuntimeError):
+        await asyncio.create_task(ingresses[0].Generate(pb.GenerateRequest(text="x", request_id="r-1"), again))
+    assert again.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert "'r-1'" in again.details().partition("\x1e")[0]
+    assert await abort(ingresses[asked], "bob", "r-1")
+    messages = await requests["bob"]
+    assert {message.request_id for message in messages} == {"r-1"}
+    assert messages[-1].finish_reason == pb.FINISH_REASON_ABORT
+    assert not await abort(ingresses[asked], "bob", "r-1")
+    assert not requests["alice"].done()
+    assert await abort(ingresses[asked], "root", "r-1")
+    await requests["alice"]
+
+
 async def test_tokens_are_counted_as_they_come_and_salts_are_a_keys_own(ingresses, target, counted):
     tasks = [await running(ingresses[0], name, f"r-{name}") for name in ("alice", "bob")]
     try:

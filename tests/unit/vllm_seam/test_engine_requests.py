@@ -22,6 +22,8 @@ from outrider.actors.replica_calls import (
     SamplingFailed,
     TokenLogprob,
     TokenLogprobs,
+    scoped_id,
+    unscoped,
 )
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
 from outrider.actors.round.request import EXTRA_ARGS_KEY
@@ -242,3 +244,11 @@ def test_a_verification_that_rank_0_would_raise_for_is_refused_before_it(verific
 )
 def test_which_requests_of_the_engine_a_callers_id_means(engine_id: str, request_id: str, same: bool) -> None:
     assert is_of_request(engine_id, request_id) is same
+    assert is_of_request(engine_id, request_id, 0) is same
+    of_a_key = scoped_id(0xA1, engine_id)
+    assert is_of_request(of_a_key, request_id) is is_of_request(of_a_key, request_id, 0xA1) is same
+    assert not is_of_request(of_a_key, request_id, 0xA2)
+    assert not is_of_request(of_a_key, request_id, 0)
+    assert not is_of_request(engine_id, request_id, 0xA1)
+    assert unscoped(of_a_key) == engine_id
+    assert unscoped(f"0_{of_a_key}") == f"0_{engine_id}", "as vLLM calls the first of several answers"

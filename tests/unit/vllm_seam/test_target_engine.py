@@ -146,6 +146,7 @@ def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
         assert (await anext(first)).load is None
         with pytest.raises(RequestIdInUse, match="r-1"):
             await anext(engine.generate(request()))
+        await anext(engine.generate(request(caller=7)))  # which is another one
         last = await anext(first)
         assert last.load is not None, "the answer's last output says how busy the replica is"
         assert last.load.max_num_seqs == 4

@@ -38,7 +38,7 @@ class Replicas:
 
 
 class EmptyTarget:
-    async def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str, caller: int | None) -> bool:
         return False
 
 

@@ -43,7 +43,7 @@ def run(script: list[RoundOutput], abort_after: int | None) -> tuple[list[RoundO
             return seen + running.aborted_outputs()
 
     seen = asyncio.run(read())
-    assert "r" not in running_requests
+    assert REQUEST not in running_requests
     assert not running_requests.abort("r")
     return seen, cancelled.is_set()
 

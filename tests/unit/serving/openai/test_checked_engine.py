@@ -12,6 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.replica_calls import Deadline, TokensUsed, unknown_adapter
+from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import TALLY, CheckedEngine, Tally
 
 
@@ -21,11 +22,12 @@ class Llm:
     name = "llm"
 
     def __init__(self, *script):
-        self._script, self.closed, self.params, self.options = script, False, [], []
+        self._script, self.closed, self.params, self.options, self.ids = script, False, [], [], []
 
     async def generate(self, prompt, params, request_id, **options):
         self.params.append(params)
         self.options.append(options)
+        self.ids.append(request_id)
         try:
             for step in self._script:
                 if isinstance(step, Exception):
@@ -48,6 +50,13 @@ def wrapped(cause):
     error = EngineGenerateError()
     error.__cause__ = cause
     return error
+
+
+async def test_an_engine_tells_callers_requests_of_the_same_id_apart():
+    llm = Llm("stop")
+    for caller in ({}, {"caller": 10}, {"caller": 11}):
+        await collect(generate(llm, extra_args={EXTRA_ARGS_KEY: caller}))
+    assert llm.ids == ["r", "a r", "b r"]
 
 
 async def test_tokens_are_added_up_for_whoever_asks():
