@@ -116,7 +116,7 @@ class Front(Ingress):
         if self._adapter_calls is not None:
             add_adapter_routes(app, self._adapter_calls, self._limits)
         if self._admin is not None:
-            move_to_admin_port(app, self._admin)
+            move_to_admin_port(app, self._admin, self._limits)
         return app
 
 

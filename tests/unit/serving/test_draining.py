@@ -18,6 +18,7 @@ from outrider.actors.serving.failures import failure_of
 from outrider.actors.serving.grpc.servicer import HealthCalls
 from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
 from outrider.actors.serving.shared_poll import SharedPoll
+from outrider.cluster.limits import LimitsConfig
 from outrider.deploy.ports import pick_free_port
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -161,7 +162,7 @@ async def test_metrics_and_status_move_to_a_port_of_their_own() -> None:
     for path in ("/metrics", "/outrider/v1/status", "/livez", "/readyz", "/v1/models"):
         app.add_api_route(path, lambda: "here")
     address = AdminAddress("127.0.0.1", pick_free_port())
-    move_to_admin_port(app, address)
+    move_to_admin_port(app, address, LimitsConfig())
     public = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://public")
     admin = httpx.AsyncClient(base_url=f"http://{address.host}:{address.port}", trust_env=False)
     async with app.router.lifespan_context(app), public, admin:
