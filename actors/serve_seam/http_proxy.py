@@ -46,10 +46,15 @@ def middlewares() -> list[Middleware]:
     ]
 
 
-class TimedProtocol(HttpToolsProtocol):
-    """A connection whose client must send a header in time, and read something in time of what waits for it; and which
-    is not one too many."""
+MOST_HEADER_BYTES = 64 << 10
+"""What of a header has come without its end. The parser itself would go on for as long as it comes."""
 
+
+class TimedProtocol(HttpToolsProtocol):
+    """A connection whose client must send a header in time, and of some length, and read something in time of what
+    waits for it; and which is not one too many."""
+
+    _header_bytes = 0
     _header: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
     _address: Address
@@ -71,6 +76,11 @@ class TimedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._is_idle() and self.timeout_keep_alive_task is None:  # it was alive, and began something
             self._await_header()
+        if self._header is not None:
+            self._header_bytes += len(data)
+            if self._header_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
+                self.transport.write(_HEADER_TOO_LONG)
+                self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -78,6 +88,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._forget_header()
+        self._header_bytes = 0
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
@@ -122,7 +133,17 @@ class TimedProtocol(HttpToolsProtocol):
 
 
 def _too_many_connections(limit: Limit) -> bytes:
-    headers = {"Retry-After": str(RETRY_AFTER_S), "connection": "close"}
-    answer = HttpFailure(503, sentence(limit), headers=headers).response()
+    return _answer("503 Service Unavailable", sentence(limit), {"Retry-After": str(RETRY_AFTER_S)})
+
+
+def _answer(status: str, message: str, headers: dict[str, str]) -> bytes:
+    """Before any application is there to give one. The connection is to be closed after it."""
+    failure = HttpFailure(int(status[:3]), message, headers={**headers, "connection": "close"})
+    answer = failure.response()
     fields = b"".join(name + b": " + value + b"\r\n" for name, value in answer.raw_headers)
-    return b"HTTP/1.1 503 Service Unavailable\r\n" + fields + b"\r\n" + bytes(answer.body)
+    return f"HTTP/1.1 {status}\r\n".encode() + fields + b"\r\n" + bytes(answer.body)
+
+
+_HEADER_TOO_LONG = _answer(
+    "431 Request Header Fields Too Large", f"the header is longer than {MOST_HEADER_BYTES} bytes", {}
+)

@@ -29,12 +29,12 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from outrider.v1 import generation_pb2 as pb
+from tests.bench.soak_wires import HUNG_UP, handshake, rapid_reset, reset_after_headers, trickle
 from tests.security.test_doors import BODIES, MESSAGES
 from tests.security.test_hostile_constraints import BOMBS, CORNER
 
 UNMEANT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 HELD = "held"
-HUNG_UP = "hung up"
 PATIENCE_S = 25.0
 MIB = 1 << 20
 SERVICE = "/outrider.v1.GenerationService/"
@@ -307,6 +307,15 @@ POLLS = "status pollers, Watch streams"
 SIZES = "compressed, long, many-valued"
 VALUES = "lists of wrong values"
 TOKENS = "tokenise bombs"
+VALID_TOKENS = "valid tokenise floods"
+HANDSHAKES = "handshake floods, resets"
+HEADERS = "header floods, WebSocket upgrades"
+TRICKLES = "chunked bodies that trickle"
+MANY_FIELDS = b"".join(b"x-%d: %s\r\n" % (number, b"y" * 100) for number in range(10_000))
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+    b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
 TOKENISED = b'{"prompt": "' + b"x" * (7 * MIB) + b'"}'
 
 FLOODS = "n = 64, no deadline, endless"
@@ -368,6 +377,17 @@ CREWS: dict[str, list[Attack]] = {
                lambda h: h.call("Detokenize", pb.DetokenizeRequest(token_ids=[65] * 130_000))),
         Attack("a million ids to detokenise", TOKENS, 8, 1,
                lambda h: h.call("Detokenize", pb.DetokenizeRequest(token_ids=[65] * 1_000_000))),
+        Attack("900 characters to tokenise, HTTP", VALID_TOKENS, 0.2, 10,
+               lambda h: h.ask("/tokenize", {"prompt": "x" * 900})),
+        Attack("900 characters to tokenise, gRPC", VALID_TOKENS, 0.2, 10,
+               lambda h: h.call("Tokenize", pb.TokenizeRequest(text="x" * 900))),
+        Attack("handshakes, and no more", HANDSHAKES, 0.1, 20, handshake),
+        Attack("resets after a header", HANDSHAKES, 0.2, 20, reset_after_headers),
+        Attack("streams opened and cancelled at once", HANDSHAKES, 1, 4, rapid_reset),
+        Attack("headers of a megabyte", HEADERS, 1, 4, lambda h: h.send(h.head()[:-2] + MANY_FIELDS)),
+        Attack("gRPC metadata of 64 KiB", HEADERS, 1, 4, lambda h: h.call("Generate", request(), "x" * (64 << 10))),
+        Attack("WebSocket upgrades", HEADERS, 0.5, 10, lambda h: h.send(UPGRADE)),
+        Attack("bodies that trickle", TRICKLES, 0.5, 40, trickle),
     ],
     "callers": [
         constraint(GRAMMARS, "grammar that is slow in a corner", 15, grammar=CORNER),
