@@ -31,7 +31,8 @@ from outrider.cluster.engine_args import RUN_HERE
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import available_cores, preload_libraries
 from outrider.deploy.app import plan_replica
-from outrider.deploy.models.check import check_models, read_vocabulary
+from outrider.deploy.models.check import check_models
+from outrider.deploy.models.identity import read_vocabulary
 from outrider.deploy.ports import settle_ports
 from outrider.deploy.processes import SHARED_MEMORY, mapped_shared_memory, shared_memory_entries
 from outrider.deploy.server import OBJECT_STORE_BYTES

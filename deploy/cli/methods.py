@@ -14,7 +14,8 @@ from pathlib import Path
 
 from outrider.cluster.config import ConfigError, OutriderConfig, TargetConfig
 from outrider.deploy.app import engine_on_gpu
-from outrider.deploy.models.check import read_model_json, read_vocabulary
+from outrider.deploy.models.check import read_model_json
+from outrider.deploy.models.identity import read_vocabulary
 from outrider.deploy.models.method_guide import LOAD_ADVICE, Advice, Build, Candidate, CheckpointKind, advise, kind_of
 from outrider.deploy.models.store import find_model, models_dir
 from outrider.deploy.preset import is_preset, resolve_config

@@ -19,6 +19,7 @@ from outrider.cluster.config import ConfigError, NgramConfig, SpeculationConfig,
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
+from outrider.deploy.models.identity import check_made_for
 from outrider.deploy.progress import Progress
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
     drafter: PreTrainedModel | None = None
     if isinstance(settings.drafter, Path):
         models.check_same_words(settings.target, settings.drafter)
+        check_made_for(settings.target, settings.drafter, every_tensor=True)
         drafter = draft_models.load(settings.drafter, settings.dtype, settings.device)
     target = draft_models.load(settings.target, settings.dtype, settings.device)
     found: dict[str, ByMode] = {}

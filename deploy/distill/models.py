@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning.draft_models import SUPPORTED, tensors_of
 from outrider.cluster.config import ConfigError, EngineConfig
-from outrider.deploy.models.check import check_vocabularies, read_model_json, read_vocabulary
+from outrider.deploy.models.check import check_vocabularies, read_model_json
+from outrider.deploy.models.identity import read_vocabulary
 from outrider.deploy.models.store import BY_HUB_ID, find_copy
 
 if TYPE_CHECKING:
@@ -111,20 +110,3 @@ def same_embeddings(target: Path, drafter: Path) -> bool:
     theirs = {name: tensor for name, tensor in tensors_of(target) if name in (EMBEDDING, HEAD)}
     ours = {name: tensor for name, tensor in tensors_of(drafter) if name in (EMBEDDING, HEAD)}
     return theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
-
-
-def weights_digest(checkpoint: Path) -> str:
-    """Of all tensors, by name: the same however they are spread over files."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name, tensor in tensors_of(checkpoint):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
-    return digest.hexdigest()
-
-
-def vocabulary_digest(checkpoint: Path) -> str:
-    """Of what each token id means; of nothing where the checkpoint has no tokenizer.json."""
-    vocabulary = read_vocabulary(str(checkpoint)) or {}
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()

@@ -26,8 +26,8 @@ from outrider.deploy.distill import models, stored
 from outrider.deploy.distill.checkpoint import Checkpoints
 from outrider.deploy.distill.plot import can_draw, draw_course
 from outrider.deploy.distill.prompts import PromptFile, read_prompts, tokens_of
-from outrider.deploy.distill.stored import Reference
 from outrider.deploy.distill.texts import Job, TextStore, held_out, plan, texts_of
+from outrider.deploy.models.identity import Reference
 from outrider.deploy.progress import Progress
 
 if TYPE_CHECKING:

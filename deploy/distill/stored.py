@@ -20,7 +20,8 @@ from outrider.actors.drafter.vocabulary import VOCABULARY_FILE
 from outrider.actors.learning.draft_models import tensors_of
 from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import whole_directory
-from outrider.deploy.distill.models import HEAD, vocabulary_digest, weights_digest
+from outrider.deploy.distill.models import HEAD
+from outrider.deploy.models.identity import DRAFTER_OF, Reference, shapes_digest
 from outrider.deploy.models.store import read_manifest, write_manifest
 
 if TYPE_CHECKING:
@@ -33,23 +34,6 @@ TOKENIZER_FILES = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """What an assembled drafter has from the target as it is."""
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Which checkpoint is meant, wherever it lies."""
-
-    name: str
-    weights_sha256: str
-    vocabulary_sha256: str
-
-    @staticmethod
-    def of(checkpoint: Path) -> Reference:
-        """Reads all of it."""
-        return Reference(checkpoint.name, weights_digest(checkpoint), vocabulary_digest(checkpoint))
-
-    def is_same(self, other: Reference) -> bool:
-        return (self.weights_sha256, self.vocabulary_sha256) == (other.weights_sha256, other.vocabulary_sha256)
 
 
 @dataclass(frozen=True)
@@ -135,7 +119,7 @@ def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, fo
     """
     from safetensors.torch import load_file, save_file
 
-    if out.exists() and "drafter_of" not in (read_manifest(out) or {}):
+    if out.exists() and DRAFTER_OF not in (read_manifest(out) or {}):
         raise ConfigError(f"--out: {out} is there and no assembled drafter; move it away, or choose another place")
     description = read(stored)
     found = found or Reference.of(target)
@@ -169,7 +153,8 @@ def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, fo
         for name in TOKENIZER_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, work / name)
-        write_manifest(work, {"drafter_of": asdict(description.target), "tensors_sha256": description.tensors_sha256})
+        made_for = {**asdict(description.target), "shapes_sha256": shapes_digest(target)}
+        write_manifest(work, {DRAFTER_OF: made_for, "tensors_sha256": description.tensors_sha256})
 
 
 def _check(what: str, wanted: Reference, found: Reference, checkpoint: Path, stored: Path) -> None:

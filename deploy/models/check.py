@@ -15,6 +15,7 @@ from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.lora_config import AdapterConfig
+from outrider.deploy.models.identity import check_made_for, read_vocabulary
 from outrider.deploy.models.method_guide import ModelJson, kind_of, text_model
 
 
@@ -162,7 +163,8 @@ def num_common_tokens(config: OutriderConfig) -> int | None:
 
 
 def check_models(config: OutriderConfig) -> None:
-    """Check every checkpoint of ``config`` against it. Reads config.json, and tokenizer.json where both sides have one.
+    """Check every checkpoint of ``config`` against it. Reads config.json, and tokenizer.json where both sides have one;
+    the target's tensors where a drafter says for which ones it was trained and nobody has read them before.
 
     Raises ConfigError naming the field and the fix; a hub id whose config.json cannot be had is one of these.
     """
@@ -185,6 +187,7 @@ def check_models(config: OutriderConfig) -> None:
     if common is None:
         check_vocabularies(target, drafter, _tokens(config.target, target, config.drafter, drafter))
     check_draft_vocab_size(target, drafter, config.drafter.draft_vocab_size, common)
+    _check_made_for(config.target, config.drafter.model)
 
 
 def check_adapters(config: OutriderConfig) -> None:
@@ -301,6 +304,31 @@ def _check_co_located(config: OutriderConfig, drafter: CoLocatedConfig, target: 
     if not drafter.use_heterogeneous_vocab:
         check_same_size(target, document)
         check_vocabularies(target, document, (read_vocabulary(config.target.model), read_vocabulary(drafter.model)))
+    _check_made_for(config.target, drafter.model)
+
+
+def _check_made_for(target: EngineConfig, drafter: str) -> None:
+    """See identity.check_made_for; of a drafter in a directory, and a target whose weights are on this machine."""
+    made_by_us = Path(drafter)
+    if made_by_us.is_dir() and (place := _here(target)) is not None:
+        check_made_for(place, made_by_us)
+
+
+def _here(engine: EngineConfig) -> Path | None:
+    """Where its weights are, all of them: its directory, or the hub client's copy."""
+    if (path := Path(engine.model)).is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(engine.model, "config.json", revision=engine.revision)
+    if not isinstance(found, str):
+        return None
+    index = Path(found).with_name("model.safetensors.index.json")
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        names = {"model.safetensors"}
+    return index.parent if all((index.parent / name).is_file() for name in names) else None
 
 
 def _tokens(
@@ -371,22 +399,6 @@ def _download(engine: EngineConfig, section: str, name: str) -> Path:
             f"{section}.model: {engine.model!r} is no local checkpoint directory, and the model hub does not give it "
             f"({reason}); give a directory (--{section} PATH), or use the preset after: outrider fetch PRESET"
         ) from None
-
-
-def read_vocabulary(model: str) -> dict[str, int] | None:
-    """Token -> id from a local checkpoint's tokenizer.json; None where there is none or it keeps none of these."""
-    path = Path(model) / "tokenizer.json"
-    try:
-        document = json.loads(path.read_text())
-        vocabulary = document["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if isinstance(vocabulary, list):  # unigram: [token, score] by id
-        tokens = {entry[0]: index for index, entry in enumerate(vocabulary)}
-    else:
-        tokens = dict(vocabulary)
-    tokens.update({added["content"]: added["id"] for added in document.get("added_tokens", [])})
-    return tokens
 
 
 def _added_ids(model: str) -> set[int]:

@@ -18,10 +18,10 @@ from outrider.deploy.distill.models import (
     from_layers,
     locate,
     same_embeddings,
-    weights_digest,
 )
-from outrider.deploy.distill.stored import DESCRIPTION, TENSORS, Reference, assemble, read, store
-from outrider.deploy.models.check import check_vocabularies, read_vocabulary
+from outrider.deploy.distill.stored import DESCRIPTION, TENSORS, assemble, read, store
+from outrider.deploy.models.check import check_vocabularies
+from outrider.deploy.models.identity import Reference, read_vocabulary, weights_digest
 from tests.tiny_models import build_tiny_llama
 
 

@@ -1,0 +1,213 @@
+"""A drafter is served and measured beside the target that it was trained for, or refused by field."""
+
+import hashlib
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.actors.learning.draft_models import freeze, load, tensors_of
+from outrider.actors.learning.versions import VersionStore
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy.distill.measure import Settings, measure
+from outrider.deploy.distill.models import check_architecture, config_of_layers, from_layers
+from outrider.deploy.distill.prompts import read_prompts
+from outrider.deploy.distill.stored import assemble, store
+from outrider.deploy.models import identity
+from outrider.deploy.models.check import check_models
+from outrider.deploy.models.identity import Reference, check_made_for, kept_digest, shapes_digest, weights_digest
+from outrider.deploy.models.store import MANIFEST
+from outrider.deploy.progress import Progress
+from tests.tiny_models import build_tiny_llama, pad_vocabulary
+
+pytestmark = pytest.mark.usefixtures("outrider_home")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target, a drafter of its own, and two more targets: of other weights, and of other shapes."""
+    home = tmp_path_factory.mktemp("models")
+    target = build_tiny_llama(home / "tiny")
+    drafter = from_layers(load(target, torch.float32, "cpu"), [0])
+    names = freeze(drafter, torch.float32)
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if name in names}
+    config = config_of_layers(check_architecture(target, "TARGET"), [0])
+    reference = Reference.of(target)
+    store(home / "stored", reference, reference, target, config, trained, {})
+    assemble(home / "stored", target, home / "drafter")
+    other = build_tiny_llama(home / "other", noise_of=target, noise=0.01)
+    padded = pad_vocabulary(home / "padded", target, 320)
+    for place in (target, other, padded):
+        settle(place)
+    return SimpleNamespace(target=target, drafter=home / "drafter", other=other, padded=padded)
+
+
+def settle(checkpoint):
+    """As if it had been there for a while."""
+    for file in checkpoint.iterdir():
+        os.utime(file, (1e9, 1e9))
+
+
+def serve(target, drafter, **more):
+    section = {"method": "draft_model", "model": str(drafter), **more}
+    check_models(parse_config({"target": {"model": str(target)}, "drafter": section}))
+
+
+@pytest.mark.parametrize("placement", [{}, {"placement": "co_located"}], ids=["remote", "co_located"])
+def test_a_server_takes_the_target_that_it_was_trained_for_alone(models, placement):
+    serve(models.target, models.drafter, **placement)
+    with pytest.raises(
+        ConfigError,
+        match=r"drafter\.model: .*drafter was trained for tiny, and the target .*other is another checkpoint "
+        r"\(its tensors have sha256 .*set target\.model to the one.*outrider distill",
+    ):
+        serve(models.other, models.drafter, **placement)
+
+
+def test_one_without_a_manifest_is_anybody_s(models, tmp_path):
+    copy = shutil.copytree(models.drafter, tmp_path / "drafter")
+    (copy / MANIFEST).unlink()
+    serve(models.other, copy)
+
+
+def test_a_version_that_it_has_learned_is_as_its_first(models, tmp_path):
+    name = "model.norm.weight"
+    kept = VersionStore(tmp_path, models.drafter, kept=1).save(
+        1, {name: dict(tensors_of(models.drafter))[name] + 1}, {}
+    )
+    serve(models.target, kept)
+    with pytest.raises(ConfigError, match="was trained for tiny"):
+        serve(models.other, kept)
+
+
+def test_measuring_it_beside_another_target_is_refused(models, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    data = read_prompts(tmp_path / "prompts.txt")
+    settings = Settings(models.other, models.drafter, data, None, False, 0.0, 3, 8, 0, None, "cpu", torch.float32)
+    with pytest.raises(ConfigError, match=r"drafter\.model: .* was trained for tiny"):
+        measure(settings, Progress())
+
+
+def test_other_token_ids_are_another_target(models, tmp_path):
+    other = shutil.copytree(models.target, tmp_path / "renamed")
+    document = json.loads((other / "tokenizer.json").read_text())
+    document["model"]["vocab"]["!!"] = 270
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="its token ids have"):
+        check_made_for(other, models.drafter)
+
+
+@pytest.mark.parametrize("manifest", ["{", "[]", '{"drafter_of": {}}', '{"drafter_of": {"name": "tiny"}}'])
+def test_a_manifest_that_does_not_say_is_damage(models, tmp_path, manifest):
+    copy = shutil.copytree(models.drafter, tmp_path / "drafter")
+    (copy / MANIFEST).write_text(manifest)
+    with pytest.raises(ConfigError, match=r"drafter\.model: .*outrider\.json does not say what .*--assemble"):
+        check_made_for(models.target, copy)
+
+
+def test_a_large_target_is_known_by_its_shapes_until_somebody_has_read_it(models, monkeypatch, caplog):
+    monkeypatch.setattr(identity, "READ_WHOLE_BYTES", 0)
+    serve(models.other, models.drafter)
+    assert "by names and shapes of its tensors alone" in caplog.text
+    with pytest.raises(ConfigError, match="its tensors' shapes have"):
+        check_made_for(models.padded, models.drafter)
+    with pytest.raises(ConfigError, match="its tensors have"):
+        check_made_for(models.other, models.drafter, every_tensor=True)
+    with pytest.raises(ConfigError, match="its tensors have"):
+        serve(models.other, models.drafter)
+    caplog.clear()
+    weights_digest(models.target)
+    serve(models.target, models.drafter)
+    assert not caplog.text
+
+
+def test_the_digest_is_of_names_types_shapes_and_bytes(tmp_path):
+    tensors = {
+        "b": torch.randn(3, 4).bfloat16(),
+        "a": torch.arange(5),
+        "none": torch.zeros(0, 2),
+        "one": torch.tensor(2.0, dtype=torch.float16),
+        "wide": torch.randn(2, 2).to(torch.float8_e4m3fn),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(bytes(tensor.flatten().view(torch.uint8).tolist()))
+    assert weights_digest(tmp_path) == digest.hexdigest()
+    shapes = shapes_digest(tmp_path)
+    tensors["a"] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert shapes_digest(tmp_path) == shapes
+    tensors["a"] = tensors["a"][:4]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert shapes_digest(tmp_path) != shapes
+
+
+def test_a_digest_is_kept_until_a_file_changes(models, tmp_path, outrider_home):
+    copy = shutil.copytree(models.target, tmp_path / "copy")
+    file = copy / "model.safetensors"
+    os.utime(file)
+    digest = weights_digest(copy)
+    assert kept_digest(copy) is None, "it may be written again within the same tick"
+    settle(copy)
+    assert weights_digest(copy) == digest
+    (kept,) = (outrider_home / "digests").iterdir()
+    note = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**note, "weights_sha256": "as noted"}))
+    assert weights_digest(copy) == "as noted", "it was not read again"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, file)
+    assert weights_digest(copy) not in ("as noted", digest)
+    kept.write_text("{")
+    os.utime(file, (1e9 + 1, 1e9 + 1))
+    weights_digest(copy)
+    assert kept_digest(copy) is not None
+
+
+def test_a_home_that_cannot_be_written_to_costs_time_alone(models, outrider_home):
+    outrider_home.write_text("a file")
+    with pytest.raises(ConfigError, match="was trained for tiny"):
+        serve(models.other, models.drafter)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", (21).to_bytes(8, "little") + b'{"a":{"dtype":"F32"}}'],
+    ids=["empty", "no length", "no header", "no offsets"],
+)
+def test_a_damaged_file_is_named(tmp_path, data):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged or no safetensors file"):
+        weights_digest(tmp_path)
+
+
+def test_a_tensor_behind_the_end_of_its_file_is_damage(models, tmp_path):
+    whole = (models.target / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match="ends behind the file"):
+        weights_digest(tmp_path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_target_of_the_hub_s_is_compared_where_all_of_it_is_here(models, tmp_path, monkeypatch, whole):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    place = tmp_path / "models--some--other"
+    shutil.copytree(models.other, place / "snapshots" / ("0" * 40))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    if whole:
+        with pytest.raises(ConfigError, match="was trained for tiny"):
+            serve("some/other", models.drafter)
+        return
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (place / "snapshots" / ("0" * 40) / "model.safetensors.index.json").write_text(json.dumps(index))
+    serve("some/other", models.drafter)
