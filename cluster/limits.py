@@ -71,6 +71,14 @@ class LimitsConfig(Section):
     max_tokenize_calls: int = Field(4, ge=1)
     """Calls to tokenise and detokenise at once. More wait likewise."""
 
+    refused_seconds_per_minute: float | None = Field(3.0, ge=0, le=3600)
+    """What a caller may have refused, in seconds of the server's time: of a key, or of an address (of IPv6: one network
+    of 64 bits) where no key is shown. A call that ends by its own fault costs 2 ms, 10 ms more for each MiB that came
+    of it, and the time that it took behind the proxy, 2 s at most. Who has used up a minute's worth is refused before
+    anything is read (REFUSED_TOO_OFTEN, 429) until some of it is back, which takes a minute at most. Without keys, and
+    behind a load balancer from which all come, one caller's bug is everybody's: give keys, or raise it. 0 or None:
+    nothing is charged."""
+
     max_request_bytes: int = Field(8 << 20, ge=1024, le=1 << 30)
     """Longest HTTP body and longest gRPC message, decompressed, in bytes."""
 
@@ -166,6 +174,11 @@ class LimitsConfig(Section):
     def to_environment(self) -> dict[str, str]:
         """For processes that run Serve's proxies."""
         return {LIMITS_VARIABLE: self.model_dump_json()}
+
+
+def are_told() -> bool:
+    """Whether this process was told of limits: those of an application here may be others otherwise."""
+    return LIMITS_VARIABLE in os.environ
 
 
 def from_environment() -> LimitsConfig:

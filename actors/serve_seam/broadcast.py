@@ -19,13 +19,18 @@ SIGNED_REPLY_METHOD = "signed_reply"
 """What a deployment must offer to be asked: ``signed_reply(method, args) -> ReplicaReply``; see replica_calls.sign."""
 
 
-async def broadcast(handle: DeploymentHandle, method: str, *args: Any, timeout_s: float) -> list[ReplicaReply]:
-    """Call method(*args) on each replica that is running now; one reply each, those that answered first.
+async def broadcast(
+    handle: DeploymentHandle, method: str, *args: Any, timeout_s: float, beside: str | None = None
+) -> list[ReplicaReply]:
+    """Call method(*args) on each replica that is running now; one reply each, those that answered first. beside: the id
+    of one whose answer is known: where it is the only one, nobody is asked.
 
     The calls take part in max_ongoing_requests, so a deployment that should hear them under full load needs slots to
     spare. Raises DeploymentUnavailableError when no replica is running, ConnectionError when the replicas are not even
     known within timeout_s.
     """
+    if beside is not None and is_alone(handle, beside):
+        return []
     give_up = time.monotonic() + timeout_s
     response = handle.broadcast(SIGNED_REPLY_METHOD, method, args)
     try:
@@ -44,6 +49,14 @@ async def broadcast(handle: DeploymentHandle, method: str, *args: Any, timeout_s
                 call.cancel()
     replies = [_reply(answer, method, timeout_s) for answer in waiting]
     return sorted(replies, key=lambda reply: not reply.ok)
+
+
+def is_alone(handle: DeploymentHandle, replica_id: str) -> bool:
+    """Whether that replica is the only one that runs, as the handle's router has it from Serve. False until the handle
+    has been used."""
+    if handle._router is None or (router := handle._router._asyncio_router.request_router) is None:
+        return False
+    return [running.unique_id for running in router.curr_replicas] == [replica_id]
 
 
 def _reply(answer: asyncio.Future[ReplicaReply], method: str, timeout_s: float) -> ReplicaReply:

@@ -16,6 +16,7 @@ from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from outrider.actors.serve_seam import leans_on
+from outrider.actors.serving.access.budget import Weighed, hand_on
 from outrider.actors.serving.access.calls import guarded_rpc, guarded_stream
 from outrider.actors.serving.access.guard import Guard
 from outrider.actors.serving.access.process import proxy_guard
@@ -68,7 +69,7 @@ SERVES_OWN = "/ray.serve.RayServeAPIService/"
 
 def guard_serves_own(server: Any, guard: Guard | None) -> None:
     """Serve's own service, and what it answers by itself, which is reflection: both ask for a key, as ours do. Before
-    Serve adds any service to the server. guard None: no key is asked for."""
+    Serve adds any service to the server. guard None: nothing is asked for."""
     if guard is None:
         return
     make_handler, answers_itself = server.service_handler_factory, server.add_passthrough_service
@@ -121,7 +122,7 @@ class _Mount:
             name: handler._replace(
                 request_streaming=True,
                 response_streaming=True,
-                request_deserializer=tolerant(handler.request_deserializer),
+                request_deserializer=Weighed(tolerant(handler.request_deserializer)),
             )
             for name, handler in handlers.items()
         }
@@ -130,8 +131,14 @@ class _Mount:
         def make_call(service_method: str, streaming_type: gRPCStreamingType) -> ProxiedCall:
             several = streams[service_method]
             kind = gRPCStreamingType.UNARY_STREAM if several else gRPCStreamingType.UNARY_UNARY
-            call = proxied_call(service_method, make_handler(service_method, kind), streams=several)
-            return of_counted_connection(guarded_rpc(service_method, call, guard))
+            handler = make_handler(service_method, kind)
+
+            def hand_on_to_serve(request: Any, context: Any) -> Any:
+                hand_on()
+                return handler(request, context)
+
+            call = proxied_call(service_method, hand_on_to_serve, streams=several)
+            return of_counted_connection(guarded_rpc(service_method, call, guard, comes_whole=False))
 
         self._server.service_handler_factory = make_call
         try:

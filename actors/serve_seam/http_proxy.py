@@ -19,16 +19,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from outrider.actors.serve_seam import leans_on
 from outrider.actors.serve_seam.grpc_proxy import limit_server
 from outrider.actors.serve_seam.listening import listen_as_configured
-from outrider.actors.serving.access.calls import GuardedHttp
+from outrider.actors.serving.access.calls import GuardedHttp, HandOn
 from outrider.actors.serving.access.process import proxy_guard
 from outrider.actors.serving.access.settings import proxy_access
 from outrider.actors.serving.connections import Address, Limit, address_of, sentence
 from outrider.actors.serving.failures import RETRY_AFTER_S
 from outrider.actors.serving.gate import doors
 from outrider.actors.serving.heap import return_memory
+from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.door import HttpDoor
 from outrider.actors.serving.http.error_faces import ErrorFaces
 from outrider.actors.serving.openai.errors import HttpFailure, refused_by_key
+from outrider.cluster.limits import are_told
 
 
 def middlewares() -> list[Middleware]:
@@ -39,9 +41,13 @@ def middlewares() -> list[Middleware]:
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
     listen_as_configured(proxy_access())
     # The last is the first that a request meets.
+    # What pages may do is configured with the other limits: a proxy that was told of none leaves it to the ingress.
+    of_pages = [Middleware(CheckBrowsers, limits=doors().limits, in_proxy=True)] if are_told() else []
     return [
+        Middleware(HandOn),
         Middleware(ErrorFaces),
         Middleware(HttpDoor),
+        *of_pages,
         Middleware(GuardedHttp, failed=refused_by_key, guard=proxy_guard, in_proxy=True),
     ]
 

@@ -83,6 +83,11 @@ CALLER = Table(
             exactly=(),
         ),
         Borrowed("ray.serve._private.replica_result:ReplicaResult", "one answer", also=("get_async", "cancel")),
+        Borrowed("ray.serve.handle:DeploymentHandle._router", "knows which replicas run"),
+        Borrowed("ray.serve._private.router:SingletonThreadRouter._asyncio_router", "likewise"),
+        Borrowed("ray.serve._private.router:CurrentLoopRouter._asyncio_router", "likewise"),
+        Borrowed(f"{_CALLER}.request_router", "likewise; None until it has heard of any"),
+        Borrowed(f"{_ROUTER}.curr_replicas", "those, by ReplicaID"),
     ),
 )
 

@@ -156,13 +156,15 @@ def cause_of(error: BaseException) -> BaseException:
 @dataclass(frozen=True)
 class CallFailure:
     """message: one sentence. reason: what programs may go by, in capitals; it does not change between releases.
-    fields: what is wrong with each field of the request that is at fault."""
+    fields: what is wrong with each field of the request that is at fault. retry_after_s: of a code that may be tried
+    again."""
 
     code: grpc.StatusCode
     message: str
     reason: str
     fields: Mapping[str, str] = field(default_factory=dict)
     request_id: str | None = None
+    retry_after_s: int = RETRY_AFTER_S
 
     @classmethod
     def of_code(cls, code: grpc.StatusCode, message: str) -> CallFailure:
@@ -183,7 +185,7 @@ class CallFailure:
             details.append(error_details_pb2.BadRequest(field_violations=violations))
         if self.code in _RETRIED:
             retry = error_details_pb2.RetryInfo()
-            retry.retry_delay.seconds = RETRY_AFTER_S
+            retry.retry_delay.seconds = self.retry_after_s
             details.append(retry)
         packed = []
         for detail in details:

@@ -1,8 +1,9 @@
 """Whether a call may come in: the key it shows, the key's scopes, and its limits.
 
 Every proxy asks its own guard before it reads a message or a body, and the ingress asks once more: a proxy that was
-started without one lets nobody in. Refusals are counted by key, as the file names it, and told in the log, never with
-what the caller sent as its key.
+started without one lets nobody in. A proxy's also charges callers for what is refused of theirs, with keys or without
+(outrider.actors.serving.access.budget). Refusals are counted by key, as the file names it, and told in the log, never
+with what the caller sent as its key.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from datetime import UTC, datetime
 
 import grpc
 
+from outrider.actors.serving.access.budget import FAULTS, Bill, Budget, Payer
 from outrider.actors.serving.access.files import Reloading
 from outrider.actors.serving.access.keys import SCOPES, Key, KeyRing, Scope
 from outrider.actors.serving.access.limits import LimitReached, Limits
+from outrider.actors.serving.connections import address_of, address_of_call, peer_of
 from outrider.actors.serving.failures import CallFailure, Refusal
 
 logger = logging.getLogger("ray.serve.outrider.access")
@@ -118,13 +121,20 @@ def need_of_http(path: str, *, behind_prefix: bool = False) -> Need:
 
 @dataclass(frozen=True)
 class Asked:
-    """A call, as far as a guard looks at it. authorization: the header; peer: for the log."""
+    """A call, as far as a guard looks at it. authorization: the header; peer: as gRPC names it, or ``host:port``."""
 
     api: str
     name: str
     authorization: str | None
     peer: str
     need: Need
+
+    @property
+    def address(self) -> str:
+        """Whom it counts for where no key is known."""
+        host, _, port = self.peer.rpartition(":")
+        address = address_of_call(self.peer) or address_of(host, int(port) if port.isdigit() else 0)
+        return peer_of(address)
 
 
 class Refused(Refusal):
@@ -143,7 +153,8 @@ class Refused(Refusal):
         self.retry_after_s = retry_after_s
 
     def failure(self) -> CallFailure:
-        return CallFailure(self.code, self.sentence, self.reason)
+        retry_after_s = max(1, math.ceil(self.retry_after_s or 0))
+        return CallFailure(self.code, self.sentence, self.reason, retry_after_s=retry_after_s)
 
 
 def http_headers(refused: Refused) -> dict[str, str]:
@@ -151,7 +162,7 @@ def http_headers(refused: Refused) -> dict[str, str]:
     if refused.code is grpc.StatusCode.UNAUTHENTICATED:
         return {"WWW-Authenticate": "Bearer"}
     if refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return {"Retry-After": str(max(1, math.ceil(refused.retry_after_s or 0)))}
+        return {"Retry-After": str(refused.failure().retry_after_s)}
     return {}
 
 
@@ -184,36 +195,54 @@ class Guard:
 
     def __init__(
         self,
-        keys: Reloading[KeyRing],
+        keys: Reloading[KeyRing] | None,
         *,
+        budget: Budget | None = None,
         on_refusal: Callable[[str, str, str], None] = lambda api, key, reason: None,
         on_request: Callable[[str], None] = lambda key: None,
         on_tokens: Callable[[str, int, int], None] = lambda key, prompt, completion: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """on_refusal(api, key, reason), on_request(key), on_tokens(key, prompt, completion): for metrics."""
-        self._keys, self._clock, self._now = keys, clock, now
+        """keys None: none are asked for. budget None: what is refused is not charged. on_refusal(api, key, reason),
+        on_request(key), on_tokens(key, prompt, completion): for metrics."""
+        self._keys, self._budget, self._clock, self._now = keys, budget, clock, now
         self._limits = Limits(clock)
         self._on_refusal, self._on_request, self._on_tokens = on_refusal, on_request, on_tokens
         self._second, self._lines, self._unsaid = 0, 0, 0
 
     @property
-    def keys(self) -> Reloading[KeyRing]:
-        return self._keys
+    def asks_for_keys(self) -> bool:
+        return self._keys is not None
+
+    @property
+    def charges(self) -> bool:
+        return self._budget is not None
 
     @contextmanager
-    def admit(self, asked: Asked) -> Iterator[Caller | None]:
-        """Around a call, which CALLER then tells whose it is. None: it needs no key. Raises Refused."""
-        if not asked.need.scopes:
+    def admit(self, asked: Asked, bill: Bill | None = None) -> Iterator[Caller | None]:
+        """Around a call, which CALLER then tells whose it is. None: it needs no key. bill: gets its payer, and is to be
+        charged if the call ends by its caller's fault. Raises Refused, and charges for that itself."""
+        if self._budget is None and (self._keys is None or not asked.need.scopes):
             yield None
             return
+        payer, running = None, ExitStack()
         try:
-            key = self._checked(asked)
-            running = self._begun(key, asked.need)
+            key = self._found(asked)
+            payer = self._payer(asked, key)
+            if self._keys is not None and asked.need.scopes:
+                key = self._checked(asked, key)
+                running = self._begun(key, asked.need)
         except Refused as refused:
+            if payer is not None and refused.code in FAULTS:
+                self._charge(payer, Bill(is_whole=True).cost_s())
             self._tell(asked, refused)
             raise
+        if bill is not None:
+            bill.payer = payer
+        if key is None:
+            yield None
+            return
         self._on_request(key.name)
         caller = Caller(key, self)
         before = CALLER.set(caller)
@@ -223,6 +252,27 @@ class Guard:
             running.close()
             with suppress(ValueError):  # a generator that was left to the collector ends in another context
                 CALLER.reset(before)
+
+    def charge(self, bill: Bill) -> None:
+        """For a call that was let in."""
+        if bill.payer is not None:
+            self._charge(bill.payer, bill.cost_s())
+
+    def _charge(self, payer: Payer, cost_s: float) -> None:
+        if self._budget is not None:
+            self._budget.charge(payer, cost_s)
+
+    def _payer(self, asked: Asked, key: Key | None) -> Payer | None:
+        """Who the call is charged to, with or without a good key. Raises Refused where that one has overdrawn."""
+        if self._budget is None:
+            return None
+        if key is not None:
+            payer = Payer("key", key.name)
+        else:
+            payer = Payer("address" if asked.need.scopes else "open", asked.address)
+        if (wait_s := self._budget.wait_s(payer)) > 0:
+            raise _too_often(wait_s, key)
+        return payer
 
     def _begun(self, key: Key, need: Need) -> ExitStack:
         """To be closed when the call has ended. Raises Refused."""
@@ -238,15 +288,20 @@ class Guard:
         self._limits.count_tokens(key, prompt + completion)
         self._on_tokens(key.name, prompt, completion)
 
-    def _checked(self, asked: Asked) -> Key:
-        unauthenticated = grpc.StatusCode.UNAUTHENTICATED
-        ring = self._keys.current()
+    def _found(self, asked: Asked) -> Key | None:
+        """The key that is shown, good for the call or not. None: no known one is, or none is needed."""
         header = asked.authorization
-        if not header:
+        if self._keys is None or not header or not asked.need.scopes:
+            return None
+        secret = header[len(_BEARER) :].strip() if header[: len(_BEARER)].lower() == _BEARER else ""
+        return self._keys.current().find(secret.encode("utf-8", "replace"))
+
+    def _checked(self, asked: Asked, key: Key | None) -> Key:
+        """key: as found. Raises Refused."""
+        unauthenticated = grpc.StatusCode.UNAUTHENTICATED
+        if not asked.authorization:
             sentence = "authorization: no key was sent; send 'authorization: Bearer KEY'"
             raise Refused(unauthenticated, "NO_KEY", sentence)
-        secret = header[len(_BEARER) :].strip() if header[: len(_BEARER)].lower() == _BEARER else ""
-        key = ring.find(secret.encode("utf-8", "replace"))
         if key is None:
             sentence = "authorization: is no key that is known here; send 'authorization: Bearer KEY'"
             raise Refused(unauthenticated, "WRONG_KEY", sentence)
@@ -284,6 +339,15 @@ def _over(reached: LimitReached, key: Key) -> Refused:
     when = "when one of them has ended" if reached.retry_after_s is None else f"in {reached.retry_after_s:.0f} s"
     sentence = f"authorization: the key's {reached.limit} ({reached.most}) are used up; retry {when}"
     return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, reached.limit.upper(), sentence, key.name, reached.retry_after_s)
+
+
+def _too_often(wait_s: float, key: Key | None) -> Refused:
+    whose, name = ("this address", NOBODY) if key is None else ("this key", key.name)
+    sentence = (
+        f"too much of what {whose} sent was refused (limits.refused_seconds_per_minute); "
+        f"mend what the refusals named, and retry in {max(1, math.ceil(wait_s))} s"
+    )
+    return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "REFUSED_TOO_OFTEN", sentence, name, wait_s)
 
 
 def _shown(text: str) -> str:

@@ -23,10 +23,10 @@ class Bucket:
     at_s: float
 
     @classmethod
-    def full(cls, a_minute: int, now_s: float) -> Bucket:
+    def full(cls, a_minute: float, now_s: float) -> Bucket:
         return cls(a_minute, a_minute, now_s)
 
-    def refill(self, a_minute: int, now_s: float) -> None:
+    def refill(self, a_minute: float, now_s: float) -> None:
         """a_minute: the limit as it is now, which may have been changed."""
         self.level = min(a_minute, self.level + (now_s - self.at_s) * a_minute / 60)
         self.capacity, self.at_s = a_minute, now_s

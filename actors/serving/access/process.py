@@ -1,7 +1,8 @@
 """The guard of this process: a proxy's, whose settings come by its environment, or the ingress's.
 
 Proxies hold each key to its requests a minute and its concurrent requests as far
-as they see them, one process a node; the ingress is one process, sees them all, and counts tokens.
+as they see them, one process a node, and charge for what is refused likewise; the ingress is one process, sees them
+all, and counts tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import functools
 from ray.util.metrics import Counter, Gauge
 
 from outrider.actors.observability.metrics import METRICS
+from outrider.actors.serving.access.budget import Budget
 from outrider.actors.serving.access.files import Reloading
 from outrider.actors.serving.access.guard import Guard
 from outrider.actors.serving.access.keys import KeyRing, load_keys
 from outrider.actors.serving.access.settings import proxy_access
 from outrider.actors.serving.access.tls import Certificates
+from outrider.cluster.limits import from_environment
 
 
 def reloading_keys(path: str) -> Reloading[KeyRing]:
@@ -25,19 +28,26 @@ def reloading_keys(path: str) -> Reloading[KeyRing]:
 
 @functools.cache
 def proxy_guard() -> Guard | None:
-    """Of this process. None: no key is asked for. Raises ConfigError."""
+    """Of this process. None: no key is asked for, and nothing is charged. Raises ConfigError."""
     access = proxy_access()
-    if access is None or access.keys_file is None:
+    keys_file = None if access is None else access.keys_file
+    allowed_s = from_environment().refused_seconds_per_minute
+    if keys_file is None and not allowed_s:
         return None
-    description = "Calls that a proxy refused for their key, by the key's name in the file ('-': none is known)."
+    description = (
+        "Calls that a proxy refused for their key, or for what was refused before, by the key's name in the file "
+        "('-': none is known)."
+    )
     refusals = Counter("outrider_proxy_key_refusals", description, ("api", "key", "reason"))
 
     def count(api: str, key: str, reason: str) -> None:
         refusals.inc(tags={"api": api, "key": key, "reason": reason})
 
-    keys = reloading_keys(access.keys_file)
-    keys.on_look = stale_gauge("keys", keys)
-    return Guard(keys, on_refusal=count)
+    keys = None
+    if keys_file is not None:
+        keys = reloading_keys(keys_file)
+        keys.on_look = stale_gauge("keys", keys)
+    return Guard(keys, budget=Budget(allowed_s) if allowed_s else None, on_refusal=count)
 
 
 def stale_gauge(what: str, files: Reloading[KeyRing] | Reloading[Certificates]) -> functools.partial[None]:

@@ -346,9 +346,13 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         """Likewise; this one first."""
         if await self.abort_here(request_id, caller):
             return True, True
-        asked = (request_id, caller)
-        replies = await self._broadcast(_this_deployment(), "abort_here", *asked, timeout_s=ABORT_TIMEOUT_S)
+        replies = await self._ask_ingresses("abort_here", request_id, caller)
         return any(reply.value for reply in replies), all(reply.ok for reply in replies)
+
+    async def _ask_ingresses(self, method: str, *args: Any) -> list[ReplicaReply]:
+        """All of them, where there are others: what this one has to say is known."""
+        handle, own = _this_deployment(), _this_replica()
+        return await self._broadcast(handle, method, *args, timeout_s=ABORT_TIMEOUT_S, beside=own)
 
     async def abort_here(self, request_id: str, caller: int | None) -> bool:
         """End a request of caller's, None: of whoever's, that this ingress replica holds. Returns whether it does."""
@@ -356,7 +360,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
         """See serve_seam.broadcast."""
-        return await sign(self, serve.get_replica_context().replica_id.unique_id, method, args)
+        return await sign(self, _this_replica(), method, args)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
         with answering(grpc_context, "Tokenize"):
@@ -487,6 +491,10 @@ def _teller() -> Teller:
 def _this_deployment() -> DeploymentHandle:
     context = serve.get_replica_context()
     return serve.get_deployment_handle(context.deployment, context.app_name)
+
+
+def _this_replica() -> str:
+    return serve.get_replica_context().replica_id.unique_id
 
 
 def _parsed(rpc: str, request: bytes) -> Any:

@@ -119,14 +119,22 @@ def _path(keys: list[Any], key: Any = None) -> str:
     return ".".join(map(str, steps)).encode("utf-8", "replace").decode() or "body"
 
 
-def _check_headers(request: Request, max_bytes: int) -> None:
+def refused_envelope(content_type: str, content_encoding: str) -> HttpFailure | None:
+    """Of a body that is to be JSON, by what its header says of it."""
     # Pages of other origins may send what has no type, or another one, without asking first.
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    kind = content_type.split(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         found = f"{kind[:60]!r} is not taken" if kind else "is missing"
-        raise HttpError(HttpFailure(415, f"content-type {found}; send application/json"))
-    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise HttpError(HttpFailure(415, f"content-encoding {encoding[:60]!r} is not taken; send the body as it is"))
+        return HttpFailure(415, f"content-type {found}; send application/json")
+    if (encoding := content_encoding.strip().lower()) != "identity":
+        return HttpFailure(415, f"content-encoding {encoding[:60]!r} is not taken; send the body as it is")
+    return None
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    kind, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding", "identity")
+    if (failure := refused_envelope(kind, encoding)) is not None:
+        raise HttpError(failure)
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)

@@ -102,6 +102,7 @@ def ingresses(
     path.chmod(0o600)
     made = [Ingress(target, "m", 4, broadcast=broadcast, keys_file=str(path), isolates_tenants=True) for _ in range(2)]
     monkeypatch.setattr(servicer, "_this_deployment", lambda: Replicas(*made))
+    monkeypatch.setattr(servicer, "_this_replica", lambda: "replica-0")
     yield made
     guard_ingress(None)
 

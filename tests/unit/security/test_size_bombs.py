@@ -15,6 +15,7 @@ import grpc
 import httpx
 import pytest
 
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 
 MOST_GROWTH_KIB = 64 << 10
@@ -38,7 +39,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     script = Path(__file__).with_name("door_server.py")
-    environment = {name: value for name, value in os.environ.items() if name != "OUTRIDER_LIMITS"}
+    environment = {**os.environ, **LimitsConfig(refused_seconds_per_minute=0).to_environment()}
     process = subprocess.Popen(
         [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.actors.replica_calls import GenerationRequest, sign
-from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_seam.broadcast import broadcast, is_alone
 from outrider.actors.serving.grpc import servicer
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.v1 import generation_pb2 as pb
@@ -22,6 +22,10 @@ class Replicas:
         self._replicas = replicas
         self.generate = SimpleNamespace(options=lambda **_: None)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        running = [SimpleNamespace(unique_id=f"replica-{number}") for number in range(len(replicas))]
+        self._router = SimpleNamespace(
+            _asyncio_router=SimpleNamespace(request_router=SimpleNamespace(curr_replicas=running))
+        )
 
     def broadcast(self, signed_reply: str, method: str, args: tuple[Any, ...]) -> Any:
         assert signed_reply == "signed_reply"
@@ -47,6 +51,7 @@ def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Ingress]:
     targets: Any = Replicas(EmptyTarget(), EmptyTarget())
     made = [Ingress(targets, "m", 4, broadcast=broadcast) for _ in range(3)]
     monkeypatch.setattr(servicer, "_this_deployment", lambda: Replicas(*made))
+    monkeypatch.setattr(servicer, "_this_replica", lambda: "replica-0")
     return made
 
 
@@ -71,3 +76,25 @@ def test_every_ingress_can_end_what_any_of_them_holds(ingresses: list[Ingress], 
 
     for asked in range(3):
         asyncio.run(one_asked(asked))
+
+
+def test_an_only_ingress_does_not_ask_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: Any = Replicas(EmptyTarget())
+    ingress = Ingress(targets, "m", 4, broadcast=broadcast)
+    deployment = Replicas(ingress)
+    monkeypatch.setattr(servicer, "_this_deployment", lambda: deployment)
+    monkeypatch.setattr(servicer, "_this_replica", lambda: "replica-0")
+    assert not asyncio.run(abort(ingress, "r"))
+    assert targets.calls == [("abort", ("r",))]
+    assert deployment.calls == []
+    monkeypatch.setattr(servicer, "_this_replica", lambda: "being-replaced")
+    assert not asyncio.run(abort(ingress, "r"))
+    assert deployment.calls == [("abort_here", ("r",))], "the only one that runs is another one"
+
+
+def test_before_serve_has_said_who_runs_everybody_is_asked() -> None:
+    unused, unheard = Replicas(), Replicas()
+    unused._router = None  # type: ignore[assignment]
+    unheard._router._asyncio_router.request_router = None
+    for handle in (unused, unheard):
+        assert not is_alone(handle, "replica-0")  # type: ignore[arg-type]

@@ -14,11 +14,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from outrider.actors.serve_seam.http_proxy import middlewares
-from outrider.actors.serving.access.calls import GuardedHttp
+from outrider.actors.serving.access.calls import GuardedHttp, HandOn
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
 from outrider.actors.serving.http.app import TellCapacity
+from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.door import GENERATIONS, HttpDoor
 from outrider.actors.serving.http.error_faces import ErrorFaces
+from outrider.cluster.limits import LIMITS_VARIABLE
 
 CAPACITY = 2
 
@@ -105,11 +107,19 @@ async def test_a_client_that_leaves_gives_its_place_back(server: Server) -> None
         assert (await client.post(GENERATIONS[0], json={})).status_code == 200
 
 
-def test_serve_gets_a_list_of_middlewares() -> None:
-    from ray.serve._private.http_util import validate_http_proxy_callback_return
+def test_serve_gets_a_list_of_middlewares(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.serve._private import default_impl, http_util
 
-    found = [middleware.cls for middleware in validate_http_proxy_callback_return(middlewares())]
-    assert found == [ErrorFaces, HttpDoor, GuardedHttp]  # the last is the first that a request meets
+    def found() -> list[type]:
+        with monkeypatch.context() as patch:
+            patch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
+            patch.setattr(http_util, "uvicorn", http_util.uvicorn)
+            return [middleware.cls for middleware in http_util.validate_http_proxy_callback_return(middlewares())]
+
+    monkeypatch.delenv(LIMITS_VARIABLE, raising=False)
+    assert found() == [HandOn, ErrorFaces, HttpDoor, GuardedHttp]  # the last is the first that a request meets
+    monkeypatch.setenv(LIMITS_VARIABLE, "{}")
+    assert found() == [HandOn, ErrorFaces, HttpDoor, CheckBrowsers, GuardedHttp], "told what hosts and origins are ours"
 
 
 async def test_room_follows_what_the_ingress_tells_last(server: Server) -> None:
