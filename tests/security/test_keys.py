@@ -16,7 +16,9 @@ import pytest
 from openai import AuthenticationError, InternalServerError, OpenAI, RateLimitError
 from ray.serve.generated import serve_pb2
 
+from outrider.actors.serving.access.budget import BASE_S
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
+from outrider.cluster.limits import LimitsConfig
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from tests.security.served import MODEL, Server, served
 from tests.serving import wait_until
@@ -35,7 +37,9 @@ KEYS = {
     "slow_http": {"scopes": ("generate",), "requests_per_minute": 2},
     "narrow": {"scopes": ("generate",), "concurrent_requests": 1},
     "frugal": {"scopes": ("generate",), "tokens_per_minute": 5},
+    "clumsy": {"scopes": ("generate",)},
 }
+REFUSED_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     directory = tmp_path_factory.mktemp("keys")
     path, secrets = directory / "keys.yaml", {name: new_secret() for name in KEYS}
     Keyed(None, path, secrets).write()  # type: ignore[arg-type]
-    with served(directory, keys_file=str(path), tenant_isolation=True, docs=False) as server:
+    limits = LimitsConfig(refused_seconds_per_minute=REFUSED_SECONDS)
+    with served(directory, limits, keys_file=str(path), tenant_isolation=True, docs=False) as server:
         yield Keyed(server, path, secrets)
 
 
@@ -166,6 +171,31 @@ def test_a_key_over_its_limits_is_refused_and_others_are_not(keyed):
     with keyed.client("frugal") as frugal:
         frugal.generate("hello")  # 5 tokens of prompt and 4 of answer
         assert refusal(lambda: frugal.generate("hello")).reason == "TOKENS_PER_MINUTE"
+
+
+def test_a_key_that_goes_on_sending_what_is_refused_is_refused_early_and_comes_back(keyed):
+    """A call costs 2 ms at least, so that a second is spent after 500 of them at most."""
+    with keyed.client("clumsy") as clumsy, keyed.client("alice") as alice, keyed.client(None) as probe:
+        reasons = []
+        while "REFUSED_TOO_OFTEN" not in reasons:
+            reasons.append(refusal(lambda: clumsy.generate("hello", max_tokens=-1)).reason)
+            assert len(reasons) <= 2 * REFUSED_SECONDS / BASE_S, "it never is"
+        assert set(reasons[:-1]) == {"INVALID_REQUEST"}
+        print(f"refused for it after {len(reasons) - 1} calls that were refused themselves")
+        assert alice.generate("hello").text == "one three"
+        assert probe.healthy()
+        assert keyed.get("/health").status_code == 200
+        assert refusal(lambda: probe.generate("hello")).reason == "NO_KEY"
+
+        def is_back() -> bool:
+            try:
+                return clumsy.generate("hello").text == "one three"
+            except OutriderError as error:
+                if error.reason != "REFUSED_TOO_OFTEN":
+                    raise
+                return False
+
+        wait_until(is_back, 90, "it is back")
 
 
 def answer_to_abort(client, request_id):

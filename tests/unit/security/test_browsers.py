@@ -9,8 +9,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from outrider.actors.serving.http.adapters import add_adapter_routes
+from outrider.actors.serving.http.app import build_http_app
 from outrider.actors.serving.http.body import read_json_object
-from outrider.actors.serving.http.browsers import CheckBrowsers
+from outrider.actors.serving.http.browsers import TAKE_JSON, CheckBrowsers
+from outrider.actors.serving.http.routes import HttpContext
 from outrider.actors.serving.openai.errors import HttpError
 from outrider.cluster.limits import LimitsConfig
 
@@ -74,3 +77,17 @@ async def test_our_own_page_may() -> None:
 async def test_what_a_page_can_post_without_asking_is_no_request(kind: str | None) -> None:
     """A blob without a type, above all."""
     assert await send({} if kind is None else {"content-type": kind}) == 415
+
+
+def test_every_path_that_takes_json_is_looked_at_in_the_proxy() -> None:
+    """All routes for POST are, but for what has no body: health, and responses that nobody stored."""
+    context = HttpContext(Nothing(), "tiny", 4, 1, Nothing(), Nothing())  # type: ignore[arg-type]
+    app = build_http_app(context)
+    add_adapter_routes(app, Nothing(), LimitsConfig())  # type: ignore[arg-type]
+    posted = {route.path for route in app.routes if "POST" in getattr(route, "methods", ())}
+    assert posted - {"/ping", "/v1/responses/{rest:path}"} == set(TAKE_JSON)
+
+
+class Nothing:
+    def __getattr__(self, name: str) -> Nothing:
+        return Nothing()
