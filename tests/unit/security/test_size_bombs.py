@@ -110,7 +110,8 @@ def test_a_body_that_says_how_long_it_is(bounded: Server) -> None:
     """Nothing of it need come."""
     port = int(bounded.http_url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1073741824\r\n\r\n{")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: 1073741824\r\n\r\n{")
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"limits.max_request_bytes" in answer
