@@ -1,41 +1,78 @@
-"""Two targets and two drafters, real clients, and a fault every few seconds."""
+"""Real clients, and a fault every few seconds: a short while of it on one target and its drafter, a longer one on two
+targets that share two drafters."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
-from tests.chaos import Clients, Faults, summary, violations
+from tests.callers import DRAWN, Clients, drawn, summary, violations
+from tests.chaos import OF_DOORS, OF_TARGETS, UNNOTICED, Faults, Harm
+from tests.distribution import LIMIT
 from tests.pools import all_draft, is_even
-from tests.serving import Deployment, wait_until
+from tests.processes import POOL_REPLICA, check_flat, counted, held
+from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
 SECONDS = float(os.environ.get("OUTRIDER_CHAOS_S", "120"))
-"""A third of it for faults that nobody may notice but by the speed, the rest for all."""
+"""Of the longer one: a third of it for faults that nobody may notice but by the speed, the rest for all."""
 
+SHORT_S = 25.0
 SEED = int(os.environ.get("OUTRIDER_CHAOS_SEED", "1"))
 """Of what is chosen and in which order; when it strikes is the machine's."""
 
 NUM_CLIENTS = 4
+LEAST_DRAWN = 200
+"""Tokens; fewer say nothing of their distribution."""
+
 RECOVERED_WITHIN_S = 600.0
 
 
-@pytest.mark.parametrize("cutting", [False, True], ids=["drafters", "everything"])
-def test_whatever_dies_no_token_is_wrong_and_no_answer_is_lost(pool: Deployment, cutting: bool) -> None:
-    wait_until(lambda: is_even(pool), RECOVERED_WITHIN_S, "a drafter each", every_s=0.5)
-    clients, faults = Clients(pool, NUM_CLIENTS, SEED), Faults(pool, SEED, cutting=cutting)
+def survive(
+    deployment: Deployment, harms: tuple[Harm, ...], seconds: float, is_whole: Callable[[], bool], *, num_clients: int
+) -> None:
+    wait_until(is_whole, RECOVERED_WITHIN_S, "all is there", every_s=0.5)
+    clients, faults = Clients(deployment, num_clients, SEED), Faults(deployment, SEED, harms)
+    there = counted(deployment)
     clients.start()
     try:
-        faults.run(SECONDS * (2 if cutting else 1) / 3)
+        clients.wait_for_answers(2)
+        before = held(deployment)
+        faults.run(seconds)
         faults.whole_again(RECOVERED_WITHIN_S)
+        clients.wait_for_answers()
     finally:
         ended = clients.stop()
-    print(f"seed {SEED}: {summary(clients.calls, faults.done)}")
+    print(f"\nseed {SEED}: {summary(clients.calls)}; faults: {faults}")
     assert ended, "a call never ended"
     assert not clients.crashed
     assert faults.done, "nothing happened"
-    assert violations(pool, clients.calls, faults) == []
-    wait_until(lambda: is_even(pool), RECOVERED_WITHIN_S, "a drafter each, after it all", every_s=0.5)
+    assert violations(deployment, clients.calls, faults.excuse()) == []
+    for kind in DRAWN:
+        tokens, z = drawn(deployment, clients.calls, kind)
+        print(f"{kind.name}: {tokens} tokens, z {z:.2f}")
+        assert tokens < LEAST_DRAWN or z < LIMIT, f"{kind.name}: not the target's own distribution"
+    wait_until(is_whole, RECOVERED_WITHIN_S, "all is there, after it all", every_s=0.5)
+    wait_until(lambda: counted(deployment) == there, RECOVERED_WITHIN_S, f"{there}, and nothing else", every_s=0.5)
+    print(check_flat(deployment, before, HANG_GUARD_S))
+
+
+def test_a_short_while(ngram_pair: Deployment) -> None:
+    """The only target is spared."""
+
+    def is_whole() -> bool:
+        return ngram_pair.all_replicas_are_known() and bool(ngram_pair.linked())
+
+    harms = tuple(harm for harm in UNNOTICED if harm.what != POOL_REPLICA) + OF_DOORS
+    survive(ngram_pair, harms, SHORT_S, is_whole, num_clients=3)
+    wait_until_idle(ngram_pair, HANG_GUARD_S)
+
+
+@pytest.mark.parametrize("harms", [UNNOTICED, UNNOTICED + OF_DOORS + OF_TARGETS], ids=["drafters", "everything"])
+def test_whatever_dies_no_token_is_wrong_and_no_answer_is_lost(pool: Deployment, harms: tuple[Harm, ...]) -> None:
+    share = 1 if harms is UNNOTICED else 2
+    survive(pool, harms, SECONDS * share / 3, lambda: is_even(pool), num_clients=NUM_CLIENTS)
     all_draft(pool)

@@ -5,19 +5,64 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
+from outrider.cluster.placement import NAMESPACE
+from outrider.v1 import generation_pb2 as pb
 from tests.pools import all_draft, ask_registry, is_even, load, scraped, shares
-from tests.serving import HANG_GUARD_S, Deployment, wait_until
+from tests.serving import HANG_GUARD_S, Deployment, num_accepted, num_draft_tokens, wait_until
+from tests.stalls import Stalls
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+LINKED_WITHIN_S = 30.0
+"""To the other drafter, after some 2 s where the machine has time; a drafter that loads anew takes ten times that."""
+
+SAME_ACCEPTANCE = 0.02
+EVEN = 1.2
+
 BACK_WITHIN_S = 300.0
 """A drafter that loads its model anew, while requests run on few cores."""
+
+
+def ask(pool: Deployment, number: int) -> pb.GenerateResponse:
+    """One of some greedy requests, whose prompts have nothing in common."""
+    prompt = [(number * 11 + position * 5) % 250 for position in range(40)]
+    answer = pool.client.generate(prompt, temperature=0.0, max_tokens=160, ignore_eos=True)
+    pool.reference.check(prompt, answer.token_ids, label=f"request {number}")
+    return answer
+
+
+def acceptance(pool: Deployment) -> float:
+    """Of what is drafted for the same requests: which rounds have drafts moves it by one hundredth at most."""
+    with ThreadPoolExecutor(2) as clients:
+        answers = list(clients.map(partial(ask, pool), range(8)))
+    drafts = sum(map(num_draft_tokens, answers))
+    assert drafts > 0
+    return sum(map(num_accepted, answers)) / drafts
+
+
+def steps_by_target(pool: Deployment) -> dict[str, float]:
+    """Of the only drafter."""
+    (name,) = pool.drafters()
+    status = ray.get(ray.get_actor(name, namespace=NAMESPACE).status.remote(), timeout=HANG_GUARD_S)
+    return dict(status["link_steps"])
+
+
+def shared_steps(pool: Deployment) -> list[float]:
+    """What each of both targets had of the drafter's steps while both had all that they can run, the least first."""
+    before = steps_by_target(pool)
+    with ThreadPoolExecutor(2 * pool.config.target.max_num_seqs) as clients:
+        for _ in clients.map(partial(ask, pool), range(64)):
+            pass
+    after = steps_by_target(pool)
+    return sorted(after[target] - before.get(target, 0.0) for target in after)
 
 
 def test_each_target_has_a_drafter(pool: Deployment) -> None:
@@ -40,26 +85,37 @@ def test_each_target_has_a_drafter(pool: Deployment) -> None:
 
 def test_a_drafter_is_killed_and_the_other_drafts_for_both_until_it_is_back(pool: Deployment) -> None:
     wait_until(lambda: is_even(pool), HANG_GUARD_S, "a drafter each")
+    all_draft(pool)
+    accepted = acceptance(pool)
     lost, (bereft,) = next(iter(ask_registry(pool, "drafters").items()))
     epoch = ask_registry(pool, "links")[bereft].epoch
     with load(pool):
         os.kill(pool.drafters()[lost], signal.SIGKILL)
 
-        def has_another() -> bool:
+        def another() -> str | None:
             link = ask_registry(pool, "links")[bereft]
-            return bool(link.state == "up" and link.epoch > epoch)
+            return link.drafter if link.state == "up" and link.epoch > epoch else None
 
         died = time.monotonic()
-        wait_until(has_another, HANG_GUARD_S, "a link in place of the lost one")
-        print(f"linked again {time.monotonic() - died:.1f} s after the death")
+        with Stalls() as stalls:
+            assert wait_until(another, HANG_GUARD_S, "a link in place of the lost one") != lost
+            linked = time.monotonic()
+        print(
+            f"linked again {linked - died:.1f} s after the death, {stalls.within_s(died, linked):.1f} s of it stalled"
+        )
+        assert linked - died - stalls.within_s(died, linked) < LINKED_WITHIN_S
+        all_draft(pool)
         wait_until(lambda: is_even(pool), BACK_WITHIN_S, "a drafter each, the lost one among them")
     assert lost in ask_registry(pool, "drafters"), "Ray has started it anew, under its name"
     all_draft(pool)
+    moved = acceptance(pool)
+    print(f"accepted {accepted:.3f} before the death, {moved:.3f} after two moves")
+    assert abs(moved - accepted) <= SAME_ACCEPTANCE
 
 
 def test_the_pool_is_made_smaller_and_larger_under_load_and_no_target_is_replaced(pool: Deployment) -> None:
     wait_until(lambda: is_even(pool), HANG_GUARD_S, "a drafter each")
-    targets = pool.replicas()
+    targets, accepted = pool.replicas(), acceptance(pool)
 
     def scale(num_drafters: int) -> None:
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
@@ -74,6 +130,13 @@ def test_the_pool_is_made_smaller_and_larger_under_load_and_no_target_is_replace
             wait_until(lambda: shares(pool) == [2], HANG_GUARD_S, "one drafter for both")
             wait_until(lambda: len(pool.drafters()) == 1, HANG_GUARD_S, "the other's process is gone")
             print(f"left and gone {time.monotonic() - given_up:.1f} s after it was given up")
+        least, most = shared_steps(pool)
+        print(f"of the one drafter's steps {least:.0f} were one target's, {most:.0f} the other's")
+        assert most <= EVEN * least
+        moved = acceptance(pool)
+        print(f"accepted {accepted:.3f} with a drafter each, {moved:.3f} with one for both")
+        assert abs(moved - accepted) <= SAME_ACCEPTANCE
+        with load(pool):
             scale(2)
             wait_until(lambda: is_even(pool), BACK_WITHIN_S, "a drafter each")
     finally:

@@ -16,7 +16,8 @@ from outrider.cluster.config import parse_config
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderError
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
-from tests.traffic import running
+from tests.stalls import Stalls
+from tests.traffic import longest_gap_s, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -31,10 +32,6 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     came_s: list[float] = field(default_factory=list)
 
-    @property
-    def longest_gap_s(self) -> float:
-        return max((later - earlier for earlier, later in itertools.pairwise(self.came_s)), default=0.0)
-
 
 class Load:
     """Callers with one stream after the other."""
@@ -46,6 +43,11 @@ class Load:
         """That have ended."""
 
         self.errors: list[str] = []
+        self.stalls = Stalls()
+
+    def longest_gap_s(self) -> float:
+        """Of a stream: see traffic.longest_gap_s."""
+        return max(longest_gap_s(answer.came_s, self.stalls) for answer in self.answers)
 
     def _call(self, caller: int) -> None:
         for number in itertools.count():
@@ -66,7 +68,7 @@ class Load:
     @contextmanager
     def calling(self) -> Iterator[None]:
         threads = [threading.Thread(target=self._call, args=(number,), daemon=True) for number in range(CALLERS)]
-        with running(threads, self._over):
+        with self.stalls, running(threads, self._over):
             yield
 
     def wait_for(self, more: int) -> None:
@@ -99,7 +101,7 @@ def test_the_only_replica_is_replaced_and_nobody_hears_of_it(rolling: Deployment
     meanwhile = [a for a in load.answers if a.began_s > deployed_s and a.came_s[-1] < taken_over_s]
     assert len(meanwhile) >= CALLERS
     assert len(rolling.replicas()) == 1
-    gap, first = max(a.longest_gap_s for a in load.answers), max(a.came_s[0] - a.began_s for a in load.answers)
+    gap, first = load.longest_gap_s(), max(a.came_s[0] - a.began_s for a in load.answers)
     assert first < (taken_over_s - deployed_s) / 2, "the old replica serves until the new one can"
     print(
         f"\nrolled over in {taken_over_s - deployed_s:.1f} s: {len(load.answers)} answers, {len(meanwhile)} meanwhile; "

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.distribution import LIMIT, cut_to_top, z_score
 from tests.serving import K
 from tests.tiny_models import VOCAB_SIZE
 
@@ -22,14 +23,6 @@ CALLS, N, NUM_TOKENS = 16, 12, 32
 TEMPERATURE, TOP_K = 0.9, 5
 PENALTY = 1.5
 """repetition_penalty. The drafter is not told of it, so that q is far from p and many drafts are rejected."""
-
-TIE = 1e-4
-"""Two implementations round float32 logits differently, by some 1e-5: what is this close to the last of TOP_K may be
-among them. In some 6,000 tokens, one in ten runs would draw such a one."""
-
-MIN_EXPECTED = 8.0
-LIMIT = 4.5
-"""Standard deviations of the statistic."""
 
 
 def probabilities(reference, answers, penalty, columns=None):
@@ -46,27 +39,7 @@ def probabilities(reference, answers, penalty, columns=None):
     for place in range(NUM_TOKENS):
         seen[:, place].scatter_(1, texts[:, : len(PROMPT) + place], value=True)
     logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits) / TEMPERATURE
-    least = logits.topk(TOP_K).values[..., -1:]
-    return logits.masked_fill(logits < least - TIE, -torch.inf).softmax(-1)
-
-
-def ranks(probs):
-    """int64, same shape: each token's place among the TOP_K likeliest, TOP_K for all others."""
-    order = probs.argsort(dim=-1, descending=True)
-    places = torch.arange(probs.shape[-1]).clamp_max(TOP_K).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
-
-
-def z_score(answers, p, q):
-    """Of the chi-square statistic over (place in p, place in q). Rows differ in p, which makes it conservative."""
-    cell = ranks(p) * (TOP_K + 1) + ranks(q)
-    cells = (TOP_K + 1) ** 2
-    expected = torch.zeros(cells, dtype=torch.float64).scatter_add_(0, cell.flatten(), p.flatten())
-    found = cell.gather(-1, answers.unsqueeze(-1)).flatten().bincount(minlength=cells)
-    enough = expected >= MIN_EXPECTED
-    statistic = ((found - expected) ** 2 / expected)[enough].sum()
-    freedom = int(enough.sum()) - 1
-    return float((statistic - freedom) / (2 * freedom) ** 0.5)
+    return cut_to_top(logits, TOP_K)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +87,7 @@ def check(pair, served, verification):
     of_drafted_rounds = min((rounds + accepted) / answers.numel(), 1.0)  # what max_tokens cut off was accepted too
     assert of_drafted_rounds > 0.5, "too few tokens came from rounds with drafts"
     assert 0.1 < accepted / drafted < 0.7, "drafts must be accepted, and rejected, often"
-    z = z_score(answers, p, q)
+    z = z_score(answers, p, q, TOP_K)
     print(
         f"{verification}: {answers.numel()} tokens, {of_drafted_rounds:.0%} of them from drafted rounds, "
         f"{accepted} of {drafted} drafts accepted; z {z:.2f}"
@@ -150,6 +123,6 @@ def test_the_test_tells_a_biased_sampler(pair, served):
     mixed = torch.where(torch.rand(p.shape[:2], generator=generator).unsqueeze(-1) < 0.5, wrong, p)
     for law, is_flagged in ((p, False), (mixed, True)):
         draws = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view(p.shape[:2])
-        z = z_score(draws, p, q)
+        z = z_score(draws, p, q, TOP_K)
         print(f"{'biased' if is_flagged else 'fair'}: z {z:.2f}")
         assert (z > LIMIT) == is_flagged

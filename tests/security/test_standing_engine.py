@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
-from tests.chaos import engine_core
 from tests.integration.test_replicas import rounds
+from tests.processes import engine_core
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
