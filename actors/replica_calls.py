@@ -83,6 +83,9 @@ class GenerationRequest(_MayHaveDeadline):
     in_one_piece: bool = False
     """Its answers are told when all of them have ended, and not by rounds."""
 
+    way_out: tuple[str, ...] = ()
+    """Processes that the answer goes through, see outrider.actors.serving.ways_out."""
+
     @property
     def engine_id(self) -> str:
         return scoped_id(self.caller, self.request_id)
@@ -318,6 +321,9 @@ class OpenAIRequest(_MayHaveDeadline):
 
     adapter: str | None = None
     """What ``model`` in the body names, where that is not the model itself."""
+
+    way_out: tuple[str, ...] = ()
+    """As of a GenerationRequest."""
 
     @property
     def num_answers(self) -> int:

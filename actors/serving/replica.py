@@ -37,10 +37,12 @@ from outrider.actors.replica_calls import (
     TokensUsed,
     sign,
 )
+from outrider.actors.serve_seam.living import lives
 from outrider.actors.serve_seam.replica_log import serve_log_kept
 from outrider.actors.serving.adapters import RunTimeAdapters, asked_of
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
+from outrider.actors.serving.ways_out import WaysOut
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
@@ -92,6 +94,7 @@ class Target:
             await imports
             start_up.done("vllm imported by the replica")
             self._engine = self._start_engine()
+            self._ways_out = WaysOut(self._engine.abort, lives)
             start_up.done("engine core and ranks started, model loaded")
             await self._engine.adapters.load_configured()
             self._adapters = self._run_time_adapters()
@@ -121,7 +124,7 @@ class Target:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """See TargetEngine.generate. Raises ReplicaLost when the engine is gone."""
-        with request_line(logger, request.request_id):
+        with request_line(logger, request.request_id), self._ways_out.hold(request.request_id, request.way_out):
             if self._adapters is not None:
                 await self._adapters.find(request.adapter)
             if (drafter := self._config.co_located) is not None:
@@ -135,7 +138,7 @@ class Target:
 
     async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
         """See OpenAIServing.answer."""
-        with request_line(logger, request.request_id):
+        with request_line(logger, request.request_id), self._ways_out.hold(request.request_id, request.way_out):
             if self._adapters is not None:
                 await self._adapters.find(request.adapter)
             async with aclosing(self._openai.answer(request)) as parts:

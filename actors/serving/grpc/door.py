@@ -57,6 +57,7 @@ from outrider.actors.serving.gate import (
     doors,
 )
 from outrider.actors.serving.grpc.wire import SMALL_BYTES, num_values
+from outrider.actors.serving.ways_out import PROXY, this_process
 
 SHARE_OF_MOST = 4
 """So many times max_unread_bytes are never kept of one answer, the largest message not counted."""
@@ -111,8 +112,7 @@ def proxied_call(method: str, handler: Handler, *, streams: bool) -> ProxiedCall
             _GATES.count_refusal()
             _fail(context, place)
             return
-        refused = gate.untold() if method in _GENERATIONS else 0
-        told = _Told(context, refused) if refused or REFUSED in metadata else context
+        told = _Told(context, _of_proxy(gate) if method in _GENERATIONS else {})
         try:
             await _Answer(handler, streams, told, here, place).give(request)
             for key, value in context.trailing_metadata() or ():
@@ -185,15 +185,24 @@ async def _received(requests: AsyncIterator[Any], here: Doors) -> Any:
 class _Told:
     """A call's context, with what the proxy tells the ingress beside its metadata."""
 
-    def __init__(self, context: Any, refused: int) -> None:
-        self._context, self._refused = context, refused
+    def __init__(self, context: Any, told: dict[str, str]) -> None:
+        self._context, self._told = context, told
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
-        given = ((key, value) for key, value in self._context.invocation_metadata() or () if key != REFUSED)
-        return (*given, *([(REFUSED, str(self._refused))] if self._refused else []))
+        given = ((key, value) for key, value in self._context.invocation_metadata() or () if key not in _OF_PROXY)
+        return (*given, *self._told.items())
+
+
+_OF_PROXY = (REFUSED, PROXY)
+"""Metadata that is the proxy's alone to send."""
+
+
+def _of_proxy(gate: Gate) -> dict[str, str]:
+    refused, process = gate.untold(), this_process()
+    return {**({REFUSED: str(refused)} if refused else {}), **({PROXY: process} if process else {})}
 
 
 class _Place:

@@ -66,6 +66,7 @@ from outrider.actors.serving.running import RunningRequests, retried
 from outrider.actors.serving.scaling_board import Teller
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.actors.serving.waiting import WaitingRoom
+from outrider.actors.serving.ways_out import COMES_THROUGH, PROXY, way_out
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.lora_config import LoraConfig
 from outrider.v1 import generation_pb2 as pb
@@ -89,18 +90,20 @@ def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | Non
     in_process = not isinstance(grpc_context, RayServegRPCContext) or grpc_context.peer() in IN_PROCESS_PEERS
     with ExitStack() as keyed:
         if not in_process:
-            _note_refusals(grpc_context)
+            _heed_proxy(grpc_context)
             with errors_become_status(grpc_context, rpc):
                 keyed.enter_context(let_in(grpc_context, rpc))
         with _counted("in_process" if in_process else "grpc", grpc_context, rpc, request_id) as span:
             yield span
 
 
-def _note_refusals(grpc_context: RayServegRPCContext) -> None:
-    """Those that the proxy which the call came through tells of with it."""
+def _heed_proxy(grpc_context: RayServegRPCContext) -> None:
+    """What the proxy which the call came through tells of itself: what it has refused, and which one it is."""
     for key, value in grpc_context.invocation_metadata():
         if key == REFUSED and str(value).isdecimal():
             METRICS.refused_generations("proxy", int(value))
+        elif key == PROXY:
+            COMES_THROUGH.set(str(value))
 
 
 @contextmanager
@@ -442,7 +445,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
             raise RequestIdInUse(request.request_id)
 
         def send(avoid: tuple[str, ...]) -> Any:
-            return self._generate.remote(replace(request, avoid_replicas=avoid) if avoid else request)
+            return self._generate.remote(replace(request, avoid_replicas=avoid, way_out=way_out()))
 
         outputs = retried(send, max_retries=self._max_retries, request_id=request.request_id)
         caller, prompt_counted = CALLER.get(), False

@@ -40,6 +40,7 @@ from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
 from outrider.actors.serving.http.browsers import CheckBrowsers
 from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of, refused_by_key
+from outrider.actors.serving.ways_out import COMES_THROUGH, PROXY
 from outrider.cluster.multimodal_config import MultimodalConfig
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
@@ -200,6 +201,7 @@ class CountRequests:
 
         if refused := scope.get(REFUSED):  # the proxy's, which no client can write into
             self._metrics.refused_generations("proxy", refused)
+        COMES_THROUGH.set(scope.get(PROXY, ""))
         with self._metrics.in_flight("http"):
             failed = False
             try:

@@ -31,6 +31,7 @@ from outrider.actors.serving.gate import (
     doors,
 )
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, queue_full
+from outrider.actors.serving.ways_out import PROXY, this_process
 
 GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/outrider/v1/stream")
 """Ends of paths whose requests take a place."""
@@ -98,6 +99,7 @@ class HttpDoor:
                 raise HttpError(queue_full(for_the_key=not gate.is_full))
             if refused := gate.untold():
                 scope[REFUSED] = refused
+            scope[PROXY] = this_process()
             try:
                 yield gate
             finally:

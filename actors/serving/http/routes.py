@@ -55,6 +55,7 @@ from outrider.actors.serving.openai.door import REQUEST_ID_HEADER, to_openai_req
 from outrider.actors.serving.openai.errors import DONE, HttpError, HttpFailure, failure_of
 from outrider.actors.serving.running import retried
 from outrider.actors.serving.shared_poll import SharedPoll
+from outrider.actors.serving.ways_out import way_out
 from outrider.cluster.installed import VLLM, installed_version
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.multimodal_config import MultimodalConfig
@@ -285,7 +286,7 @@ async def _parts(
     call = target.openai.options(stream=True)
 
     def send(avoid: tuple[str, ...]) -> Any:
-        return call.remote(replace(request, avoid_replicas=avoid))
+        return call.remote(replace(request, avoid_replicas=avoid, way_out=way_out()))
 
     with nullcontext() if admission is None else admission.hold(request, key_of_caller()):
         async with aclosing(retried(send, max_retries=max_retries, request_id=request.request_id)) as stream:

@@ -1,0 +1,85 @@
+"""Answers whose way out is gone: the proxy that held the client's connection, or the ingress behind it, has died.
+
+Whoever leaves says so, and the engine aborts what was asked. A process that is killed says nothing: what it had asked
+for would be made to its end, for nobody. So every request tells which processes its answer goes out through, and the
+replica that makes it looks, while it does, whether they live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import ray
+
+logger = logging.getLogger("ray.serve.outrider.target")
+
+LOOK_S = 2.0
+
+PROXY = "outrider-proxy"
+"""Metadata, or a key of ASGI's scope, by which a proxy tells an ingress which process it is."""
+
+COMES_THROUGH: ContextVar[str] = ContextVar("comes_through", default="")
+"""In an ingress: the proxy that a request came through. Empty: none that is known."""
+
+
+def this_process() -> str:
+    """The actor's name and id; empty where this is none of Ray's."""
+    if not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    actor = context.get_actor_id()
+    return f"{context.get_actor_name()} {actor}" if actor else ""
+
+
+def way_out() -> tuple[str, ...]:
+    """Of the answer to the request that this ingress is busy with."""
+    return tuple(filter(None, (COMES_THROUGH.get(), this_process())))
+
+
+class WaysOut:
+    """Of the requests that a replica answers. For its event loop."""
+
+    def __init__(
+        self,
+        abort: Callable[[str], Awaitable[bool]],
+        lives: Callable[[str], bool],
+        look_s: float = LOOK_S,
+    ) -> None:
+        """abort: ends a request by its id. lives: of a process as this_process names it; asked in a thread."""
+        self._abort, self._lives, self._look_s = abort, lives, look_s
+        self._requests: dict[str, list[str]] = {}
+        """By process."""
+
+        self._looking: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def hold(self, request_id: str, processes: tuple[str, ...]) -> Iterator[None]:
+        """While it is answered. processes: those that its answer goes out through."""
+        for process in processes:
+            self._requests.setdefault(process, []).append(request_id)
+        if self._requests and self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+        try:
+            yield
+        finally:
+            for process in processes:
+                self._requests[process].remove(request_id)
+                if not self._requests[process]:
+                    del self._requests[process]
+
+    async def _look(self) -> None:
+        """Until nothing is held. A request that has not reached the engine yet is ended at a later look."""
+        await asyncio.sleep(self._look_s)
+        while self._requests:
+            for process in list(self._requests):
+                if await asyncio.to_thread(self._lives, process):
+                    continue
+                for request_id in list(self._requests.get(process, ())):
+                    logger.warning("%s is gone: request %s is aborted", process.split(" ")[0], request_id)
+                    await self._abort(request_id)
+            await asyncio.sleep(self._look_s)
+        self._looking = None

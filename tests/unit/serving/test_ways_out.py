@@ -1,0 +1,93 @@
+"""Requests whose way out has died are aborted, others are not, and nobody is asked about when nothing runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.actors.serving.ways_out import WaysOut, this_process, way_out
+
+LOOK_S = 0.005
+
+
+class Processes:
+    """Those that live, and what was asked and aborted."""
+
+    def __init__(self, *living: str) -> None:
+        self.living = set(living)
+        self.asked: list[str] = []
+        self.aborted: list[str] = []
+        self.ways_out = WaysOut(self.abort, self.lives, LOOK_S)
+
+    def lives(self, process: str) -> bool:
+        self.asked.append(process)
+        return process in self.living
+
+    async def abort(self, request_id: str) -> bool:
+        self.aborted.append(request_id)
+        return True
+
+    async def looked(self, times: int = 2) -> None:
+        """Whole looks from now."""
+        until = len(self.asked) + 2 * times
+        async with asyncio.timeout(60):
+            while len(self.asked) < until:  # noqa: ASYNC110 - counted by the looks themselves
+                await asyncio.sleep(LOOK_S)
+
+
+@pytest.mark.parametrize("gone", ["proxy", "ingress"])
+def test_who_has_lost_its_way_out_is_aborted_and_nobody_else(gone: str) -> None:
+    async def run() -> None:
+        processes = Processes("proxy", "ingress", "another proxy")
+        hold = processes.ways_out.hold
+        with hold("lost", (gone,)), hold("other", ("another proxy",)):
+            await processes.looked()
+            assert processes.aborted == []
+            processes.living.remove(gone)
+            await processes.looked()
+        assert set(processes.aborted) == {"lost"}
+
+    asyncio.run(run())
+
+
+def test_it_is_aborted_again_until_it_has_ended() -> None:
+    """The first time may have been before the engine had it."""
+
+    async def run() -> None:
+        processes = Processes("ingress")
+        with processes.ways_out.hold("r", ("gone", "ingress")):
+            await processes.looked(3)
+        assert len(processes.aborted) >= 2
+
+    asyncio.run(run())
+
+
+def test_nothing_is_asked_when_nothing_runs_and_the_next_request_is_looked_after_again() -> None:
+    async def run() -> None:
+        processes = Processes("proxy", "ingress")
+        for _ in range(2):
+            with processes.ways_out.hold("r", ("proxy", "ingress")), processes.ways_out.hold("s", ("proxy",)):
+                await processes.looked(1)
+            await asyncio.sleep(10 * LOOK_S)
+            asked = len(processes.asked)
+            await asyncio.sleep(10 * LOOK_S)
+            assert len(processes.asked) == asked
+        assert processes.aborted == []
+
+    asyncio.run(run())
+
+
+def test_a_request_that_says_nothing_of_its_way_is_left_alone() -> None:
+    async def run() -> None:
+        processes = Processes()
+        with processes.ways_out.hold("r", ()):
+            await asyncio.sleep(10 * LOOK_S)
+        assert (processes.asked, processes.aborted) == ([], [])
+
+    asyncio.run(run())
+
+
+def test_outside_of_ray_there_is_no_process_to_name() -> None:
+    assert this_process() == ""
+    assert way_out() == ()
