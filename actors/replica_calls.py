@@ -672,6 +672,30 @@ def check_list(field: str, values: Any, most: int, most_chars: int | None = None
             raise RequestError(field, f"holds {len(text)} characters in one", f"send at most {most_chars} in each")
 
 
+MAX_REPEATED_PATTERN = 64
+"""Tokens: the longest pattern that repetition_detection looks for."""
+
+MAX_REPEATED_TOKENS = 512
+"""Of a pattern and its repetitions together. vLLM looks at each token of an answer, in the engine's step, while
+everybody waits: some 0.6 ms at these two, where a pattern of 4,000 tokens takes 400."""
+
+
+def check_repetition(field: str, asked: dict[str, Any]) -> None:
+    """asked: repetition_detection as it was sent, for whose numbers vLLM would take texts, too. Raises RequestError."""
+    for name, value in asked.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise RequestError(f"{field}.{name}", "is no whole number", "send one, or leave it out")
+    size, count = (asked.get(name) or 0 for name in ("max_pattern_size", "min_count"))
+    if size > MAX_REPEATED_PATTERN:
+        raise RequestError(
+            f"{field}.max_pattern_size", f"{size} is too long a pattern", f"send {MAX_REPEATED_PATTERN} at most"
+        )
+    if size * count > MAX_REPEATED_TOKENS:
+        problem = f"{count} repetitions of {size} tokens are too many to look for"
+        fix = f"send {MAX_REPEATED_TOKENS // size} at most, or a smaller max_pattern_size"
+        raise RequestError(f"{field}.min_count", problem, fix)
+
+
 def check_max_tokens(field: str, max_tokens: int, limits: LimitsConfig) -> None:
     """Raises RequestError."""
     if limits.greatest_max_tokens is not None and max_tokens > limits.greatest_max_tokens:

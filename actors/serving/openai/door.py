@@ -25,6 +25,7 @@ from outrider.actors.replica_calls import (
     check_max_tokens,
     check_num_speculative_tokens,
     check_range,
+    check_repetition,
     check_request_id,
     check_seeds,
     check_timeout,
@@ -201,6 +202,8 @@ def _check_ranges(body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if isinstance(value, (int, float)):
             check_range(name, name, value)
+    if isinstance(asked := body.get("repetition_detection"), dict):
+        check_repetition("repetition_detection", asked)
     n, seed = body.get("n", 1), body.get("seed")
     if isinstance(n, int) and isinstance(seed, int):
         check_seeds("seed", seed, n)

@@ -149,9 +149,9 @@ _STREAM_OPTIONS: dict[str, Rule] = {
 }
 
 _REPETITION_DETECTION: dict[str, Rule] = {
-    "max_pattern_size": Works(),
+    "max_pattern_size": Works("64 at most"),
     "min_pattern_size": Works(),
-    "min_count": Works(),
+    "min_count": Works("times max_pattern_size 512 at most"),
 }
 
 _SHARED: dict[str, Rule] = {

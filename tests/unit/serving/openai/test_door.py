@@ -117,7 +117,13 @@ def test_format_text_is_no_grammar():
     ("changes", "field"),
     [
         ({"n": 65}, "n"),
+        ({"n": "65"}, "n"),
         ({"n": 0}, "n"),
+        ({"repetition_detection": {"max_pattern_size": 65, "min_count": 2}}, "repetition_detection.max_pattern_size"),
+        ({"repetition_detection": {"max_pattern_size": 64, "min_count": 9}}, "repetition_detection.min_count"),
+        ({"repetition_detection": {"max_pattern_size": "4000"}}, "repetition_detection.max_pattern_size"),
+        ({"repetition_detection": {"max_pattern_size": 4000.0}}, "repetition_detection.max_pattern_size"),
+        ({"repetition_detection": {"min_count": True}}, "repetition_detection.min_count"),
         ({"temperature": 2.5}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"repetition_penalty": 1e30}, "repetition_penalty"),
@@ -144,6 +150,15 @@ def test_echo_of_several_answers_is_not_streamed():
 def test_types_are_left_to_vllm_but_for_numbers_that_have_bounds_here():
     assert door({**CHAT, "top_p": "hot"}).body["top_p"] == "hot"
     assert refused({**CHAT, "n": "3"}).field == "n"
+
+
+def test_repetitions_are_looked_for_within_limits():
+    for asked in (
+        {"max_pattern_size": 64, "min_count": 8},
+        {"max_pattern_size": 1, "min_count": 512},
+        {"max_pattern_size": None, "min_pattern_size": 9_000},  # off, or vLLM's to refuse
+    ):
+        assert door({**CHAT, "repetition_detection": asked}).body["repetition_detection"] == asked
 
 
 def test_answers_of_one_request_are_limited():
