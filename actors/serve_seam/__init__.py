@@ -8,5 +8,10 @@ from __future__ import annotations
 SERVICER = "outrider.actors.serve_seam.grpc_proxy.add_services"
 """For ``grpc_servicer_functions``."""
 
-PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "outrider.actors.serve_seam.http_proxy.middlewares"}
-"""For the HTTP proxies of a cluster that is started here. Elsewhere it belongs in the environment of the nodes."""
+PROXY_ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "outrider.actors.serve_seam.http_proxy.middlewares",
+    # Serve replaces a proxy that has failed three checks, one that is dead among them: 30 s of no service by default.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+}
+"""For the proxies of a cluster that is started here, and the controller. Elsewhere it belongs in the environment of the
+nodes."""

@@ -272,6 +272,11 @@ SERVER = Table(
             read_by=("ray.serve._private.http_util:configure_http_middlewares",),
         ),
         Borrowed(
+            "ray.serve._private.constants:PROXY_HEALTH_CHECK_PERIOD_S",
+            "set: how soon a dead proxy is replaced",
+            read_by=("ray.serve._private.proxy_state:ProxyState._reconcile_internal",),
+        ),
+        Borrowed(
             "ray.serve.schema:DeploymentStatusOverview",
             "what is still loading, and why it failed",
             also=("status", "replica_states", "message"),

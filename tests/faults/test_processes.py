@@ -122,7 +122,9 @@ def check_all_is_well(deployment: Deployment) -> None:
     deployment.reference.check(PROMPT, answer.token_ids, label="afterwards")
 
 
-@pytest.mark.parametrize("what", [PROXY, INGRESS, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
+@pytest.mark.parametrize(
+    "what", [DRAFTER, *map(exhaustive, (PROXY, INGRESS, CONTROLLER, REGISTRY, VERIFIER, ENGINE_CORE))]
+)
 def test_one_is_slowed(ngram_pair: Deployment, what: str) -> None:
     """Nobody is told of anything, and no answer stands still."""
     with Faulted(ngram_pair) as fault:
@@ -135,6 +137,7 @@ def test_one_is_slowed(ngram_pair: Deployment, what: str) -> None:
     check_all_is_well(ngram_pair)
 
 
+@pytest.mark.exhaustive  # some of them are in test_chaos.py's short while
 @pytest.mark.parametrize("what", [PROXY, INGRESS, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
 def test_one_is_stopped_for_a_while(ngram_pair: Deployment, what: str) -> None:
     """Answers that wait for it go on when it does."""

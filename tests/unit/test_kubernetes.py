@@ -18,6 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.nodes import Node, check_nodes_hold_a_replica, kept_together
@@ -330,10 +331,7 @@ def test_the_application_and_the_proxies_are_told_the_same(overlay: str) -> None
         environment = {variable["name"]: variable["value"] for variable in container["env"]}
         found = ProxyAccess.from_environment(environment)
         assert found == ProxyAccess.of(config.serving), role
-        assert (
-            environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
-            == "outrider.actors.serve_seam.http_proxy.middlewares"
-        )
+        assert PROXY_ENVIRONMENT.items() <= environment.items(), role
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert Path(application["args"]["config"]).name in configurations(overlay)
         assert mounts[str(Path(application["args"]["config"]).parent)] == "configuration"
