@@ -76,10 +76,16 @@ class WaysOut:
         await asyncio.sleep(self._look_s)
         while self._requests:
             for process in list(self._requests):
-                if await asyncio.to_thread(self._lives, process):
-                    continue
-                for request_id in list(self._requests.get(process, ())):
-                    logger.warning("%s is gone: request %s is aborted", process.split(" ")[0], request_id)
-                    await self._abort(request_id)
+                try:
+                    await self._end_those_of(process)
+                except Exception:
+                    logger.exception("not known who still waits for what goes out through %s", process)
             await asyncio.sleep(self._look_s)
         self._looking = None
+
+    async def _end_those_of(self, process: str) -> None:
+        if await asyncio.to_thread(self._lives, process):
+            return
+        for request_id in list(self._requests.get(process, ())):
+            logger.warning("%s is gone: request %s is aborted", process.split(" ")[0], request_id)
+            await self._abort(request_id)

@@ -78,6 +78,22 @@ def test_nothing_is_asked_when_nothing_runs_and_the_next_request_is_looked_after
     asyncio.run(run())
 
 
+def test_a_look_that_fails_is_not_the_last() -> None:
+    async def run() -> None:
+        processes = Processes("ingress")
+        working, processes.ways_out._abort = processes.abort, fail
+        with processes.ways_out.hold("r", ("gone", "ingress")):
+            await processes.looked()
+            processes.ways_out._abort = working
+            await processes.looked()
+        assert set(processes.aborted) == {"r"}
+
+    async def fail(request_id: str) -> bool:
+        raise RuntimeError("the engine is dead")
+
+    asyncio.run(run())
+
+
 def test_a_request_that_says_nothing_of_its_way_is_left_alone() -> None:
     async def run() -> None:
         processes = Processes()

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.actors.serving.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED, Doors, Gates
 from outrider.actors.serving.grpc import door
+from outrider.actors.serving.ways_out import PROXY
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
@@ -284,6 +285,20 @@ async def test_the_next_call_that_is_let_in_tells_of_those_refused(monkeypatch: 
     told = [[value for key, value in metadata if key == REFUSED] for metadata in proxy.metadata]
     assert told == [[], [], ["3"], [], []], "once, and what a client writes is no number of refusals"
     assert all(("kept", "yes") in metadata for metadata in proxy.metadata[2:])
+
+
+async def test_a_generation_is_told_which_proxy_it_came_through_whatever_its_client_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proxy, forged = Proxy(), ((PROXY, "another one"),)
+    async with serving(proxy) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        await stub.Generate(pb.GenerateRequest(), metadata=forged)  # no actor of Ray's: there is nothing to say
+        monkeypatch.setattr(door, "this_process", lambda: "this one")
+        await stub.Generate(pb.GenerateRequest(), metadata=forged)
+        await stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=forged)
+    told = [[value for key, value in metadata if key == PROXY] for metadata in proxy.metadata]
+    assert told == [[], ["this one"], []]
 
 
 @pytest.mark.parametrize("way", ["Generate", "GenerateStream"])
