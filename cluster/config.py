@@ -319,6 +319,11 @@ class ServingConfig(Section):
     structured_output_compile_s: float = Field(2.0, gt=0, le=600)
     """Processor time, in seconds of one core, that compiling one constraint may take. What takes longer is refused."""
 
+    structured_output_refused_s: float = Field(20.0, gt=0, le=3600)
+    """Processor time, in seconds a minute, that compiling may take for one caller (key; address, where no keys are
+    asked for) and come to nothing: constraints that are refused, or that nobody waits for any more. Beyond it new
+    constraints get RESOURCE_EXHAUSTED (HTTP 429); those that are known here are served."""
+
     structured_output_mask_ms: float = Field(100.0, gt=0, le=10_000)
     """Processor time, in milliseconds, that a constraint may take at once to tell which tokens may come next; in the
     long run 2 ms a mask. A request whose constraint takes longer is ended, alone."""

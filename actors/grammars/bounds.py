@@ -43,6 +43,9 @@ class Bounds:
     compile_bytes: int = 256 << 20
     """Memory that compiling may take beyond what the process had."""
 
+    refused_s: float = 20.0
+    """Of one caller, a minute: compiling that came to nothing."""
+
     keep_bytes: int = 64 << 20
     """What a compiled grammar may hold in the end."""
 
@@ -59,7 +62,9 @@ class Bounds:
     def of(cls, serving: Mapping[str, Any]) -> Bounds:
         """serving: the section of the configuration."""
         return cls(
-            compile_s=serving["structured_output_compile_s"], mask_burst_s=serving["structured_output_mask_ms"] / 1000
+            compile_s=serving["structured_output_compile_s"],
+            refused_s=serving["structured_output_refused_s"],
+            mask_burst_s=serving["structured_output_mask_ms"] / 1000,
         )
 
 
@@ -82,6 +87,8 @@ class Ending:
 
     problem: str
     reason: Reason
+    retry_after_s: float | None = None
+    """Of one that was not looked at, since its caller had too many refused."""
 
     @property
     def is_clients(self) -> bool:
@@ -89,7 +96,7 @@ class Ending:
         return self.reason != "server"
 
     def stop_reason(self) -> str:
-        return _ENDING + json.dumps([self.problem, self.reason])
+        return _ENDING + json.dumps([self.problem, self.reason, self.retry_after_s])
 
     @classmethod
     def of(cls, stop_reason: object) -> Ending | None:

@@ -1,24 +1,26 @@
 """What an engine's process has of the grammars of its requests: rooms that compile, and matchers that answer in time.
 
 What the bounds come to. *Compiling* takes `Bounds.compile_s` of one core at most, in `compilers()` processes at a time,
-smaller constraints first; the kernel ends what takes longer, and what nobody waits for any more is ended too. *A step*
+callers by turns (`turns.py`); the kernel ends what takes longer, and what nobody waits for any more is ended too. It
+gives way to the engine's own processes (NICENESS), and one caller's refused constraints take `Bounds.refused_s` a
+minute. *A step*
 waits for the masks of all of its requests, which are made at the same time: a request whose masks use up
 `Bounds.mask_burst_s` of processor time is ended by the kernel, alone. None gives way to the others: the step waits for
 it, and where it waited for a core, so would they all. So one hostile grammar can hold a step up by mask_burst_s once, A
 of them at the same time by A × mask_burst_s / cores, and never by more than `Bounds.step_wait_s` from the first answer
 on (ten times that where the machine is too busy for any; a second such wait where drafts are checked before the masks).
-A sender who goes on can do so with each of its requests:
-what a grammar shows on walks of its own is refused before it gets here, what shows only where a prompt leads it is
-found in the step.
+What a grammar shows on walks of its own is refused before it gets here, what shows only where a prompt leads it is
+found in the step, and remembered. A sender who goes on with ever new ones can hold a step up with each of its requests,
+until its seconds of the minute are used up, of which each such step counts as OVERRUN_COUNTS times what it took.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import json
 import logging
+import math
 import mmap
 import os
 import select
@@ -38,13 +40,28 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.actors.grammars.bounds import Bounds, Ending
-from outrider.actors.grammars.worker import SMALL_MESSAGE, receive, send
+from outrider.actors.grammars.turns import Turn, Turns
+from outrider.actors.grammars.worker import PROBE_S, SMALL_MESSAGE, receive, send
 
 logger = logging.getLogger(__name__)
 
 MOST_ROOMS = 16
 MOST_ROOM_BYTES = 256 << 20
 """Of rooms that no request uses: what is over either is ended, the one first that was used longest ago."""
+
+IDLE_S = 60.0
+"""After which a room that no request uses is ended in any case."""
+
+TIDY_S = 5.0
+"""How often that is looked at."""
+
+NICENESS, SUSPECTS_NICENESS = 10, 19
+"""Of compiling for a caller with a clean record, and for one whose constraints were refused lately. Against one busy
+process on the same core the first has a tenth of it and the second a 70th: a constraint that takes 0.1 s alone takes 1
+to 2 s and 7 s. SCHED_IDLE would have it take over a minute, SCHED_BATCH gives nothing up."""
+
+OVERRUN_COUNTS = 10
+"""A step that was held up held everybody up."""
 
 MOST_REFUSALS = 1024
 """Constraints that are remembered as refused, 32 bytes and a sentence each."""
@@ -55,10 +72,19 @@ PATIENCE = 10
 START_S = 300.0
 """For the keeper: it imports torch, on a machine that may be busy."""
 
-WALL_FACTOR, WALL_FLOOR_S = 30, 60.0
-"""A room that does not answer in so many times its processor time has been stopped, or gets no core."""
+WALL_FACTOR, WALL_FLOOR_S = 100, 60.0
+"""A room that does not answer in so many times its processor time has been stopped, or gets no core: at the higher
+niceness, beside a busy process, it takes 70 times."""
 
-_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_END_S = 5.0
+"""For the keeper to say what a room has used."""
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # a second thread's would count against the limits of memory
+}
 
 
 class ConstraintEnded(Exception):
@@ -70,8 +96,9 @@ class ConstraintEnded(Exception):
 
 
 def compilers() -> int:
-    """How many constraints are compiled at a time."""
-    return max(1, len(os.sched_getaffinity(0)) // 4)
+    """How many constraints are compiled at a time; one fewer, of callers whose constraints were refused lately: what
+    is compiled at their niceness may take long, and nobody else is to wait for it."""
+    return max(2, len(os.sched_getaffinity(0)) // 4)
 
 
 @dataclass(frozen=True)
@@ -88,17 +115,17 @@ class Constraint:
         return hashlib.sha256(text.encode()).digest()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
+    """waiting: by caller."""
+
     constraint: Constraint
     number: int
-    waiting: list[Future[Room]] = field(default_factory=list)
+    waiting: list[tuple[int, Future[Room]]] = field(default_factory=list)
+    in_queue: bool = True
 
     def is_wanted(self) -> bool:
-        return any(not future.cancelled() for future in self.waiting)
-
-    def __lt__(self, other: _Job) -> bool:
-        return (len(self.constraint.spec), self.number) < (len(other.constraint.spec), other.number)
+        return any(not future.cancelled() for _, future in self.waiting)
 
 
 class GrammarHost:
@@ -117,17 +144,24 @@ class GrammarHost:
         self.bounds, self._clock = bounds or Bounds(), clock
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._queue: list[_Job] = []
+        longest_s = self.bounds.compile_s + PROBE_S + self.bounds.mask_burst_s
+        self._turns: Turns[_Job] = Turns(longest_s, self.bounds.refused_s, clock)
+        self._suspects = 0
+        """Of the constraints that are being compiled."""
+
         self._jobs: dict[bytes, _Job] = {}
         self._rooms: dict[bytes, Room] = {}
         """Oldest use first."""
 
         self._refused: dict[bytes, Ending] = {}
         self._closed = False
+        self._ended = threading.Event()
         self._keeper: _Keeper | None = None
         self._starting = threading.Lock()
-        for number in range(compilers()):
+        self._compilers = compilers()
+        for number in range(self._compilers):
             threading.Thread(target=self._compile, name=f"grammar-compiler-{number}", daemon=True).start()
+        threading.Thread(target=self._keep_tidy, name="grammar-rooms", daemon=True).start()
 
     def warm_up(self) -> None:
         """Start the keeper now, in a thread; else the first constraint does."""
@@ -137,12 +171,14 @@ class GrammarHost:
         with suppress(ConstraintEnded):
             self._running_keeper()
 
-    def compile(self, constraint: Constraint) -> Future[Room]:
+    def compile(self, constraint: Constraint, caller: int = 0) -> Future[Room]:
         """A room for the constraint, for one request: see Room.leave. The future fails with ConstraintEnded. Cancelled
-        by everybody who waits for it, the compiling is ended."""
+        by everybody who waits for it, the compiling is ended. caller: a number for whose it is; 0: nobody knows."""
         future: Future[Room] = Future()
         key = constraint.key
         with self._changed:
+            if (known := self._rooms.get(key)) is not None:
+                self._hear(known)
             if (ending := self._refused.get(key)) is not None:
                 future.set_exception(ConstraintEnded(ending))
                 return future
@@ -152,22 +188,37 @@ class GrammarHost:
                 room.users += 1
                 future.set_result(room)
                 return future
+            if room is not None:
+                room.close()
             job = self._jobs.get(key)
+            if job is None and (wait_s := self._turns.retry_after_s(caller)):
+                future.set_exception(ConstraintEnded(self._too_many(wait_s)))
+                return future
             if job is None:
                 job = self._jobs[key] = _Job(constraint, next(self._numbers))
-                heapq.heappush(self._queue, job)
-            job.waiting.append(future)
-            self._changed.notify()
+                self._turns.put(job, caller, len(constraint.spec))
+            elif job.in_queue:
+                self._turns.put(job, caller, len(constraint.spec))
+            job.waiting.append((caller, future))
+            self._changed.notify_all()
         return future
 
     def leave(self, room: Room) -> None:
         """One request less uses it."""
         with self._changed:
             room.users -= 1
+            room.left_s = self._clock()
+            self._hear(room)
+            self._evict()
+
+    def tidy(self) -> None:
+        """End rooms that nobody has used for IDLE_S."""
+        with self._changed:
             self._evict()
 
     def close(self) -> None:
         """End every process. Matchers answer no more."""
+        self._ended.set()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -178,39 +229,85 @@ class GrammarHost:
             if self._keeper is not None:
                 self._keeper.end()
 
+    def _keep_tidy(self) -> None:
+        while not self._ended.wait(TIDY_S):
+            self.tidy()
+
     def _compile(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                job = heapq.heappop(self._queue)
+        while (turn := self._next_turn()) is not None:
             result: Room | Ending | None = None
+            used_s = 0.0
             try:
-                result = self._room_of(job)
+                result, used_s = self._room_of(turn)
             except ConstraintEnded as error:
                 result = error.ending
             except Exception:  # this thread must live; the request hears that it was not its fault
                 logger.exception("compiling a constraint failed")
                 result = Ending("could not be compiled: the server's log says why", "server")
-            self._resolve(job, result)
+            self._resolve(turn, result, used_s)
 
-    def _resolve(self, job: _Job, result: Room | Ending | None) -> None:
+    def _next_turn(self) -> Turn[_Job] | None:
+        """None: the host is closed."""
+        with self._changed:
+            while not self._closed:
+                turn = self._turns.take(suspects=self._suspects < self._compilers - 1)
+                if turn is None:
+                    self._changed.wait()
+                    continue
+                turn.job.in_queue = False
+                if wait_s := self._turns.retry_after_s(turn.caller):
+                    self._turns.done(turn, 0.0, wasted=False)
+                    self._refuse(turn, self._too_many(wait_s))
+                    continue
+                self._suspects += turn.suspect
+                return turn
+        return None
+
+    def _too_many(self, wait_s: float) -> Ending:
+        return Ending(
+            f"was not looked at: constraints from here that were refused took {self.bounds.refused_s:g} s of processor "
+            f"time in a minute, which is the most; retry in {math.ceil(wait_s)} s",
+            "budget",
+            wait_s,
+        )
+
+    def _refuse(self, turn: Turn[_Job], ending: Ending) -> None:
+        """Its caller alone: others may have it compiled."""
+        job = turn.job
+        theirs = [future for caller, future in job.waiting if caller == turn.caller]
+        job.waiting = [(caller, future) for caller, future in job.waiting if caller != turn.caller]
+        self._wait_again(job)
+        for future in theirs:
+            with suppress(InvalidStateError):
+                future.set_exception(ConstraintEnded(ending))
+
+    def _wait_again(self, job: _Job) -> None:
+        """For those that still do."""
+        job.waiting = [(caller, future) for caller, future in job.waiting if not future.cancelled()]
+        for caller in {caller for caller, _ in job.waiting}:
+            self._turns.put(job, caller, len(job.constraint.spec))
+        job.in_queue = bool(job.waiting)
+        if not job.waiting:
+            self._jobs.pop(job.constraint.key, None)
+
+    def _resolve(self, turn: Turn[_Job], result: Room | Ending | None, used_s: float) -> None:
+        job = turn.job
         key = job.constraint.key
         with self._changed:
-            if result is None and job.is_wanted():  # given up, and then somebody else asked for the same
-                heapq.heappush(self._queue, job)
-                self._changed.notify()
+            self._suspects -= turn.suspect
+            came_to_nothing = result is None or (isinstance(result, Ending) and result.is_clients)
+            self._turns.done(turn, used_s, wasted=came_to_nothing)
+            self._changed.notify_all()
+            if result is None:  # given up; somebody else may have asked for the same since
+                self._wait_again(job)
                 return
             self._jobs.pop(key, None)
             if isinstance(result, Room):
                 self._rooms[key] = result
-            elif isinstance(result, Ending) and result.is_clients:
-                self._refused[key] = result
-                while len(self._refused) > MOST_REFUSALS:
-                    del self._refused[next(iter(self._refused))]
-            for future in job.waiting:
+                result.left_s = self._clock()
+            elif result.is_clients:
+                self._remember(key, result)
+            for _, future in job.waiting:
                 with suppress(InvalidStateError):
                     if isinstance(result, Room):
                         result.users += 1
@@ -218,24 +315,45 @@ class GrammarHost:
                             future.set_result(result)
                         except InvalidStateError:
                             result.users -= 1
-                    elif result is not None:
+                    else:
                         future.set_exception(ConstraintEnded(result))
             self._evict()
 
-    def _room_of(self, job: _Job) -> Room | Ending | None:
-        """None: nobody wants it any more."""
-        bounds = self.bounds
+    def _remember(self, key: bytes, ending: Ending) -> None:
+        self._refused[key] = ending
+        while len(self._refused) > MOST_REFUSALS:
+            del self._refused[next(iter(self._refused))]
+
+    def _hear(self, room: Room) -> None:
+        """What it has to tell: which of its matchers have ended by what they used themselves."""
+        for caller in room.overrun():
+            self._remember(room.key, self.too_costly())
+            self._turns.waste(caller, OVERRUN_COUNTS * self.bounds.mask_burst_s)
+
+    def too_costly(self) -> Ending:
+        """Of a request that was ended in a step."""
+        return Ending(
+            "is too costly where this answer has got to: choosing among the next tokens took over "
+            f"{self.bounds.mask_burst_s * 1000:g} ms of processor time, or {self.bounds.matcher_bytes >> 20} MiB",
+            "step",
+        )
+
+    def _room_of(self, turn: Turn[_Job]) -> tuple[Room | Ending | None, float]:
+        """And the processor time it took. None: nobody wants it any more."""
+        bounds, job = self.bounds, turn.job
         if not job.is_wanted():
-            return None
+            return None, 0.0
         keeper = self._running_keeper()
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         text = os.memfd_create("constraint")
-        room = Room(self, own)
+        room = Room(self, own, job.constraint.key)
+        constraint = job.constraint
         try:
-            os.write(text, job.constraint.spec.encode(errors="surrogatepass"))
+            os.write(text, constraint.spec.encode(errors="surrogatepass"))
+            niceness = SUSPECTS_NICENESS if turn.suspect else NICENESS
             keeper.open(
                 job.number,
-                {"kind": job.constraint.kind, "any_whitespace": job.constraint.any_whitespace},
+                {"kind": constraint.kind, "any_whitespace": constraint.any_whitespace, "nice": niceness},
                 [theirs.fileno(), text],
             )
         finally:
@@ -260,7 +378,7 @@ class GrammarHost:
                 compiled, room.bytes = True, answer["compiled"]
             elif "ready" in answer:
                 room.close_later = lambda: keeper.close(job.number)
-                return room
+                return room, answer["ready"]
             elif "invalid" in answer:
                 result = Ending(f"does not compile: {answer['invalid']}", "invalid")
                 break
@@ -278,8 +396,7 @@ class GrammarHost:
                 result = self._over(compiled, keeper)
                 break
         own.close()
-        keeper.close(job.number)
-        return result
+        return result, keeper.close(job.number, tell=True)
 
     def _over(self, compiled: bool, keeper: _Keeper) -> Ending:
         """Of a room that ended by a bound, in whatever phase."""
@@ -306,8 +423,10 @@ class GrammarHost:
     def _evict(self) -> None:
         idle = [(key, room) for key, room in self._rooms.items() if not room.users]
         size = sum(room.bytes for _, room in idle)
+        oldest_s = self._clock() - IDLE_S
         for number, (key, room) in enumerate(idle):
-            if room.alive and len(idle) - number <= MOST_ROOMS and size <= MOST_ROOM_BYTES:
+            fits = len(idle) - number <= MOST_ROOMS and size <= MOST_ROOM_BYTES
+            if room.alive and fits and room.left_s > oldest_s and key not in self._refused:
                 continue
             size -= room.bytes
             del self._rooms[key]
@@ -324,14 +443,15 @@ class _Keeper:
         try:
             with os.fdopen(os.dup(memory), "wb") as file:
                 file.write(vocabulary.encode())
-            # A session of its own: an interrupt at the terminal is the engine's to act upon.
+            # A group of its own: an interrupt at the terminal is the engine's to act upon. No session of its own: Linux
+            # may weigh sessions against each other, whatever the niceness of what is in them.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "outrider.actors.grammars.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 # Where this process, which Ray may have started, has its packages from.
-                env={**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,
             )
             send(self._control, {"bounds": vars(bounds)}, [memory])
         finally:
@@ -351,9 +471,15 @@ class _Keeper:
         with self._sending:
             send(self._control, {"do": "open", "room": number, **message}, fds)
 
-    def close(self, number: int) -> None:
+    def close(self, number: int, *, tell: bool = False) -> float:
+        """tell: the processor time it has used is asked for, and waited for."""
         with self._sending, suppress(OSError):
-            send(self._control, {"do": "end", "room": number})
+            send(self._control, {"do": "end", "room": number, "tell": tell})
+            while tell and select.select([self._control], [], [], _END_S)[0]:
+                answer, _ = receive(self._control)
+                if answer is None or answer["room"] == number:
+                    return 0.0 if answer is None else float(answer["used"])
+        return 0.0
 
     def end(self) -> None:
         self._control.close()
@@ -365,35 +491,56 @@ class _Keeper:
 
 
 class Room:
-    """A compiled constraint. users: requests that have it."""
+    """A compiled constraint. users: requests that have it. left_s: when the last one left."""
 
-    def __init__(self, host: GrammarHost, own: socket.socket) -> None:
-        self._host, self._own = host, own
+    def __init__(self, host: GrammarHost, own: socket.socket, key: bytes) -> None:
+        self._host, self._own, self.key = host, own, key
         self.users = 0
+        self.left_s = 0.0
         self.bytes = 0
         self.alive = True
-        self.close_later: Callable[[], None] = lambda: None
+        self.close_later: Callable[[], object] = lambda: None
+        self._numbers = itertools.count()
+        self._callers: dict[int, int] = {}
+        """Of matchers, by their number, which the room tells of when they have overrun."""
 
-    def leave(self) -> None:
+    def leave(self, number: int | None = None) -> None:
+        """One request less; number: its matcher's, where it has forked one."""
         self._host.leave(self)
+        if number is not None:
+            self._callers.pop(number, None)
 
-    def matcher(self, stop_ids: Iterable[int]) -> Matcher:
+    def matcher(self, stop_ids: Iterable[int], caller: int = 0) -> Matcher:
         """Of one request. Its process starts with the first question."""
-        return Matcher(self, self._host, sorted(stop_ids))
+        return Matcher(self, self._host, sorted(stop_ids), caller)
 
-    def fork(self, stop_ids: Sequence[int], words: int, fds: Sequence[int]) -> None:
-        """Raises OSError when the room is gone."""
+    def fork(self, stop_ids: Sequence[int], caller: int, words: int, fds: Sequence[int]) -> int:
+        """The matcher's number. Raises OSError when the room is gone."""
+        number = next(self._numbers)
         try:
-            send(self._own, {"stop": list(stop_ids), "words": words}, fds)
+            send(self._own, {"stop": list(stop_ids), "words": words, "matcher": number}, fds)
         except OSError:
             self.alive = False
             raise
+        self._callers[number] = caller
+        return number
+
+    def overrun(self) -> list[int]:
+        """Callers of matchers that ended by what they used, of which it has told since the last time."""
+        callers = []
+        with suppress(OSError, ValueError):  # closed
+            while self.alive and select.select([self._own], [], [], 0)[0]:
+                answer, _ = receive(self._own)
+                if answer is None:
+                    break
+                callers.append(self._callers.get(answer["overran"], 0))
+        return callers
 
     def close(self) -> None:
-        if self.alive:
-            self.alive = False
-            self._own.close()
-            self.close_later()
+        self.alive = False
+        self._own.close()
+        self.close_later()
+        self.close_later = lambda: None
 
 
 class Matcher:
@@ -402,8 +549,9 @@ class Matcher:
     ending: why it answers no more, once it does not.
     """
 
-    def __init__(self, room: Room, host: GrammarHost, stop_ids: Sequence[int]) -> None:
-        self._room, self._host, self._stop_ids = room, host, stop_ids
+    def __init__(self, room: Room, host: GrammarHost, stop_ids: Sequence[int], caller: int) -> None:
+        self._room, self._host, self._stop_ids, self._caller = room, host, stop_ids, caller
+        self._number: int | None = None
         self._own: socket.socket | None = None
         self._memory: mmap.mmap | None = None
         self._accepted: list[int] = []
@@ -437,7 +585,7 @@ class Matcher:
         self._closed = True
         if self._own is not None:
             self._own.close()
-        self._room.leave()
+        self._room.leave(self._number)
 
     def _ask(self, question: dict[str, Any]) -> None:
         if self.ending is not None:
@@ -457,7 +605,8 @@ class Matcher:
             os.ftruncate(memory, self._host.most_rows * self._host.words * 4)
             self._memory = mmap.mmap(memory, 0)
             own.setblocking(False)
-            self._room.fork(self._stop_ids, self._host.words, [theirs.fileno(), memory])
+            fds = [theirs.fileno(), memory]
+            self._number = self._room.fork(self._stop_ids, self._caller, self._host.words, fds)
         finally:
             theirs.close()
             os.close(memory)
@@ -476,12 +625,7 @@ class Matcher:
         except OSError:
             answer = None
         if answer is None:
-            bounds = self._host.bounds
-            self.ending = Ending(
-                "is too costly where this answer has got to: choosing among the next tokens took over "
-                f"{bounds.mask_burst_s * 1000:g} ms of processor time, or {bounds.matcher_bytes >> 20} MiB",
-                "step",
-            )
+            self.ending = self._host.too_costly()
         elif "refused" in answer:
             self.ending = Ending(f"does not allow token {answer['refused']}, which was chosen", "server")
         else:

@@ -8,9 +8,12 @@ from typing import Literal, get_args
 
 from outrider.actors.replica_calls import RequestError
 
-Reason = Literal["kind", "size", "nesting", "invalid", "compile_time", "compile_memory", "mask_time", "step", "server"]
+Reason = Literal[
+    "kind", "size", "nesting", "invalid", "compile_time", "compile_memory", "mask_time", "step", "budget", "server"
+]
 """``kind``: serving.structured_output does not let it in. ``invalid``: the compiler does not know it. ``mask_time``:
-too slow when it was tried out; ``step``: where an answer had led it. ``server``: not its own fault."""
+too slow when it was tried out; ``step``: where an answer had led it. ``budget``: its caller had too many refused
+before it. ``server``: not its own fault."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 

@@ -6,7 +6,10 @@
 A room is the compiled grammar's cache; its matchers share its memory. Each room and each matcher sets itself a timer of
 processor time before it enters xgrammar, and the kernel ends it when that is used up, wherever in C++ it is: nothing
 else could. What they hold in memory is limited the same way. Fork, not threads: one that stands still cannot be
-stopped. No process here ever has a second thread, so forking one is safe.
+stopped. No process here has a second thread when it forks, so forking one is safe.
+
+A room compiles and tries out in a thread of a higher niceness, which has ended before it forks matchers: a step waits
+for those, and what a process has once given up of its priority it does not get back.
 
 Messages are JSON, one a packet; what is large, or a process's own, comes as a file descriptor beside it. A process ends
 when its socket does. Started by ``python -m outrider.actors.grammars.worker SOCKET``.
@@ -23,10 +26,12 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -39,6 +44,11 @@ SMALL_MESSAGE = 4 << 10
 WALKS, TOKENS_A_WALK = 3, 24
 PROBE_S = 0.25
 """Processor time after which the trying out ends, whatever it has seen."""
+
+OVERRAN = 3
+"""Exit code of a matcher that used up what it may."""
+
+Result = TypeVar("Result")
 
 
 def main(arguments: list[str]) -> None:
@@ -62,6 +72,8 @@ class _Keeper:
     def __init__(self, control: socket.socket, bounds: Bounds, vocabulary: Any, lengths: Any) -> None:
         self._control, self._bounds, self._vocabulary, self._lengths = control, bounds, vocabulary, lengths
         self._rooms: dict[int, int] = {}
+        self._used_s: dict[int, float] = {}
+        """Of rooms that ended by themselves: nobody has asked for it yet."""
 
     def run(self) -> None:
         while True:
@@ -72,9 +84,9 @@ class _Keeper:
                     os.kill(pid, signal.SIGKILL)
                 return
             if message["do"] == "end":
-                if (ended := self._rooms.pop(message["room"], None)) is not None:
-                    os.kill(ended, signal.SIGKILL)
-                    os.waitpid(ended, 0)
+                used_s = self._end(message["room"])
+                if message["tell"]:
+                    send(self._control, {"room": message["room"], "used": used_s})
                 continue
             pid = os.fork()
             if pid == 0:
@@ -86,10 +98,20 @@ class _Keeper:
             for fd in fds:
                 os.close(fd)
 
+    def _end(self, room: int) -> float:
+        """The processor time it has used."""
+        if (pid := self._rooms.pop(room, None)) is None:
+            return self._used_s.pop(room, 0.0)
+        os.kill(pid, signal.SIGKILL)
+        usage = os.wait4(pid, 0)[2]
+        return usage.ru_utime + usage.ru_stime
+
     def _reap(self) -> None:
         for room, pid in list(self._rooms.items()):
-            if os.waitpid(pid, os.WNOHANG) != (0, 0):
+            ended, _, usage = os.wait4(pid, os.WNOHANG)
+            if ended:
                 del self._rooms[room]
+                self._used_s[room] = usage.ru_utime + usage.ru_stime
 
 
 _COMPILER_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
@@ -111,10 +133,16 @@ class _Room:
     def __init__(self, own: socket.socket, bounds: Bounds, vocabulary: Any, lengths: Any) -> None:
         self._own, self._bounds, self._vocabulary, self._lengths = own, bounds, vocabulary, lengths
         self._words = (vocabulary.vocab_size + 31) // 32
+        self._matchers: dict[int, int] = {}
+        """Their numbers, by process."""
 
     def run(self, message: dict[str, Any], spec: str) -> NoReturn:
+        import xgrammar
+
         try:
-            self._compile(message, spec)
+            grammar = in_background(message["nice"], lambda: self._compile(xgrammar, message, spec))
+            if grammar is not None:
+                self._fork_matchers(xgrammar, grammar)
         except (OSError, MemoryError):
             pass  # the engine does not listen any more, or the limit of memory: the end of the socket says it
         except BaseException:  # noqa: BLE001 - of this room or of a matcher; nothing of it may get back to the keeper
@@ -122,9 +150,10 @@ class _Room:
         finally:
             os._exit(0)
 
-    def _compile(self, message: dict[str, Any], spec: str) -> None:
-        import xgrammar
-
+    def _compile(self, xgrammar: Any, message: dict[str, Any], spec: str) -> Any:
+        """The grammar, None where it is refused; the engine has been told."""
+        with suppress(RuntimeError):
+            xgrammar.Grammar.from_ebnf("(")  # what a thread needs to raise is allocated once; without, it aborts
         limit_memory(self._bounds.compile_bytes)
         before = own_bytes()
         set_timer(self._bounds.compile_s)
@@ -132,21 +161,18 @@ class _Room:
             grammar = compiled(xgrammar, self._vocabulary, message["kind"], spec, message["any_whitespace"])
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is about the constraint
             send(self._own, {"no_memory": True} if lacks_memory(error) else {"invalid": said_by(error)})
-            return
+            return None
         grown = max(grammar.memory_size_bytes, own_bytes() - before)
         if grown > self._bounds.keep_bytes:
             send(self._own, {"too_large": grown})
-            return
+            return None
         set_timer(0)
         send(self._own, {"compiled": grown})
         if (slow_s := self._slow_mask(xgrammar, grammar)) is not None:
             send(self._own, {"slow": slow_s})
-            return
+            return None
         set_timer(0)
-        gc.collect()
-        gc.freeze()
-        send(self._own, {"ready": True})
-        self._fork_matchers(xgrammar, grammar)
+        return grammar
 
     def _slow_mask(self, xgrammar: Any, grammar: Any) -> float | None:
         """What the masks took by which a request would have overdrawn its allowance, on walks of the grammar's own: at
@@ -187,21 +213,44 @@ class _Room:
         return int(random.choice(allowed))
 
     def _fork_matchers(self, xgrammar: Any, grammar: Any) -> None:
+        gc.collect()
+        gc.freeze()
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        send(self._own, {"ready": time.process_time()})
         while True:
             message, fds = receive(self._own)
-            while reaped():
-                pass
             if message is None:
                 return
-            if os.fork() == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is known whose the process is
+            pid = os.fork()
+            if pid == 0:
                 self._own.close()
                 limit_memory(self._bounds.matcher_bytes)
-                matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=message["stop"] or None)
-                own, words = socket.socket(fileno=fds[0]), self._words
-                _Matcher(own, fds[1], message["words"], words, self._bounds, matcher).run()
-                os._exit(0)
+                os._exit(OVERRAN if self._overruns(xgrammar, grammar, message, fds) else 0)
+            self._matchers[pid] = message["matcher"]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             for fd in fds:
                 os.close(fd)
+
+    def _overruns(self, xgrammar: Any, grammar: Any, message: dict[str, Any], fds: list[int]) -> bool:
+        """A matcher's life, and whether it ended by what it used."""
+        try:
+            matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=message["stop"] or None)
+            own, words = socket.socket(fileno=fds[0]), self._words
+            return _Matcher(own, fds[1], message["words"], words, self._bounds, matcher).run()
+        except Exception as error:
+            if lacks_memory(error):
+                return True
+            raise
+
+    def _reap(self) -> None:
+        """Tells the engine of matchers that ended by their own use, of which their sockets' ends do not tell."""
+        with suppress(ChildProcessError, OSError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                number = self._matchers.pop(pid, None)
+                if os.waitstatus_to_exitcode(status) in (OVERRAN, -signal.SIGPROF):
+                    self._own.send(json.dumps({"overran": number}).encode(), socket.MSG_DONTWAIT)
 
 
 class _Matcher:
@@ -217,11 +266,12 @@ class _Matcher:
         self._spent_s = 0.0
         """In this step: one that fills masks begins the next."""
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Whether it ends because it has used up its allowance."""
         while True:
             message, _ = receive(self._own)
             if message is None:
-                return
+                return False
             set_timer(max(self._allowance.left_s - self._spent_s, 1e-3))
             start = time.process_time()
             answer = self._answer(message)
@@ -232,7 +282,7 @@ class _Matcher:
                 enough = self._allowance.spend(self._spent_s, 1 + len(message["fill"]["tokens"]))
                 self._spent_s = 0.0
                 if not enough:
-                    return
+                    return True
             send(self._own, answer)
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -307,6 +357,30 @@ def compiled(xgrammar: Any, vocabulary: Any, kind: str, spec: str, any_whitespac
     return compiler.compile_structural_tag(items, tag["triggers"])
 
 
+def in_background(niceness: int, work: Callable[[], Result]) -> Result:
+    """work's result, of a thread of that niceness, or of this one's where that is higher. It has ended, for the kernel
+    too, when this returns. Raises what work does."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        own = threading.get_native_id()
+        try:
+            os.setpriority(os.PRIO_PROCESS, own, max(niceness, os.getpriority(os.PRIO_PROCESS, own)))
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    while len(os.listdir("/proc/self/task")) > 1:
+        time.sleep(0.0005)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
 def set_timer(seconds: float) -> None:
     """Of this process's processor time; the kernel ends the process when it is over. 0: none."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -326,14 +400,6 @@ def own_bytes() -> int:
     """Of this process's memory that is not shared with a file or another process, roughly."""
     fields = open("/proc/self/statm").read().split()  # noqa: SIM115
     return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
-
-
-def reaped() -> bool:
-    """Whether a child that had ended is gone now."""
-    try:
-        return os.waitpid(-1, os.WNOHANG) != (0, 0)
-    except ChildProcessError:
-        return False
 
 
 def read_all(fd: int) -> bytes:

@@ -4,17 +4,31 @@ Nothing here is measured on a clock: bounds are of processor time, which the ker
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from outrider.actors.grammars.bounds import Bounds, Ending
-from outrider.actors.grammars.host import Constraint, ConstraintEnded, GrammarHost, Matcher, Room, gather
+from outrider.actors.grammars.host import (
+    IDLE_S,
+    NICENESS,
+    SUSPECTS_NICENESS,
+    Constraint,
+    ConstraintEnded,
+    GrammarHost,
+    Matcher,
+    Room,
+    gather,
+)
 from tests.security_vocabulary import EOS, serialised, vocabulary
 
 HANG_GUARD_S = 400.0
@@ -28,6 +42,7 @@ CORNER = 'root ::= "#" bomb | [0-9]+\nbomb ::= (x|y|z)*\nx ::= "a"\ny ::= "b"\nz
 OPTIONAL = json.dumps({"type": "object", "properties": {f"property {i}": {"enum": ["a", "b"]} for i in range(6000)}})
 UNFOLDS = "((a{1,200}){1,200}){1,200}"
 
+ATTACKER, OTHER = 1, 2
 BOUNDS = Bounds(compile_s=1.0, mask_burst_s=0.1)
 
 
@@ -129,7 +144,7 @@ def test_a_refusal_is_remembered(host: GrammarHost) -> None:
 
 
 def test_a_bomb_that_shows_only_where_a_prompt_leads_ends_its_own_request_alone(host: GrammarHost) -> None:
-    hostile = room(host, "ebnf", CORNER).matcher([EOS])
+    hostile = room(host, "ebnf", CORNER).matcher([EOS], ATTACKER)
     neighbour = room(host, "json", '{"type": "object"}').matcher([EOS])
     token = ord("#")
     for _ in range(200):
@@ -143,7 +158,150 @@ def test_a_bomb_that_shows_only_where_a_prompt_leads_ends_its_own_request_alone(
     assert hostile.ending is not None, "nothing ended it"
     assert hostile.ending.reason == "step"
     assert allowed(neighbour)[0] == {ord("{")}
-    assert allowed(room(host, "ebnf", CORNER).matcher([EOS])), "others may still send the same"
+    until(lambda: is_refused(host, "ebnf", CORNER))
+    assert ending(host.compile(Constraint("ebnf", CORNER))) == hostile.ending, "it costs no other step anything"
+    hostile.close()
+    assert host._turns.is_suspect(ATTACKER)
+    assert not host._turns.is_suspect(0)
+
+
+def is_refused(host: GrammarHost, kind: str, spec: str) -> bool:
+    compiling = host.compile(Constraint(kind, spec))
+    if compiling.exception(HANG_GUARD_S) is not None:
+        return True
+    compiling.result().leave()
+    return False
+
+
+def test_a_matcher_that_was_killed_makes_its_constraint_no_bomb(host: GrammarHost) -> None:
+    before = rooms_of(host)
+    matcher = room(host, "ebnf", 'root ::= "killed"').matcher([EOS], ATTACKER)
+    assert allowed(matcher)
+    (process,) = rooms_of(host) - before
+    (forked,) = children_of(process)
+    os.kill(int(forked), signal.SIGKILL)
+    until(lambda: not children_of(process))
+    matcher.ask_masks([])
+    gather([matcher], HANG_GUARD_S)
+    assert matcher.ending is not None
+    assert not is_refused(host, "ebnf", 'root ::= "killed"')
+    matcher.close()
+
+
+def test_ever_fresh_bombs_do_not_keep_anothers_constraint_waiting(host: GrammarHost) -> None:
+    room(host, "ebnf", 'root ::= "kept"').leave()
+    sender, bystander = 11, 12
+    came: list[str] = []
+    specs = {f"bomb {number}": BOMB + f"# {number}\n" for number in range(12)}
+    compiling = {name: host.compile(Constraint("ebnf", spec), sender) for name, spec in specs.items()}
+    large = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}})
+    compiling["large"] = host.compile(Constraint("json", large), bystander)
+    for name, future in compiling.items():
+        future.add_done_callback(lambda _, name=name: came.append(name))
+    assert compiling["large"].result(HANG_GUARD_S).alive
+    until(lambda: len(came) == len(compiling))
+    assert came.index("large") <= 4, came
+
+
+def test_who_has_had_too_much_refused_waits_and_nobody_else() -> None:
+    host = GrammarHost(serialised, WORDS, 1, Bounds(compile_s=0.5, refused_s=0.2))
+    try:
+        kept = host.compile(Constraint("ebnf", 'root ::= "kept"'), ATTACKER).result(HANG_GUARD_S)
+        assert ending(host.compile(Constraint("json", OPTIONAL), ATTACKER)).reason == "compile_time"
+        refused = ending(host.compile(Constraint("ebnf", 'root ::= "fresh"'), ATTACKER))
+        assert refused.reason == "budget"
+        assert refused.retry_after_s is not None
+        assert 0 < refused.retry_after_s < 600
+        assert "retry in" in refused.problem
+        assert Ending.of(refused.stop_reason()) == refused
+        assert host.compile(Constraint("ebnf", 'root ::= "kept"'), ATTACKER).result(0) is kept, (
+            "what is known is served"
+        )
+        assert host.compile(Constraint("ebnf", 'root ::= "fresh"'), OTHER).result(HANG_GUARD_S).alive
+    finally:
+        host.close()
+
+
+def test_compiling_gives_way_and_a_step_waits_for_nothing_that_does() -> None:
+    host = GrammarHost(serialised, WORDS, 1, Bounds(compile_s=3000.0, refused_s=0.05))
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        matcher = room(host, "ebnf", 'root ::= "a"').matcher([EOS])
+        assert allowed(matcher)
+        (ready,) = rooms_of(host)
+        assert niceness_of(ready) == [own]
+        assert [niceness_of(process) for process in children_of(ready)] == [[own]]
+        host._turns.waste(ATTACKER, 0.01)
+        for caller, niceness in ((ATTACKER, SUSPECTS_NICENESS), (OTHER, NICENESS)):
+            endless = host.compile(Constraint("json", OPTIONAL.replace("property", f"of {caller}")), caller)
+            wanted = [own, max(own, niceness)]
+            until(lambda wanted=wanted: wanted in map(niceness_of, rooms_of(host) - {ready}))
+            until(lambda: any(used_s(process) > 0.2 for process in rooms_of(host) - {ready}))
+            endless.cancel()
+            until(lambda: rooms_of(host) == {ready})
+            until(lambda caller=caller: host._turns.retry_after_s(caller) > 0)  # what nobody waited for counts as well
+    finally:
+        host.close()
+
+
+def test_what_nobody_has_used_for_a_minute_is_ended_with_all_that_it_held() -> None:
+    clock = Clock()
+    host = GrammarHost(serialised, WORDS, 1, BOUNDS, clock)
+    try:
+        host._running_keeper()
+        gc.collect()
+        files = len(os.listdir("/proc/self/fd"))
+        used = room(host, "ebnf", 'root ::= "used"')
+        for number in range(3):
+            idle = room(host, "ebnf", f'root ::= "idle {number}"').matcher([EOS])
+            assert allowed(idle)
+            idle.close()
+            del idle
+        assert len(rooms_of(host)) == 4
+        clock.now = IDLE_S - 1
+        host.tidy()
+        assert len(rooms_of(host)) == 4, "they are kept for the next request"
+        clock.now = IDLE_S + 1
+        host.tidy()
+        until(lambda: len(rooms_of(host)) == 1)
+        used.leave()
+        clock.now = 2 * IDLE_S
+        host.tidy()
+        assert used.alive, "its minute began when it was left"
+        clock.now = 3 * IDLE_S
+        host.tidy()
+        until(lambda: not rooms_of(host))
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) <= files
+    finally:
+        host.close()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def children_of(pid: str) -> set[str]:
+    return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+def niceness_of(pid: str) -> list[int]:
+    """Of its threads, the first one first."""
+    with suppress(OSError):
+        threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: thread != int(pid))
+        return [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads]
+    return []
+
+
+def used_s(pid: str) -> float:
+    with suppress(OSError):
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def test_what_a_room_compiled_is_kept_for_the_next_request(host: GrammarHost) -> None:
