@@ -71,6 +71,9 @@ class GenerationRequest(_MayHaveDeadline):
     caller: int = 0
     """Whose it is, for fair order among callers; 0: nobody knows."""
 
+    asker: int = 0
+    """Whose it is where work for strangers is shared out: the key's, else the address's; 0: nobody knows."""
+
     learns: bool = True
     """A drafter that learns may do so from its answer."""
 
@@ -287,7 +290,7 @@ class ReplicaLoad:
     """Requests it can run at once."""
 
 
-OF_THE_CALLER = frozenset({"caller", "tenant", "learn"})
+OF_THE_CALLER = frozenset({"caller", "asker", "tenant", "learn"})
 """Round options that say who asks, and not what for."""
 
 Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize", "models", "openapi"]
@@ -481,6 +484,8 @@ class OpenAIHead:
 
     status: int
     media_type: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of a whole document."""
 
     @property
     def is_stream(self) -> bool:
@@ -573,6 +578,17 @@ class RequestError(Exception):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.problem}; {self.fix}"
+
+
+class TooManyRefused(Exception):
+    """A constraint that is not looked at, since too many of its caller's were refused lately. field: where it is."""
+
+    def __init__(self, field: str, problem: str, retry_after_s: float) -> None:
+        super().__init__(field, problem, retry_after_s)
+        self.field, self.problem, self.retry_after_s = field, problem, retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
 
 
 class RequestIdInUse(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
+import math
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from outrider.actors.replica_calls import (
     RequestError,
     RequestIdInUse,
     SamplingFailed,
+    TooManyRefused,
     check_request_id,
 )
 
@@ -111,6 +113,10 @@ def failure_of(error: BaseException, call: str, request_id: str | None = None) -
         # What is not usable as an id cannot travel in metadata either: gRPC would make the call INTERNAL.
         named = None if cause.field == "request_id" else request_id
         return CallFailure(code.INVALID_ARGUMENT, str(cause), "INVALID_REQUEST", fields, named)
+    if isinstance(cause, TooManyRefused):
+        retry_after_s = math.ceil(cause.retry_after_s)
+        reason, fields = "TOO_MANY_REFUSED", {cause.field: cause.problem}
+        return CallFailure(code.RESOURCE_EXHAUSTED, str(cause), reason, fields, request_id, retry_after_s)
     if isinstance(cause, RequestIdInUse):
         return CallFailure(code.ALREADY_EXISTS, str(cause), "REQUEST_ID_IN_USE", request_id=request_id)
     if isinstance(cause, UnknownService):

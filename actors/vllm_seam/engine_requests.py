@@ -74,6 +74,8 @@ def sampling_params(
         settings["structured_outputs"] = structured = StructuredOutputsParams(**constraint)
         checked(structured, CONSTRAINT, structured_output)
     ours: dict[str, Any] = {}
+    if request.asker and constraint is not None:
+        ours["asker"] = request.asker
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:
         ours["num_speculative_tokens"] = limit

@@ -27,6 +27,8 @@ from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely
 from outrider.actors.grammars.bounds import FIX, Bounds, Ending, Mode, check_kind, check_size
 from outrider.actors.grammars.host import Constraint, ConstraintEnded, GrammarHost, Matcher, Room, gather
 from outrider.actors.grammars.refusals import REFUSALS, refused
+from outrider.actors.replica_calls import TooManyRefused
+from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam import leans_on
 
 if TYPE_CHECKING:
@@ -86,6 +88,9 @@ def _parsed(field: str, value: Any) -> Any:
 def refusal_of(ending: Ending, field: str) -> Exception:
     """What a request that was ended by its constraint raises. ConnectionError where the constraint is not to blame.
     Counts."""
+    if ending.retry_after_s is not None:
+        REFUSALS.count(ending.reason)
+        return TooManyRefused(field, ending.problem, ending.retry_after_s)
     if ending.is_clients:
         return refused(ending.reason, field, ending.problem, FIX)
     REFUSALS.count(ending.reason)
@@ -156,7 +161,8 @@ class GuardedStructuredOutputs(StructuredOutputManager):
             mine.fail(Ending("is not served here", "kind"))
             return
         stop_ids = request.sampling_params.all_stop_token_ids if request.sampling_params is not None else ()
-        mine.compiling = host.compile(self._constraint(structured.params))
+        asker = _asker(request)
+        mine.compiling = host.compile(self._constraint(structured.params), asker)
 
         def ready(compiling: Future[Room]) -> None:
             if compiling.cancelled():
@@ -166,7 +172,7 @@ class GuardedStructuredOutputs(StructuredOutputManager):
                 logger.warning("request %s: its constraint %s", request.request_id, error.ending.problem)
                 mine.fail(error.ending)
                 return
-            mine.matcher = compiling.result().matcher(stop_ids)
+            mine.matcher = compiling.result().matcher(stop_ids, asker)
             if mine.gone:
                 mine.matcher.close()
             with suppress(Exception):  # cancelled meanwhile
@@ -295,6 +301,12 @@ class _OfRequest:
             self.compiling.cancel()
         if self.matcher is not None:
             self.matcher.close()
+
+
+def _asker(request: Request) -> int:
+    params = request.sampling_params
+    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
+    return int(ours.get("asker", 0))
 
 
 def guard(manager: StructuredOutputManager) -> GuardedStructuredOutputs:

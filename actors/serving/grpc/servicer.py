@@ -40,10 +40,11 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.serving.access.calls import let_in
 from outrider.actors.serving.access.guard import CALLER, key_of_caller
-from outrider.actors.serving.access.owners import cache_salt, may_learn_from, tenant_of
+from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.capacity import Capacity
+from outrider.actors.serving.connections import address_of_call
 from outrider.actors.serving.draining import DRAIN, DrainCalls
 from outrider.actors.serving.failures import IN_PROCESS_PEERS, REQUEST_ID_METADATA, UnknownService, errors_become_status
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
@@ -294,7 +295,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         request_id = _request_id(request)
         with answering(grpc_context, "Generate", request_id) as span:
-            checked = replace(self._check(request, request_id), trace_headers=span.headers)
+            checked = replace(self._check(request, request_id, grpc_context), trace_headers=span.headers)
             answers = Answers(request_id, checked.num_answers)
             load = None
             async with aclosing(self._rounds(checked)) as rounds:
@@ -309,7 +310,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         request_id = _request_id(request)
         with answering(grpc_context, "GenerateStream", request_id) as span:
-            checked = replace(self._check(request, request_id), trace_headers=span.headers)
+            checked = replace(self._check(request, request_id, grpc_context), trace_headers=span.headers)
             grpc_context.set_trailing_metadata(self._trailing(request_id))
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
@@ -427,8 +428,11 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     def _trailing(self, request_id: str, load: ReplicaLoad | None = None) -> list[tuple[str, str | bytes]]:
         return [(REQUEST_ID_METADATA, request_id), *self._capacity_metadata, *load_metadata(load)]
 
-    def _check(self, request: GenerationMessage, request_id: str) -> GenerationRequest:
+    def _check(
+        self, request: GenerationMessage, request_id: str, grpc_context: RayServegRPCContext
+    ) -> GenerationRequest:
         checked = to_generation_request(request, self._served, request_id=request_id)
+        checked = replace(checked, asker=asker_of(CALLER.get(), address_of_call(grpc_context.peer() or "")))
         caller = tenant_of(CALLER.get())
         tenant = caller if self._isolates_tenants else 0
         salt = cache_salt(tenant, checked.cache_salt)

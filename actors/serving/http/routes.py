@@ -46,8 +46,9 @@ from outrider.actors.replica_calls import (
     TokensUsed,
 )
 from outrider.actors.serving.access.guard import CALLER, Caller, key_of_caller
-from outrider.actors.serving.access.owners import cache_salt, may_learn_from, tenant_of
+from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.admission import Admission
+from outrider.actors.serving.connections import Address, address_of
 from outrider.actors.serving.draining import DRAIN, Draining
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
 from outrider.actors.serving.http.body import read_json_object
@@ -208,6 +209,9 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
             checked = replace(checked, adapter=model)
         if context.isolates_tenants:
             checked = _of_tenant(checked, tenant_of(CALLER.get()))
+        asker = asker_of(CALLER.get(), None if request.client is None else address_of(*request.client))
+        if asker and endpoint in GENERATING:
+            checked = replace(checked, round_options={**checked.round_options, "asker": asker})
         if (caller := tenant_of(CALLER.get())) != 0:
             learn = {} if may_learn_from(CALLER.get()) else {"learn": False}
             checked = replace(checked, round_options={**checked.round_options, "caller": caller, **learn})
@@ -261,7 +265,7 @@ async def ask(
         if head.is_stream:
             return EventStream(_openai_events(parts, request))
         body = [part async for part in parts if isinstance(part, str)]
-        return Response("".join(body), head.status, media_type=head.media_type)
+        return Response("".join(body), head.status, head.headers, head.media_type)
     except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a status and a sentence
         raise HttpError(failure_of(error, request.request_id)) from None
 
@@ -316,7 +320,7 @@ def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: Token
     @app.post("/outrider/v1/stream", include_in_schema=False)
     async def stream(request: Request) -> Response:
         message = to_message(await read_json_object(request, limits), pb.GenerateStreamRequest())
-        call = RpcCall()
+        call = RpcCall(None if request.client is None else address_of(*request.client))
         answers = rpcs.GenerateStream(message, call)
         # Before the status line leaves, so that what is refused at the door gets a status of its own.
         first = await _or_failure(call, anext(answers))
@@ -418,7 +422,9 @@ def _json(message: Message) -> Response:
 class RpcCall:
     """What an RPC method of the ingress takes as its gRPC context. Keeps what a response needs of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: Address | None = None) -> None:
+        """address: whose call it is."""
+        self._address = address
         self._code: grpc.StatusCode | None = None
         self._details = ""
         self._trailing_metadata: list[tuple[str, str | bytes]] = []
@@ -445,7 +451,11 @@ class RpcCall:
         return []
 
     def peer(self) -> str:
-        return "http"
+        """As gRPC names one."""
+        if self._address is None:
+            return "http"
+        host, port = self._address
+        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
     def failure(self) -> HttpFailure | None:
         """The error the RPC ended with; None: it set none."""

@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.grammars.bounds import FIX, Ending, Mode
 from outrider.actors.grammars.refusals import REFUSALS
-from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed, scoped_id
+from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed, TooManyRefused, scoped_id
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.serving.co_located import check_co_located_params
@@ -41,6 +41,9 @@ class Tally:
         self._prompt = self._completion = 0
         self.last: RequestOutput | None = None
         """What the engine last said."""
+
+        self.refused: TooManyRefused | None = None
+        """Why it is not answered, which vLLM's classes have no words for."""
 
     @property
     def uncounted(self) -> int:
@@ -115,7 +118,11 @@ class CheckedEngine:
             async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
                 try:
                     async for output in outputs:
-                        check_reasons(output, params, deadline)
+                        try:
+                            check_reasons(output, params, deadline)
+                        except TooManyRefused as refused:
+                            tally.refused = refused
+                            raise GracefulHTTPError(refused.problem, HTTPStatus.TOO_MANY_REQUESTS) from None
                         tally.add(output, first=not started)
                         started = True
                         yield output
@@ -189,6 +196,8 @@ def check_reasons(output: RequestOutput, params: SamplingParams, deadline: Deadl
     for completion in output.outputs:
         if completion.finish_reason == "error" and (ending := Ending.of(completion.stop_reason)) is not None:
             REFUSALS.count(ending.reason)
+            if ending.retry_after_s is not None:
+                raise TooManyRefused(CONSTRAINT, ending.problem, ending.retry_after_s)
             if not ending.is_clients:
                 raise RetryableRequestError(f"the constraint {ending.problem}")
             raise VLLMValidationError(f"{ending.problem}; {FIX}", parameter=CONSTRAINT)

@@ -67,14 +67,16 @@ class HttpFailure:
     headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_code(cls, code: grpc.StatusCode, message: str, param: str | None = None) -> HttpFailure:
+    def of_code(
+        cls, code: grpc.StatusCode, message: str, param: str | None = None, retry_after_s: int = RETRY_AFTER_S
+    ) -> HttpFailure:
         """code: of the same failure over gRPC."""
         status = HTTP_STATUS.get(code, 500)
-        return cls(status, message, param, {"Retry-After": str(RETRY_AFTER_S)} if status in _RETRIED else {})
+        return cls(status, message, param, {"Retry-After": str(retry_after_s)} if status in _RETRIED else {})
 
     @classmethod
     def of_call(cls, failure: CallFailure) -> HttpFailure:
-        return cls.of_code(failure.code, failure.message, next(iter(failure.fields), None))
+        return cls.of_code(failure.code, failure.message, next(iter(failure.fields), None), failure.retry_after_s)
 
     def body(self) -> dict[str, dict[str, str | int | None]]:
         kind = TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")

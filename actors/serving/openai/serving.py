@@ -146,7 +146,7 @@ class OpenAIServing:
             if tally.uncounted:
                 yield tally.take()
             return
-        yield OpenAIHead(failure.status)
+        yield OpenAIHead(failure.status, headers=failure.headers)
         yield json.dumps(failure.body())
 
     async def _result(self, request: OpenAIRequest) -> Any:
@@ -314,12 +314,14 @@ async def _events(
     if sent:
         yield failure.event_of(request.endpoint, sent)
     else:
-        yield OpenAIHead(failure.status)
+        yield OpenAIHead(failure.status, headers=failure.headers)
         yield json.dumps(failure.body())
 
 
 def _failure_in(event: str, request_id: str) -> HttpFailure:
     """vLLM has logged what a server error's message would tell."""
+    if (tally := TALLY.get()) is not None and tally.refused is not None:
+        return failure_of(tally.refused, request_id)
     error = json.loads(event.removeprefix("data:"))["error"]
     if error["code"] == HTTPStatus.INTERNAL_SERVER_ERROR:
         return failed_inside(request_id)
@@ -344,6 +346,8 @@ async def _within(seconds: float | None, result: Coroutine[Any, Any, Any]) -> An
 
 
 def _failure_of(error: Exception, request_id: str) -> HttpFailure:
+    if (tally := TALLY.get()) is not None and tally.refused is not None:
+        return failure_of(tally.refused, request_id)
     if isinstance(error, RequestError):
         return refused(error)
     described = create_error_response(error).error

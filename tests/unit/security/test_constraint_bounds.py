@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from outrider.actors.grammars.bounds import MAX_CONSTRAINT_BYTES, MAX_NESTING, Allowance, Ending, check_size
 from outrider.actors.grammars.refusals import REFUSALS
-from outrider.actors.replica_calls import GenerationRequest, RequestError
+from outrider.actors.replica_calls import GenerationRequest, RequestError, TooManyRefused
 from outrider.actors.round.origins import RoundLog
+from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import check_constraint, check_reasons
 from outrider.actors.vllm_seam.engine_requests import round_outputs, sampling_params
 
@@ -93,6 +95,25 @@ def test_what_the_engine_ends_is_counted_where_its_client_is_told(reason: Any) -
     assert counted(lambda: round_outputs(output, request, {}, RoundLog(True)), told) == {reason: 1}
     over_http = RetryableRequestError if reason == "server" else VLLMValidationError
     assert counted(lambda: check_reasons(output, SamplingParams(), None), over_http) == {reason: 1}
+
+
+def test_too_many_refused_are_counted_and_told_apart_from_a_bad_constraint() -> None:
+    stop_reason = Ending("was not looked at", "budget", 3.0).stop_reason()
+    answer = CompletionOutput(0, "", [], None, None, finish_reason="error", stop_reason=stop_reason)
+    output = RequestOutput("r", "a", [1], None, [answer], finished=True)
+    with pytest.raises(TooManyRefused) as told:
+        round_outputs(output, asked({"regex": "a"}), {}, RoundLog(True))
+    assert (told.value.field, told.value.retry_after_s) == ("sampling.structured_outputs.regex", 3.0)
+    assert counted(lambda: round_outputs(output, asked({"regex": "a"}), {}, RoundLog(True)), TooManyRefused) == {
+        "budget": 1
+    }
+    assert counted(lambda: check_reasons(output, SamplingParams(), None), TooManyRefused) == {"budget": 1}
+
+
+def test_who_asks_goes_along_with_a_constraint() -> None:
+    request = replace(asked({"regex": "a"}), asker=7)
+    assert sampling_params(request, 1, 100).extra_args == {EXTRA_ARGS_KEY: {"asker": 7}}
+    assert sampling_params(replace(request, sampling={}), 1, 100).extra_args is None
 
 
 @pytest.mark.parametrize(

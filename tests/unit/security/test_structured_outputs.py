@@ -17,6 +17,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from outrider.actors.grammars.bounds import Ending
+from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam import scheduler, structured_outputs
 from outrider.actors.vllm_seam.scheduler import GrammarScheduling
 from outrider.actors.vllm_seam.structured_outputs import GuardedStructuredOutputs, guard
@@ -120,6 +121,21 @@ def test_a_constraint_that_is_refused_ends_its_request_with_the_reason(guarded: 
     assert ending is not None
     assert ending.is_clients
     assert "does not compile" in ending.problem
+
+
+def test_what_is_compiled_and_followed_is_put_down_to_who_asks(
+    guarded: GuardedStructuredOutputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    host = guarded._host
+    assert host is not None
+    compile_ = host.compile
+    monkeypatch.setattr(host, "compile", lambda constraint, caller: (asked.append(caller), compile_(constraint))[1])
+    mine, nobodys = request("mine", regex="m"), request("nobodys", regex="n")
+    mine.sampling_params.extra_args = {EXTRA_ARGS_KEY: {"asker": 7}}
+    requests = started(guarded, mine, nobodys)
+    assert asked == [7, 0]
+    assert requests["mine"].structured_output_request.grammar.matcher._caller == 7
 
 
 def test_one_that_overruns_in_a_step_allows_everything_and_is_told_with_its_reason(

@@ -15,6 +15,7 @@ from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from outrider.actors.grammars.bounds import Ending
 from outrider.actors.replica_calls import Deadline, OpenAIHead, OpenAIRequest, ReplicaLost, TokensUsed
 from outrider.actors.serving.openai.serving import OpenAIServing
 from outrider.cluster.config import ConfigError, parse_config
@@ -27,7 +28,8 @@ FINISHED = "stop"
 
 
 class Llm:
-    """Answers every request with script: texts of its rounds; exceptions are raised, None never comes."""
+    """Answers every request with script: texts of its rounds; exceptions are raised, None never comes, an Ending ends
+    it."""
 
     errored = False
 
@@ -55,6 +57,9 @@ class Llm:
                 await asyncio.sleep(0)
                 if isinstance(step, Exception):
                     raise step
+                if isinstance(step, Ending):
+                    yield output(prompt, request_id, "", "error", step.stop_reason())
+                    return
                 if step is None:
                     await asyncio.sleep(60)
                 text = text + step if whole else step
@@ -65,14 +70,14 @@ class Llm:
             self.open -= 1
 
 
-def output(prompt, request_id, text, finish_reason):
+def output(prompt, request_id, text, finish_reason, stop_reason=None):
     ids = list(text.encode())
     return RequestOutput(
         request_id=request_id,
         prompt=prompt.get("prompt"),
         prompt_token_ids=prompt["prompt_token_ids"],
         prompt_logprobs=None,
-        outputs=[CompletionOutput(0, text, ids, None, None, finish_reason=finish_reason)],
+        outputs=[CompletionOutput(0, text, ids, None, None, finish_reason=finish_reason, stop_reason=stop_reason)],
         finished=finish_reason is not None,
     )
 
@@ -131,6 +136,21 @@ async def test_what_an_answer_has_cost_is_told_at_its_end(serving, llm, endpoint
     told = [part for part in parts if isinstance(part, TokensUsed)]
     prompt = len("user: hi\nassistant: ") if endpoint == "chat" else len("hi")
     assert told == parts[-1:] == [TokensUsed(prompt, completion=len("Hello"))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ["chat", "completions", "responses"])
+async def test_a_caller_that_had_too_much_refused_is_told_when_to_retry(serving, llm, endpoint, stream):
+    llm.script = [Ending("was not looked at; retry in 7 s", "budget", 6.4)]
+    prompt = {"chat": CHAT, "completions": {"prompt": "hi"}, "responses": {"input": "hi"}}[endpoint]
+    field, constraint = "response_format", {"response_format": {"type": "json_object"}}
+    if endpoint == "responses":
+        field, constraint = "text", {"text": {"format": {"type": "json_object"}}}
+    head, [text] = await answer(serving, endpoint, {**prompt, **constraint, "stream": stream})
+    assert (head.status, head.headers) == (429, {"Retry-After": "7"})
+    error = json.loads(text)["error"]
+    assert (error["code"], error["param"], error["type"]) == (429, field, "RateLimitError")
+    assert "retry in 7 s" in error["message"]
 
 
 async def whole(serving, endpoint, body, **options):
