@@ -18,6 +18,8 @@ STREAMS = 32
 """Sixteen run or are about to; sixteen wait for a place."""
 
 MAX_TOKENS = 300
+RAYS_OWN = ("ray", "actor", "node", "worker", "127.0.0.1", "/tmp", "oom", "memory")
+"""Of what Ray says of a process that was killed, for want of memory or otherwise."""
 
 
 @dataclass
@@ -66,6 +68,9 @@ def test_what_had_not_begun_is_served_and_the_rest_is_told(two_replicas):
     for stream in lost:
         assert stream.error.code == grpc.StatusCode.UNAVAILABLE, stream.error
         assert stream.tokens, "a request without output was lost"
+        assert stream.error.request_id, "which the log is to be searched for"
+        told = str(stream.error).lower()
+        assert not [word for word in RAYS_OWN if word in told], told
     for number, stream in enumerate(streams):
         if stream.error is None:
             assert stream.finished

@@ -128,6 +128,8 @@ class CheckedEngine:
                         yield output
                 except EngineDeadError:
                     raise RetryableRequestError("the target's engine is gone; retry") from None
+                except MemoryError:  # vLLM's classes would call it a fault of the server's, in an event of a stream
+                    raise RetryableRequestError("the replica has no memory left; retry") from None
                 except EngineGenerateError as error:
                     # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
                     if started or not isinstance(error.__cause__, (ValueError, OverflowError)):

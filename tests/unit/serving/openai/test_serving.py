@@ -130,6 +130,22 @@ async def answer(serving, endpoint, body, **options):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_a_replica_without_memory_is_for_another_one_and_says_no_more(serving, llm, endpoint, stream):
+    secret = "10.1.2.3:6379 node 5f2c9ab0d1e2"
+    llm.script = [MemoryError(secret)]
+    body = {**(CHAT if endpoint == "chat" else {"prompt": "hi"}), "stream": stream}
+    with pytest.raises(ReplicaLost) as lost:
+        await answer(serving, endpoint, body)
+    assert secret not in str(lost.value)
+    llm.script = ["Hel", MemoryError(secret)]
+    if stream:
+        _, parts = await answer(serving, endpoint, body)
+        assert [event["error"]["code"] for event in events(parts) if "error" in event] == [503]
+        assert secret not in "".join(parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
 async def test_what_an_answer_has_cost_is_told_at_its_end(serving, llm, endpoint, stream):
     body = {**(CHAT if endpoint == "chat" else {"prompt": "hi"}), "stream": stream}
     parts = [part async for part in serving.answer(OpenAIRequest(endpoint, "r", body))]
