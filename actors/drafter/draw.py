@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.actors.drafter.engine import Draw, Drawn
 from outrider.actors.verification.constraints import Constraints
 from outrider.actors.verification.draft_sampler import DraftSample, greedy_drafts, sample_drafts
 from outrider.actors.verification.search import TokenSubset
+from outrider.actors.verification.transfer import in_one_read, to_device
 from outrider.cluster.link.messages import DraftSampling
 from outrider.cluster.modes import Mode
 
@@ -47,7 +50,7 @@ def draw(logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None = Non
     logits: [R, V] of any float type, not changed; of R draws, whose biases may name ids from V on. All are given as
     many alternatives as the one that asks for most. subset: the tokens that the columns stand for, if not all; work is
     saved where it is the same object in every step. Raises ValueError when it is of another size than the logits.
-    Nothing is read from the device before all kinds are drawn.
+    The device is waited for once, when all kinds are drawn.
     """
     if subset is not None and len(subset.ids) != logits.shape[1]:
         raise ValueError(f"vocab_ids: {len(subset.ids)} tokens for {logits.shape[1]} columns of logits")
@@ -60,11 +63,13 @@ def draw(logits: Tensor, draws: Sequence[Draw], subset: TokenSubset | None = Non
     for kind, members in places.items():
         rows = logits
         if len(members) < len(draws):
-            rows = logits.index_select(0, torch.tensor(members, device=logits.device))
+            rows = logits.index_select(0, *to_device([np.array(members)], logits.device))
         samples.append(_sample(kind, rows, [draws[place] for place in members], subset, alternatives))
+    if samples and logits.device.type != "cpu":
+        samples = _read(samples)
     drawn: dict[int, Drawn] = {}
     for members, sample in zip(places.values(), samples, strict=True):
-        drawn.update(zip(members, _on_host(*sample), strict=True))
+        drawn.update(zip(members, _rows(*sample), strict=True))
     return [drawn[place] for place in range(len(draws))]
 
 
@@ -78,38 +83,30 @@ def _sample(
         logits, exhausted = _biased(logits, samplings, subset)
     if kind.mode is Mode.GREEDY:
         return greedy_drafts(logits, subset, alternatives), exhausted
-    device = logits.device
-    seed, position, round_start = torch.tensor(
-        [[d.sampling.seed, d.position, d.round_start] for d in draws], device=device
-    ).unbind(1)
-    constraints = _constraints(samplings, logits.shape[1], device)
+    limits, known = _limits(samplings, logits.shape[1])
+    noise = list(np.array([[d.sampling.seed, d.position, d.round_start] for d in draws]).T.copy())
+    there = to_device(noise + limits, logits.device)
+    seed, position, round_start, temperature, top_k, top_p, min_p = there
+    constraints = Constraints(temperature, top_k, top_p, min_p, *known)
     sample = sample_drafts(
         logits, kind.mode, constraints, seed, position, round_start, kind.top_n, subset, alternatives
     )
     return sample, exhausted
 
 
-def _constraints(samplings: Sequence[DraftSampling], vocab_size: int, device: torch.device) -> Constraints:
-    limits = [s.top_k if s.top_k < vocab_size else 0 for s in samplings]
-    temperature, top_p, min_p = torch.tensor(
-        [
-            [min(max(s.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for s in samplings],
-            [s.top_p for s in samplings],
-            [s.min_p for s in samplings],
-        ],
-        dtype=torch.float32,
-        device=device,
-    ).unbind()
-    return Constraints(
-        temperature=temperature,
-        top_k=torch.tensor(limits, device=device),
-        top_p=top_p,
-        min_p=min_p,
-        max_top_k=max(limits),
-        all_top_k=all(limit > 0 for limit in limits),
-        any_top_p=any(s.top_p < 1 for s in samplings),
-        any_min_p=any(s.min_p > 0 for s in samplings),
-    )
+def _limits(
+    samplings: Sequence[DraftSampling], vocab_size: int
+) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:
+    """`Constraints`: what it has of each row, and what the host knows of all."""
+    top_k = [s.top_k if s.top_k < vocab_size else 0 for s in samplings]
+    arrays = [
+        np.array([min(max(s.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for s in samplings], np.float32),
+        np.array(top_k),
+        np.array([s.top_p for s in samplings], np.float32),
+        np.array([s.min_p for s in samplings], np.float32),
+    ]
+    any_top_p, any_min_p = any(s.top_p < 1 for s in samplings), any(s.min_p > 0 for s in samplings)
+    return arrays, (max(top_k), all(limit > 0 for limit in top_k), any_top_p, any_min_p)
 
 
 def _biased(
@@ -123,34 +120,43 @@ def _biased(
     only_biased = [i for i, sampling in enumerate(samplings) if sampling.only_biased]
     # Biased tokens that no column stands for share one past the end.
     some_lack = subset is not None or max(token for _, token in entries) >= vocab_size
-    row, column = torch.tensor(entries, device=device).unbind(1)
-    value = torch.tensor(values, dtype=torch.float32, device=device)
-    only = torch.tensor(only_biased, device=device) if only_biased else None
+    places = np.array(entries).T
+    row, column, value, only = to_device(
+        [places[0], places[1], np.array(values, np.float32), np.array(only_biased, np.int64)], device
+    )
     copy = logits.new_empty(len(logits), vocab_size + some_lack)
     copy[:, :vocab_size] = logits
     exhausted = None
     if some_lack:
         copy[:, vocab_size] = 0.0
         column = column.clamp_max(vocab_size) if subset is None else subset.columns_of(column)
-        if only is not None:
+        if only_biased:
             allowed = (column < vocab_size) & (value > -math.inf)
             none_left = torch.zeros(len(samplings), dtype=torch.int64, device=device).index_fill_(0, only, 1)
             # Negative or 0 where at least one allowed token is counted off.
             exhausted = none_left.index_add_(0, row, -allowed.to(torch.int64)) > 0
     biased = copy[row, column] + value
-    if only is not None:
+    if only_biased:
         copy.index_fill_(0, only, -math.inf)
     copy[row, column] = biased
     return copy[:, :vocab_size], exhausted
 
 
-def _on_host(sample: DraftSample, exhausted: Tensor | None) -> list[Drawn]:
-    """The rows of a sample."""
+def _read(samples: Sequence[tuple[DraftSample, Tensor | None]]) -> list[tuple[DraftSample, Tensor | None]]:
+    """The same in the host's memory, all read at once."""
+    kept = [{**vars(sample), "exhausted": exhausted} for sample, exhausted in samples]
+    read = iter(in_one_read([tensor for parts in kept for tensor in parts.values() if tensor is not None]))
+    found = [{name: None if tensor is None else next(read) for name, tensor in parts.items()} for parts in kept]
+    return [(DraftSample(**parts), exhausted) for parts in found for exhausted in [parts.pop("exhausted")]]
+
+
+def _rows(sample: DraftSample, exhausted: Tensor | None) -> list[Drawn]:
+    """Of a sample in the host's memory."""
     assert sample.usable is not None
     tokens, usable = sample.ids.tolist(), sample.usable.tolist()
     none_left = [False] * len(tokens) if exhausted is None else exhausted.tolist()
-    q_ids = None if sample.q_ids is None else sample.q_ids.to(torch.int32).cpu().numpy()
-    q_probs = None if sample.q_probs is None else sample.q_probs.cpu().numpy()
+    q_ids = None if sample.q_ids is None else sample.q_ids.to(torch.int32).numpy()
+    q_probs = None if sample.q_probs is None else sample.q_probs.numpy()
     others = None if sample.alternatives is None else sample.alternatives.tolist()
     shares = None if sample.confidence is None else sample.confidence.tolist()
     drawn = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,11 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.actors.verification.constraints import Constraints
+from outrider.actors.verification.transfer import to_device
 from outrider.cluster.link.messages import Q_SUM_TOLERANCE
 from outrider.cluster.modes import Mode
-
-ALIGNMENT = 16
-"""Bytes. Triton compiles a kernel anew for pointers that are not multiples of it."""
 
 
 class Status(enum.IntFlag):
@@ -171,7 +168,9 @@ class VerificationBatch:
         q_probs: Tensor | None = None,
         has_q: Tensor | None = None,
     ) -> VerificationBatch:
-        """num_drafts, has_q (default: all, if there is a q): CPU tensors [B]; the others as in the class.
+        """num_drafts, has_q (default: all, if there is a q): CPU tensors [B]; the others as in the class, but that
+        proposals may be of any integer and floating type in the host's memory: they travel with the parameters, in one
+        copy that waits for nothing.
 
         Raises ValueError for shapes and parameters that do not fit, which are mistakes of the caller. Bad contents
         of logits and proposals are not: they end up in `VerificationResult.status`.
@@ -189,26 +188,21 @@ class VerificationBatch:
         if q_ids is not None and (q_ids.shape[0] != drafts or q_ids.shape[1] > vocab_size):
             raise ValueError(f"q is {list(q_ids.shape)} for {drafts} drafts and {vocab_size} tokens")
 
-        draft_ids = draft_ids.to(device, torch.int64).contiguous()
-        if q_ids is not None and q_probs is not None:
-            q_ids = q_ids.to(device, torch.int64).contiguous()
-            q_probs = q_probs.to(device, torch.float32).contiguous()
-            if has_q is not None and not has_q.all():
-                lacks_q = (~has_q).repeat_interleave(num_drafts.to(torch.int64)).to(device).unsqueeze(1)
-                column = torch.arange(q_ids.shape[1], device=device)
-                q_ids = torch.where(lacks_q, (draft_ids.unsqueeze(1) + column) % vocab_size, q_ids)
-                q_ids[:, :1] = torch.where(lacks_q, draft_ids.unsqueeze(1), q_ids[:, :1])
-                q_probs = torch.where(lacks_q, (column == 0).to(torch.float32), q_probs)
         # numpy, because this is the host's work of every step and a small torch operation costs several times as much.
         index = np.arange(requests)
         first_draft = counts.cumsum() - counts
         row_request = index.repeat(counts + 1)
         limits, known = _constraints(host, vocab_size)
-        parts = to_device(
-            [counts, first_draft + index, first_draft, row_request, host.mode, host.seed, host.position]
-            + [limit[row_request] for limit in limits],
-            device,
-        )
+        arrays = [counts, first_draft + index, first_draft, row_request, host.mode, host.seed, host.position]
+        arrays += [limit[row_request] for limit in limits]
+        sent: list[NDArray[Any]] = []
+        if draft_ids.device.type == "cpu":
+            sent = _proposals(draft_ids, q_ids, q_probs, None if has_q is None else has_q.numpy(), counts, vocab_size)
+        elif has_q is not None:
+            raise ValueError("has_q is for proposals in the host's memory")
+        parts = to_device(arrays + sent, device)
+        if sent:
+            draft_ids, q_ids, q_probs = [*parts[len(arrays) :], None, None][:3]
         return cls(
             logits=logits,
             draft_ids=draft_ids,
@@ -288,26 +282,26 @@ def leading(true: Tensor) -> Tensor:
     return true.cumprod(-1).sum(-1)
 
 
-def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays, of one dimension, as tensors on `device`; on a CPU they share memory. Does not wait for a GPU."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return in_one_copy(arrays, device)
-
-
-def in_one_copy(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Tensors that are parts of one, each aligned."""
-    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    flat, start = host.numpy(), 0
-    for array, size in zip(arrays, sizes, strict=True):
-        flat[start : start + array.nbytes] = array.view(np.uint8)
-        start += size
-    # The pinned block is not used again before the copy is done: torch's allocator sees to that.
-    parts = host.to(device, non_blocking=True).split(sizes)
-    return [
-        part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype) for part, array in zip(parts, arrays, strict=True)
-    ]
+def _proposals(
+    draft_ids: Tensor,
+    q_ids: Tensor | None,
+    q_probs: Tensor | None,
+    has_q: NDArray[np.bool_] | None,
+    counts: NDArray[np.int64],
+    vocab_size: int,
+) -> list[NDArray[Any]]:
+    """draft_ids and, if there is a q, q_ids and q_probs, as in the class. All in the host's memory."""
+    drafts = draft_ids.to(torch.int64).contiguous().numpy()
+    if q_ids is None or q_probs is None:
+        return [drafts]
+    ids, probs = q_ids.to(torch.int64).contiguous().numpy(), q_probs.to(torch.float32).contiguous().numpy()
+    if has_q is not None and not has_q.all():
+        lacks = (~has_q).repeat(counts)
+        ids, probs = ids.copy(), probs.copy()
+        ids[lacks] = (drafts[lacks, None] + np.arange(ids.shape[1])) % vocab_size
+        ids[lacks, :1] = drafts[lacks, None]
+        probs[lacks] = np.arange(probs.shape[1]) == 0
+    return [drafts, ids, probs]
 
 
 def _constraints(s: HostSampling, vocab_size: int) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:

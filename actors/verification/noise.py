@@ -91,7 +91,10 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -
         arrays = [word.numpy() if isinstance(word, Tensor) else np.array([word]) for word in (*counter, *key)]
         w0, w1, w2, w3 = _rounds(*arrays)
         return torch.from_numpy(w0), torch.from_numpy(w1), torch.from_numpy(w2), torch.from_numpy(w3)
-    return _rounds(*(torch.as_tensor(word, device=device) for word in (*counter, *key)))
+    # A number is written there by a kernel: a copy of it would have the host wait for all that came before.
+    return _rounds(
+        *(word if isinstance(word, Tensor) else torch.full((), word, device=device) for word in (*counter, *key))
+    )
 
 
 def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
@@ -131,7 +134,7 @@ def words(seed: Tensor, role: Role | Tensor, position: Tensor, block: Word = 0, 
 
 def uniform(seed: Tensor, role: Role, position: Tensor, index: Word = 0, round_start: Word = 0) -> Tensor:
     """float32 in (0, 1). seed, position, index, round_start: int64, broadcast together."""
-    index = torch.as_tensor(index, device=seed.device)
+    index = index if isinstance(index, Tensor) else torch.full((), index, device=seed.device)
     four = torch.stack(words(seed, role, position, index >> 2, round_start))
     word = four.gather(0, (index & 3).expand(four.shape[1:]).unsqueeze(0)).squeeze(0)
     return to_uniform(word)

@@ -39,7 +39,7 @@ class RoundRunner:
         self.round = round_
         self._runs_ahead = runs_ahead
         self._step = Step(0, 0, 0, False, {})
-        self._status: torch.Tensor | None = None
+        self._status: list[int] | None = None
         self._slots: dict[str, int] = {}
         """How many drafts there was room for, where the step was scheduled ahead."""
 
@@ -67,7 +67,7 @@ class RoundRunner:
         if self._runs_ahead and output.req_ids:
             output.num_drafts = {request_id: step.num_drafts(request_id) for request_id in step.drafts}
         if self._status is not None:
-            self._report(output, self._status.tolist())
+            self._report(output, self._status)
         step.target_s += time.perf_counter() - started
         if self.round is not None:
             self.round.commit(step, dict(zip(output.req_ids, output.sampled_token_ids, strict=False)))
@@ -126,13 +126,18 @@ class RoundRunner:
         request_ids = self.input_batch.req_ids  # type: ignore[attr-defined]
         if self.round is not None:
             metadata = self.input_batch.sampling_metadata  # type: ignore[attr-defined]
-            output, self._status = self.round.choose(self._step, request_ids, logits, metadata)
+            output = self.round.choose(self._step, request_ids, logits, metadata)
         else:
-            shape = (len(request_ids), self._step.width)
+            shape = (len(request_ids), self._step.width + 1)
             output = SamplerOutput(torch.empty(shape, dtype=torch.int32, device=self.device), None)  # type: ignore[attr-defined]
-        group = get_tp_group()
+        chosen, group = output.sampled_token_ids, get_tp_group()
         if group.world_size > 1:
-            output.sampled_token_ids = group.broadcast(output.sampled_token_ids.contiguous(), src=0)
+            chosen = group.broadcast(chosen, src=0)
+        # The step's one read of the device. vLLM's runner is given host memory, and reads nothing more.
+        chosen = chosen.cpu()
+        output.sampled_token_ids = chosen[:, :-1]
+        if self.round is not None:
+            self._status = chosen[:, -1].tolist()
         return output
 
     def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: Any) -> Any:

@@ -29,6 +29,7 @@ from vllm.v1.sample.sampler import Sampler
 from outrider.actors.round.request import Request, RequestSampling
 from outrider.actors.round.round import Step
 from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
+from outrider.actors.verification.transfer import to_device
 from outrider.cluster.link.messages import SparseQ
 from outrider.cluster.modes import Mode
 
@@ -42,12 +43,12 @@ class TargetSampler:
 
     def __call__(
         self, logits: Tensor, requests: Sequence[Request], step: Step, metadata: SamplingMetadata
-    ) -> tuple[SamplerOutput, Tensor]:
+    ) -> SamplerOutput:
         """logits: [R, V], request after request, a row for each draft of the step and one more, changed in place.
         metadata: vLLM's, of the same requests.
 
-        Returns the committed ids, int32 [B, step.width] padded with -1, with logprobs where a request asked for them,
-        and the requests' `verification.batch.Status`, int64 [B].
+        Returns, with logprobs where a request asked for them, int32 [B, step.width + 1]: the committed ids padded with
+        -1, then the request's `verification.batch.Status`, so that one read of the device gives both.
         """
         logits = logits.to(torch.float32)
         drafts = [step.drafts.get(request.request_id, []) for request in requests]
@@ -64,11 +65,12 @@ class TargetSampler:
             [step.q.get(request.request_id) for request in requests],
         )
         result = self._verify(batch)
-        token_ids = torch.nn.functional.pad(result.token_ids, (0, step.width - result.token_ids.shape[1]), value=-1)
+        chosen = torch.nn.functional.pad(result.token_ids, (0, step.width + 1 - result.token_ids.shape[1]), value=-1)
+        chosen[:, -1] = result.status
         logprobs = None
         if metadata.max_num_logprobs is not None:
-            logprobs = self._logprobs(raw, batch, token_ids, metadata.max_num_logprobs)
-        return SamplerOutput(token_ids, logprobs), result.status
+            logprobs = self._logprobs(raw, batch, chosen[:, :-1], metadata.max_num_logprobs)
+        return SamplerOutput(chosen, logprobs)
 
     def warm_up(self, vocab_size: int, num_drafts: int, top_n: int) -> None:
         """Compile what verification compiles on first use, so that no request waits for it. num_drafts, top_n: of the
@@ -91,12 +93,12 @@ class TargetSampler:
         self, logits: Tensor, requests: Sequence[Request], drafts: Sequence[list[int]], metadata: SamplingMetadata
     ) -> Tensor:
         num_rows = [len(ids) + 1 for ids in drafts]
-        owner = torch.arange(len(requests)).repeat_interleave(torch.tensor(num_rows)).to(self._device)
+        (owner,) = to_device([np.arange(len(requests)).repeat(num_rows)], self._device)
         outputs = []
         for request, ids in zip(requests, drafts, strict=True):
             output = request.output_token_ids
             outputs += [[*output, *ids[:j]] for j in range(len(ids) + 1)]
-        starts = [0, *torch.tensor(num_rows).cumsum(0).tolist()]
+        starts = [0, *itertools.accumulate(num_rows)]
         rows = replace(
             metadata,
             output_token_ids=outputs,
@@ -166,21 +168,25 @@ def verification_batch(
     q_ids, q_probs, has_q = _q_rows(q, num_drafts)
     return VerificationBatch.build(
         logits,
-        torch.tensor(num_drafts),
-        torch.tensor([token for ids in drafts for token in ids], dtype=torch.int64),
+        _on_host(num_drafts),
+        _on_host([token for ids in drafts for token in ids]),
         Sampling(
-            mode=torch.tensor([int(sampling.mode) for sampling in samplings]),
-            temperature=torch.tensor([sampling.temperature for sampling in samplings]),
-            top_k=torch.tensor([sampling.top_k for sampling in samplings]),
-            top_p=torch.tensor([sampling.top_p for sampling in samplings]),
-            min_p=torch.tensor([sampling.min_p for sampling in samplings]),
-            seed=torch.tensor([sampling.seed for sampling in samplings]),
-            position=torch.tensor(positions),
+            mode=_on_host([int(sampling.mode) for sampling in samplings]),
+            temperature=_on_host([sampling.temperature for sampling in samplings], np.float32),
+            top_k=_on_host([sampling.top_k for sampling in samplings]),
+            top_p=_on_host([sampling.top_p for sampling in samplings], np.float32),
+            min_p=_on_host([sampling.min_p for sampling in samplings], np.float32),
+            seed=_on_host([sampling.seed for sampling in samplings]),
+            position=_on_host(positions),
         ),
         q_ids=q_ids,
         q_probs=q_probs,
         has_q=has_q,
     )
+
+
+def _on_host(values: Sequence[float], dtype: type[np.number[Any]] = np.int64) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype))  # torch takes longer for a list
 
 
 def _q_rows(

@@ -74,7 +74,11 @@ def step_of(parts, width=None):
 
 
 def choose(sampler, logits, parts, width=None):
-    return sampler(logits, [part.request for part in parts], step_of(parts, width), metadata_of(parts))
+    """Tokens and status, which come in one tensor."""
+    output = sampler(logits, [part.request for part in parts], step_of(parts, width), metadata_of(parts))
+    chosen = output.sampled_token_ids
+    output.sampled_token_ids = chosen[:, :-1]
+    return output, chosen[:, -1]
 
 
 def metadata_of(requests):

@@ -108,8 +108,7 @@ class Round:
 
     def choose(self, step: Any, request_ids: list[str], logits: Any, metadata: Any) -> Any:
         self.calls.append(("choose", step))
-        output = SimpleNamespace(sampled_token_ids=torch.tensor([[5, -1]]))
-        return output, torch.tensor([self.status])
+        return SimpleNamespace(sampled_token_ids=torch.tensor([[5, -1, self.status]]))
 
     def is_structured(self, request_id: str) -> bool:
         return True

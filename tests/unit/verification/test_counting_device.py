@@ -1,0 +1,99 @@
+"""The test device itself: what it counts, what it refuses, and what it poisons."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.counting_device import DEVICE, POISON, CountingDevice
+
+
+@pytest.fixture
+def device():
+    with CountingDevice() as device:
+        yield device
+
+
+def test_what_is_there_says_so_and_computes(device):
+    there = torch.arange(4, device=DEVICE)
+    assert (there.device, there.is_cpu, torch.zeros(1).is_cpu) == (DEVICE, False, True)
+    doubled = (there * 2 + torch.tensor(1)).view(2, 2)
+    assert doubled.device == DEVICE
+    assert device.reads == []
+    assert doubled.tolist() == [[1, 3], [5, 7]]
+    assert device.reads == ["tolist"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda there: there.tolist(),
+        lambda there: there[0].item(),
+        lambda there: bool(there[0] == 0),
+        lambda there: there.cpu(),
+        lambda there: there.to("cpu"),
+        lambda there: there.to(torch.device("cpu"), torch.float32),
+        lambda there: there.nonzero(),
+        lambda there: there[there > 1],
+        lambda there: torch.empty(4, dtype=torch.int64).copy_(there),
+        lambda there: torch.empty(4, dtype=torch.int64).copy_(there, non_blocking=True),
+        lambda there: torch.repeat_interleave(there, there),
+    ],
+)
+def test_every_way_to_look_at_it_counts_once(device, read):
+    there = torch.arange(4, device=DEVICE)
+    read(there)
+    assert len(device.reads) == 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda there: there[torch.tensor([1], device=DEVICE)],
+        lambda there: there.masked_fill(there > 1, 0),
+        lambda there: there.to(torch.float32).to(DEVICE),
+        lambda there: torch.where(there > 1, there, 0).sort(),
+        lambda there: torch.repeat_interleave(there, there, output_size=6),
+    ],
+)
+def test_what_stays_there_does_not(device, use):
+    use(torch.arange(4, device=DEVICE))
+    assert device.reads == []
+
+
+def test_copies_from_ordinary_memory_are_waited_for(device):
+    torch.tensor([1, 2], device=DEVICE)
+    torch.from_numpy(np.arange(3)).to(DEVICE, non_blocking=True)
+    assert len(device.uploads) == 2
+    pinned = torch.empty(3, dtype=torch.int64, pin_memory=True)
+    assert pinned.to(DEVICE, non_blocking=True).device == DEVICE
+    assert len(device.uploads) == 2
+    pinned.to(DEVICE)
+    assert len(device.uploads) == 3
+
+
+def test_what_cuda_refuses_is_refused(device):
+    there = torch.arange(4, device=DEVICE)
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.arange(4)
+
+
+def test_a_copy_that_does_not_wait_is_poison_until_its_event(device):
+    there, here = torch.arange(4, device=DEVICE), torch.empty(4, dtype=torch.int64, pin_memory=True)
+    here.copy_(there, non_blocking=True)
+    event = device.event()
+    event.synchronize()  # not recorded: says nothing
+    assert here.view(torch.uint8).unique().tolist() == [POISON]
+    event.record()
+    event.synchronize()
+    assert here.tolist() == [0, 1, 2, 3]
+    assert device.reads == []
+
+
+def test_pinned_memory_that_is_used_again_too_early_is_told(device):
+    pinned = torch.zeros(4, pin_memory=True)
+    there = pinned.to(DEVICE, non_blocking=True)
+    pinned[0] = 1.0
+    with pytest.raises(AssertionError, match="before its copy"):
+        there.sum().item()
