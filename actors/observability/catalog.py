@@ -162,7 +162,8 @@ REPLICA = (
         "outrider:refused_constraints_total",
         "counter",
         "Schemas, regexes, grammars and choices that were not followed to the end: kind, size, nesting, invalid, "
-        "compile_time, compile_memory, mask_time, step (ended in one), budget (not looked at), server (not their fault).",
+        "compile_time, compile_memory, mask_time, step (ended in one), budget (not looked at), server (not their "
+        "fault).",
         ("reason",),
     ),
 )
