@@ -64,12 +64,16 @@ class LimitsConfig(Section):
     max_watch_streams: int = Field(256, ge=1)
     """``Health/Watch`` streams at once in a proxy."""
 
+    max_watch_streams_per_peer: int | None = Field(None, ge=1)
+    """Of these, from one address, as for max_connections_per_peer. None: half of max_watch_streams."""
+
     max_control_calls_per_s: float = Field(20.0, gt=0, le=10000)
-    """Health checks a second that a proxy passes on, and as many other calls for status, info and pages. More wait for
-    their turn, callers by turns, up to control_timeout_s, and are refused then."""
+    """Health checks a second that a proxy passes on, and as many other calls for status, info and pages; aborts, and
+    calls to tokenise, four times as many. More wait for their turn, callers by turns, up to control_timeout_s, and are
+    refused then."""
 
     max_tokenize_calls: int = Field(4, ge=1)
-    """Calls to tokenise and detokenise at once. More wait likewise."""
+    """Calls to tokenise and detokenise at once. More wait likewise, max_awaited_bytes of them at most."""
 
     refused_seconds_per_minute: float | None = Field(3.0, ge=0, le=3600)
     """What a caller may have refused, in seconds of the server's time: of a key, or of an address (of IPv6: one network
@@ -152,6 +156,11 @@ class LimitsConfig(Section):
                 f"max_connections_per_peer ({self.max_connections_per_peer}) is above max_connections "
                 f"({self.max_connections}); lower the first or raise the second"
             )
+        if self.max_watch_streams_per_peer is not None and self.max_watch_streams_per_peer > self.max_watch_streams:
+            raise ValueError(
+                f"max_watch_streams_per_peer ({self.max_watch_streams_per_peer}) is above max_watch_streams "
+                f"({self.max_watch_streams}); lower the first or raise the second"
+            )
         default, greatest = self.default_max_tokens, self.greatest_max_tokens
         if default is not None and greatest is not None and default > greatest:
             raise ValueError(
@@ -165,6 +174,12 @@ class LimitsConfig(Section):
         if self.max_connections_per_peer is None:
             return max(1, self.max_connections // 2)
         return self.max_connections_per_peer
+
+    @property
+    def most_watch_streams_per_peer(self) -> int:
+        if self.max_watch_streams_per_peer is None:
+            return max(1, self.max_watch_streams // 2)
+        return self.max_watch_streams_per_peer
 
     @property
     def unasked_max_tokens(self) -> int | None:

@@ -7,7 +7,8 @@ see a stand-in for the server, which puts the door in front of the handlers that
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,10 +18,17 @@ from ray.serve._private.proxy_request_response import gRPCStreamingType
 
 from outrider.actors.serve_seam import leans_on
 from outrider.actors.serving.access.budget import Weighed, hand_on
-from outrider.actors.serving.access.calls import guarded_rpc, guarded_stream
-from outrider.actors.serving.access.guard import Guard
+from outrider.actors.serving.access.calls import guarded_rpc
 from outrider.actors.serving.access.process import proxy_guard
-from outrider.actors.serving.grpc.door import ProxiedCall, of_counted_connection, proxied_call, tolerant
+from outrider.actors.serving.gate import Routes, doors
+from outrider.actors.serving.grpc.door import (
+    ProxiedCall,
+    most_bytes_of,
+    of_counted_connection,
+    proxied_call,
+    tolerant,
+)
+from outrider.actors.serving.grpc.reflection import bounded_stream
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2_grpc
 
@@ -59,52 +67,65 @@ def add_services(servicer: Any, server: Any) -> None:
             "gRPC messages of up to 2 GiB are taken in before they are refused, and connections have no limits: "
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH is not set on this node; see docs/configuration.md, limits"
         )
+    router = server.service_handler_factory.__self__.proxy_router  # of its HTTP proxy too
+    doors().routes = Routes(
+        partial(_application, router.get_handle_for_endpoint), partial(_application, router.match_route)
+    )
     mount = _Mount(server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, mount)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, mount)
 
 
-SERVES_OWN = "/ray.serve.RayServeAPIService/"
+def _application(find: Callable[[str], tuple[str, Any, bool] | None], name: str) -> str | None:
+    found = find(name)
+    return None if found is None else str(found[1].deployment_id.app_name)
 
 
-def guard_serves_own(server: Any, guard: Guard | None) -> None:
-    """Serve's own service, and what it answers by itself, which is reflection: both ask for a key, as ours do. Before
-    Serve adds any service to the server. guard None: nothing is asked for."""
-    if guard is None:
-        return
-    make_handler, answers_itself = server.service_handler_factory, server.add_passthrough_service
+SERVES_OWN = "ray.serve.RayServeAPIService"
+
+
+def mount_serves_own(server: Any) -> None:
+    """Serve's own service, and what it answers by itself, which is reflection: through the same door as ours. Before
+    Serve adds any service to the server."""
+    answers_itself = server.add_passthrough_service
     add_generic, add_registered = server.add_generic_rpc_handlers, server.add_registered_method_handlers
     by_itself: set[str] = set()
-
-    def make_guarded(service_method: str, streaming_type: gRPCStreamingType) -> Any:
-        handler = make_handler(service_method=service_method, streaming_type=streaming_type)
-        is_serves = service_method.startswith(SERVES_OWN) and streaming_type is gRPCStreamingType.UNARY_UNARY
-        return guarded_rpc(service_method, handler, guard) if is_serves else handler
 
     def add_passthrough_service(service_name: str) -> None:
         by_itself.add(service_name)
         answers_itself(service_name)
 
-    def add_registered_method_handlers(service_name: str, method_handlers: dict[str, Any]) -> None:
-        if service_name in by_itself:
-            method_handlers = {
-                name: handler._replace(
-                    stream_stream=guarded_stream(f"/{service_name}/{name}", handler.stream_stream, guard)
-                )
-                for name, handler in method_handlers.items()
-            }
-            add_generic((grpc.method_handlers_generic_handler(service_name, method_handlers),))
-        add_registered(service_name, method_handlers)
-
     def add_generic_rpc_handlers(generic_rpc_handlers: Sequence[Any]) -> None:
-        """Those above come a second time, by name."""
-        if generic_rpc_handlers[0].service_name() not in by_itself:
+        service = generic_rpc_handlers[0].service_name()
+        if service == SERVES_OWN:
+            handlers = generic_rpc_handlers[0]._method_handlers
+            server.add_generic_rpc_handlers, server.add_registered_method_handlers = add_generic, add_registered
+            try:
+                by_name = {path.rpartition("/")[2]: handler for path, handler in handlers.items()}
+                _Mount(server).add_registered_method_handlers(service, by_name)
+            finally:
+                server.add_generic_rpc_handlers = add_generic_rpc_handlers
+                server.add_registered_method_handlers = add_registered_method_handlers
+        elif service not in by_itself:  # those come a second time, by name
             add_generic(generic_rpc_handlers)
 
-    server.service_handler_factory = make_guarded
+    def add_registered_method_handlers(service_name: str, method_handlers: dict[str, Any]) -> None:
+        if service_name in by_itself:
+            handlers = {name: _reflecting(f"/{service_name}/{name}", made) for name, made in method_handlers.items()}
+            add_generic((grpc.method_handlers_generic_handler(service_name, handlers),))
+            add_registered(service_name, handlers)
+        elif service_name != SERVES_OWN:
+            add_registered(service_name, method_handlers)
+
     server.add_passthrough_service = add_passthrough_service
     server.add_registered_method_handlers = add_registered_method_handlers
     server.add_generic_rpc_handlers = add_generic_rpc_handlers
+
+
+def _reflecting(method: str, handler: Any) -> Any:
+    call = guarded_rpc(method, bounded_stream(handler.stream_stream), proxy_guard())
+    deserialize = tolerant(handler.request_deserializer, most_bytes_of(method))
+    return handler._replace(stream_stream=of_counted_connection(call), request_deserializer=deserialize)
 
 
 class _Mount:
@@ -122,7 +143,9 @@ class _Mount:
             name: handler._replace(
                 request_streaming=True,
                 response_streaming=True,
-                request_deserializer=Weighed(tolerant(handler.request_deserializer)),
+                request_deserializer=Weighed(
+                    tolerant(handler.request_deserializer, most_bytes_of(f"/{service}/{name}"))
+                ),
             )
             for name, handler in handlers.items()
         }

@@ -105,6 +105,26 @@ GRPC_PROXY = Table(
             "what makes Serve's own handlers",
             exactly=("service_method", "streaming_type"),
         ),
+        Borrowed("ray.serve._private.proxy:gRPCProxy.proxy_router", "to which application a call goes"),
+        Borrowed(
+            "ray.serve._private.proxy_router:ProxyRouter.get_handle_for_endpoint",
+            "likewise, by the name that a gRPC client gives",
+            exactly=("target_app_name",),
+            read_by=("ray.serve._private.proxy:GenericProxy._get_response_handler_info",),
+        ),
+        Borrowed(
+            "ray.serve._private.proxy_router:ProxyRouter.match_route",
+            "likewise, by an HTTP request's path",
+            exactly=("target_route",),
+            read_by=("ray.serve._private.proxy:GenericProxy._get_response_handler_info",),
+        ),
+        Borrowed("ray.serve._private.common:DeploymentID.app_name", "its name"),
+        Borrowed(
+            "ray.serve._private.proxy_request_response:gRPCProxyRequest.serialized_replica_arg",
+            "pickles a request, which is gone then",
+            exactly=(),
+            read_by=("ray.serve._private.proxy:gRPCProxy.send_request_to_replica",),
+        ),
         Borrowed(f"{_GRPC_SERVER}.add_generic_rpc_handlers", "adds them", exactly=("generic_rpc_handlers",)),
         Borrowed(
             f"{_GRPC_SERVER}.add_registered_method_handlers", "adds them", exactly=("service_name", "method_handlers")
@@ -114,9 +134,10 @@ GRPC_PROXY = Table(
         ),
         Borrowed(
             "ray.serve._private.grpc_util:add_RayServeAPIServiceServicer_to_server",
-            "adds Serve's own service",
+            "adds Serve's own service, as a generic handler",
             read_by=("ray.serve._private.grpc_util:start_grpc_server",),
         ),
+        Borrowed("grpc._utilities:DictionaryGenericHandler._method_handlers", "its methods, by their paths"),
         Borrowed(
             "ray.serve._private.proxy_request_response:gRPCStreamingType",
             "which of Serve's handlers",
@@ -148,11 +169,28 @@ HTTP_PROXY = Table(
         Borrowed(f"{_PROTOCOL}.data_received", "overridden", exactly=("data",)),
         Borrowed(f"{_PROTOCOL}.on_message_begin", "overridden: a header begins", exactly=()),
         Borrowed(f"{_PROTOCOL}.on_headers_complete", "overridden: it has come", exactly=()),
+        Borrowed(f"{_PROTOCOL}.on_header", "overridden: how many fields there are", exactly=("name", "value")),
+        Borrowed(f"{_PROTOCOL}.on_body", "overridden: no header any more", exactly=("body",)),
+        Borrowed(f"{_PROTOCOL}.on_message_complete", "overridden: likewise", exactly=()),
+        Borrowed(
+            f"{_PROTOCOL}.send_400_response",
+            "overridden: what was refused has been told so",
+            exactly=("msg",),
+            read_by=(f"{_PROTOCOL}.data_received",),
+        ),
+        Borrowed(f"{_PROTOCOL}._should_upgrade", "whether it asks for a WebSocket", exactly=()),
+        Borrowed(f"{_PROTOCOL}._unset_keepalive_if_required", "ends its wait for another request", exactly=()),
+        Borrowed(f"{_PROTOCOL}.pipeline", "requests that wait for the one before"),
+        Borrowed("uvicorn.protocols.http.httptools_impl:STATUS_LINE", "first lines of answers"),
         Borrowed(f"{_PROTOCOL}.pause_writing", "overridden: the client does not read", exactly=()),
         Borrowed(f"{_PROTOCOL}.resume_writing", "overridden: it does again", exactly=()),
         Borrowed(f"{_PROTOCOL}.timeout_keep_alive_task", "tells whether it waits for another request"),
         Borrowed(f"{_PROTOCOL}.cycle", "the request that is being answered, if there is one"),
-        Borrowed("uvicorn.protocols.http.httptools_impl:RequestResponseCycle.response_complete", "whether it is"),
+        Borrowed(
+            "uvicorn.protocols.http.httptools_impl:RequestResponseCycle",
+            "whether it is, or has begun to be; ended for one that is refused",
+            also=("response_complete", "response_started", "disconnected", "message_event"),
+        ),
     ),
 )
 

@@ -1,5 +1,5 @@
 """Where Serve's proxies listen, and in which language: ``serving.host`` and TLS on the gRPC and HTTP ports themselves.
-And whom: its own services ask for keys, and both ports' connections are counted.
+And whom: its own services stand behind the same door as ours, and both ports' connections are counted.
 
 Serve's gRPC proxy binds every interface and knows plain text only, and its HTTP proxy reads certificates once, asks
 clients for none, and waits a minute for a handshake. Both look up what their server is made with when they start it,
@@ -19,9 +19,9 @@ import uvicorn
 from ray.serve._private import default_impl, http_util
 
 from outrider.actors.serve_seam import leans_on
-from outrider.actors.serve_seam.grpc_proxy import guard_serves_own
+from outrider.actors.serve_seam.grpc_proxy import mount_serves_own
 from outrider.actors.serving.access.files import Reloading
-from outrider.actors.serving.access.process import proxy_guard, stale_gauge
+from outrider.actors.serving.access.process import stale_gauge
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.actors.serving.access.tls import Certificates, grpc_credentials, rotate
 from outrider.actors.serving.connections import Watch, tell_open, warn_of_few_files
@@ -42,7 +42,7 @@ def listen_as_configured(access: ProxyAccess | None) -> Watch:
 
     def add_grpc_address(server: Any, address: str) -> None:
         """address: Serve's, every interface and the port."""
-        guard_serves_own(server, proxy_guard())
+        mount_serves_own(server)
         port = int(address.rpartition(":")[2])
         bind_grpc(server, "::" if access is None else access.host, port, certificates)
         watch.add("grpc", port)

@@ -115,6 +115,12 @@ def address_of_call(peer: str) -> Address | None:
     return address_of(host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
 
 
+def peer_of_call(peer: str) -> str:
+    """Whom a gRPC call counts for, by the same rule as its connection."""
+    address = address_of_call(peer)
+    return peer if address is None else peer_of(address)
+
+
 def sentence(limit: Limit) -> str:
     """For a client."""
     if limit == "max_connections":

@@ -7,8 +7,8 @@ hold and queue together; a proxy that has so many in flight refuses the next its
 ingress: a proxy knows of its own calls only.
 
 Calls beside generations have budgets of their own, so that no number of them takes the processor or the places that
-generations need: turns, a few a second (Lane). What has not come in yet, or has not been read yet, takes no place, and
-there is a limit to all of it together (Room). gRPC and HTTP share these (Doors).
+generations need: turns, a few a second (outrider.actors.serving.lanes). What has not come in yet, or has not been read
+yet, takes no place, and there is a limit to all of it together (Room). gRPC and HTTP share these (Doors).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import asyncio
 import functools
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ray.util.metrics import Counter
 
 from outrider.actors.serving.connections import connections_of
+from outrider.actors.serving.lanes import Lane
 from outrider.actors.serving.shares import Shares
 from outrider.cluster.limits import LimitsConfig, from_environment
 
@@ -35,13 +37,15 @@ REFUSED = "outrider-refused"
 gRPC call, and a key of an HTTP request's scope, where no client can write. Autoscaling goes by it."""
 
 _LOG_EVERY_S = 10.0
-_MOST_APPLICATIONS = 64
 
 AT_ONCE_S = 0.25
 """A request that comes within this of its call was sent with it: a burst of such is no crowd of idle callers."""
 
-MOST_WAITING = 1024
-"""Callers that wait for a turn in one lane."""
+MOST_REFLECTING = 16
+"""Streams of questions about the API, half of them from one address."""
+
+QUICK_CALLS = 4
+"""So many times as often as status may requests be aborted, and texts tokenised."""
 
 logger = logging.getLogger("ray.serve.outrider.proxy")
 
@@ -107,11 +111,9 @@ class Gates:
         self._refusals: Counter | None = None
 
     def of(self, application: str) -> Gate:
-        """application: whatever tells its calls from another one's. Clients choose it, so not all of them are kept."""
+        """application: as Serve routes to it (Routes), not as a client calls it."""
         gate = self._gates.get(application)
         if gate is None:
-            if len(self._gates) == _MOST_APPLICATIONS:  # the oldest goes; its calls leave it all the same
-                del self._gates[next(iter(self._gates))]
             gate = self._gates[application] = Gate(f"{self._api} calls of application {application[:60]!r}")
         return gate
 
@@ -121,106 +123,6 @@ class Gates:
             description = "Calls that a proxy refused because there was no room or no turn for them."
             self._refusals = Counter("outrider_proxy_refusals", description, ("api",))
         self._refusals.inc(tags={"api": self._api})
-
-
-class LaneFull(Exception):
-    """No turn came in time. message: one sentence for the caller."""
-
-
-class Lane:
-    """Turns for one kind of call: so many at once, so many a second. Callers who wait have their turns one after the
-    other, each caller in order of arrival: however often one asks, the next one's call is not behind all of it."""
-
-    def __init__(
-        self,
-        name: str,
-        places: int,
-        *,
-        per_s: float | None = None,
-        patience_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """name: what the calls do, for the sentence. per_s: turns a second, of which one second's may be taken at
-        once; None: as many as there are places. patience_s: after which a call that waits is refused; 0: at once."""
-        self._name, self._free, self._per_s, self._patience_s = name, places, per_s, patience_s
-        self._clock = clock
-        self._credit = self._most_credit = max(1.0, per_s or 0.0)
-        self._credited_s = clock()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._num_waiting = 0
-        self._wakes: asyncio.TimerHandle | None = None
-
-    async def take(self, caller: str) -> None:
-        """A turn; `leave` has to follow. caller: the address it calls from. Raises LaneFull."""
-        if not self._num_waiting and self._may_go():
-            return
-        if self._num_waiting >= MOST_WAITING or not self._patience_s:
-            raise LaneFull(f"too many calls {self._name} at once; ask less often")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(turn)
-        self._num_waiting += 1
-        self._grant()
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled():  # it came, to somebody who has left
-                self._free += 1
-            else:
-                self._forget(caller, turn)
-            self._grant()
-            if isinstance(error, TimeoutError):
-                raise LaneFull(
-                    f"no turn for calls {self._name} within {self._patience_s:g} s; ask less often"
-                ) from None
-            raise
-
-    def leave(self) -> None:
-        self._free += 1
-        self._grant()
-
-    def _forget(self, caller: str, turn: asyncio.Future[None]) -> None:
-        if (queue := self._waiting.get(caller)) is not None and turn in queue:
-            queue.remove(turn)
-            self._num_waiting -= 1
-            if not queue:
-                del self._waiting[caller]
-
-    def _may_go(self) -> bool:
-        """Takes a place, and a turn, where there are some."""
-        if not self._free:
-            return False
-        if self._per_s is not None:
-            now = self._clock()
-            self._credit = min(self._most_credit, self._credit + (now - self._credited_s) * self._per_s)
-            self._credited_s = now
-            if self._credit < 1:
-                return False
-            self._credit -= 1
-        self._free -= 1
-        return True
-
-    def _grant(self) -> None:
-        while self._waiting:
-            caller, queue = next(iter(self._waiting.items()))
-            gone = queue[0].done()  # it gave up, and has not been forgotten yet
-            if not gone and not self._may_go():
-                break
-            turn = queue.popleft()
-            self._num_waiting -= 1
-            if queue:
-                self._waiting.move_to_end(caller)
-            else:
-                del self._waiting[caller]
-            if not gone:
-                turn.set_result(None)
-        if self._waiting and self._free and self._wakes is None and self._per_s is not None:
-            pause_s = max(0.001, (1 - self._credit) / self._per_s)
-            self._wakes = asyncio.get_running_loop().call_later(pause_s, self._wake)
-
-    def _wake(self) -> None:
-        self._wakes = None
-        self._grant()
 
 
 class Guest:
@@ -310,11 +212,23 @@ class Arrival:
             reading.cancel()
 
 
+@dataclass(frozen=True)
+class Routes:
+    """To which application a call goes: by the name that its client gave over gRPC, by the path over HTTP. None: to
+    none, which Serve answers itself."""
+
+    by_name: Callable[[str], str | None]
+    by_path: Callable[[str], str | None]
+
+
 class Doors:
     """What all calls of one proxy process have in common."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self.limits = limits
+        self.routes = Routes(lambda name: "", lambda path: "")
+        """Until Serve's are known, all calls go to one application."""
+
         self.connections = connections_of(limits)
         self.awaited = Room(limits.max_awaited_requests, limits.max_awaited_bytes)
         self.unread = Room(limits.max_awaited_requests, limits.max_awaited_bytes)
@@ -322,9 +236,19 @@ class Doors:
         places = max(4, int(per_s))
         self.health = Lane("for health", places, per_s=per_s, patience_s=patience_s)
         self.status = Lane("for status", places, per_s=per_s, patience_s=patience_s)
-        self.abort = Lane("that abort requests", places, patience_s=patience_s)
-        self.tokenize = Lane("that tokenise", limits.max_tokenize_calls, patience_s=patience_s)
-        self.watch = Lane("that watch health", limits.max_watch_streams, patience_s=0)
+        often_s = QUICK_CALLS * per_s
+        self.abort = Lane("that abort requests", places, per_s=often_s, patience_s=patience_s)
+        self.tokenize = Lane(
+            "that tokenise",
+            limits.max_tokenize_calls,
+            per_s=often_s,
+            patience_s=patience_s,
+            most_waiting_bytes=limits.max_awaited_bytes,
+        )
+        self.watch = Lane(
+            "that watch health", limits.max_watch_streams, patience_s=0, most_of_one=limits.most_watch_streams_per_peer
+        )
+        self.reflection = Lane("for reflection", MOST_REFLECTING, patience_s=0, most_of_one=MOST_REFLECTING // 2)
 
 
 @functools.cache

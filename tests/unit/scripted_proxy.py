@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
-from ray.serve._private.grpc_util import gRPCGenericServer
+from ray.serve._private.common import DeploymentID, EndpointInfo, gRPCRequest
+from ray.serve._private.grpc_util import enable_server_reflection, gRPCGenericServer
 from ray.serve._private.proxy_request_response import gRPCStreamingType
+from ray.serve._private.proxy_router import ProxyRouter
+from ray.serve.generated.serve_pb2_grpc import add_RayServeAPIServiceServicer_to_server
 
-from outrider.actors.serve_seam.grpc_proxy import add_services
+from outrider.actors.serve_seam import grpc_proxy
+from outrider.actors.serve_seam.grpc_proxy import add_services, mount_serves_own
 from outrider.actors.serving.failures import CallFailure
 from outrider.actors.serving.gate import Doors
-from outrider.actors.serving.grpc import door
+from outrider.actors.serving.grpc import door, reflection
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
@@ -24,6 +31,18 @@ from outrider.v1 import generation_pb2_grpc as rpc
 FAILURE = CallFailure(grpc.StatusCode.ALREADY_EXISTS, "taken", "REQUEST_ID_IN_USE", request_id="r-1")
 BIG = "x" * 100_000
 HUGE = "x" * (12 << 20)
+
+
+def router(**routes: str) -> ProxyRouter:
+    """Serve's, of applications and the routes before their paths."""
+    made = ProxyRouter(lambda endpoint, info: SimpleNamespace(deployment_id=endpoint))
+    made.update_routes({DeploymentID("Ingress", name): EndpointInfo(route=route) for name, route in routes.items()})
+    return made
+
+
+def sent_on(request: Any) -> Any:
+    """As the ingress gets what a handler was given."""
+    return pickle.loads(pickle.dumps(gRPCRequest(user_request_proto=request))).user_request_proto
 
 
 class Proxy:
@@ -40,9 +59,11 @@ class Proxy:
         """Released by a client for each message of a "paced" answer."""
 
         self.cancelled = asyncio.Event()
+        self.proxy_router = router(outrider="/")
 
     def make_handler(self, service_method: str, streaming_type: gRPCStreamingType) -> Any:
         async def unary(request: Any, context: Any) -> bytes:
+            request = sent_on(request)
             self.asked.append((service_method, request))
             self.metadata.append(list(context.invocation_metadata()))
             if _id(request) == "wait":
@@ -57,6 +78,7 @@ class Proxy:
             return b""
 
         async def stream(request: Any, context: Any) -> AsyncGenerator[bytes, None]:
+            request = sent_on(request)
             self.asked.append((service_method, request))
             try:
                 if _id(request) in ("flood", "paced"):
@@ -104,22 +126,59 @@ def _id(request: Any) -> str:
 
 
 @asynccontextmanager
-async def serving(proxy: Proxy) -> AsyncIterator[grpc.aio.Channel]:
+async def serving_port(proxy: Proxy) -> AsyncIterator[int]:
     server = gRPCGenericServer(proxy.make_handler)
+    mount_serves_own(server)
+    add_RayServeAPIServiceServicer_to_server(Mock(), server)  # as Serve does
     add_services(object_with_every_method(), server)
+    enable_server_reflection(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        options = [("grpc.max_receive_message_length", 64 << 20)]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-            yield channel
+        yield port
     finally:
         await server.stop(None)
 
 
+def channel_to(port: int) -> grpc.aio.Channel:
+    """With a connection of its own."""
+    options = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options)
+
+
+@asynccontextmanager
+async def serving(proxy: Proxy) -> AsyncIterator[grpc.aio.Channel]:
+    async with serving_port(proxy) as port, channel_to(port) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def from_another_address(port: int) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel whose calls come from 127.0.0.2."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        with suppress(asyncio.CancelledError):  # the test is over
+            await asyncio.gather(_pass_on(reader, there[1]), _pass_on(there[0], writer))
+
+    relays = await asyncio.start_server(relay, "127.0.0.1", 0)
+    async with channel_to(relays.sockets[0].getsockname()[1]) as channel:
+        yield channel
+    relays.close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
 def limit(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> Doors:
     doors = Doors(LimitsConfig(**limits))
-    monkeypatch.setattr(door, "doors", lambda: doors)
+    for module in (door, reflection, grpc_proxy):
+        monkeypatch.setattr(module, "doors", lambda: doors)
     return doors
 
 

@@ -3,7 +3,7 @@ proxy behind them, to charge for those that end by their caller's fault."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,6 @@ SMALL_BODY = 1 << 16
 handshake, would cost more."""
 
 ProxiedCall = Callable[[AsyncIterator[Any], Any], Coroutine[Any, Any, Any]]
-StreamingCall = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
 
 
 def guarded_rpc(method: str, call: ProxiedCall, guard: Guard | None, *, comes_whole: bool = True) -> ProxiedCall:
@@ -54,23 +53,6 @@ def guarded_rpc(method: str, call: ProxiedCall, guard: Guard | None, *, comes_wh
         except Refused as refused:
             _refuse(context, refused)
             return b""
-
-    return guarded
-
-
-def guarded_stream(method: str, call: StreamingCall, guard: Guard) -> StreamingCall:
-    """Likewise, of a call that is a generator."""
-    need = need_of_rpc(method)
-
-    async def guarded(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
-        bill = Bill(is_whole=True)
-        asked = Asked("grpc", method, _shown_key(context), context.peer(), need)
-        try:
-            with guard.admit(asked, bill), _charging(guard, bill, context):
-                async for message in call(requests, context):
-                    yield message
-        except Refused as refused:
-            _refuse(context, refused)
 
     return guarded
 

@@ -26,13 +26,14 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from outrider.actors.serving.access.guard import key_of_caller
-from outrider.actors.serving.connections import address_of_call, sentence
+from outrider.actors.serving.connections import address_of_call, peer_of_call, sentence
 from outrider.actors.serving.failures import (
     STATUS_DETAILS_METADATA,
     CallFailure,
@@ -50,13 +51,12 @@ from outrider.actors.serving.gate import (
     Gate,
     Gates,
     Guest,
-    Lane,
-    LaneFull,
     NotAwaited,
     RequestLate,
     doors,
 )
 from outrider.actors.serving.grpc.wire import SMALL_BYTES, num_values
+from outrider.actors.serving.lanes import Lane, LaneFull
 from outrider.actors.serving.ways_out import PROXY, this_process
 
 SHARE_OF_MOST = 4
@@ -72,13 +72,27 @@ _SERVICE = "/outrider.v1.GenerationService/"
 _GENERATIONS = (f"{_SERVICE}Generate", f"{_SERVICE}GenerateStream")
 """Calls that take a place. The others have turns of their own, and are to be answered when the queue is full too."""
 
-_LANES: dict[str, Callable[[Doors], Lane]] = {
-    "/grpc.health.v1.Health/Watch": lambda doors: doors.watch,
-    "/grpc.health.v1.Health/Check": lambda doors: doors.health,
-    "/grpc.health.v1.Health/List": lambda doors: doors.health,
-    f"{_SERVICE}Tokenize": lambda doors: doors.tokenize,
-    f"{_SERVICE}Detokenize": lambda doors: doors.tokenize,
-    f"{_SERVICE}AbortRequest": lambda doors: doors.abort,
+FEW_BYTES = 1 << 12
+"""Of a message that says next to nothing, decompressed."""
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """For calls beside generations. most_bytes: of their message, decompressed; None: as much as a generation's. What
+    waits for its turn is kept, and fields that nobody knows are kept with it."""
+
+    lane: Callable[[Doors], Lane]
+    most_bytes: int | None = FEW_BYTES
+
+
+_STATUS = _Turns(lambda doors: doors.status)
+_TURNS = {
+    "/grpc.health.v1.Health/Watch": _Turns(lambda doors: doors.watch),
+    "/grpc.health.v1.Health/Check": _Turns(lambda doors: doors.health),
+    "/grpc.health.v1.Health/List": _Turns(lambda doors: doors.health),
+    f"{_SERVICE}Tokenize": _Turns(lambda doors: doors.tokenize, None),
+    f"{_SERVICE}Detokenize": _Turns(lambda doors: doors.tokenize, None),
+    f"{_SERVICE}AbortRequest": _Turns(lambda doors: doors.abort, SMALL_BYTES),
 }
 """Of the others; whatever is not named is a call for status."""
 
@@ -90,7 +104,8 @@ _GATES = Gates("grpc")
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 Handler = Callable[..., Any]
-"""Serve's, of one method: takes the request and the context. Returns a coroutine of bytes, or a generator of them."""
+"""Serve's, of one method: takes the request (as a Request) and the context. Returns a coroutine of bytes, or a
+generator of them."""
 
 ProxiedCall = Callable[[AsyncIterator[Any], Any], Coroutine[Any, Any, None]]
 """What the server calls: with the client's messages and the context. Responses are written to the context."""
@@ -102,26 +117,45 @@ def proxied_call(method: str, handler: Handler, *, streams: bool) -> ProxiedCall
     async def call(requests: AsyncIterator[Any], context: Any) -> None:
         metadata = dict(context.invocation_metadata() or ())  # all that is known of the call before its message is read
         here = doors()
-        request = await _received(requests, here)
-        if isinstance(request, CallFailure):
-            _fail(context, request)
+        message = await received(requests, here)
+        if isinstance(message, CallFailure):
+            fail(context, message)
             return
-        gate = _GATES.of(str(metadata.get(_APPLICATION_METADATA, "")))
-        place = await _place(method, gate, context, here)
+        application = here.routes.by_name(str(metadata.get(_APPLICATION_METADATA, "")))
+        gate = None if application is None else _GATES.of(application)
+        request = Request(message)
+        del message
+        await aiter(requests).aclose()  # type: ignore[attr-defined]  # gRPC's generator keeps what it gave last
+        place = await _place(method, gate, request, context, here)
         if isinstance(place, CallFailure):
             _GATES.count_refusal()
-            _fail(context, place)
+            fail(context, place)
             return
-        told = _Told(context, _of_proxy(gate) if method in _GENERATIONS else {})
+        told = _Told(context, _of_proxy(gate) if gate is not None and method in _GENERATIONS else {})
         try:
             await _Answer(handler, streams, told, here, place).give(request)
             for key, value in context.trailing_metadata() or ():
-                if key == CAPACITY_METADATA:
+                if gate is not None and key == CAPACITY_METADATA:
                     gate.learn(value)
         finally:
             place.leave()
 
     return call
+
+
+class Request:
+    """A message that Serve pickles, once, and is then done with: it keeps what it was given for as long as the call is
+    answered, which is this, and the message is gone."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+        self.num_bytes: int = message.ByteSize()
+        self.request_id: str = getattr(message, "request_id", "")
+
+    def __reduce__(self) -> Any:
+        """The message's own."""
+        message, self._message = self._message, None
+        return message.__reduce__()
 
 
 def of_counted_connection(call: ProxiedCall) -> ProxiedCall:
@@ -133,17 +167,26 @@ def of_counted_connection(call: ProxiedCall) -> ProxiedCall:
         if limit is None:
             await call(requests, context)
         else:
-            _fail(context, CallFailure(grpc.StatusCode.UNAVAILABLE, sentence(limit), "TOO_MANY_CONNECTIONS"))
+            fail(context, CallFailure(grpc.StatusCode.UNAVAILABLE, sentence(limit), "TOO_MANY_CONNECTIONS"))
 
     return counted
 
 
-def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Like deserialize, but what cannot be used becomes the failure that its call is to end with."""
+def most_bytes_of(method: str) -> int | None:
+    """Of its message, decompressed. None: limits.max_request_bytes."""
+    return None if method in _GENERATIONS else _TURNS.get(method, _STATUS).most_bytes
+
+
+def tolerant(deserialize: Callable[[bytes], Any], most_bytes: int | None) -> Callable[[bytes], Any]:
+    """Like deserialize, but what cannot be used becomes the failure that its call is to end with. most_bytes: see
+    most_bytes_of."""
     message = deserialize.__self__.DESCRIPTOR  # type: ignore[attr-defined]  # a class's FromString
 
     def decode(data: bytes) -> Any:
         limits = doors().limits
+        if most_bytes is not None and len(data) > most_bytes:
+            sentence = f"request: {len(data)} bytes are too many for a {message.full_name}; send at most {most_bytes}"
+            return _refusal(sentence, "REQUEST_TOO_LARGE")
         if len(data) > limits.max_request_bytes:
             sentence = f"request: {len(data)} bytes are too many; send at most {limits.max_request_bytes}"
             return _refusal(f"{sentence} (limits.max_request_bytes)", "REQUEST_TOO_LARGE")
@@ -165,8 +208,8 @@ def _refusal(sentence: str, reason: str) -> CallFailure:
     return CallFailure(grpc.StatusCode.INVALID_ARGUMENT, sentence, reason, {field: problem})
 
 
-async def _received(requests: AsyncIterator[Any], here: Doors) -> Any:
-    """The request that a client sent; a CallFailure for one that cannot be used, or does not come."""
+async def received(requests: AsyncIterator[Any], here: Doors) -> Any:
+    """The message that a client sent; a CallFailure for one that cannot be used, or does not come."""
     reading = asyncio.ensure_future(anext(aiter(requests), None))
     try:
         await Arrival(here).wait_for(reading)
@@ -218,23 +261,23 @@ class _Place:
             leave()
 
 
-async def _place(method: str, gate: Gate, context: Any, here: Doors) -> _Place | CallFailure:
-    if method in _GENERATIONS:
+async def _place(method: str, gate: Gate | None, request: Request, context: Any, here: Doors) -> _Place | CallFailure:
+    """gate: of its application. Without one there is nothing to generate, and Serve says so."""
+    if method in _GENERATIONS and gate is not None:
         key = key_of_caller()
         if not gate.enter(key):
             return queue_full(for_the_key=not gate.is_full)
         return _Place(lambda: gate.leave(key))
-    lane = _LANES.get(method, lambda doors: doors.status)(here)
+    lane, peer = _TURNS.get(method, _STATUS).lane(here), peer_of_call(context.peer())
     try:
-        await lane.take(_address(context))
+        await lane.take(peer, request.num_bytes)
     except LaneFull as full:
-        return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, str(full), "TOO_MANY_CALLS")
-    return _Place(lane.leave)
+        return too_many_calls(full)
+    return _Place(lambda: lane.leave(peer))
 
 
-def _address(context: Any) -> str:
-    """Of the caller, without its port."""
-    return str(context.peer()).rpartition(":")[0]
+def too_many_calls(full: LaneFull) -> CallFailure:
+    return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, str(full), "TOO_MANY_CALLS")
 
 
 class _Answer:
@@ -246,7 +289,7 @@ class _Answer:
         self._unread = Unread(self._give_up, here)
         self._reading: asyncio.Task[None] | None = None
 
-    async def give(self, request: Any) -> None:
+    async def give(self, request: Request) -> None:
         self._reading = asyncio.create_task(self._read(request))
         try:
             while (message := await self._unread.get()) is not None:
@@ -257,14 +300,14 @@ class _Answer:
             await asyncio.wait([self._reading])
             if not self._unread.given_up:
                 self._reading.result()
-            _finish(self._context, getattr(request, "request_id", ""))
+            _finish(self._context, request.request_id)
         finally:
             self._unread.stop_watching()
             # The handler still uses the context on its way out, which crashes the process once the call is over.
             self._reading.cancel()
             await asyncio.wait([self._reading])
 
-    async def _read(self, request: Any) -> None:
+    async def _read(self, request: Request) -> None:
         try:
             if self._streams:
                 async for message in self._handler(request, self._context):
@@ -278,7 +321,7 @@ class _Answer:
             self._place.leave()  # what is left to do is its reader's
 
     def _give_up(self) -> None:
-        _fail(self._context, _slow_reader(self._here))
+        fail(self._context, _slow_reader(self._here))
         # Serve tells the replica when its handler is cancelled while it waits for the next message.
         assert self._reading is not None
         self._reading.cancel()
@@ -402,7 +445,7 @@ def _slow_reader(here: Doors) -> CallFailure:
     return CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence, "SLOW_READER")
 
 
-def _fail(context: grpc.aio.ServicerContext, failure: CallFailure, given: Sequence[Any] = ()) -> None:
+def fail(context: grpc.aio.ServicerContext, failure: CallFailure, given: Sequence[Any] = ()) -> None:
     """given: trailing metadata to keep."""
     context.set_code(failure.code)
     context.set_details(failure.message)
@@ -431,7 +474,7 @@ def _finish(context: grpc.aio.ServicerContext, request_id: str = "") -> None:
         context.set_details(sentence_of(details))
         return
     if (failure := made_by_serve(code, details, usable_request_id(request_id))) is not None:
-        _fail(context, failure, given)
+        fail(context, failure, given)
         return
     context.set_details(sentence_of(details))
     _trail(context, given, trailing_of(code, details))

@@ -2,7 +2,8 @@
 
 Serve passes a request on with its first bytes and its body as it comes: whoever sends half a body would hold a place,
 and a body without end would be passed on for as long as it comes. Here a body is read first, up to a size and within a
-time; then there is room for the request, or a turn, or it is refused (outrider.actors.serving.gate).
+time; then there is room for the request, or a turn, or it is refused (outrider.actors.serving.gate). A body that says
+nothing, of a probe or a GET, is not waited for, and kept no more than one of a request for status may be long.
 
 ``outrider.actors.serve_seam.http_proxy`` mounts this on Serve's proxies. Connections, which know of no request yet, are
 that one's matter.
@@ -13,10 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.actors.serving.access.guard import key_of_caller
+from outrider.actors.serving.connections import address_of, peer_of
 from outrider.actors.serving.gate import (
     CAPACITY_METADATA,
     REFUSED,
@@ -24,31 +27,45 @@ from outrider.actors.serving.gate import (
     Doors,
     Gate,
     Gates,
-    Lane,
-    LaneFull,
     NotAwaited,
     RequestLate,
     doors,
 )
+from outrider.actors.serving.lanes import Lane, LaneFull
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, queue_full
 from outrider.actors.serving.ways_out import PROXY, this_process
 
 GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/outrider/v1/stream")
 """Ends of paths whose requests take a place."""
 
-_LANES: dict[str, Callable[[Doors], Lane]] = {
-    "/health": lambda doors: doors.health,
-    "/ping": lambda doors: doors.health,
-    "/detokenize": lambda doors: doors.tokenize,
-    "/tokenize": lambda doors: doors.tokenize,
-    "/outrider/v1/token_texts": lambda doors: doors.tokenize,
-    "/metrics": lambda doors: doors.status,
-    "/v1/models": lambda doors: doors.status,
-    "/outrider/v1/status": lambda doors: doors.status,
-}
-"""Ends of other paths, whose requests have turns; whatever is not named is a request for status or a page."""
+SHORT_BYTES = 1 << 16
+"""Of a body that asks for neither an answer nor tokens: of the name of an adapter, for example."""
 
-_ENDS = (*GENERATIONS, *_LANES)
+
+@dataclass(frozen=True)
+class _Turns:
+    """For requests beside generations. most_bytes: of their body; 0: it says nothing; None: as much as a
+    generation's."""
+
+    lane: Callable[[Doors], Lane]
+    most_bytes: int | None = SHORT_BYTES
+
+
+_HEALTH = _Turns(lambda doors: doors.health, 0)
+_TOKENIZE = _Turns(lambda doors: doors.tokenize, None)
+_STATUS = _Turns(lambda doors: doors.status)
+_TURNS = {
+    "/health": _HEALTH,
+    "/ping": _HEALTH,
+    "/livez": _HEALTH,
+    "/readyz": _HEALTH,
+    "/-/healthz": _HEALTH,
+    "/detokenize": _TOKENIZE,
+    "/tokenize": _TOKENIZE,
+    "/outrider/v1/token_texts": _TOKENIZE,
+}
+"""By the ends of their paths; whatever is not named is a request for status or a page."""
+
 _WITH_BODIES = ("POST", "PUT", "PATCH")
 _CLOSED = {"connection": "close"}
 
@@ -57,7 +74,7 @@ _READ_ON, _READ_ON_S = 4, 2.0
 
 
 class HttpDoor:
-    """ASGI middleware of a proxy. Applications are told apart by what comes before their paths."""
+    """ASGI middleware of a proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -68,9 +85,23 @@ class HttpDoor:
             await self._app(scope, receive, send)
             return
         here = doors()  # nothing but the header of the request has been read up to here
+        path: str = scope["path"]
+        generates = path.endswith(GENERATIONS) and scope["method"] == "POST"
+        turns = next((turns for end, turns in _TURNS.items() if path.endswith(end)), _STATUS)
+        most = here.limits.max_request_bytes
+        if not path.endswith(GENERATIONS) and turns.most_bytes is not None:
+            most = min(most, turns.most_bytes)
         try:
-            body = await _received(scope, receive, here) if scope["method"] in _WITH_BODIES else None
-            async with self._admitted(scope, here) as gate:
+            body = b""
+            if most and scope["method"] in _WITH_BODIES:
+                body = await _received(scope, receive, here, most)
+            num_bytes = len(body)
+            receive = _once(body, receive)
+            del body  # which the ingress will have, and nobody here
+            application = here.routes.by_path(path)
+            gate = None if application is None else self._gates.of(application)
+            admitted = self._admitted(scope, gate) if generates and gate else self._in_turn(scope, turns, num_bytes)
+            async with admitted:
 
                 async def learn_and_send(message: Message) -> None:
                     if gate is not None and message["type"] == "http.response.start":
@@ -79,57 +110,54 @@ class HttpDoor:
                                 gate.learn(value)
                     await send(message)
 
-                await self._app(scope, receive if body is None else _once(body, receive), learn_and_send)
+                await self._app(scope, receive, learn_and_send)
         except _Left:
             return
         except HttpError as refused:
             await refused.failure.response()(scope, receive, send)
 
     @asynccontextmanager
-    async def _admitted(self, scope: Scope, here: Doors) -> AsyncIterator[Gate | None]:
-        """Room for a generation, a turn for any other request; the gate of its application, where the path tells that.
-        Raises HttpError."""
-        path: str = scope["path"]
-        end = next((end for end in _ENDS if path.endswith(end)), "")
-        gate = self._gates.of(path.removesuffix(end)) if end else None
-        if gate is not None and end in GENERATIONS and scope["method"] == "POST":
-            key = key_of_caller()
-            if not gate.enter(key):
-                self._gates.count_refusal()
-                raise HttpError(queue_full(for_the_key=not gate.is_full))
-            if refused := gate.untold():
-                scope[REFUSED] = refused
-            scope[PROXY] = this_process()
-            try:
-                yield gate
-            finally:
-                gate.leave(key)
-            return
-        lane = _LANES.get(end, lambda doors: doors.status)(here)
-        client = scope.get("client")
+    async def _admitted(self, scope: Scope, gate: Gate) -> AsyncIterator[None]:
+        """Room for a generation. Raises HttpError."""
+        key = key_of_caller()
+        if not gate.enter(key):
+            self._gates.count_refusal()
+            raise HttpError(queue_full(for_the_key=not gate.is_full))
+        if refused := gate.untold():
+            scope[REFUSED] = refused
+        scope[PROXY] = this_process()
         try:
-            await lane.take(str(client[0]) if client else "")
+            yield
+        finally:
+            gate.leave(key)
+
+    @asynccontextmanager
+    async def _in_turn(self, scope: Scope, turns: _Turns, num_bytes: int) -> AsyncIterator[None]:
+        """A turn for any other request, whose body has so many bytes. Raises HttpError."""
+        lane, client = turns.lane(doors()), scope.get("client")
+        peer = peer_of(address_of(str(client[0]), 0)) if client else ""
+        try:
+            await lane.take(peer, num_bytes)
         except LaneFull as full:
             self._gates.count_refusal()
             raise HttpError(HttpFailure(429, str(full), headers={"Retry-After": "1"})) from None
         try:
-            yield gate
+            yield
         finally:
-            lane.leave()
+            lane.leave(peer)
 
 
 class _Left(Exception):
     """The client has, before its request was in."""
 
 
-async def _received(scope: Scope, receive: Receive, here: Doors) -> bytes:
-    """The body. Raises HttpError for one that is too long or does not come, _Left."""
-    most = here.limits.max_request_bytes
+async def _received(scope: Scope, receive: Receive, here: Doors, most: int) -> bytes:
+    """The body, of so many bytes at most. Raises HttpError for one that is too long or does not come, _Left."""
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     if announced.isdigit() and (length := int(announced[:20])) > most:
         if length <= _READ_ON * most:
             await _read_on(receive, length)
-        raise _too_large(most)
+        raise _too_large(most, here)
     body, arrival = bytearray(), Arrival(here)
 
     async def read() -> None:
@@ -142,7 +170,7 @@ async def _received(scope: Scope, receive: Receive, here: Doors) -> bytes:
             if len(body) > most:
                 body.clear()
                 await _read_on(receive, (_READ_ON - 1) * most)
-                raise _too_large(most)
+                raise _too_large(most, here)
             arrival.grew(len(body))
             more = message.get("more_body", False)
 
@@ -170,21 +198,27 @@ async def _read_on(receive: Receive, most: int) -> None:
                 more = message["type"] == "http.request" and message.get("more_body", False)
 
 
-def _too_large(most: int) -> HttpError:
-    return HttpError(
-        HttpFailure(413, f"the body is longer than {most} bytes (limits.max_request_bytes)", headers=_CLOSED)
-    )
+def _too_large(most: int, here: Doors) -> HttpError:
+    why = " (limits.max_request_bytes)" if most == here.limits.max_request_bytes else ", the most for this path"
+    return HttpError(HttpFailure(413, f"the body is longer than {most} bytes{why}", headers=_CLOSED))
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
-    """The body first; then what the client does, which can only be to leave."""
+    """The body first, and that this was it; then what the client does, which can only be to leave. Whoever asks again
+    has let go of the body: Serve's proxy keeps the last message that it got for as long as the request is answered."""
+    begins = [body]
+    del body
     given = False
 
     async def replay() -> Message:
         nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        if begins:
+            return {"type": "http.request", "body": begins.pop(), "more_body": True}
+        if not given:
+            given = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        while (message := await receive())["type"] == "http.request":
+            pass  # a body that says nothing
+        return message
 
     return replay

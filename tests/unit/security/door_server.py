@@ -1,5 +1,5 @@
-"""A process with both doors of a proxy in front of scripted answers: ``python door_server.py``. It prints its two
-ports, and serves until its standard input ends. What it keeps of a request is measured from outside."""
+"""A process with both doors of a proxy in front of scripted answers: ``python -m tests.unit.security.door_server``. It
+prints its two ports, and serves until its standard input ends. What it keeps of a request is measured from outside."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from outrider.actors.serving.openai.errors import HttpError, refused
 from outrider.cluster.limits import from_environment
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
+from tests.unit.scripted_proxy import router, sent_on
 
 ENDPOINTS: dict[str, Any] = {
     "/v1/completions": "completions",
@@ -40,22 +41,25 @@ ENDPOINTS: dict[str, Any] = {
 class Servicer(rpc.GenerationServiceServicer, health_pb2_grpc.HealthServicer): ...
 
 
-def make_handler(method: str, kind: gRPCStreamingType) -> Any:
-    """In the place of Serve's and the ingress's."""
+class Proxy:
+    """In the place of Serve's and the ingress."""
 
-    async def unary(request: Any, context: Any) -> bytes:
-        try:
-            to_generation_request(request, ServedModel("m", 4, 1000, from_environment()), request_id="r")
-        except RequestError as error:
-            context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
-            context.set_details(str(error))
-            return b""
-        return pb.GenerateResponse(text="whole").SerializeToString()
+    proxy_router = router(outrider="/")
 
-    async def stream(request: Any, context: Any) -> AsyncGenerator[bytes, None]:
-        yield pb.GenerateStreamResponse(text_delta="whole").SerializeToString()
+    def make_handler(self, method: str, kind: gRPCStreamingType) -> Any:
+        async def unary(request: Any, context: Any) -> bytes:
+            try:
+                to_generation_request(sent_on(request), ServedModel("m", 4, 1000, from_environment()), request_id="r")
+            except RequestError as error:
+                context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
+                context.set_details(str(error))
+                return b""
+            return pb.GenerateResponse(text="whole").SerializeToString()
 
-    return unary if kind is gRPCStreamingType.UNARY_UNARY else stream
+        async def stream(request: Any, context: Any) -> AsyncGenerator[bytes, None]:
+            yield pb.GenerateStreamResponse(text_delta="whole").SerializeToString()
+
+        return unary if kind is gRPCStreamingType.UNARY_UNARY else stream
 
 
 async def answer(request: Request) -> Response:
@@ -82,7 +86,7 @@ async def main() -> None:
     serving = asyncio.create_task(http.serve())
     while not http.started:  # noqa: ASYNC110 - uvicorn's own flag
         await asyncio.sleep(0.01)
-    server = gRPCGenericServer(make_handler)
+    server = gRPCGenericServer(Proxy().make_handler)
     add_services(Servicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

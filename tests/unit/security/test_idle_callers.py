@@ -10,13 +10,14 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
-from outrider.actors.serving.gate import CAPACITY_METADATA, Gates
+from outrider.actors.serving.gate import CAPACITY_METADATA, MOST_REFLECTING, Gates
 from outrider.actors.serving.grpc import door
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.unit.scripted_proxy import Proxy, limit, serving
+from tests.unit.scripted_proxy import Proxy, channel_to, from_another_address, limit, serving, serving_port
 
 CALLERS = 400
 CHECK = health_pb2.HealthCheckRequest()
@@ -153,7 +154,7 @@ async def test_status_pollers_have_their_turns_and_no_more(monkeypatch: pytest.M
 
 
 async def test_watch_streams_have_a_number_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(monkeypatch, max_watch_streams=5)
+    limit(monkeypatch, max_watch_streams=5, max_watch_streams_per_peer=5)
     proxy = Proxy()
     proxy.told = [(CAPACITY_METADATA, "1")]
     async with serving(proxy) as channel:
@@ -170,3 +171,72 @@ async def test_watch_streams_have_a_number_of_their_own(monkeypatch: pytest.Monk
             await asyncio.sleep(0.01)
         for watch in (*watches, again):
             watch.cancel()
+
+
+async def test_one_address_has_half_of_the_watch_streams_and_another_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, max_watch_streams=8)
+    async with serving_port(Proxy()) as port, channel_to(port) as greedy, from_another_address(port) as other:
+        health = health_pb2_grpc.HealthStub(greedy)
+        watches = [health.Watch(CHECK) for _ in range(4)]
+        for watch in watches:
+            await watch.read()
+        assert await how(health.Watch(CHECK)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
+        watch = health_pb2_grpc.HealthStub(other).Watch(CHECK)
+        assert await watch.read() is not grpc.aio.EOF
+        watches[0].cancel()
+        while (again := health.Watch(CHECK)) and await again.read() is grpc.aio.EOF:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for call in (*watches, watch, again):
+            call.cancel()
+
+
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+SERVES_OWN = "/ray.serve.RayServeAPIService"
+
+
+@pytest.mark.parametrize("path", [REFLECTION, f"{SERVES_OWN}/Healthz", f"{SERVES_OWN}/ListApplications"])
+async def test_nor_is_a_message_waited_for_that_serve_answers_itself(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    limit(monkeypatch, receive_timeout_s=0.5)
+    async with serving(proxy := Proxy()) as channel:
+        ended = await how(channel.stream_stream(path)(silence(), timeout=60))
+    assert ended == (grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT")
+    assert not proxy.asked
+
+
+async def test_who_asks_about_the_api_asks_as_often_as_for_status_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit(monkeypatch, max_control_calls_per_s=4, control_timeout_s=0.01)
+    question = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
+    async with serving(Proxy()) as channel:
+        asked = channel.stream_stream(REFLECTION)(iter([question] * 100), timeout=60)
+        assert await how(asked) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
+    limit(monkeypatch, receive_timeout_s=1.0, max_control_calls_per_s=10_000)
+    async with serving(Proxy()) as channel:
+
+        async def on_and_on() -> AsyncIterator[bytes]:
+            while True:
+                yield question
+                await asyncio.sleep(0.05)
+
+        endless = channel.stream_stream(REFLECTION)(on_and_on(), timeout=60)
+        assert await how(endless) == (grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT")
+
+
+async def test_silent_streams_of_questions_keep_no_other_address_from_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, receive_timeout_s=600)
+    question = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
+    async with serving_port(Proxy()) as port, channel_to(port) as greedy, from_another_address(port) as other:
+        silent = [greedy.stream_stream(REFLECTION)(silence(), timeout=600) for _ in range(2 * MOST_REFLECTING)]
+        refused = [asyncio.ensure_future(how(call)) for call in silent]
+        while sum(task.done() for task in refused) < 3 * MOST_REFLECTING // 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        ended = {task.result() for task in refused if task.done()}
+        assert ended == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")}
+        assert await how(other.stream_stream(REFLECTION)(iter([question]), timeout=60)) == (grpc.StatusCode.OK, "")
+        assert sum(not task.done() for task in refused) == MOST_REFLECTING // 2
+        for call in silent:
+            call.cancel()
+        await asyncio.gather(*refused, return_exceptions=True)

@@ -38,10 +38,13 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    script = Path(__file__).with_name("door_server.py")
     environment = {**os.environ, **LimitsConfig(refused_seconds_per_minute=0).to_environment()}
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", "tests.unit.security.door_server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     assert process.stdout is not None
     grpc_port, http_port = process.stdout.readline().split()

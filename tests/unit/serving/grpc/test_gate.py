@@ -61,17 +61,6 @@ def test_a_burst_of_refusals_is_one_line_of_log(caplog: pytest.LogCaptureFixture
     assert "1 in flight" in record.getMessage()
 
 
-def test_names_that_clients_make_up_do_not_pile_up() -> None:
-    gates = Gates("http")
-    first = gates.of("first")
-    assert first.enter()
-    for number in range(1000):
-        gates.of(f"/{number}")
-    assert len(gates._gates) == 64
-    assert gates.of("first") is not first
-    first.leave()
-
-
 def test_applications_have_gates_of_their_own() -> None:
     gates = Gates("grpc")
     gates.of("a").learn("1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -15,11 +16,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.actors.serving.failures import REQUEST_ID_METADATA, STATUS_DETAILS_METADATA
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED, Doors, Gates
 from outrider.actors.serving.grpc import door
+from outrider.actors.serving.grpc.door import FEW_BYTES
+from outrider.actors.serving.grpc.wire import SMALL_BYTES
 from outrider.actors.serving.ways_out import PROXY
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.unit.scripted_proxy import BIG, HUGE, Proxy, limit, serving
+from tests.unit.scripted_proxy import BIG, HUGE, Proxy, limit, router, sent_on, serving
 
 
 async def ended(call: Any) -> None:
@@ -254,12 +257,100 @@ async def test_beyond_the_capacity_that_an_answer_told_generations_are_refused_h
             assert reason(trailing(caught.value.trailing_metadata())) == "QUEUE_FULL"
         assert len(proxy.asked) == 3, "a refused call went on"
         await health.Check(health_pb2.HealthCheckRequest())
-        other = stub.Generate(pb.GenerateRequest(), metadata=(("application", "another"),))
-        assert trailing(await other.trailing_metadata())["kept"] == "yes"
+        for made_up in ("outrider", "another", "a third"):  # which Serve sends to the only application that there is
+            with pytest.raises(grpc.aio.AioRpcError, match="queue is full"):
+                await stub.Generate(pb.GenerateRequest(), metadata=(("application", made_up),))
+        assert len(proxy.asked) == 4
         proxy.read.release()
         proxy.read.release()
         await asyncio.gather(*held)
         await stub.Generate(pb.GenerateRequest())
+
+
+async def test_each_application_has_a_gate_and_a_name_that_is_none_has_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_GATES", Gates("grpc"))
+    limit(monkeypatch, max_control_calls_per_s=1, control_timeout_s=0.01)
+    proxy = Proxy()
+    proxy.proxy_router = router(one="/one", two="/two")
+    proxy.read = asyncio.Semaphore(0)
+    proxy.told = [(CAPACITY_METADATA, "2")]
+    async with serving(proxy) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        for name in ("one", "two"):
+            await stub.Generate(pb.GenerateRequest(), metadata=(("application", name),))
+        waits = pb.GenerateRequest(request_id="wait")
+        held = [stub.Generate(waits, metadata=(("application", name),)) for name in ("one", "two") * 2]
+        while len(proxy.asked) < 6:  # noqa: ASYNC110 - another task's list
+            await asyncio.sleep(0.001)
+        for name in ("one", "two"):
+            with pytest.raises(grpc.aio.AioRpcError, match="queue is full"):
+                await stub.Generate(waits, metadata=(("application", name),))
+        await stub.Generate(pb.GenerateRequest(), metadata=(("application", "neither"),))  # Serve says that it is not
+        made_up = [stub.Generate(pb.GenerateRequest(), metadata=(("application", f"made up {n}"),)) for n in range(10)]
+        ends = [error for error in await asyncio.gather(*made_up, return_exceptions=True) if error is not None]
+        assert any("no turn for calls for status" in str(error) for error in ends)
+        for _ in held:
+            proxy.read.release()
+        await asyncio.gather(*held)
+
+
+class KeepingProxy(Proxy):
+    """Its handlers keep what they were given until the answer is over, as Serve's do."""
+
+    def make_handler(self, service_method: str, streaming_type: Any) -> Any:
+        async def unary(request: Any, context: Any) -> bytes:
+            self.asked.append(sent_on(request).text)
+            await self.read.acquire()
+            return b"" if request is None else pb.GenerateResponse(text="whole").SerializeToString()
+
+        return unary
+
+
+async def test_a_request_is_gone_from_the_proxy_when_it_has_been_sent_on() -> None:
+    proxy = KeepingProxy()
+    proxy.read = asyncio.Semaphore(0)
+    async with serving(proxy) as channel:
+        call = channel.unary_unary("/outrider.v1.GenerationService/Generate")
+        held = call(pb.GenerateRequest(request_id="only here", text="x" * (4 << 20)).SerializeToString())
+        while not proxy.asked:  # noqa: ASYNC110 - another task's list
+            await asyncio.sleep(0.001)
+        assert len(proxy.asked[0]) == 4 << 20
+        gc.collect()
+        kept = [message for message in gc.get_objects() if type(message) is pb.GenerateRequest]
+        assert "only here" not in [message.request_id for message in kept]
+        proxy.read.release()
+        assert await held
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [
+        ("/grpc.health.v1.Health/Check", FEW_BYTES),
+        ("/grpc.health.v1.Health/Watch", FEW_BYTES),
+        ("/outrider.v1.GenerationService/GetServerStatus", FEW_BYTES),
+        ("/ray.serve.RayServeAPIService/Healthz", FEW_BYTES),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", FEW_BYTES),
+        ("/outrider.v1.GenerationService/AbortRequest", SMALL_BYTES),
+    ],
+)
+async def test_a_call_that_says_little_brings_little(path: str, most: int) -> None:
+    """An unknown field: what decodes it keeps it, and a few bytes become megabytes of it."""
+
+    def unknown(num_bytes: int) -> bytes:
+        field = pb.SamplingParameters(stop=["x" * num_bytes]).SerializeToString()
+        return b"\xfa\x7f" + field[1:]  # another number, 2047
+
+    proxy = Proxy()
+    async with serving(proxy) as channel:
+        call = channel.stream_stream(path)(iter([unknown(8 << 20)]), compression=grpc.Compression.Gzip, timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"bytes are too many for a .* send at most {most}") as caught:
+            await ended(call)
+        assert reason(trailing(caught.value.trailing_metadata())) == "REQUEST_TOO_LARGE"
+        assert not proxy.asked
+        call = channel.stream_stream(path)(iter([unknown(most - 10)]), timeout=60)
+        async for _ in call:
+            break  # it was answered
+        call.cancel()
 
 
 async def test_the_next_call_that_is_let_in_tells_of_those_refused(monkeypatch: pytest.MonkeyPatch) -> None:

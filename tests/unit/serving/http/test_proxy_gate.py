@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+import tracemalloc
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
+from ray.serve._private.http_util import MessageQueue
+from ray.serve._private.proxy import HTTPProxy
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,14 +20,27 @@ from starlette.routing import Route
 
 from outrider.actors.serve_seam.http_proxy import middlewares
 from outrider.actors.serving.access.calls import GuardedHttp, HandOn
-from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
+from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED, Doors, Routes, doors
+from outrider.actors.serving.http import door
 from outrider.actors.serving.http.app import TellCapacity
 from outrider.actors.serving.http.browsers import CheckBrowsers
-from outrider.actors.serving.http.door import GENERATIONS, HttpDoor
+from outrider.actors.serving.http.door import GENERATIONS, SHORT_BYTES, HttpDoor
 from outrider.actors.serving.http.error_faces import ErrorFaces
-from outrider.cluster.limits import LIMITS_VARIABLE
+from outrider.actors.serving.lanes import Lane
+from outrider.cluster.limits import LIMITS_VARIABLE, LimitsConfig
 
 CAPACITY = 2
+
+
+LEFT = {"type": "http.disconnect"}
+
+
+def scope_of(path: str, method: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> Any:
+    return {"type": "http", "path": path, "method": method, "headers": list(headers), "client": ("10.0.0.1", 1)}
+
+
+async def never(*_: Any) -> None:
+    raise AssertionError("was called")
 
 
 class Server:
@@ -83,7 +101,8 @@ async def test_beyond_what_there_is_room_for_generations_are_refused_and_only_th
     assert server.started == CAPACITY + 1
 
 
-async def test_another_application_has_room_of_its_own(server: Server) -> None:
+async def test_another_application_has_room_of_its_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors(), "routes", Routes(by_name=str, by_path=lambda path: path[:2]))
     async with server.client() as client:
         await client.get("/health")
         await client.get("/b/health")
@@ -93,6 +112,108 @@ async def test_another_application_has_room_of_its_own(server: Server) -> None:
         await server.until_started(CAPACITY + 1)
         server.go.set()
         assert {(await answer).status_code for answer in (*held, there)} == {200}
+
+
+async def test_a_path_that_is_made_up_is_no_other_application(server: Server) -> None:
+    """Serve sends all of them to whatever is mounted at /."""
+    async with server.client() as client:
+        await client.get("/health")
+        held = [asyncio.create_task(client.post(GENERATIONS[0], json={})) for _ in range(CAPACITY)]
+        await server.until_started(CAPACITY)
+        for made_up in ("/b", "/made/up"):
+            assert (await client.post(made_up + GENERATIONS[0], json={})).status_code == 429
+        server.go.set()
+        assert {(await answer).status_code for answer in held} == {200}
+
+
+async def test_a_path_that_leads_nowhere_takes_no_room_but_a_turn(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Doors(LimitsConfig(max_control_calls_per_s=1, control_timeout_s=0.01))
+    here.routes = Routes(by_name=str, by_path=lambda path: None)
+    monkeypatch.setattr(door, "doors", lambda: here)
+    async with server.client() as client:
+        statuses = [(await client.post("/nowhere" + GENERATIONS[0], json={})).status_code for _ in range(10)]
+    assert statuses[0] == 404
+    assert 429 in statuses
+
+
+async def test_probes_are_for_health_whatever_asks_for_status(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Doors(LimitsConfig(max_control_calls_per_s=1, control_timeout_s=0.01))
+    monkeypatch.setattr(door, "doors", lambda: here)
+    for probe in ("/health", "/ping", "/livez", "/readyz", "/-/healthz"):
+        here.health = Lane("for health", 1, patience_s=0)
+        async with server.client() as client:
+            statuses = {(await client.get("/", headers={})).status_code for _ in range(10)}
+            assert 429 in statuses
+            assert (await client.get(probe)).status_code in (200, 404), probe
+
+
+@pytest.mark.parametrize(("path", "method"), [("/ping", "POST"), ("/health", "POST"), ("/", "GET"), ("/", "DELETE")])
+async def test_a_body_that_says_nothing_is_not_waited_for(path: str, method: str) -> None:
+    """It comes without an end."""
+    came, got = 0, []
+
+    async def receive() -> Any:
+        nonlocal came
+        came += 1
+        return {"type": "http.request", "body": b"x" * 65536, "more_body": came < 100} if came <= 100 else LEFT
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        got.append(await receive())
+        got.append(await receive())
+        assert came == 0
+        assert await receive() == LEFT
+
+    await HttpDoor(app)(scope_of(path, method), receive, never)
+    assert [message["body"] for message in got] == [b"", b""]
+    assert [message["more_body"] for message in got] == [True, False]
+
+
+@pytest.mark.parametrize(("path", "most"), [("/v1/load_lora_adapter", SHORT_BYTES), ("/tokenize", 8 << 20)])
+async def test_what_is_no_prompt_is_short(path: str, most: int) -> None:
+    sent: list[Any] = []
+    announced = [(b"content-length", str(most + 1).encode())]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return LEFT
+
+    await HttpDoor(never)(scope_of(path, "POST", announced), receive, send)
+    assert sent[0]["status"] == 413
+    assert f"longer than {most} bytes" in sent[1]["body"].decode()
+
+
+async def test_a_body_is_gone_from_the_proxy_when_the_ingress_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's own task reads it, and keeps the last message it got until the answer is over."""
+    queue, left, answered = MessageQueue(), asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Any:
+        if not answered.is_set():
+            answered.set()
+            return {"type": "http.request", "body": bytes(8 << 20), "more_body": False}
+        await left.wait()
+        return LEFT
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reading = asyncio.ensure_future(HTTPProxy.proxy_asgi_receive(None, receive, queue))
+        await queue.wait_for_message()
+        fetched = queue.get_messages_nowait()
+        assert [len(message["body"]) for message in fetched] == [8 << 20, 0]
+        del fetched
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+        assert kept < 1 << 20
+        left.set()
+        await reading
+
+    tracemalloc.start()
+    try:
+        await HttpDoor(app)(scope_of("/v1/completions", "POST"), receive, never)
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_client_that_leaves_gives_its_place_back(server: Server) -> None:
