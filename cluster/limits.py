@@ -83,6 +83,9 @@ class LimitsConfig(Section):
     behind a load balancer from which all come, one caller's bug is everybody's: give keys, or raise it. 0 or None:
     nothing is charged."""
 
+    max_header_bytes: int = Field(16 << 10, ge=1024, le=1 << 20)
+    """Longest header of an HTTP request, its first line included, in bytes. Longer ones get 431."""
+
     max_request_bytes: int = Field(8 << 20, ge=1024, le=1 << 30)
     """Longest HTTP body and longest gRPC message, decompressed, in bytes."""
 

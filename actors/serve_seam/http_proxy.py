@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.middleware import Middleware
 from uvicorn.protocols.http import auto
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from outrider.actors.serve_seam import leans_on
 from outrider.actors.serve_seam.grpc_proxy import limit_server
@@ -52,18 +52,32 @@ def middlewares() -> list[Middleware]:
     ]
 
 
-MOST_HEADER_BYTES = 64 << 10
-"""What of a header has come without its end. The parser itself would go on for as long as it comes."""
+MOST_FIELDS = 128
+"""Of a header: each takes a hundred bytes and more beside its own."""
+
+LINGER_S = 1.0
+"""A connection that is refused with words is read for so long, so that they arrive: what is unread resets it."""
+
+
+class _Refused(Exception):
+    """Ends the parsing of what a connection sent. What its client is told is with the connection."""
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """A connection whose client must send a header in time, and of some length, and read something in time of what
-    waits for it; and which is not one too many."""
+    """A connection whose client must send a header in time, and not too much of it, and read something in time of what
+    waits for it; and which is not one too many. What comes behind a body (trailers) is nothing that anybody here asks
+    for, and not kept."""
 
-    _header_bytes = 0
     _header: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
+    _lingers: asyncio.TimerHandle | None = None
     _address: Address
+    _is_refused = False
+    _num_header_bytes = 0
+    """That have come since the last part of a body, or the last request's end."""
+
+    _num_fields = 0
+    _in_header = False
 
     def connection_made(self, transport: Any) -> None:
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
@@ -79,23 +93,68 @@ class TimedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport is None:  # refused above
             return
-        super().data_received(data)
-        if self._is_idle() and self.timeout_keep_alive_task is None:  # it was alive, and began something
+        most, at = doors().limits.max_header_bytes, 0
+        while at < len(data) and not (self._is_refused or self.transport.is_closing()):
+            # Never more at once than a header may still have, so that it ends before anything is kept of one too long.
+            part = data[at : at + most - self._num_header_bytes]
+            at += len(part)
+            self._num_header_bytes += len(part)
+            super().data_received(part)
+            if self._num_header_bytes >= most:
+                self._refuse(431, f"the header is longer than {most} bytes (limits.max_header_bytes)")
+        if (
+            not self._is_refused and self._is_idle() and self.timeout_keep_alive_task is None
+        ):  # it was alive, and began something
             self._await_header()
-        if self._header is not None:
-            self._header_bytes += len(data)
-            if self._header_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
-                self.transport.write(_HEADER_TOO_LONG)
-                self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_header, self._num_fields = True, 0
         self._await_header()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_header:
+            return
+        self._num_fields += 1
+        if self._num_fields > MOST_FIELDS:
+            self._refuse(431, f"the header has more than {MOST_FIELDS} fields; send fewer")
+            raise _Refused
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._in_header, self._num_header_bytes = False, 0
         self._forget_header()
-        self._header_bytes = 0
+        if self.parser.should_upgrade() and self._should_upgrade():
+            self._refuse(400, "upgrade: no WebSockets are served here; ask without it, answers are streamed over HTTP")
+            raise _Refused
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_header_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_header_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What did not parse, unless that was to end it."""
+        if not self._is_refused:
+            super().send_400_response(msg)
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        """The connection, with words where no answer has begun. Nothing of it is parsed any more."""
+        self._is_refused = True
+        self._forget_header()
+        self._unset_keepalive_if_required()
+        if self.pipeline or (not self._is_idle() and self.cycle.response_started):
+            self.transport.close()
+            return
+        if not self._is_idle():  # it was waiting for the rest, and is not answered twice
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(_response(HttpFailure(status, sentence, headers={"connection": "close"})))
+        self._lingers = self.loop.call_later(LINGER_S, self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -113,6 +172,8 @@ class TimedProtocol(HttpToolsProtocol):
             return
         self._forget_header()
         self._forget_reader()
+        if self._lingers is not None:
+            self._lingers.cancel()
         super().connection_lost(exc)
 
     def _is_idle(self) -> bool:
@@ -124,7 +185,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def _header_is_late(self) -> None:
         self._header = None
-        if self._is_idle() and self.transport.get_protocol() is self:  # and not a WebSocket's by now
+        if self._is_idle():
             self.transport.abort()
 
     def _forget_header(self) -> None:
@@ -139,17 +200,12 @@ class TimedProtocol(HttpToolsProtocol):
 
 
 def _too_many_connections(limit: Limit) -> bytes:
-    return _answer("503 Service Unavailable", sentence(limit), {"Retry-After": str(RETRY_AFTER_S)})
+    headers = {"Retry-After": str(RETRY_AFTER_S), "connection": "close"}
+    return _response(HttpFailure(503, sentence(limit), headers=headers))
 
 
-def _answer(status: str, message: str, headers: dict[str, str]) -> bytes:
-    """Before any application is there to give one. The connection is to be closed after it."""
-    failure = HttpFailure(int(status[:3]), message, headers={**headers, "connection": "close"})
+def _response(failure: HttpFailure) -> bytes:
+    """As it is sent where no application answers."""
     answer = failure.response()
     fields = b"".join(name + b": " + value + b"\r\n" for name, value in answer.raw_headers)
-    return f"HTTP/1.1 {status}\r\n".encode() + fields + b"\r\n" + bytes(answer.body)
-
-
-_HEADER_TOO_LONG = _answer(
-    "431 Request Header Fields Too Large", f"the header is longer than {MOST_HEADER_BYTES} bytes", {}
-)
+    return STATUS_LINE[answer.status_code] + fields + b"\r\n" + bytes(answer.body)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import uvicorn
@@ -34,9 +35,13 @@ class Server:
     doors: Doors
     generated: int = 0
     left: int = 0
+    headers: list[dict[str, str]] = field(default_factory=list)
+    """Of each request for an answer."""
 
     async def generate(self, request: Request) -> Response:
-        if (await request.body()) != b"flood":
+        body = await request.body()
+        self.headers.append(dict(request.headers))  # now, when whatever follows a body has come
+        if body != b"flood":
             self.generated += 1
             return JSONResponse({"text": "whole"})
 
@@ -159,3 +164,94 @@ async def test_who_reads_nothing_loses_the_place(monkeypatch: pytest.MonkeyPatch
         assert await server.status() == 200
         for _, writer in unread:
             writer.close()
+
+
+def header(num_bytes: int, fields: int = 1) -> bytes:
+    """Of so many bytes, without the body that follows."""
+    head = f"POST {PATH} HTTP/1.1\r\ncontent-length: 2\r\nconnection: close\r\n".encode()
+    each = (num_bytes - len(head) - 2) // fields - len("x: \r\n")
+    head += b"".join(b"x: %b\r\n" % (b"x" * each) for _ in range(fields - 1))
+    return head + b"x: %b\r\n\r\n" % (b"x" * (num_bytes - len(head) - len("x: \r\n\r\n")))
+
+
+@pytest.mark.parametrize("fields", [1, 100])
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_header_is_as_long_as_it_may_be_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch, fields: int, more: int, at_once: bool
+) -> None:
+    async with serving(monkeypatch, max_header_bytes=8000) as server:
+        data = header(8000 + more, fields)
+        assert len(data) == 8000 + more
+        reader, writer = await server.send(data + b"{}" if at_once else data[:3000])
+        if not at_once:
+            await asyncio.sleep(0.05)
+            writer.write(data[3000:] + b"{}")
+        answer = await rest(reader)
+        if more:
+            assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+            assert b"the header is longer than 8000 bytes (limits.max_header_bytes)" in answer
+            assert b"connection: close" in answer
+        else:
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_nothing_is_kept_of_a_header_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, max_header_bytes=8000) as server:
+        tracemalloc.start()
+        try:
+            reader, writer = await server.send(f"POST {PATH} HTTP/1.1\r\nx: ".encode())
+            with suppress(ConnectionError):
+                for _ in range(64):
+                    writer.write(b"x" * (1 << 20))
+                    await writer.drain()
+            assert b"431" in await rest(reader) or writer.is_closing()
+            writer.close()
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < 8 << 20
+
+
+@pytest.mark.parametrize("fields", [128, 129])
+async def test_a_header_has_so_many_fields(monkeypatch: pytest.MonkeyPatch, fields: int) -> None:
+    async with serving(monkeypatch) as server:
+        reader, _ = await server.send(header(4000, fields - 2) + b"{}")
+        answer = await rest(reader)
+        assert answer.startswith(b"HTTP/1.1 200" if fields == 128 else b"HTTP/1.1 431")
+        assert fields == 128 or b"more than 128 fields" in answer
+
+
+CHUNKED = f"POST {PATH} HTTP/1.1\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n".encode()
+
+
+async def test_what_follows_a_body_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, max_header_bytes=8000) as server:
+        reader, _ = await server.send(CHUNKED + b"authorization: later\r\n\r\n")
+        assert (await rest(reader)).startswith(b"HTTP/1.1 200")
+        assert server.headers[-1] == {"connection": "close", "transfer-encoding": "chunked"}
+        reader, _ = await server.send(CHUNKED + b"x: y\r\n" * 3000)
+        assert (await rest(reader)).startswith(b"HTTP/1.1 431")
+        assert await server.status() == 200
+
+
+async def test_a_large_body_in_small_chunks_is_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, max_header_bytes=1024) as server:
+        chunks = b"".join(b"64\r\n%b\r\n" % (b" " * 100) for _ in range(5000))
+        reader, _ = await server.send(CHUNKED.removesuffix(b"2\r\n{}\r\n0\r\n") + chunks + b"0\r\n\r\n")
+        assert (await rest(reader)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_websocket_is_refused_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as server:
+        asked = len(server.headers)
+        upgrade = (
+            b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"
+            b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        )
+        reader, _ = await server.send(upgrade + b"\x81\x05hello")
+        answer = await rest(reader)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"no WebSockets are served here" in answer
+        assert len(server.headers) == asked
+        assert await server.status() == 200
