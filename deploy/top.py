@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from outrider.actors.learning.history import SERVES
 from outrider.deploy.client.calls import API_KEY_VARIABLE
 from outrider.v1 import generation_pb2 as pb
 
@@ -125,6 +126,42 @@ class DrafterView:
 
 
 @dataclass(frozen=True)
+class GainView:
+    """Of acceptance per token. margin: one side, 95%; None: too few texts to say."""
+
+    mean: float
+    margin: float | None
+
+
+@dataclass(frozen=True)
+class VersionView:
+    """Of a drafter that learns. gains: by texts; ``since``: why it was withdrawn."""
+
+    number: int
+    state: str
+    gains: dict[str, GainView] = field(default_factory=dict)
+    again: int | None = None
+    """The former version that it is; as what follows, known by the gRPC status alone."""
+
+    step: int | None = None
+    began_unix_s: int | None = None
+    kept: bool | None = None
+    """Whether one can go back to it."""
+
+
+@dataclass(frozen=True)
+class LearningView:
+    """versions: the latest last. refused: comparisons that brought none, by reason."""
+
+    versions: list[VersionView]
+    refused: dict[str, int]
+
+    @property
+    def serving(self) -> int | None:
+        return next((version.number for version in self.versions if version.state == SERVES), None)
+
+
+@dataclass(frozen=True)
 class ReplicaView:
     replica: str
     up: bool
@@ -176,6 +213,9 @@ class View:
     scaling: ScalingView | None = None
     """None: the number of replicas is fixed, or what was decided is not known."""
 
+    learning: LearningView | None = None
+    """None: no drafter learns."""
+
     @property
     def tokens_per_s(self) -> float:
         return sum(replica.tokens_per_s for replica in self.replicas)
@@ -191,6 +231,7 @@ def view(before: Scrape | None, now: Scrape) -> View:
         [_replica(before, now, replica) for replica in replicas],
         changes.rate("outrider:admission_rejections_total"),
         _scaling(now),
+        _learning(now),
     )
 
 
@@ -200,6 +241,26 @@ def _scaling(now: Scrape) -> ScalingView | None:
     if not {"wanted", "running", "most"} <= numbers.keys():
         return None
     return ScalingView(numbers["wanted"], numbers["running"], numbers["most"], next(reasons, ""))
+
+
+def _learning(now: Scrape) -> LearningView | None:
+    """Of the replica that knows of the latest version: all have theirs from one trainer, some a second later."""
+    states = "outrider:learning_version_state"
+    latest = max(((int(labels["version"]), labels["replica"]) for labels, _ in now.of(states)), default=None)
+    if latest is None:
+        return None
+    of = {"replica": latest[1]}
+    margins = "outrider:learning_version_margin"
+    versions = []
+    for labels, _ in now.of(states, **of):
+        version = labels["version"]
+        gains = {
+            each["texts"]: GainView(mean, now.value(margins, version=version, texts=each["texts"], **of))
+            for each, mean in now.of("outrider:learning_version_gain", version=version, **of)
+        }
+        versions.append(VersionView(int(version), labels["state"], gains))
+    refused = {labels["reason"]: int(value) for labels, value in now.of("outrider:learning_refused_total", **of)}
+    return LearningView(sorted(versions, key=lambda version: version.number), refused)
 
 
 class _Changes:
@@ -331,7 +392,36 @@ def view_of_status(status: pb.GetServerStatusResponse) -> View:
         link=_status_link(status.link) if status.HasField("link") else None,
         drafter=_status_drafter(status) if status.HasField("link") else None,
     )
-    return View(0.0, [replica])
+    return View(0.0, [replica], learning=learning_of_status(status))
+
+
+def learning_of_status(status: pb.GetServerStatusResponse) -> LearningView | None:
+    if not status.HasField("learning"):
+        return None
+    return LearningView([_version(version) for version in status.learning.versions], dict(status.learning.refused))
+
+
+def _version(version: pb.DrafterVersion) -> VersionView:
+    gains = {
+        texts: gain_of(getattr(version.verdict, texts))
+        for texts in ("recent", "past", "general")
+        if version.HasField("verdict") and version.verdict.HasField(texts)
+    }
+    if version.HasField("since"):
+        gains["since"] = gain_of(version.since)
+    return VersionView(
+        version.number,
+        pb.DrafterVersionState.Name(version.state).removeprefix("DRAFTER_VERSION_STATE_").lower(),
+        gains,
+        version.again if version.HasField("again") else None,
+        version.step,
+        version.began_at.seconds,
+        version.kept,
+    )
+
+
+def gain_of(difference: pb.GateDifference) -> GainView:
+    return GainView(difference.mean, difference.margin if difference.HasField("margin") else None)
 
 
 def _median_round(median: pb.RoundTime) -> RoundView:

@@ -140,6 +140,11 @@ class Drafter:
             metrics["learning"] = self._learning.status()
         return {**metrics, **pool, "pid": os.getpid()}
 
+    @ray.method(concurrency_group="control")
+    def go_back(self, version: int) -> tuple[int | None, str]:
+        """See DrafterTrainer.go_back. Raises RayError and GetTimeoutError where the trainer does not answer."""
+        return (None, "this drafter does not learn") if self._learning is None else self._learning.go_back(version)
+
     def _by_target(self, of_links: Mapping[int, float]) -> dict[str, float]:
         with self._lock:
             targets = dict(self._targets)

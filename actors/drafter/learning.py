@@ -45,6 +45,9 @@ class Teacher(Protocol):
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
         """The version's tensors, by the checkpoint's names."""
 
+    def go_back(self, number: int) -> tuple[int | None, str]:
+        """See DrafterTrainer.go_back."""
+
 
 class RayTeacher:
     def __init__(self, app_name: str, config: DraftModelConfig) -> None:
@@ -69,6 +72,11 @@ class RayTeacher:
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
         tensors: Mapping[str, Tensor] = ray.get(update.tensors[0], timeout=FETCH_TIMEOUT_S)
         return tensors
+
+    def go_back(self, number: int) -> tuple[int | None, str]:
+        """See SharedActor.call."""
+        answer: tuple[int | None, str] = self._actor.call("go_back", number)
+        return answer
 
 
 class LearningMember(Member):
@@ -103,6 +111,10 @@ class LearningMember(Member):
                 logger.info("drafting with version %d of trainer %s", update.version[1], update.version[0])
         self._held = update.version
         return False
+
+    def go_back(self, number: int) -> tuple[int | None, str]:
+        """For all drafters of the trainer's, this one too, with the next exchange. See Teacher."""
+        return self._teacher.go_back(number)
 
     def status(self) -> dict[str, Any]:
         """In plain values."""

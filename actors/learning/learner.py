@@ -3,8 +3,9 @@
 One model in memory is trained all the time; a version is a copy of its tensors at one moment, rounded as the drafter
 holds them. Every so many steps the latest is compared with the one that serves, on texts that neither was trained on,
 and takes its place only if it is better for certain (gate.py). The one before is kept: if texts that came since say
-that it was better, it comes back. The approach of online speculative decoding (Liu et al., 2310.07177), with a replay
-and gates, since plain online training is worse than offline training by a tenth to a quarter.
+that it was better, it comes back; so does a former one that somebody asks for. The approach of online speculative
+decoding (Liu et al., 2310.07177), with a replay and gates, since plain online training is worse than offline training
+by a tenth to a quarter.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from outrider.actors.learning.draft_models import freeze
 from outrider.actors.learning.gate import LEAST_TEXTS, Difference, Verdict, judge
+from outrider.actors.learning.history import REPLACED, REVERTED, WITHDRAWN, History, verdict_row
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.replay import HELD_TEXTS, Replay
 from outrider.actors.learning.text import Text
@@ -70,6 +72,9 @@ class Counts:
 
     adopted: int = 0
     withdrawn: int = 0
+    reverted: int = 0
+    """Versions that somebody went back from."""
+
     refused: dict[str, int] = field(default_factory=dict)
     """Versions that the gate kept out, by reason."""
 
@@ -143,6 +148,14 @@ class Learner:
         self._serving = Learnt(Version(secrets.token_hex(4), 0), self._rounded())
         self._started_from = self._serving.tensors
         self._previous: Learnt | None = None
+        self._kept: dict[int, Tensors] = {0: self._serving.tensors}
+        """What can be gone back to, by number: the drafter as it was loaded, and the latest versions."""
+
+        self._history = History()
+        self._history.began(0, 0)
+        self._went_back = False
+        """Since the trainer's thread last looked."""
+
         self._last_number = 0
         self._last_verdict: Verdict | None = None
         self._since_reset = 0
@@ -168,7 +181,6 @@ class Learner:
     def figures(self) -> dict[str, Any]:
         """In plain values."""
         with self._lock:
-            verdict = self._last_verdict
             return {
                 **asdict(self._seen),
                 "version": self._serving.version.number,
@@ -176,8 +188,8 @@ class Learner:
                 "held_out": self._replay.num_held_out,
                 "loss": self._loss,
                 "overlap": self._overlap,
-                "last_verdict": None if verdict is None else asdict(verdict),
-                "serving_verdict": None if self._serving.verdict is None else asdict(self._serving.verdict),
+                "last_verdict": verdict_row(self._last_verdict),
+                "versions": self._history.rows(self._kept),
             }
 
     def count_from(self, number: int) -> None:
@@ -192,12 +204,34 @@ class Learner:
         self._previous = self._serving
         self._serving = Learnt(Version(self._serving.version.learner, number), self._rounded())
         self._last_number = max(self._last_number, number)
+        self._kept[number] = self._serving.tensors
+        self._history.ended(REPLACED)
+        self._history.began(number, 0)
+
+    def go_back(self, number: int) -> int:
+        """From any thread: a former version serves again, at once. What was learned since is forgotten, and so are all
+        texts, those that versions are compared on too: else the same would be learned and let in again. Returns the
+        number under which it serves. Raises ValueError for one that serves, or is not kept."""
+        with self._lock:
+            tensors = self._kept.get(number)
+            if tensors is None:
+                raise ValueError(f"{number} is not kept; send one of {', '.join(map(str, sorted(self._kept)))}")
+            if tensors is self._serving.tensors:
+                raise ValueError(f"{number} serves; send one that does not")
+            logger.warning("version %d is left for %d by hand", self._serving.version.number, number)
+            self._seen.reverted += 1
+            self._history.ended(REVERTED)
+            self._publish(tensors, None, None, again=number)
+            self._replay.forget()
+            self._went_back = True
+            return self._last_number
 
     # The trainer's thread.
 
     def work(self) -> bool:
         """One step of training, and the comparison that is due after it. False: there is nothing to learn from now."""
         settings = self._settings
+        self._follow()
         with self._lock:
             enough = self._seen.steps * settings.batch_size < settings.passes * self._replay.num_added
             batch = self._replay.batch(settings.batch_size) if enough else []
@@ -214,8 +248,9 @@ class Learner:
     def compare(self) -> None:
         """The version that serves with the one before it, and what was learned with what serves then."""
         self._look_back()
+        serving = self._follow()
         with self._lock:
-            recent, past, serving = self._replay.held_recent(), self._replay.held_past(), self._serving
+            recent, past = self._replay.held_recent(), self._replay.held_past()
 
         def verdict_on(candidate: Tensors) -> Verdict:
             return judge(
@@ -236,9 +271,12 @@ class Learner:
                 if not verdict.gains_and_forgets:
                     break
         with self._lock:
+            if self._serving is not serving:
+                return  # somebody went back meanwhile, and this was learned before
             self._last_verdict = verdict
             if verdict.adopted:
                 self._seen.adopted += 1
+                self._history.ended(REPLACED)
                 self._publish(candidate, verdict, serving)
             else:
                 self._seen.refused[verdict.reason] = self._seen.refused.get(verdict.reason, 0) + 1
@@ -263,16 +301,33 @@ class Learner:
         if not difference.is_loss:
             return
         with self._lock:
+            if self._serving is not serving:
+                return
             self._seen.withdrawn += 1
-            self._publish(previous.tensors, previous.verdict, None)
+            self._history.ended(WITHDRAWN, difference)
+            self._publish(previous.tensors, previous.verdict, None, again=previous.version.number)
         logger.warning("version %d is withdrawn: acceptance %+.4f", serving.version.number, difference.mean)
         self._go_back_to(previous.tensors)
 
-    def _publish(self, tensors: Tensors, verdict: Verdict | None, previous: Learnt | None) -> None:
+    def _follow(self) -> Learnt:
+        """What serves; where somebody went back to it, training goes on from there."""
+        with self._lock:
+            went_back, self._went_back, serving = self._went_back, False, self._serving
+        if went_back:
+            self._go_back_to(serving.tensors)
+        return serving
+
+    def _publish(
+        self, tensors: Tensors, verdict: Verdict | None, previous: Learnt | None, again: int | None = None
+    ) -> None:
         self._last_number += 1
         version = Version(self._serving.version.learner, self._last_number)
         self._serving = Learnt(version, tensors, verdict, self._replay.num_held_out, self._seen.steps)
         self._previous = previous
+        self._history.began(version.number, self._seen.steps, verdict, again)
+        self._kept[version.number] = tensors
+        for old in sorted(number for number in self._kept if number)[: -self._settings.kept_versions]:
+            del self._kept[old]
 
     def _difference(self, new: Tensors, old: Tensors, texts: Sequence[Text]) -> Difference:
         """A prompt counts once, however many parts of its answers there are: these have much in common."""

@@ -32,6 +32,9 @@ class Reservoir(Generic[T]):
         elif (place := self._chance.randrange(self._seen)) < self._size:
             self.kept[place] = item
 
+    def clear(self) -> None:
+        self.kept, self._seen = [], 0
+
 
 class Replay(Generic[T]):
     def __init__(
@@ -71,6 +74,14 @@ class Replay(Generic[T]):
         self._num_recent_tokens += num_tokens
         while self._num_recent_tokens > self._recent_tokens and len(self._recent) > 1:
             self._num_recent_tokens -= self._recent.popleft()[1]
+
+    def forget(self) -> None:
+        """All but the general texts, and what has been counted."""
+        self._recent.clear()
+        self._num_recent_tokens = 0
+        self._held_recent.clear()
+        for reservoir in (self._past, self._held_past):
+            reservoir.clear()
 
     def batch(self, size: int) -> list[T]:
         """Half of them recent, a quarter general where there are such. Empty while nothing has come."""

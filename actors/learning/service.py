@@ -95,6 +95,14 @@ class DrafterTrainer:
             update.tensors = [self._handed_out[1]]
         return update
 
+    async def go_back(self, number: int) -> tuple[int | None, str]:
+        """See Learner.go_back: the number under which it serves; None, and why not."""
+        self._life.asked()
+        try:
+            return self._learner.go_back(number), ""
+        except ValueError as error:
+            return None, str(error)
+
     def _train(self) -> None:
         while True:
             try:

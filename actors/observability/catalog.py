@@ -139,6 +139,25 @@ LEARNING = (
     MetricSpec("outrider:learning_loss", "gauge", "Of the last training step."),
     MetricSpec("outrider:learning_adopted_total", "counter", "Versions that were better for certain, and serve."),
     MetricSpec("outrider:learning_withdrawn_total", "counter", "Versions that turned out worse, and no longer serve."),
+    MetricSpec("outrider:learning_reverted_total", "counter", "Versions that somebody went back from."),
+    MetricSpec(
+        "outrider:learning_version_state",
+        "gauge",
+        "1 for what became of each of the last versions: serves, replaced, withdrawn, reverted.",
+        ("version", "state"),
+    ),
+    MetricSpec(
+        "outrider:learning_version_gain",
+        "gauge",
+        "Acceptance per token that let a version in, by texts; since: that had it withdrawn.",
+        ("version", "texts"),
+    ),
+    MetricSpec(
+        "outrider:learning_version_margin",
+        "gauge",
+        "How far such a gain may be off, one side, 95%.",
+        ("version", "texts"),
+    ),
     MetricSpec(
         "outrider:learning_refused_total",
         "counter",

@@ -85,6 +85,7 @@ _TRAINER = {
     "loss": "outrider:learning_loss",
     "adopted": "outrider:learning_adopted_total",
     "withdrawn": "outrider:learning_withdrawn_total",
+    "reverted": "outrider:learning_reverted_total",
     "store_failures": "outrider:learning_store_failures_total",
 }
 
@@ -355,6 +356,15 @@ def _add_learning(families: Families, learning: Mapping[str, Any]) -> None:
     for texts in ("recent", "past", "general"):
         if (difference := (trainer.get("last_verdict") or {}).get(texts)) is not None:
             families.add("outrider:learning_gain", difference["mean"], texts=texts)
+    for row in trainer.get("versions", ()):
+        number = str(row["number"])
+        families.add("outrider:learning_version_state", 1, version=number, state=row["state"])
+        for texts, difference in {**(row["verdict"] or {}), "since": row["since"]}.items():
+            if texts == "reason" or difference is None:
+                continue
+            families.add("outrider:learning_version_gain", difference["mean"], version=number, texts=texts)
+            if difference["margin"] is not None:
+                families.add("outrider:learning_version_margin", difference["margin"], version=number, texts=texts)
 
 
 class Scraped(NamedTuple):

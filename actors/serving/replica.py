@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from outrider.actors.drafter.actor import DrafterStatus, drafter_name, launch_drafter
+from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, launch_drafter
 from outrider.actors.grammars.refusals import REFUSALS
+from outrider.actors.learning.history import status_of
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
@@ -31,6 +32,7 @@ from outrider.actors.replica_calls import (
     OpenAIRequest,
     ReplicaLost,
     ReplicaReply,
+    RequestError,
     RoundOutput,
     TokenizeRequest,
     Tokens,
@@ -43,7 +45,7 @@ from outrider.actors.serving.adapters import RunTimeAdapters, asked_of
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
 from outrider.actors.serving.ways_out import WaysOut
-from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
 from outrider.cluster.placement import V1_RUNNER, CorePlan, RankPlacement, ReplicaPlacement, rank_environment
@@ -190,7 +192,28 @@ class Target:
                 "waiting": int(drafter["num_prefilling"]),
                 "kv_cache_usage": drafter["kv_cache_usage"],
             }
+            if (drafter.get("learning") or {}).get("trainer"):
+                status["learning"] = status_of(drafter["learning"])
         return status
+
+    async def revert_drafter(self, version: int) -> int:
+        """A former version of the drafter's serves again, at all drafters of its trainer's. Returns its new number.
+        Raises RequestError where there is no such version, and ConnectionError where drafter or trainer do not answer.
+        """
+        drafter = self._config.remote_drafter
+        if not isinstance(drafter, DraftModelConfig) or drafter.learn is None:
+            raise RequestError("version", "the drafter of this deployment does not learn", "set drafter.learn")
+        link = (await self._verifier_status())["link"]
+        try:
+            actor = await find_actor(link["drafter"])
+            answer = asyncio.wrap_future(actor.go_back.remote(version).future())
+            serving, problem = await asyncio.wait_for(answer, CONTROL_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+            raise ConnectionError(f"drafter {link['drafter']!r} or its trainer does not answer: {error}") from None
+        if serving is None:
+            said, _, fix = problem.partition("; ")
+            raise RequestError("version", said, fix)
+        return int(serving)
 
     async def model_info(self) -> ModelInfo:
         """See TargetEngine.model_info; with what the configuration says of speculation, and the answers' parsers."""

@@ -1,7 +1,7 @@
 """``outrider top``: replicas, rounds, links and drafters of a running server, live.
 
 Everything is read from ``/metrics``. Without HTTP the gRPC status of one replica has to do, and the first line says so.
-A row a replica, and below it where its rounds' time goes, its link, its drafter.
+A row a replica, and below it where its rounds' time goes, its link, its drafter; then what drafters have learned.
 Exit status: 0 ended by q or Ctrl-C, or the one look was had; 1 the server does not answer.
 """
 
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.deploy.cli.connection import Tls, add_connection_arguments, tls_of
+from outrider.deploy.cli.versions import learning_lines
 from outrider.deploy.client.sync_client import DEFAULT_ADDRESS, OutriderClient, OutriderError
 from outrider.deploy.top import (
     DrafterView,
@@ -43,6 +44,7 @@ DEFAULT_HTTP_PORT = 8000
 _BAR_WIDTH = 24
 _INDENT = "  "
 _NOTHING = "-"
+_MOST_VERSIONS = 4
 _COLUMNS = (
     ("REPLICA", 10), ("STATE", 6), ("RUN", 5), ("WAIT", 5), ("KV", 5), ("TOK/S", 8), ("REQ/S", 7), ("ACC LEN", 8),
     ("ACC", 5), ("HIT", 5), ("K", 5), ("LATE/S", 7), ("DEGRADED", 9),
@@ -143,6 +145,8 @@ def picture(view: View, note: str = "") -> RenderableType:
         parts += [row, *(_line(f"{_INDENT}{text}", style) for text, style in _details(replica))]
     if not view.replicas:
         parts.append(_line("no replica has answered yet", "red"))
+    if view.learning is not None:
+        parts += ["", *(_line(text, "") for text in learning_lines(view.learning, most=_MOST_VERSIONS))]
     return Group(*parts)
 
 

@@ -120,6 +120,11 @@ class AsyncMethods(ABC):
         """What is served and how speculation is doing, at the replica that answers."""
         return await self._unary(calls.status(timeout_s))
 
+    async def revert_drafter(self, version: int, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> int:
+        """Have a former version of a drafter that learns serve again; status() lists them. Returns the number that it
+        serves under from now on."""
+        return int((await self._unary(calls.revert_drafter(version, timeout_s))).serving)
+
     async def model_info(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> pb.GetModelInfoResponse:
         """What is served: what stays the same as long as the server runs."""
         return await self._unary(calls.model_info(timeout_s))

@@ -98,6 +98,13 @@ def status(timeout_s: float | None) -> Call[pb.GetServerStatusResponse]:
     return Call("GetServerStatus", pb.GetServerStatusRequest(), timeout_s)
 
 
+def revert_drafter(version: int, timeout_s: float | None) -> Call[pb.RevertDrafterResponse]:
+    try:
+        return Call("RevertDrafter", pb.RevertDrafterRequest(version=version), timeout_s)
+    except (TypeError, ValueError) as error:
+        raise invalid("version", f"not a value this field can hold: {error}") from None
+
+
 def model_info(timeout_s: float | None) -> Call[pb.GetModelInfoResponse]:
     return Call("GetModelInfo", pb.GetModelInfoRequest(), timeout_s)
 

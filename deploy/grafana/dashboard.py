@@ -429,6 +429,7 @@ DRAFTER = Row(
             (
                 ("max(outrider:learning_adopted_total{$of})", "adopted"),
                 ("max(outrider:learning_withdrawn_total{$of})", "withdrawn"),
+                ("max(outrider:learning_reverted_total{$of})", "gone back from"),
                 ("max by (reason) (outrider:learning_refused_total{$of})", "refused, {{reason}}"),
                 ("sum by (replica) (outrider:learning_failures_total{$of})", "failed exchanges, {{replica}}"),
             ),

@@ -107,7 +107,7 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
     assert after > before + 0.15, status(learning)
     figures = status(learning)["trainer"]
     assert figures["adopted"] >= 2
-    assert figures["serving_verdict"]["recent"]["mean"] > 0
+    assert figures["versions"][-1]["verdict"]["recent"]["mean"] > 0
 
     # What serves is kept as a checkpoint like any other.
     versions = sorted(kept.glob("version-*"))

@@ -44,6 +44,7 @@ class ScriptedService(rpc.GenerationServiceServicer, health_pb2_grpc.HealthServi
         self.failing: list[CallFailure] = []
         self.held: int | None = None
         self.running = {"r-running"}
+        self.status = pb.GetServerStatusResponse(model="pair")
         self.health: int | grpc.StatusCode = health_pb2.HealthCheckResponse.SERVING
 
     def _note(self, request: Any, context: grpc.ServicerContext) -> None:
@@ -111,7 +112,13 @@ class ScriptedService(rpc.GenerationServiceServicer, health_pb2_grpc.HealthServi
     def GetServerStatus(
         self, request: pb.GetServerStatusRequest, context: grpc.ServicerContext
     ) -> pb.GetServerStatusResponse:
-        return pb.GetServerStatusResponse(model="pair")
+        return self.status
+
+    def RevertDrafter(
+        self, request: pb.RevertDrafterRequest, context: grpc.ServicerContext
+    ) -> pb.RevertDrafterResponse:
+        self._note(request, context)
+        return pb.RevertDrafterResponse(serving=9)
 
     def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext

@@ -66,6 +66,7 @@ GRPC_CALLS = {
     "/outrider.v1.GenerationService/Tokenize": Need(_GENERATE),
     "/outrider.v1.GenerationService/Detokenize": Need(_GENERATE),
     "/outrider.v1.GenerationService/GetServerStatus": Need(_STATUS),
+    "/outrider.v1.GenerationService/RevertDrafter": Need(_ADMIN),
     "/grpc.health.v1.Health/Check": OPEN,
     # What tells of the server rather than of one's requests.
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Need(_STATUS),

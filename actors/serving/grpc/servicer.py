@@ -33,6 +33,7 @@ from outrider.actors.replica_calls import (
     GenerationRequest,
     ReplicaLoad,
     ReplicaReply,
+    RequestError,
     RequestIdInUse,
     RoundOutput,
     check_request_id,
@@ -235,6 +236,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
       no next token can be chosen, ConnectionError when its engine is gone;
     - ``status()``: GetServerStatusResponse as a nested dict with the proto's field names; model may be left out;
     - ``model_info()``, ``tokenize(TokenizeRequest)``, ``detokenize(ids, skip_special_tokens)``;
+    - ``revert_drafter(version)``: the number under which it serves then. Raises RequestError;
     - ``abort(request_id, caller)``: whether it had the request of that caller (None: of anybody), and
       ``check_health()``, both by ``signed_reply``.
     """
@@ -421,6 +423,16 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
             response.waiting.extend(pb.Waiting(**asdict(each)) for each in waiting)
             grpc_context.set_trailing_metadata(self._capacity_metadata)
             return response
+
+    async def RevertDrafter(
+        self, request: pb.RevertDrafterRequest, grpc_context: RayServegRPCContext
+    ) -> pb.RevertDrafterResponse:
+        """At one replica: its drafter's trainer is that of all."""
+        with answering(grpc_context, "RevertDrafter"):
+            if not request.HasField("version"):
+                raise RequestError("version", "is missing", "send the number of a version that GetServerStatus lists")
+            reverting = self._target.revert_drafter.remote(request.version)
+            return pb.RevertDrafterResponse(serving=await _within(self._limits.control_timeout_s, reverting))
 
     async def _ask_status(self) -> dict[str, Any]:
         return await _within(self._limits.control_timeout_s, self._target.status.remote())

@@ -33,6 +33,14 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
 
+class DrafterVersionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFTER_VERSION_STATE_UNSPECIFIED: _ClassVar[DrafterVersionState]
+    DRAFTER_VERSION_STATE_SERVES: _ClassVar[DrafterVersionState]
+    DRAFTER_VERSION_STATE_REPLACED: _ClassVar[DrafterVersionState]
+    DRAFTER_VERSION_STATE_WITHDRAWN: _ClassVar[DrafterVersionState]
+    DRAFTER_VERSION_STATE_REVERTED: _ClassVar[DrafterVersionState]
+
 class LinkState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LINK_STATE_UNSPECIFIED: _ClassVar[LinkState]
@@ -52,6 +60,11 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
+DRAFTER_VERSION_STATE_UNSPECIFIED: DrafterVersionState
+DRAFTER_VERSION_STATE_SERVES: DrafterVersionState
+DRAFTER_VERSION_STATE_REPLACED: DrafterVersionState
+DRAFTER_VERSION_STATE_WITHDRAWN: DrafterVersionState
+DRAFTER_VERSION_STATE_REVERTED: DrafterVersionState
 LINK_STATE_UNSPECIFIED: LinkState
 LINK_STATE_CONNECTING: LinkState
 LINK_STATE_UP: LinkState
@@ -494,7 +507,7 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerStatusResponse(_message.Message):
-    __slots__ = ("model", "methods", "speculation_up", "num_speculative_tokens", "link", "rounds", "target", "drafter", "adapters", "waiting")
+    __slots__ = ("model", "methods", "speculation_up", "num_speculative_tokens", "link", "rounds", "target", "drafter", "adapters", "waiting", "learning")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_UP_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +518,7 @@ class GetServerStatusResponse(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FIELD_NUMBER: _ClassVar[int]
     model: str
     methods: _containers.RepeatedScalarFieldContainer[str]
     speculation_up: bool
@@ -515,7 +529,8 @@ class GetServerStatusResponse(_message.Message):
     drafter: EngineStatus
     adapters: _containers.RepeatedScalarFieldContainer[str]
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
-    def __init__(self, model: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., speculation_up: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., rounds: _Optional[_Union[RoundStatistics, _Mapping]] = ..., target: _Optional[_Union[EngineStatus, _Mapping]] = ..., drafter: _Optional[_Union[EngineStatus, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ...) -> None: ...
+    learning: DrafterLearning
+    def __init__(self, model: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., speculation_up: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., rounds: _Optional[_Union[RoundStatistics, _Mapping]] = ..., target: _Optional[_Union[EngineStatus, _Mapping]] = ..., drafter: _Optional[_Union[EngineStatus, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., learning: _Optional[_Union[DrafterLearning, _Mapping]] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("deployment", "replica", "needs", "seconds")
@@ -528,6 +543,85 @@ class Waiting(_message.Message):
     needs: str
     seconds: float
     def __init__(self, deployment: _Optional[str] = ..., replica: _Optional[str] = ..., needs: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class RevertDrafterRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class RevertDrafterResponse(_message.Message):
+    __slots__ = ("serving",)
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    serving: int
+    def __init__(self, serving: _Optional[int] = ...) -> None: ...
+
+class DrafterLearning(_message.Message):
+    __slots__ = ("drafting", "serving", "steps", "tokens", "refused", "last_comparison", "versions")
+    class RefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LAST_COMPARISON_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    drafting: int
+    serving: int
+    steps: int
+    tokens: int
+    refused: _containers.ScalarMap[str, int]
+    last_comparison: GateVerdict
+    versions: _containers.RepeatedCompositeFieldContainer[DrafterVersion]
+    def __init__(self, drafting: _Optional[int] = ..., serving: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ..., last_comparison: _Optional[_Union[GateVerdict, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[DrafterVersion, _Mapping]]] = ...) -> None: ...
+
+class DrafterVersion(_message.Message):
+    __slots__ = ("number", "state", "kept", "again", "step", "began_at", "verdict", "since")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_AT_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    state: DrafterVersionState
+    kept: bool
+    again: int
+    step: int
+    began_at: _timestamp_pb2.Timestamp
+    verdict: GateVerdict
+    since: GateDifference
+    def __init__(self, number: _Optional[int] = ..., state: _Optional[_Union[DrafterVersionState, str]] = ..., kept: _Optional[bool] = ..., again: _Optional[int] = ..., step: _Optional[int] = ..., began_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., verdict: _Optional[_Union[GateVerdict, _Mapping]] = ..., since: _Optional[_Union[GateDifference, _Mapping]] = ...) -> None: ...
+
+class GateVerdict(_message.Message):
+    __slots__ = ("reason", "recent", "past", "general")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    PAST_FIELD_NUMBER: _ClassVar[int]
+    GENERAL_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    recent: GateDifference
+    past: GateDifference
+    general: GateDifference
+    def __init__(self, reason: _Optional[str] = ..., recent: _Optional[_Union[GateDifference, _Mapping]] = ..., past: _Optional[_Union[GateDifference, _Mapping]] = ..., general: _Optional[_Union[GateDifference, _Mapping]] = ...) -> None: ...
+
+class GateDifference(_message.Message):
+    __slots__ = ("mean", "margin", "texts")
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    mean: float
+    margin: float
+    texts: int
+    def __init__(self, mean: _Optional[float] = ..., margin: _Optional[float] = ..., texts: _Optional[int] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
     __slots__ = ("state", "epoch", "reconnects", "drafter", "rtt_us", "last_error")

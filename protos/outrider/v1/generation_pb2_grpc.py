@@ -77,6 +77,11 @@ class GenerationServiceStub:
                 request_serializer=outrider_dot_v1_dot_generation__pb2.GetServerStatusRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_generation__pb2.GetServerStatusResponse.FromString,
                 _registered_method=True)
+        self.RevertDrafter = channel.unary_unary(
+                '/outrider.v1.GenerationService/RevertDrafter',
+                request_serializer=outrider_dot_v1_dot_generation__pb2.RevertDrafterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_generation__pb2.RevertDrafterResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -143,6 +148,14 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RevertDrafter(self, request, context):
+        """Makes a former version of a drafter that learns serve again, at all of the application's drafters. What had been
+        learned since is forgotten, with the texts that it was learned from.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +198,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetServerStatus,
                     request_deserializer=outrider_dot_v1_dot_generation__pb2.GetServerStatusRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_generation__pb2.GetServerStatusResponse.SerializeToString,
+            ),
+            'RevertDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevertDrafter,
+                    request_deserializer=outrider_dot_v1_dot_generation__pb2.RevertDrafterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_generation__pb2.RevertDrafterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -406,6 +424,33 @@ class GenerationService:
             '/outrider.v1.GenerationService/GetServerStatus',
             outrider_dot_v1_dot_generation__pb2.GetServerStatusRequest.SerializeToString,
             outrider_dot_v1_dot_generation__pb2.GetServerStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevertDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.GenerationService/RevertDrafter',
+            outrider_dot_v1_dot_generation__pb2.RevertDrafterRequest.SerializeToString,
+            outrider_dot_v1_dot_generation__pb2.RevertDrafterResponse.FromString,
             options,
             channel_credentials,
             insecure,

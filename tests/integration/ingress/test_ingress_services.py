@@ -70,6 +70,7 @@ def test_reflection_describes_the_service(address: str) -> None:
             "GetModelInfo",
             "GetServerInfo",
             "GetServerStatus",
+            "RevertDrafter",
         ]
 
 

@@ -103,6 +103,7 @@ def test_every_rpc_of_the_api_has_a_method(client: OutriderClient) -> None:
         "GetModelInfo": "model_info",
         "GetServerInfo": "server_info",
         "GetServerStatus": "status",
+        "RevertDrafter": "revert_drafter",
     }
     assert set(pb.DESCRIPTOR.services_by_name["GenerationService"].methods_by_name) == set(methods)
     assert all(callable(getattr(client, name)) for name in methods.values())

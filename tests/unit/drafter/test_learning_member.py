@@ -34,6 +34,10 @@ class PlayedTrainer:
     def fetch(self, update):
         return update.tensors[0]
 
+    def go_back(self, number):
+        self.version, self.weights = ("t1", self.version[1] + 1), {"w": torch.full((2,), float(number))}
+        return self.version[1], ""
+
 
 class Drafting:
     """A drafter but for its process: loop, strategy and member, driven by hand."""
@@ -153,3 +157,15 @@ def test_a_version_that_cannot_be_is_refused(drafting, bad):
     assert drafting.engine.loaded == []
     assert drafting.member.refused == 1
     assert drafting.member.status()["version"] == 0, "what drafts, not what was offered"
+
+
+def test_a_way_back_is_the_trainer_s_and_comes_with_the_next_exchange(drafting):
+    drafting.trainer.version, drafting.trainer.weights = ("t1", 4), {"w": torch.ones(2)}
+    drafting.member.exchange()
+    assert drafting.member.go_back(2) == (5, "")
+    drafting.work_off()
+    assert [float(loaded["w"][0]) for loaded in drafting.engine.loaded] == [1.0]
+    drafting.member.exchange()
+    drafting.work_off()
+    assert [float(loaded["w"][0]) for loaded in drafting.engine.loaded] == [1.0, 2.0]
+    assert drafting.member.status()["version"] == 5

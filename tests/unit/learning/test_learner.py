@@ -102,7 +102,7 @@ def test_what_is_learned_serves_once_it_is_better(greedy):
     work(made, 90)
     figures = made.figures()
     assert figures["version"] == figures["adopted"] >= 1
-    assert figures["serving_verdict"]["recent"]["mean"] > 0
+    assert figures["versions"][-1]["verdict"]["recent"]["mean"] > 0
     unseen = many(40, first=5000, greedy=greedy)
     assert acceptance(made, made.serving.tensors, unseen) > acceptance(made, start, unseen) + 0.1
     assert any(not torch.equal(made.serving.tensors[name], start[name]) for name in start)
@@ -391,3 +391,100 @@ def test_each_version_is_measured_once_on_each_text(monkeypatch):
     made.compare()
     texts = {*map(id, made._replay.held_recent()), *map(id, made._replay.held_past()), *map(id, made._held_general)}
     assert all(scores.keys() <= texts for _, scores in made._scores._known)
+
+
+def test_a_former_version_serves_again_when_somebody_asks_for_it_and_what_led_away_is_forgotten():
+    made = learner()
+    made.add(many())
+    work(made, 90)
+    left = made.serving
+    (first, *_) = [row["number"] for row in made.figures()["versions"] if row["number"]]
+    assert first < left.version.number, made.figures()
+    wanted = made._kept[first]
+    serving = made.go_back(first)
+    assert made.serving.version.number == serving == left.version.number + 1
+    assert all(torch.equal(made.serving.tensors[name], tensor) for name, tensor in wanted.items())
+    # Nothing is left of what was learned, so it is not learned again.
+    assert not made.work()
+    assert all(torch.equal(made._trainer.trained[name], tensor) for name, tensor in wanted.items())
+    assert not made._trainer.optimizer.state
+    made.compare()
+    assert made.serving.version.number == serving, "neither by looking back nor by a comparison"
+    rows = {row["number"]: row for row in made.figures()["versions"]}
+    assert rows[left.version.number]["state"] == "reverted"
+    assert (rows[serving]["state"], rows[serving]["again"]) == ("serves", first)
+    assert made.figures()["reverted"] == 1
+    # It learns from what comes now.
+    made.add(many(400, first=5000))
+    work(made, 60)
+    assert made.serving.version.number > serving
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_latest_versions_and_the_drafter_as_it_was_loaded_can_be_gone_back_to(number):
+    made = learner(kept_versions=2)
+    start = made.serving.tensors
+    for _ in range(3):
+        serving = made.serving
+        with made._lock:
+            made._history.ended("replaced")
+            made._publish({name: tensor + 1 for name, tensor in serving.tensors.items()}, None, serving)
+    kept = {row["number"]: row["kept"] for row in made.figures()["versions"]}
+    assert kept == {0: True, 1: False, 2: True, 3: True}
+    with pytest.raises(ValueError, match="3 serves; send one that does not"):
+        made.go_back(3)
+    if number:
+        with pytest.raises(ValueError, match="1 is not kept; send one of 0, 2, 3"):
+            made.go_back(number)
+        return
+    assert made.go_back(0) == 4
+    assert made.serving.tensors is start
+    with pytest.raises(ValueError, match="4 serves"):
+        made.go_back(4)
+    with pytest.raises(ValueError, match="0 serves"):
+        made.go_back(0)
+
+
+def test_who_goes_back_while_versions_are_compared_has_the_last_word(monkeypatch):
+    made = learner()
+    made.add(many())
+    work(made, 90)
+    left = made.serving.version.number
+    learned = {name: tensor + 1 for name, tensor in made.serving.tensors.items()}
+
+    def acceptance(tensors, texts):
+        if tensors is learned and made.serving.version.number == left:
+            made.go_back(0)
+        return [float(tensors is learned)] * len(texts)
+
+    made._scores = Scores(acceptance)
+    monkeypatch.setattr(made, "_rounded", lambda: learned)
+    made.compare()
+    assert made.serving.version.number == left + 1
+    assert made.serving.tensors is made._started_from
+    assert made.figures()["versions"][-1]["again"] == 0
+
+
+def test_why_a_version_was_withdrawn_is_in_its_history():
+    made = learner()
+    made.add(many())
+    work(made, 90)
+    good = made.serving
+    with made._lock:
+        made._history.ended("replaced")
+        made._publish({name: torch.randn_like(tensor) for name, tensor in good.tensors.items()}, None, good)
+    made.add(many(200, first=2000))
+    made.compare()
+    *_, bad, again = made.figures()["versions"]
+    assert (bad["state"], again["state"], again["again"]) == ("withdrawn", "serves", good.version.number)
+    assert bad["since"]["mean"] + bad["since"]["margin"] < 0
+    assert again["verdict"] == next(
+        row["verdict"] for row in made.figures()["versions"] if row["number"] == good.version.number
+    )
+
+
+def test_a_resumed_version_stands_after_the_drafter_as_it_was_loaded():
+    made = learner()
+    made.resume(7, {name: tensor + 1 for name, tensor in made.serving.tensors.items()})
+    assert [(row["number"], row["state"]) for row in made.figures()["versions"]] == [(0, "replaced"), (7, "serves")]
+    assert made.go_back(0) == 8

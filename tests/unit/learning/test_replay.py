@@ -68,3 +68,19 @@ def test_a_quarter_of_a_batch_is_general_where_there_is_something_general():
         batch = kept.batch(8)
         assert len(batch) == 8
         assert sum(isinstance(text, str) for text in batch) == 2
+
+
+def test_what_is_forgotten_is_in_no_batch_and_in_no_comparison():
+    kept = Replay(100, 200, 10, 0.25, general=["general"])
+    for item in range(200):
+        kept.add(item, 10, TRAINED if item % 2 else 0)
+    counted = kept.num_added, kept.num_held_out
+    kept.forget()
+    assert kept.batch(8) == []
+    assert kept.held_recent() == kept.held_past() == []
+    assert (kept.num_added, kept.num_held_out) == counted
+    for item in range(1000, 1010):
+        kept.add(item, 10, TRAINED if item % 2 else 0)
+    assert {text for _ in range(50) for text in kept.batch(8)} == {1001, 1003, 1005, 1007, 1009, "general"}
+    assert kept.held_recent() == kept.held_past() == [1000, 1002, 1004, 1006, 1008]
+    assert kept.held_recent(counted[1] + 4) == [1008]

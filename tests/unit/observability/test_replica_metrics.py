@@ -44,9 +44,24 @@ DRAFTER_STATUS = {
             "loss": 1.5,
             "adopted": 3,
             "withdrawn": 1,
+            "reverted": 2,
             "store_failures": 0,
             "refused": {"no_gain": 2},
-            "last_verdict": {"recent": {"mean": 0.05}, "past": {"mean": -0.01}},
+            "last_verdict": {"reason": "gain", "recent": {"mean": 0.05}, "past": {"mean": -0.01}, "general": None},
+            "versions": [
+                {"number": 0, "state": "replaced", "verdict": None, "since": None},
+                {
+                    "number": 3,
+                    "state": "withdrawn",
+                    "verdict": {
+                        "reason": "gain",
+                        "recent": {"mean": 0.05, "margin": 0.02, "texts": 40},
+                        "past": {"mean": -0.01, "margin": None, "texts": 1},
+                        "general": None,
+                    },
+                    "since": {"mean": -0.25, "margin": 0.125, "texts": 20},
+                },
+            ],
         },
     },
     "pid": 1,
@@ -104,6 +119,13 @@ async def test_all_that_is_reported_is_exported():
     assert values["outrider:drafter_right_drafts_total", ("method", "draft_model"), m] == 10
     assert values["outrider:drafter_judged_drafts_total", ("method", "ngram"), m] == 30
     assert values["outrider:length_controller_failures_total", m] == 0
+    assert values["outrider:learning_reverted_total", m] == 2
+    assert values["outrider:learning_version_state", m, ("state", "withdrawn"), ("version", "3")] == 1
+    assert values["outrider:learning_version_state", m, ("state", "replaced"), ("version", "0")] == 1
+    gains = {key[2][1]: value for key, value in values.items() if key[0] == "outrider:learning_version_gain"}
+    assert gains == {"recent": 0.05, "past": -0.01, "since": -0.25}
+    margins = {key[2][1]: value for key, value in values.items() if key[0] == "outrider:learning_version_margin"}
+    assert margins == {"recent": 0.02, "since": 0.125}
     # Every metric of these groups, but for the reasons that have not come up.
     exported = {name.removesuffix("_total") for name in parse(text)}
     missing = {spec.name.removesuffix("_total") for spec in (*ROUNDS, *LENGTHS, *LINK, *DRAFTER)} - exported

@@ -24,6 +24,7 @@ from outrider.actors.serving.access.guard import (
     Refused,
     http_headers,
     need_of_http,
+    need_of_rpc,
 )
 from outrider.actors.serving.access.keys import Key, KeyRing, hash_of, new_secret
 from outrider.actors.serving.access.owners import cache_salt, tenant_of
@@ -132,6 +133,13 @@ def test_adapters_come_and_go_by_an_admin_alone(rig, path):
     rig.ask(rig.bearer("root"), need_of_http(path))
     for name in ("ci", "ops"):
         assert rig.refused(rig.bearer(name), need_of_http(path)).reason == "SCOPE_MISSING"
+
+
+def test_drafters_go_back_for_an_admin_alone(rig):
+    need = need_of_rpc("RevertDrafter")
+    rig.ask(rig.bearer("root"), need)
+    for name in ("ci", "ops"):
+        assert rig.refused(rig.bearer(name), need).reason == "SCOPE_MISSING"
 
 
 def test_health_and_the_page_take_no_key(rig):

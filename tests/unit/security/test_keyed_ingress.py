@@ -14,7 +14,7 @@ import pytest
 from ray.serve.grpc_util import RayServegRPCContext
 
 from outrider.actors.observability.metrics import IngressMetrics
-from outrider.actors.replica_calls import RoundOutput, Usage
+from outrider.actors.replica_calls import RequestError, RoundOutput, Usage
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.access import process
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
@@ -29,7 +29,7 @@ from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.serving.grpc.test_abort_everywhere import EmptyTarget, Replicas
 
-SCOPES = {"alice": ("generate",), "bob": ("generate",), "root": ("admin",)}
+SCOPES = {"alice": ("generate",), "bob": ("generate",), "root": ("admin",), "watcher": ("status",)}
 SECRETS = {name: new_secret() for name in SCOPES}
 
 
@@ -68,9 +68,17 @@ class Target(Replicas):
         self.asked: list[Any] = []
         self.generate = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._generate))
 
+        self.revert_drafter = SimpleNamespace(remote=self._revert)
+
     def _generate(self, request: Any) -> Any:
         self.asked.append(request)
         return Stream()
+
+    async def _revert(self, version: int) -> int:
+        self.asked.append(version)
+        if version == 3:
+            raise RequestError("version", "3 is not kept", "send one of 0, 2")
+        return 9
 
 
 class Stream:
@@ -235,3 +243,29 @@ async def test_one_keys_answers_leave_room_for_anothers(ingresses, monkeypatch):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def revert(ingress, name, version):
+    asked = context(name)
+    try:
+        return await asyncio.create_task(ingress.RevertDrafter(pb.RevertDrafterRequest(version=version), asked)), asked
+    except RuntimeError:
+        return None, asked
+
+
+async def test_drafters_go_back_for_an_admin_alone(ingresses, target):
+    for name in ("alice", "watcher", None):
+        answer, asked = await revert(ingresses[0], name, 2)
+        assert answer is None
+        assert asked.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+    assert target.asked == []
+    answer, _ = await revert(ingresses[0], "root", 0)
+    assert answer.serving == 9
+    assert target.asked == [0]
+
+
+@pytest.mark.parametrize(("version", "said"), [(None, "version: is missing; send the"), (3, "version: 3 is not kept")])
+async def test_a_version_that_cannot_be_gone_back_to_is_refused_by_its_field(ingresses, version, said):
+    _, asked = await revert(ingresses[0], "root", version)
+    assert asked.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert asked.details().startswith(said)
