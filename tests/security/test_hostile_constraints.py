@@ -42,10 +42,10 @@ BOMBS: dict[str, dict[str, Any]] = {
 
 
 class Bystander:
-    """A client that streams on while something happens."""
+    """A client that streams on while something happens: one answer of max_tokens after the other."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
+    def __init__(self, deployment: Deployment, max_tokens: int = 400) -> None:
+        self._deployment, self._max_tokens = deployment, max_tokens
         self.times: list[float] = []
         self.error: Exception | None = None
         self._stalls = Stalls()
@@ -56,7 +56,7 @@ class Bystander:
         try:
             while not self._stop.is_set():
                 with self._deployment.client.stream(
-                    PROMPT, max_tokens=400, ignore_eos=True, **GREEDY.options()
+                    PROMPT, max_tokens=self._max_tokens, ignore_eos=True, **GREEDY.options()
                 ) as stream:
                     self.times += [time.monotonic() for _ in stream]
         except Exception as error:  # noqa: BLE001 - told on leaving
