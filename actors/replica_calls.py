@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
+from outrider.actors.request_ids import scoped_id
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.modes import check_exact_under_grammar
 
@@ -121,20 +122,6 @@ class GenerationRequest(_MayHaveDeadline):
         if self.prompt_chat is not None:
             return sum(len(message.content) for message in self.prompt_chat.messages) // BYTES_PER_TOKEN
         return len(self.prompt_text or "") // BYTES_PER_TOKEN
-
-
-def scoped_id(caller: int, request_id: str) -> str:
-    """What engines call a request: ids are each caller's own, so that none finds another's by its id, ends it, or has
-    it refused by taking that first. Clients cannot send the space. caller 0: nobody's, under the id itself."""
-    return f"{caller:x} {request_id}" if caller else request_id
-
-
-def unscoped(engine_id: str) -> str:
-    """The client's own part, with what vLLM puts before and after it."""
-    return _SCOPE.sub("", engine_id)
-
-
-_SCOPE = re.compile(r"[0-9a-f]{1,16} ")
 
 
 @dataclass(frozen=True)

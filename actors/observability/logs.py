@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from outrider.actors.replica_calls import unscoped
+from outrider.actors.request_ids import unscoped
 from outrider.cluster.config import ServingConfig
 
 CONFIG_PATH_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"

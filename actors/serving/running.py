@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.observability.metrics import METRICS
-from outrider.actors.replica_calls import GenerationRequest, ReplicaLost, RoundOutput, Usage, scoped_id
+from outrider.actors.replica_calls import GenerationRequest, ReplicaLost, RoundOutput, Usage
+from outrider.actors.request_ids import scoped_id
 from outrider.actors.serving.draining import DRAIN, Drain
 from outrider.actors.serving.failures import REPLICA_LOST, cause_of
 

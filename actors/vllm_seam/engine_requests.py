@@ -31,11 +31,10 @@ from outrider.actors.replica_calls import (
     TokenLogprob,
     TokenLogprobs,
     Usage,
-    scoped_id,
     shortened,
-    unscoped,
 )
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
+from outrider.actors.request_ids import scoped_id, unscoped
 from outrider.actors.round.origins import RoundLog, TakenRounds
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
 from outrider.actors.vllm_seam.structured_outputs import checked, refusal_of

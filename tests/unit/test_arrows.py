@@ -21,7 +21,8 @@ FOLDERS = {
 MAY_IMPORT: dict[str, set[str]] = {
     "v1": set(),
     "cluster": set(),
-    "actors.observability": {"cluster"},
+    "actors.request_ids": set(),
+    "actors.observability": {"actors.request_ids", "cluster"},
     "actors.verification": {"actors.observability", "cluster"},
     "actors.round": {"actors.verification", "actors.observability", "cluster"},
     "actors.drafter": {
@@ -33,13 +34,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "actors.shared_actor": {"cluster"},
     "actors.learning": {"actors.shared_actor", "actors.observability", "cluster"},
-    "actors.replica_calls": {"actors.round", "cluster"},
+    "actors.replica_calls": {"actors.request_ids", "actors.round", "cluster"},
+    "actors.request_costs": {"actors.replica_calls", "cluster"},
     "actors.grammars": {"actors.replica_calls"},
 }
 """By room: the rooms it may import, besides itself. A room is a package, or a module that stands between packages."""
 
-_ENGINE = {"actors.replica_calls", "actors.grammars", "actors.drafter", "actors.round", *MAY_IMPORT["actors.round"]}
-_SERVING = {"actors.replica_calls", "actors.grammars", "actors.round", "actors.observability", "cluster", "v1"}
+_CALLS = {"actors.replica_calls", "actors.request_costs", "actors.request_ids", "actors.grammars"}
+_ENGINE = {*_CALLS, "actors.drafter", "actors.round", *MAY_IMPORT["actors.round"]}
+_SERVING = {*_CALLS, "actors.round", "actors.observability", "cluster", "v1"}
 MAY_IMPORT |= {
     "actors.vllm_seam": _ENGINE,
     # What both fronts have in common, which the fronts in turn are made of; a front never imports a later one.
@@ -55,7 +58,14 @@ MAY_IMPORT |= {
         "actors.serving.openai",
         *_SERVING,
     },
-    "actors.serving.replica": {"actors.serving", "actors.serving.openai", "actors.vllm_seam", *_ENGINE, *_SERVING},
+    "actors.serving.replica": {
+        "actors.serving",
+        "actors.serving.openai",
+        "actors.vllm_seam",
+        "actors.learning",
+        *_ENGINE,
+        *_SERVING,
+    },
     "actors.serving.drafter_pool": {"actors.serving", "actors.drafter", *_SERVING},
 }
 MAY_IMPORT["actors.serve_seam"] = {room for room in MAY_IMPORT if room.startswith("actors.serving")} | _SERVING

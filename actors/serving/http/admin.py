@@ -21,7 +21,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from outrider.actors.serving.gate import Lane, LaneFull
+from outrider.actors.serving.connections import address_of, peer_of
+from outrider.actors.serving.lanes import Lane, LaneFull
 from outrider.actors.serving.openai.errors import HttpFailure
 from outrider.cluster.limits import LimitsConfig
 
@@ -86,15 +87,17 @@ class _AdminDoor:
             await _refuse(scope, receive, send)
             return
         lane = self._probes if scope["path"] in PROBE_PATHS else self._scrapes
+        client = scope.get("client")
+        peer = peer_of(address_of(str(client[0]), 0)) if client else ""
         try:
-            await lane.take(str((scope.get("client") or ("",))[0]))
+            await lane.take(peer)
         except LaneFull as full:
             await HttpFailure(429, str(full), headers={"Retry-After": "1"}).response()(scope, receive, send)
             return
         try:
             await self._app({**scope, _CAME_IN_HERE: True}, receive, send)
         finally:
-            lane.leave()
+            lane.leave(peer)
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

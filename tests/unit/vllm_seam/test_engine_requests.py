@@ -22,9 +22,8 @@ from outrider.actors.replica_calls import (
     SamplingFailed,
     TokenLogprob,
     TokenLogprobs,
-    scoped_id,
-    unscoped,
 )
+from outrider.actors.request_ids import scoped_id, unscoped
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam.engine_requests import is_of_request, refusal, sampling_params

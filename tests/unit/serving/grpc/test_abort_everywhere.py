@@ -85,11 +85,11 @@ def test_an_only_ingress_does_not_ask_itself(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(servicer, "_this_deployment", lambda: deployment)
     monkeypatch.setattr(servicer, "_this_replica", lambda: "replica-0")
     assert not asyncio.run(abort(ingress, "r"))
-    assert targets.calls == [("abort", ("r",))]
+    assert targets.calls == [("abort", ("r", None))]
     assert deployment.calls == []
     monkeypatch.setattr(servicer, "_this_replica", lambda: "being-replaced")
     assert not asyncio.run(abort(ingress, "r"))
-    assert deployment.calls == [("abort_here", ("r",))], "the only one that runs is another one"
+    assert deployment.calls == [("abort_here", ("r", None))], "the only one that runs is another one"
 
 
 def test_before_serve_has_said_who_runs_everybody_is_asked() -> None:
