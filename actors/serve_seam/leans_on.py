@@ -272,6 +272,7 @@ REPLICA = Table(
     PROJECT,
     "actors/serving/replica.py, actors/serve_seam/replica_log.py and living.py",
     (
+        Borrowed("ray.serve._private.constants:SERVE_NAMESPACE", "where its processes have their names"),
         Borrowed("ray.actor:ActorHandle._actor_id", "tells a proxy from the one that has its name after it"),
         Borrowed("ray.serve._private.constants:SERVE_LOGGER_NAME", "whose handlers are kept", value=SERVE_LOGGER),
         Borrowed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import ray
+from ray.serve._private.constants import SERVE_NAMESPACE
 
 logger = logging.getLogger("ray.serve.outrider.serving")
 
@@ -14,7 +15,7 @@ def lives(process: str) -> bool:
     the name of one that is gone."""
     name, actor = process.split(" ")
     try:
-        return bool(ray.get_actor(name)._actor_id.hex() == actor)
+        return bool(ray.get_actor(name, namespace=SERVE_NAMESPACE)._actor_id.hex() == actor)
     except ValueError:
         return False
     except ray.exceptions.RayError as error:
