@@ -54,6 +54,10 @@ class WaysOut:
         self._requests: dict[str, list[str]] = {}
         """By process."""
 
+        self._met: set[str] = set()
+        """Processes that have been seen alive. Only these are taken for dead: what goes by a name that nothing is
+        found under may be well."""
+
         self._looking: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -73,7 +77,6 @@ class WaysOut:
 
     async def _look(self) -> None:
         """Until nothing is held. A request that has not reached the engine yet is ended at a later look."""
-        await asyncio.sleep(self._look_s)
         while self._requests:
             for process in list(self._requests):
                 try:
@@ -85,6 +88,9 @@ class WaysOut:
 
     async def _end_those_of(self, process: str) -> None:
         if await asyncio.to_thread(self._lives, process):
+            self._met.add(process)
+            return
+        if process not in self._met:
             return
         for request_id in list(self._requests.get(process, ())):
             logger.warning("%s is gone: request %s is aborted", process.split(" ")[0], request_id)

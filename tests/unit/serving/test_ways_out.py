@@ -55,10 +55,22 @@ def test_it_is_aborted_again_until_it_has_ended() -> None:
     """The first time may have been before the engine had it."""
 
     async def run() -> None:
-        processes = Processes("ingress")
-        with processes.ways_out.hold("r", ("gone", "ingress")):
+        processes = Processes("proxy", "ingress")
+        with processes.ways_out.hold("r", ("proxy", "ingress")):
+            await processes.looked()
+            processes.living.remove("proxy")
             await processes.looked(3)
         assert len(processes.aborted) >= 2
+
+
+def test_a_process_that_was_never_seen_alive_is_not_taken_for_dead() -> None:
+    """Every answer would be cut where it cannot be found."""
+
+    async def run() -> None:
+        processes = Processes("ingress")
+        with processes.ways_out.hold("r", ("not found", "ingress")):
+            await processes.looked(3)
+        assert processes.aborted == []
 
     asyncio.run(run())
 
@@ -80,9 +92,11 @@ def test_nothing_is_asked_when_nothing_runs_and_the_next_request_is_looked_after
 
 def test_a_look_that_fails_is_not_the_last() -> None:
     async def run() -> None:
-        processes = Processes("ingress")
+        processes = Processes("proxy", "ingress")
         working, processes.ways_out._abort = processes.abort, fail
-        with processes.ways_out.hold("r", ("gone", "ingress")):
+        with processes.ways_out.hold("r", ("proxy", "ingress")):
+            await processes.looked()
+            processes.living.remove("proxy")
             await processes.looked()
             processes.ways_out._abort = working
             await processes.looked()
