@@ -178,7 +178,7 @@ def test_a_key_that_goes_on_sending_what_is_refused_is_refused_early_and_comes_b
     with keyed.client("clumsy") as clumsy, keyed.client("alice") as alice, keyed.client(None) as probe:
         reasons = []
         while "REFUSED_TOO_OFTEN" not in reasons:
-            reasons.append(refusal(lambda: clumsy.generate("hello", max_tokens=-1)).reason)
+            reasons.append(refusal(lambda: clumsy.generate("refuse")).reason)
             assert len(reasons) <= 2 * REFUSED_SECONDS / BASE_S, "it never is"
         assert set(reasons[:-1]) == {"INVALID_REQUEST"}
         print(f"refused for it after {len(reasons) - 1} calls that were refused themselves")
