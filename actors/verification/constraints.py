@@ -15,7 +15,7 @@ from torch import Tensor
 PREFIX = 1024  # tokens that hold the mass asked for in most rows; ordering these is 14 times cheaper than all on a CPU
 BINS, BIN_RANGE = 4096, 24.0  # of log-probability below the likeliest token; the last bin takes what is below
 CHUNK_ELEMENTS = 1 << 19  # so that a chunk's intermediate values stay in cache
-GPU_CHUNK_ELEMENTS = 1 << 25  # sorting takes up to a gigabyte for a chunk, whatever the batch
+GPU_CHUNK_ELEMENTS = 1 << 25  # 128 MiB of weights for a chunk, whatever the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,11 @@ def _top_p_thresholds(
         e = (values - row_max.unsqueeze(1)).div_(c.temperature.unsqueeze(1)).exp_()
         return e.masked_fill_(values < threshold.unsqueeze(1), 0.0)
 
+    if ordered is None and logits.device.type == "cuda":
+        from outrider.actors.verification import triton_kernel
+
+        weights = weight(logits)
+        return triton_kernel.nucleus(logits, weights, c.top_p * weights.sum(-1, dtype=torch.float64))
     on_cpu = logits.device.type == "cpu"
     mass = weight(logits if ordered is None else ordered).sum(-1, dtype=torch.float64)
     if ordered is not None:

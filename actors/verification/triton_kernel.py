@@ -1,4 +1,4 @@
-"""Verification in Triton: two kernels, one pass over the logits. Nothing here waits for the GPU.
+"""Verification in Triton: two kernels, one pass over the logits; and top_p's threshold. Nothing here waits for the GPU.
 
 `scan` runs one program for each row and tile of `TILE` tokens, and leaves little of each: what `torch_kernel.RowScan`
 holds, by tile. `decide` runs one program for each request: it joins the tiles of the rows it comes to, accepts, and
@@ -414,6 +414,55 @@ def verify(batch: VerificationBatch) -> VerificationResult:
             TILES=triton.next_power_of_2(tiles), N=triton.next_power_of_2(n),
         )  # fmt: skip
     return result
+
+
+@triton.jit
+def find_nucleus(
+    logits, weights, rows, vocab_size, aim_R, found_R, ROWS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Floats in their order are unsigned numbers: the largest one at or above which tokens hold the aim is found two
+    bits at a time."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    aim = tl.load(aim_R + row, mask=row < rows, other=float("inf"))
+    place = tl.arange(0, TILE)
+    found = tl.zeros([ROWS], tl.uint32)
+    step = tl.full([ROWS], 1 << 30, tl.uint32)
+    for _ in range(16):
+        one = tl.zeros([ROWS, TILE], tl.float64)
+        two = tl.zeros([ROWS, TILE], tl.float64)
+        three = tl.zeros([ROWS, TILE], tl.float64)
+        for start in range(0, vocab_size, TILE):
+            ids = row[:, None] * vocab_size + start + place[None, :]
+            exists = (row[:, None] < rows) & (start + place[None, :] < vocab_size)
+            bits = tl.load(logits + ids, mask=exists, other=0.0).to(tl.uint32, bitcast=True)
+            w = tl.load(weights + ids, mask=exists, other=0.0).to(tl.float64)
+            key = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+            one += tl.where(key >= (found + step)[:, None], w, 0.0)
+            two += tl.where(key >= (found + 2 * step)[:, None], w, 0.0)
+            three += tl.where(key >= (found + 3 * step)[:, None], w, 0.0)
+        reached = (tl.sum(one, axis=1) >= aim).to(tl.uint32)
+        reached += (tl.sum(two, axis=1) >= aim).to(tl.uint32)
+        reached += (tl.sum(three, axis=1) >= aim).to(tl.uint32)
+        found += reached * step
+        step = step // 4
+    bits = tl.where(found >= 0x80000000, found & 0x7FFFFFFF, ~found)
+    tl.store(found_R + row, bits.to(tl.float32, bitcast=True), mask=row < rows)
+
+
+def nucleus(logits: Tensor, weights: Tensor, aim: Tensor, rows_at_once: int = 1) -> Tensor:
+    """The largest logit such that the tokens at or above it weigh `aim` together: what ordering the row would find, but
+    nothing is ordered. logits: float32 [R, V]; weights: float32 [R, V], not larger where a logit is smaller; aim:
+    float64 [R], above 0 and no more than the row weighs. rows_at_once: of one program, a power of 2; more than one is
+    for Triton's interpreter. Returns float32 [R]; means nothing for rows that are bad."""
+    logits, weights, (rows, vocab_size) = logits.contiguous(), weights.contiguous(), logits.shape
+    found = torch.empty(rows, device=logits.device)
+    if rows:
+        programs = triton.cdiv(rows, rows_at_once)
+        find_nucleus[(programs,)](
+            logits, weights, rows, vocab_size, aim, found, ROWS=rows_at_once,
+            TILE=min(TILE, triton.next_power_of_2(vocab_size)),
+        )  # fmt: skip
+    return found
 
 
 def coupled_choice(

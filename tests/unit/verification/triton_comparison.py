@@ -118,12 +118,60 @@ def compare_choices(device: Device) -> int:
     return different
 
 
+def threshold_by_order(logits: Tensor, weights: Tensor, aim: Tensor) -> Tensor:
+    """What `triton_kernel.nucleus` finds, by sorting the row."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    ordered_weights = weights.gather(1, order).to(torch.float64)
+    before = ordered_weights.cumsum(-1) - ordered_weights
+    last = ((before < aim.unsqueeze(1)) & (ordered_weights > 0)).sum(-1, keepdim=True) - 1
+    return ordered.gather(1, last.clamp_min(0)).squeeze(1)
+
+
+def rows_to_cut(rows: int, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Rows of logits: flat and peaked, full of ties, around zero of both signs, far from it, with tokens forbidden."""
+    spread = torch.tensor([0.0, 1e-3, 0.5, 4.0, 40.0, 1e4])[torch.randint(6, (rows, 1), generator=generator)]
+    shift = torch.tensor([0.0, -300.0, 50.0, 1e6])[torch.randint(4, (rows, 1), generator=generator)]
+    logits = torch.randn(rows, vocab_size, generator=generator) * spread + shift
+    coarse = torch.rand(rows, 1, generator=generator) < 0.5
+    logits = torch.where(coarse, logits.bfloat16().float(), logits)
+    logits[torch.rand(rows, vocab_size, generator=generator) < 0.1] = -math.inf
+    logits[torch.rand(rows, vocab_size, generator=generator) < 0.05] = 0.0
+    logits[:, 0] = torch.where(torch.rand(rows, generator=generator) < 0.3, -0.0, logits[:, 0])
+    logits[:, -1] = logits[:, -1].clamp_min(-1e30)  # one token at least may come
+    return logits
+
+
+def compare_nucleus(device: Device, rows: int = 1000) -> int:
+    """top_p's threshold. Returns how many rows keep other tokens than ordering them does."""
+    different = 0
+    at_once = 1024 if torch.device(device).type == "cpu" else 1
+    for vocab_size in (2, 7, 100, 1500):
+        generator = torch.Generator().manual_seed(vocab_size)
+        count = rows if vocab_size <= triton_kernel.TILE else rows // 10
+        logits = rows_to_cut(count, vocab_size, generator)
+        temperature = torch.rand(count, 1, generator=generator) + 0.1
+        floor = torch.where(torch.rand(count, 1, generator=generator) < 0.3, logits.median(-1, True).values, -math.inf)
+        weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp().masked_fill(logits < floor, 0.0)
+        top_p = torch.tensor([1e-6, 0.1, 0.5, 0.9, 0.999, 1 - 2**-24])[torch.randint(6, (count,), generator=generator)]
+        aim = top_p * weights.sum(-1, dtype=torch.float64)
+        # Where tokens hold the aim exactly, none is kept beyond them.
+        weights[: count // 4], aim[: count // 4] = 1.0, torch.randint(1, vocab_size + 1, (count // 4,)).double()
+        expected = threshold_by_order(logits, weights, aim)
+        found = triton_kernel.nucleus(logits.to(device), weights.to(device), aim.to(device), at_once).cpu()
+        kept = (logits >= expected.unsqueeze(1)) == (logits >= found.unsqueeze(1))
+        different += int((~kept.all(-1)).sum())
+    return different
+
+
 def main(device: Device = "cpu") -> int:
     if different := compare_words(device):
         print(f"{different} words of Philox differ")
         return 1
     if different := compare_choices(device):
         print(f"{different} coupled choices of the drafter differ")
+        return 1
+    if different := compare_nucleus(device):
+        print(f"{different} rows keep other tokens for top_p than ordering them does")
         return 1
     compared = accepted = 0
     for seed, (vocab_size, with_q, constrained, damaged) in enumerate(

@@ -161,6 +161,10 @@ def test_a_draft_step_waits_once_for_all_that_was_drawn(device, monkeypatch, cut
         return device.kernel(on_host, logits, temperature, threshold, seed, position, subset_ids)
 
     monkeypatch.setattr(draft_sampler, "_triton_ranking", ranking)
+    triton_kernel = pytest.importorskip("outrider.actors.verification.triton_kernel", exc_type=ImportError)
+    from tests.unit.verification.triton_comparison import threshold_by_order as by_order
+
+    monkeypatch.setattr(triton_kernel, "nucleus", lambda *arguments: device.kernel(by_order, *arguments))
     with device:
         subset = TokenSubset(ids.to(DEVICE)) if cut else None
         there = logits.to(DEVICE)
