@@ -69,6 +69,7 @@ class DraftLoop:
         self._changed = threading.Condition(self._lock)
         self._arrived = False
         self._stopped = False
+        self._rests_since: float | None = None
         self._sinks: dict[int, ProposalSink] = {}
         self._numbers = itertools.count()
         self._at_work: dict[int | str, int] = {}
@@ -193,8 +194,10 @@ class DraftLoop:
     def _wait_for_news(self) -> None:
         self._at_work.pop(STEP, None)
         with self._lock:
+            self._rests_since = self._clock()
             while not (self._arrived or self._stopped):
                 self._changed.wait()
+            self._rests_since = None
 
     def _wake(self) -> None:
         self._arrived = True
@@ -239,6 +242,13 @@ class DraftLoop:
         """The strategy has work that did not come over a link."""
         with self._lock:
             self._wake()
+
+    def idle_s(self) -> float | None:
+        """For how long there has been nothing to do; None: there is. Any thread."""
+        with self._lock:
+            if self._arrived or self._rests_since is None:
+                return None
+            return self._clock() - self._rests_since
 
     def at_work(self) -> dict[int | str, int]:
         """What is under way, numbered anew each time: the loop's own work as STEP, and messages by their link. Takes no

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.cluster.placement import bind_to
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outrider.actors.learning.text import Text
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,27 @@ class Update:
     version: tuple[str, int]
     figures: dict[str, Any]
     tensors: list[Any] = field(default_factory=list)
+
+
+class HandOut:
+    """What drafters bring and take."""
+
+    def __init__(self, learner: Learner, put: Callable[[dict[str, Tensor]], Any]) -> None:
+        """put: a reference to tensors, as Update has it."""
+        self._learner, self._put = learner, put
+        self._last: tuple[Learnt, Any] | None = None
+
+    def exchange(self, held: tuple[str, int] | None, taught: list[Taught], **figures: Any) -> Update:
+        """held: what the drafter drafts with; None: the model as it was loaded. figures: beside the learner's."""
+        self._learner.add(taught)
+        serving = self._learner.serving
+        version = (serving.version.learner, serving.version.number)
+        update = Update(version, {**self._learner.figures(), **figures})
+        if held != version and not (held is None and version[1] == 0):
+            if self._last is None or self._last[0] is not serving:
+                self._last = serving, self._put(dict(serving.tensors))
+            update.tensors = [self._last[1]]
+        return update
 
 
 class DrafterTrainer:
@@ -76,24 +100,16 @@ class DrafterTrainer:
             self._learner.count_from(self._store.highest())
             if (found := self._store.latest(set(self._learner.serving.tensors))) is not None:
                 self._learner.resume(*found)
-        self._handed_out: tuple[Learnt, Any] | None = None
+        self._hand_out = HandOut(self._learner, ray.put)
         self._saved = self._learner.serving.version
         self._store_failures = 0
         self._life = IdleLife()
         threading.Thread(target=self._train, name="training", daemon=True).start()
 
     async def exchange(self, held: tuple[str, int] | None, taught: list[Taught]) -> Update:
-        """held: what the drafter drafts with; None: the model as it was loaded."""
+        """See HandOut."""
         self._life.asked()
-        self._learner.add(taught)
-        serving = self._learner.serving
-        version = (serving.version.learner, serving.version.number)
-        update = Update(version, {**self._learner.figures(), "store_failures": self._store_failures})
-        if held != version and not (held is None and version[1] == 0):
-            if self._handed_out is None or self._handed_out[0] is not serving:
-                self._handed_out = serving, ray.put(dict(serving.tensors))
-            update.tensors = [self._handed_out[1]]
-        return update
+        return self._hand_out.exchange(held, taught, store_failures=self._store_failures)
 
     async def go_back(self, number: int) -> tuple[int | None, str]:
         """See Learner.go_back: the number under which it serves; None, and why not."""
