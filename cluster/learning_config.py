@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from outrider.cluster.config_section import CoreSet, Section
@@ -15,6 +17,10 @@ class LearningConfig(Section):
 
     share: float = Field(1.0, gt=0, le=1)
     """Share of the requests that are learned from."""
+
+    when: Literal["always", "idle"] = "always"
+    """``idle``: a training step begins only where no drafter has had anything to do for a second, as for a trainer that
+    has no cores of its own; a step, or a comparison of versions, that has begun is finished."""
 
     learning_rate: float = Field(1e-4, gt=0, le=1, allow_inf_nan=False)
     """Of AdamW, after a short rise."""

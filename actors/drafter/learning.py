@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,10 @@ FETCH_TIMEOUT_S = 120.0
 class Teacher(Protocol):
     """The trainer as a drafter sees it; may raise whatever a call to another process raises."""
 
-    def exchange(self, held: tuple[str, int] | None, taught: list[Taught]) -> Update: ...
+    def exchange(
+        self, held: tuple[str, int] | None, taught: list[Taught], drafter: str, idle_s: float | None
+    ) -> Update:
+        """See DrafterTrainer.exchange."""
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
         """The version's tensors, by the checkpoint's names."""
@@ -64,9 +68,11 @@ class RayTeacher:
             start_timeout_s=START_TIMEOUT_S,
         )
 
-    def exchange(self, held: tuple[str, int] | None, taught: list[Taught]) -> Update:
+    def exchange(
+        self, held: tuple[str, int] | None, taught: list[Taught], drafter: str, idle_s: float | None
+    ) -> Update:
         """See SharedActor.call."""
-        answer: Update = self._actor.call("exchange", held, taught)
+        answer: Update = self._actor.call("exchange", held, taught, drafter, idle_s)
         return answer
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
@@ -83,6 +89,7 @@ class LearningMember(Member):
     def __init__(self, teacher: Teacher, loop: DraftLoop, strategy: DraftModelStrategy) -> None:
         super().__init__("trainer", self._once)
         self._teacher, self._loop, self._strategy = teacher, loop, strategy
+        self._name = secrets.token_hex(8)
         self._held: tuple[str, int] | None = None
         """Trainer and number of the version that was dealt with last; None: none was."""
 
@@ -96,7 +103,7 @@ class LearningMember(Member):
         self.figures: dict[str, Any] = {}
 
     def _once(self) -> bool:
-        update = self._teacher.exchange(self._held, self._loop.taught())
+        update = self._teacher.exchange(self._held, self._loop.taught(), self._name, self._loop.idle_s())
         self.figures = update.figures
         if update.tensors:
             tensors = self._teacher.fetch(update)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from outrider.actors.learning.idle import IdleTime
 from outrider.actors.learning.learner import Learner, Learnt
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.versions import VersionStore
@@ -101,14 +102,19 @@ class DrafterTrainer:
             if (found := self._store.latest(set(self._learner.serving.tensors))) is not None:
                 self._learner.resume(*found)
         self._hand_out = HandOut(self._learner, ray.put)
+        self._idle = IdleTime() if settings.when == "idle" else None
         self._saved = self._learner.serving.version
         self._store_failures = 0
         self._life = IdleLife()
         threading.Thread(target=self._train, name="training", daemon=True).start()
 
-    async def exchange(self, held: tuple[str, int] | None, taught: list[Taught]) -> Update:
-        """See HandOut."""
+    async def exchange(
+        self, held: tuple[str, int] | None, taught: list[Taught], drafter: str, idle_s: float | None
+    ) -> Update:
+        """See HandOut and IdleTime.heard."""
         self._life.asked()
+        if self._idle is not None:
+            self._idle.heard(drafter, idle_s)
         return self._hand_out.exchange(held, taught, store_failures=self._store_failures)
 
     async def go_back(self, number: int) -> tuple[int | None, str]:
@@ -122,7 +128,7 @@ class DrafterTrainer:
     def _train(self) -> None:
         while True:
             try:
-                worked = self._learner.work()
+                worked = (self._idle is None or self._idle.is_now) and self._learner.work()
             except BaseException:
                 # What is in memory may be anything now. Drafters keep what they have until another trainer is there.
                 logger.exception("training failed; this trainer ends and will be made anew")

@@ -151,7 +151,7 @@ def test_wrong_labels_are_learned_by_nobody(learning: Deployment) -> None:
 
     def compared(lessons: list[Taught]) -> int:
         """Versions, by the time that it was told these."""
-        figures = ray.get(trainer.exchange.remote(None, lessons)).figures
+        figures = ray.get(trainer.exchange.remote(None, lessons, "played", None)).figures
         return int(figures["adopted"] + sum(figures["refused"].values()))
 
     enough = 3 + compared(with_wrong_labels(answers(learning), 8))

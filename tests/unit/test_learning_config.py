@@ -26,6 +26,7 @@ def test_it_is_off_unless_asked_for_and_an_empty_section_is_enough() -> None:
     assert isinstance(asked, DraftModelConfig)
     assert asked.learn is not None
     assert asked.learn.directory is None, "in memory only"
+    assert asked.learn.when == "always"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ def test_it_is_off_unless_asked_for_and_an_empty_section_is_enough() -> None:
         ({"learning_rate": -1}, "drafter.learn.learning_rate"),
         ({"max_text_tokens": 100}, "drafter.learn.max_text_tokens"),
         ({"held_out": 0.9}, "drafter.learn.held_out"),
+        ({"when": "never"}, "drafter.learn.when"),
         ({"cores": []}, "drafter.learn.cores"),
         ({"cores": [1], "num_gpus": 1}, "cores: the trainer has a GPU"),
         ({"rate": 1}, "drafter.learn.rate"),

@@ -1,5 +1,8 @@
 """A drafter's side of learning: what it hands over, and which version it takes. The trainer is played here."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from outrider.actors.learning.lessons import LessonBook
 from outrider.actors.learning.service import Update
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Lesson, Open
 from outrider.cluster.modes import Mode
-from tests.unit.drafter.scripted_strategy import Sink
+from tests.unit.drafter.scripted_strategy import SOON_S, Sink
 from tests.unit.drafting_engine import MemoryEngine
 
 LINK = 1
@@ -20,10 +23,11 @@ LINK = 1
 class PlayedTrainer:
     def __init__(self):
         self.version, self.weights = ("t1", 0), {}
-        self.heard, self.held = [], []
+        self.heard, self.held, self.told = [], [], []
         self.fails = False
 
-    def exchange(self, held, taught):
+    def exchange(self, held, taught, drafter, idle_s):
+        self.told.append((drafter, idle_s))
         if self.fails:
             raise ConnectionError("gone")
         self.held.append(held)
@@ -169,3 +173,63 @@ def test_a_way_back_is_the_trainer_s_and_comes_with_the_next_exchange(drafting):
     drafting.work_off()
     assert [float(loaded["w"][0]) for loaded in drafting.engine.loaded] == [1.0, 2.0]
     assert drafting.member.status()["version"] == 5
+
+
+def test_the_trainer_is_told_for_how_long_the_loop_has_had_nothing_to_do():
+    now = [5.0]
+    engine = MemoryEngine()
+    strategy = DraftModelStrategy(engine, 64)
+    loop = DraftLoop(strategy, clock=lambda: now[0], lessons=LessonBook(256))
+    loop.attach(LINK, sink := Sink())
+    trainer = PlayedTrainer()
+    members = [LearningMember(trainer, loop, strategy) for _ in range(2)]
+    members[0].exchange()
+    assert trainer.told[-1][1] is None, "it has not begun"
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+
+        def rests():
+            end = time.monotonic() + SOON_S
+            while loop.idle_s() is None:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+
+        rests()
+        now[0] = 8.0
+        members[0].exchange()
+        assert trainer.told[-1][1] == 3.0
+        loop.deliver(LINK, [opening(), Commit(7, 3, [10], 4, 4)])
+        sink.next()
+        rests()
+        members[0].exchange()
+        assert trainer.told[-1][1] == 0.0, "it had something to do just now"
+        members[1].exchange()
+    finally:
+        loop.stop()
+        thread.join(SOON_S)
+    names = [name for name, _ in trainer.told]
+    assert names[0] == names[1] == names[2] != names[3], "each by a name of its own"
+
+
+def test_a_loop_at_work_does_not_rest():
+    gate, started = threading.Event(), threading.Event()
+
+    class Slow(MemoryEngine):
+        def run(self, plan):
+            started.set()
+            assert gate.wait(SOON_S)
+            return super().run(plan)
+
+    loop = DraftLoop(DraftModelStrategy(Slow(), 64))
+    loop.attach(LINK, Sink())
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+        loop.deliver(LINK, [opening()])
+        assert started.wait(SOON_S)
+        assert loop.idle_s() is None
+    finally:
+        gate.set()
+        loop.stop()
+        thread.join(SOON_S)
