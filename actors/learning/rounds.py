@@ -51,6 +51,10 @@ class Tally:
         return 1.0 + self._accepted_per_round
 
     @property
+    def proposed_per_round(self) -> float:
+        return self.proposed / self.rounds if self.rounds else 0.0
+
+    @property
     def acceptance_rate(self) -> float:
         """Accepted drafts of those proposed, as vLLM counts it; those after a rejection count as not accepted."""
         return self._accepted_per_round * self.rounds / self.proposed if self.proposed else 0.0

@@ -96,6 +96,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     logging.disable_progress_bar()
     memory.keep_large_blocks()
     drafter: Path | LookUp
+    beside: tuple[str, ...] = ()
     k = args.k
     if args.preset is None:
         target, drafter = locate(args.target, "TARGET"), locate(args.drafter, "DRAFTER")
@@ -107,6 +108,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             isinstance(of_config, CoLocatedConfig) and of_config.method == "draft_model"
         ):
             drafter = locate(str(of_config.model), "--preset")
+            beside = tuple(of_config.beside) if isinstance(of_config, DraftModelConfig) else ()
         else:
             drafter = look_up_of(of_config)
         k = k or config.speculation.num_speculative_tokens
@@ -123,5 +125,6 @@ def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         times=None if args.target_ms is None else StepTimes(args.target_ms, args.draft_ms),
         device=device_of(args.device),
         dtype=dtype_of(args.dtype, args.device),
+        beside=beside,
     )
     return measure(settings, progress)

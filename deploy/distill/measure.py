@@ -1,7 +1,8 @@
 """Acceptance without a server: the target answers prompts, and a drafter's rounds are walked along its answers.
 
 A draft model's forward pass over an answer gives what it would have drafted at every token of it (`rounds.walk`).
-Look-up drafters are the served ones' own strategies, told the text round by round.
+Look-up drafters are the served ones' own strategies, told the text round by round; beside a draft model each round is
+the one's that the served judge (drafter/several.py) chooses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.actors.drafter.draft_model import verified
+from outrider.actors.drafter.several import MODEL, Judge, Offer
 from outrider.actors.learning import draft_models
 from outrider.actors.learning.draft_models import end_tokens
 from outrider.actors.learning.rounds import StepTimes, Tally, look_up, walk
@@ -31,6 +34,9 @@ TOP_N = 64
 """Tokens of q that travel to the verifier, as DraftSampling.top_n has it."""
 
 LookUp = NgramConfig | SuffixConfig
+
+BESIDE: dict[str, LookUp] = {"ngram": NgramConfig(method="ngram"), "suffix": SuffixConfig(method="suffix")}
+"""As `drafter.beside` has them."""
 
 ChooseNext = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """(logits float32 [B, V], tokens before int64 [B]) -> token ids [B]."""
@@ -54,6 +60,8 @@ class Settings:
     times: StepTimes | None
     device: str
     dtype: torch.dtype
+    beside: tuple[str, ...] = ()
+    """Look-ups beside a draft model: of BESIDE."""
 
 
 @dataclass
@@ -64,12 +72,19 @@ class ByMode:
     overlaps: list[float] = field(default_factory=list)
     """At every token alike: the probability that a draft there is accepted. Of draft models only."""
 
+    moves: list[list[float]] = field(default_factory=list)
+    """Of each text, at every token but the first: the probability that a draft moved the round on. Likewise."""
+
+    chosen: dict[str, int] | None = None
+    """Of several drafters, whose drafts were sent in how many rounds of K."""
+
     @staticmethod
     def up_to(k: int) -> ByMode:
         return ByMode([Tally(size) for size in range(1, k + 1)])
 
     def walk(self, overlap: list[float], moves_on: list[float]) -> None:
         self.overlaps += overlap
+        self.moves.append(moves_on)
         for tally in self.tallies:
             tally.add(walk(overlap, moves_on, tally.k))
 
@@ -79,6 +94,8 @@ class ByMode:
             row: dict[str, Any] = {
                 "k": tally.k,
                 "tokens_per_round": tally.tokens_per_round,
+                "accepted_per_round": tally.tokens_per_round - 1.0,
+                "proposed_per_round": tally.proposed_per_round,
                 "acceptance_rate": tally.acceptance_rate,
             }
             if times is not None:
@@ -93,6 +110,7 @@ class ByMode:
             "rounds": last.rounds,
             "overlap": sum(self.overlaps) / len(self.overlaps) if self.overlaps else None,
             "by_k": rows,
+            **({} if self.chosen is None else {"chosen": self.chosen}),
         }
 
 
@@ -111,6 +129,8 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
         drafter = draft_models.load(settings.drafter, settings.dtype, settings.device)
     target = draft_models.load(settings.target, settings.dtype, settings.device)
     found: dict[str, ByMode] = {}
+    look_ups: dict[str, dict[str, ByMode]] = {name: {} for name in settings.beside}
+    together: dict[str, ByMode] = {}
     answers = answered = 0
     for temperature in (0.0,) if settings.temperature == 0 else (0.0, settings.temperature):
         texts = []
@@ -123,6 +143,10 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
             modes = {"greedy" if temperature == 0 else "sampled": _looked_up(texts, settings.drafter, settings.k)}
         else:
             modes = _walked(target, drafter, texts, settings, temperature)
+            for name in settings.beside:
+                look_ups[name]["sampled" if temperature else "greedy"] = _looked_up(texts, BESIDE[name], settings.k)
+            if settings.beside:
+                together |= {mode: _together(texts, modes[mode], mode, settings) for mode in modes}
         found |= modes
     chosen = "greedy" if settings.temperature == 0 else next(mode for mode in found if mode != "greedy")
     return {
@@ -131,7 +155,7 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
         "temperature": settings.temperature,
         "k": settings.k,
         "target": str(settings.target),
-        "drafter": {"method": "draft_model", "model": str(settings.drafter)}
+        "drafter": {"method": "draft_model", "model": str(settings.drafter), "beside": list(settings.beside)}
         if isinstance(settings.drafter, Path)
         else settings.drafter.model_dump(exclude_none=True, include=_ABOUT),
         "dataset": {"path": str(settings.data.path), "sha256": settings.data.sha256, "prompts": len(prompts)},
@@ -141,7 +165,9 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
         "chat": settings.chat,
         "seed": settings.seed,
         "dtype": str(settings.dtype).removeprefix("torch."),
-        "modes": {mode: by_mode.document(settings.times) for mode, by_mode in found.items()},
+        "modes": _documents(found, settings.times),
+        "look_ups": {name: _documents(modes, None) for name, modes in look_ups.items()},
+        "together": _documents(together, settings.times),
         "step_times": None
         if settings.times is None
         else {"target_ms": settings.times.target_ms, "draft_ms": settings.times.draft_ms},
@@ -149,6 +175,10 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
         "versions": versions(),
         "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _documents(modes: dict[str, ByMode], times: StepTimes | None) -> dict[str, Any]:
+    return {mode: by_mode.document(times) for mode, by_mode in modes.items()}
 
 
 _ABOUT = {"method", "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth"}
@@ -169,6 +199,25 @@ def table(report: dict[str, Any]) -> str:
             if "speedup_in_turn" in row:
                 line += f"; x{row['speedup_in_turn']:.2f} drafted in turn, x{row['speedup_hidden']:.2f} hidden"
             lines.append(line)
+    if report["together"]:
+        lines += ["", _beside_table(report)]
+    return "\n".join(lines)
+
+
+def _beside_table(report: dict[str, Any]) -> str:
+    """Each drafter alone, and all with a judge. Accepted drafts a round can be compared; of those proposed they cannot,
+    for a look-up proposes where it finds something alone."""
+    alone = {"draft_model": report["modes"], **report["look_ups"], "together": report["together"]}
+    ks = [row["k"] for row in next(iter(report["together"].values()))["by_k"]]
+    lines = [f"accepted drafts a round, and of those proposed, K = {', '.join(map(str, ks))}"]
+    for name, modes in alone.items():
+        for mode, found in modes.items():
+            rows = found["by_k"]
+            rounds = ", ".join(f"{row['accepted_per_round']:.2f}" for row in rows)
+            shares = ", ".join(f"{row['acceptance_rate']:.3f}" for row in rows)
+            sent = found.get("chosen", {})
+            of = f"  (rounds of {', '.join(f'{who} {count}' for who, count in sent.items())})" if sent else ""
+            lines.append(f"  {name:<12} {mode:<10} {rounds}   {shares}{of}")
     return "\n".join(lines)
 
 
@@ -305,6 +354,71 @@ def _looked_up(texts: Sequence[tuple[list[int], list[int]]], config: LookUp, k: 
             tally.add(look_up(answer, with_end, tally.k))
             with_end([])
     return found
+
+
+def _together(texts: Sequence[tuple[list[int], list[int]]], model: ByMode, mode: str, settings: Settings) -> ByMode:
+    """Rounds of a draft model with look-ups beside it. model: alone, in that mode. Under rejection whether a token was
+    the model's draft is drawn from the seed with the probability that it was."""
+    import random
+
+    longer = [(prompt, answer) for prompt, answer in texts if len(answer) > 1]
+    found = ByMode.up_to(settings.k)
+    for tally in found.tallies:
+        chance = random.Random(f"{settings.seed}:{tally.k}")
+        judge = Judge([MODEL, *settings.beside])
+        openers = {name: _strategy(BESIDE[name], tally.k) for name in settings.beside}
+        for handle, ((prompt, answer), moves_on) in enumerate(zip(longer, model.moves, strict=True)):
+            agrees = [chance.random() < moved for moved in moves_on]
+            look_ups = {name: opened(handle, prompt) for name, opened in openers.items()}
+            tally.add(look_up(answer, Judged(judge, answer, agrees, look_ups, tally.k, mode != "rejection"), tally.k))
+            for with_end in look_ups.values():
+                with_end([])
+        found.chosen = dict(judge.chosen)
+    return found
+
+
+class Judged:
+    """Proposes along one answer as `several.SeveralStrategy` does where all of the model's drafts are at hand: none is
+    waited for."""
+
+    def __init__(
+        self,
+        judge: Judge,
+        answer: Sequence[int],
+        agrees: Sequence[bool],
+        look_ups: dict[str, Callable[[Sequence[int]], list[int]]],
+        k: int,
+        free_of_rounds: bool,
+    ) -> None:
+        """agrees: whether the model's draft in the place of each token but the first is that token. look_ups: told what
+        was committed, each gives what it would send. free_of_rounds: what the model would have drafted is known where
+        it was not sent."""
+        self._judge, self._answer, self._agrees, self._look_ups = judge, answer, agrees, look_ups
+        self._k, self._free_of_rounds = k, free_of_rounds
+        self._record = judge.record()
+        self._offered: dict[str, list[int]] = {}
+        self._at = 0
+
+    def __call__(self, committed: Sequence[int]) -> list[int]:
+        """committed: what was committed last. Returns the drafts of who is chosen."""
+        self._at += len(committed)
+        for name, drafts in self._offered.items():
+            self._judge.verdict(self._record, name, *verified(drafts, committed))
+        offered = {name: propose(committed) for name, propose in self._look_ups.items()}
+        self._offered = {name: drafts for name, drafts in offered.items() if drafts}
+        ahead = range(self._at, self._at + self._k)
+        known = len(self._answer)
+        model = [self._answer[at] if at < known and self._agrees[at - 1] else _ANOTHER for at in ahead]
+        offers = [Offer(MODEL, self._k), *(Offer(name, len(drafts)) for name, drafts in self._offered.items())]
+        chosen = self._judge.choose(self._record, offers).drafter
+        sent = model if chosen == MODEL else self._offered[chosen]
+        if chosen == MODEL or self._free_of_rounds:
+            self._offered[MODEL] = model
+        return sent
+
+
+_ANOTHER = -1
+"""In place of a draft that is not the text's token, whatever it would have been."""
 
 
 def _strategy(config: LookUp, k: int) -> Callable[[int, list[int]], Callable[[Sequence[int]], list[int]]]:

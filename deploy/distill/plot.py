@@ -51,6 +51,11 @@ def draw_acceptance(report: dict[str, Any], path: Path) -> None:
         right.plot(
             [row["k"] for row in found["by_k"]], [row["tokens_per_round"] for row in found["by_k"]], "o-", label=mode
         )
+    for mode, found in report["together"].items():
+        rows = found["by_k"]
+        right.plot(
+            [row["k"] for row in rows], [row["tokens_per_round"] for row in rows], "s--", label=f"{mode}, beside"
+        )
     left.set_title("Accepted, of the drafts decided on", fontsize=10)
     left.set_xlabel("position in the round")
     left.set_ylim(0, 1)
