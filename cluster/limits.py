@@ -75,13 +75,13 @@ class LimitsConfig(Section):
     max_tokenize_calls: int = Field(4, ge=1)
     """Calls to tokenise and detokenise at once. More wait likewise, max_awaited_bytes of them at most."""
 
-    refused_seconds_per_minute: float | None = Field(3.0, ge=0, le=3600)
+    refused_seconds_per_minute: float | None = Field(None, ge=0, le=3600)
     """What a caller may have refused, in seconds of the server's time: of a key, or of an address (of IPv6: one network
     of 64 bits) where no key is shown. A call that ends by its own fault costs 2 ms, 10 ms more for each MiB that came
     of it, and the time that it took behind the proxy, 2 s at most. Who has used up a minute's worth is refused before
-    anything is read (REFUSED_TOO_OFTEN, 429) until some of it is back, which takes a minute at most. Without keys, and
-    behind a load balancer from which all come, one caller's bug is everybody's: give keys, or raise it. 0 or None:
-    nothing is charged."""
+    anything is read (REFUSED_TOO_OFTEN, 429) until some of it is back, which takes a minute at most. None: 3 where
+    keys are asked for (serving.keys_file). Elsewhere nothing is charged, as with 0: addresses alone do not tell a
+    client with a bug from those who share its address, as all do behind a load balancer."""
 
     max_header_bytes: int = Field(16 << 10, ge=1024, le=1 << 20)
     """Longest header of an HTTP request, its first line included, in bytes. Longer ones get 431."""

@@ -20,6 +20,9 @@ from outrider.actors.serving.access.settings import proxy_access
 from outrider.actors.serving.access.tls import Certificates
 from outrider.cluster.limits import from_environment
 
+REFUSED_SECONDS_PER_MINUTE = 3.0
+"""Where keys are asked for, and limits.refused_seconds_per_minute is not set."""
+
 
 def reloading_keys(path: str) -> Reloading[KeyRing]:
     """Raises ConfigError."""
@@ -32,6 +35,8 @@ def proxy_guard() -> Guard | None:
     access = proxy_access()
     keys_file = None if access is None else access.keys_file
     allowed_s = from_environment().refused_seconds_per_minute
+    if allowed_s is None and keys_file is not None:
+        allowed_s = REFUSED_SECONDS_PER_MINUTE
     if keys_file is None and not allowed_s:
         return None
     description = (

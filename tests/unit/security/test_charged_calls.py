@@ -19,7 +19,10 @@ from starlette.responses import JSONResponse
 import tests.unit.proxy_servers
 from outrider.actors.serving.access import process
 from outrider.actors.serving.access.budget import BASE_S, BROKEN_OFF_S, MIB_S, Budget, Payer
+from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
+from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
+from outrider.cluster.config import ServingConfig
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from tests.unit.proxy_servers import proxy_servers
@@ -287,3 +290,21 @@ async def test_it_can_be_switched_off(monkeypatch, charges, off):
         for _ in range(10):
             assert (await ended(channel.unary_unary(GENERATE)(b"\xff", timeout=SOON_S)))[0] == "INVALID_ARGUMENT"
     assert charges == []
+
+
+@pytest.mark.parametrize(
+    ("set_to", "without_keys", "with_keys"), [(None, False, True), (0, False, False), (5.0, True, True)]
+)
+def test_by_default_what_is_refused_is_paid_for_where_keys_are_asked_for(
+    monkeypatch, tmp_path, set_to, without_keys, with_keys
+):
+    """An address alone does not tell a client with a bug from its neighbours."""
+    keys = tmp_path / "keys.yaml"
+    keys.touch(mode=0o600)
+    keys.write_text(as_entry(Key(name="k", scopes=("generate",), hash=hash_of(new_secret().encode()))))
+    monkeypatch.setattr(process, "from_environment", lambda: LimitsConfig(refused_seconds_per_minute=set_to))
+    for keys_file, charges_some in ((None, without_keys), (str(keys), with_keys)):
+        access = ProxyAccess.of(ServingConfig(keys_file=keys_file))
+        monkeypatch.setattr(process, "proxy_access", lambda access=access: access)
+        guard = process.proxy_guard.__wrapped__()
+        assert (guard is not None and guard._budget is not None) == charges_some
