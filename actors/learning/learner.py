@@ -124,6 +124,7 @@ class Learner:
         """drafter: float32, on its device. dtype: of its forward pass in training. kept_dtype: of the checkpoint.
         general: texts to keep to, see LearningConfig."""
         self._settings, self._kept_dtype = settings, kept_dtype
+        # Contexts of its own tokens come with the text: accepted drafts are in it as often as a round gets past them.
         recipe = Recipe(seed, settings.learning_rate, settings.batch_size, own_share=0.0)
         self._trainer = Trainer(drafter, None, freeze(drafter, dtype), recipe, dtype, None)
         self._scores = Scores(self._acceptance)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from outrider.actors.learning.lessons import Taught
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.cluster.placement import NAMESPACE
+from outrider.deploy.client.error import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, drafted, engine, living_actors, wait_until
 from tests.tiny_models import VOCAB_SIZE, build_first_layer, build_learnable
@@ -126,6 +127,15 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
     wait_until(back, HANG_GUARD_S, "another trainer", every_s=0.5)
     assert status(learning)["version"] >= 1, "it goes on from the last version that was kept"
     assert acceptance(answers(learning)) > before + 0.15
+
+    serving = learning.client.revert_drafter(0)
+    wait_until(lambda: status(learning)["version"] >= serving, HANG_GUARD_S, "the way back", every_s=0.5)
+    versions = {version.number: version for version in learning.client.status().learning.versions}
+    assert versions[serving].HasField("again")
+    assert versions[serving].again == 0
+    assert versions[serving - 1].state == pb.DRAFTER_VERSION_STATE_REVERTED
+    with pytest.raises(OutriderError, match="version: 999 is not kept; send one of 0"):
+        learning.client.revert_drafter(999)
 
 
 def with_wrong_labels(given: list[pb.GenerateResponse], times: int) -> list[Taught]:

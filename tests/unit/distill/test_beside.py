@@ -1,4 +1,4 @@
-"""`outrider acceptance` of a draft model with look-ups beside it: each alone, and the judge's choice each round."""
+"""`outrider acceptance` with look-ups beside a draft model: each alone, and each round by whoever the judge takes."""
 
 import json
 import random
