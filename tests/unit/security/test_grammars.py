@@ -42,7 +42,7 @@ CORNER = 'root ::= "#" bomb | [0-9]+\nbomb ::= (x|y|z)*\nx ::= "a"\ny ::= "b"\nz
 OPTIONAL = json.dumps({"type": "object", "properties": {f"property {i}": {"enum": ["a", "b"]} for i in range(6000)}})
 UNFOLDS = "((a{1,200}){1,200}){1,200}"
 
-ATTACKER, OTHER = 1, 2
+ATTACKER, OTHER, NEIGHBOUR = 1, 2, 3
 BOUNDS = Bounds(compile_s=1.0, mask_burst_s=0.1)
 
 
@@ -145,7 +145,7 @@ def test_a_refusal_is_remembered(host: GrammarHost) -> None:
 
 def test_a_bomb_that_shows_only_where_a_prompt_leads_ends_its_own_request_alone(host: GrammarHost) -> None:
     hostile = room(host, "ebnf", CORNER).matcher([EOS], ATTACKER)
-    neighbour = room(host, "json", '{"type": "object"}').matcher([EOS])
+    neighbour = room(host, "json", '{"type": "object"}').matcher([EOS], NEIGHBOUR)
     token = ord("#")
     for _ in range(200):
         hostile.accept([token])
@@ -162,7 +162,7 @@ def test_a_bomb_that_shows_only_where_a_prompt_leads_ends_its_own_request_alone(
     assert ending(host.compile(Constraint("ebnf", CORNER))) == hostile.ending, "it costs no other step anything"
     hostile.close()
     assert host._turns.is_suspect(ATTACKER)
-    assert not host._turns.is_suspect(0)
+    assert not host._turns.is_suspect(NEIGHBOUR)
 
 
 def is_refused(host: GrammarHost, kind: str, spec: str) -> bool:
@@ -272,7 +272,7 @@ def test_what_nobody_has_used_for_a_minute_is_ended_with_all_that_it_held() -> N
         host.tidy()
         until(lambda: not rooms_of(host))
         gc.collect()
-        assert len(os.listdir("/proc/self/fd")) <= files
+        until(lambda: len(os.listdir("/proc/self/fd")) <= files)
     finally:
         host.close()
 
