@@ -260,6 +260,7 @@ def test_garbage_in_the_body(pair):
     for raw in (b"", b"{", b"[]", b'{"messages": "\xff"}', b'{"messages": [{"role": "user", "content": "\\ud800"}]}'):
         response = httpx.post(url, content=raw, headers={"content-type": "application/json"})
         assert (response.status_code, set(response.json())) == (400, {"error"}), raw
-    assert httpx.post(url, content=b" " * (9 << 20)).status_code == 413
+    declared = {"content-type": "application/json"}
+    assert httpx.post(url, content=b" " * (9 << 20), headers=declared).status_code == 413
     assert httpx.post(url, data={"a": "b"}).status_code == 415
     assert wait_until(lambda: httpx.get(f"{pair.http_url}/health").status_code == 200, 30, "health")
