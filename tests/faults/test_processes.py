@@ -122,9 +122,8 @@ def check_all_is_well(deployment: Deployment) -> None:
     deployment.reference.check(PROMPT, answer.token_ids, label="afterwards")
 
 
-@pytest.mark.parametrize(
-    "what", [DRAFTER, *map(exhaustive, (PROXY, INGRESS, CONTROLLER, REGISTRY, VERIFIER, ENGINE_CORE))]
-)
+@pytest.mark.exhaustive  # some of this and of what follows is in test_chaos.py's short while
+@pytest.mark.parametrize("what", [PROXY, INGRESS, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
 def test_one_is_slowed(ngram_pair: Deployment, what: str) -> None:
     """Nobody is told of anything, and no answer stands still."""
     with Faulted(ngram_pair) as fault:
@@ -137,7 +136,7 @@ def test_one_is_slowed(ngram_pair: Deployment, what: str) -> None:
     check_all_is_well(ngram_pair)
 
 
-@pytest.mark.exhaustive  # some of them are in test_chaos.py's short while
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", [PROXY, INGRESS, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
 def test_one_is_stopped_for_a_while(ngram_pair: Deployment, what: str) -> None:
     """Answers that wait for it go on when it does."""
@@ -151,7 +150,8 @@ def test_one_is_stopped_for_a_while(ngram_pair: Deployment, what: str) -> None:
     check_all_is_well(ngram_pair)
 
 
-@pytest.mark.parametrize("what", [CONTROLLER, INGRESS, PROXY, exhaustive(ENGINE_CORE), exhaustive(VERIFIER)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", [CONTROLLER, INGRESS, PROXY, ENGINE_CORE, VERIFIER])
 def test_one_is_killed(ngram_pair: Deployment, what: str) -> None:
     """Another takes its place; what ran on it is told so, and answered when it asks again."""
     with Faulted(ngram_pair) as fault:
