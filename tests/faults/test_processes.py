@@ -60,10 +60,6 @@ CUTTING = {PROXY, INGRESS, VERIFIER, ENGINE_CORE}
 """Who takes with it what runs on it."""
 
 
-def exhaustive(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
-
-
 class Faulted:
     """Clients from entering to leaving the with block, and a server that has to be as it was at its end."""
 
@@ -166,7 +162,7 @@ def test_one_is_killed(ngram_pair: Deployment, what: str) -> None:
     check_all_is_well(ngram_pair)
 
 
-@pytest.mark.parametrize("what", [INGRESS, exhaustive(PROXY)])
+@pytest.mark.parametrize("what", [INGRESS, pytest.param(PROXY, marks=pytest.mark.exhaustive)])
 def test_an_answer_whose_way_out_is_killed_is_not_made_to_its_end(ngram_pair: Deployment, what: str) -> None:
     before = counted(ngram_pair)
     with ended_early(ngram_pair, MOST_TOKENS):
