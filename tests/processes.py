@@ -98,6 +98,21 @@ def counted(deployment: Deployment) -> Counter[str]:
     return counts
 
 
+def wait_until_counted(deployment: Deployment, there: Counter[str], within_s: float) -> None:
+    """Until there is what there was, and nothing beside it."""
+    seen = there
+
+    def same() -> bool:
+        nonlocal seen
+        seen = counted(deployment)
+        return seen == there
+
+    try:
+        wait_until(same, within_s, "all processes, and no more", every_s=0.2)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {dict(seen)}, where {dict(there)} were") from None
+
+
 def _kind(actor: str) -> str:
     if "SERVE_PROXY" in actor:
         return PROXY

@@ -12,7 +12,7 @@ from tests.callers import DRAWN, Clients, drawn, summary, violations
 from tests.chaos import OF_DOORS, OF_TARGETS, UNNOTICED, Faults, Harm
 from tests.distribution import LIMIT
 from tests.pools import all_draft, is_even
-from tests.processes import POOL_REPLICA, check_flat, counted, held
+from tests.processes import POOL_REPLICA, check_flat, counted, held, wait_until_counted
 from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
@@ -56,7 +56,7 @@ def survive(
         print(f"{kind.name}: {tokens} tokens, z {z:.2f}")
         assert tokens < LEAST_DRAWN or z < LIMIT, f"{kind.name}: not the target's own distribution"
     wait_until(is_whole, RECOVERED_WITHIN_S, "all is there, after it all", every_s=0.5)
-    wait_until(lambda: counted(deployment) == there, RECOVERED_WITHIN_S, f"{there}, and nothing else", every_s=0.5)
+    wait_until_counted(deployment, there, RECOVERED_WITHIN_S)
     print(check_flat(deployment, before, HANG_GUARD_S))
 
 

@@ -218,6 +218,7 @@ class Stream:
 
 
 def test_the_node_of_a_replica_goes_and_its_requests_are_told(nodes: Nodes) -> None:
+    nodes.wait_for_targets()
     lost, node = nodes.a_target()
     prompts = [[(number * 11 + position * 5) % 250 for position in range(40)] for number in range(STREAMS)]
     streams = [Stream(prompt, []) for prompt in prompts]
@@ -242,9 +243,9 @@ def test_the_node_of_a_replica_goes_and_its_requests_are_told(nodes: Nodes) -> N
         if each.error is not None:
             again = nodes.app.client.generate(each.prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
             tokens = list(again.token_ids)
-            assert lost not in nodes.of("Target")
-        assert len(tokens) == MAX_TOKENS
+        assert len(tokens) == MAX_TOKENS, f"stream {number}"
         nodes.app.reference.check(each.prompt, tokens, label=f"stream {number}")
+    wait_until(lambda: lost not in nodes.of("Target"), HANG_GUARD_S, "the lost replica's end is known")
     wait_until(lambda: "Target" in _waiting(nodes.app), HANG_GUARD_S, "word of what no other node has room for")
     needs = {each.deployment: each.needs for each in nodes.app.status().waiting}
     assert needs["Target"] == "1 target rank on one node: 2 CPUs with role=target"

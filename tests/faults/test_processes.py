@@ -33,6 +33,7 @@ from tests.processes import (
     processes,
     slowed,
     stopped,
+    wait_until_counted,
 )
 from tests.serving import HANG_GUARD_S, Deployment, drafted, ended_early, wait_until, wait_until_idle
 
@@ -77,17 +78,7 @@ class Faulted:
 
     def whole_again(self) -> None:
         """Everything that there was, and nothing beside it."""
-        seen = self._before.copy()
-
-        def whole() -> bool:
-            nonlocal seen
-            seen = counted(self.deployment)
-            return seen == self._before
-
-        try:
-            wait_until(whole, REPLACED_WITHIN_S, "all processes", every_s=0.2)
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {dict(seen)}, where {dict(self._before)} were") from None
+        wait_until_counted(self.deployment, self._before, REPLACED_WITHIN_S)
 
     def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
         over = time.monotonic()
@@ -172,7 +163,7 @@ def test_an_answer_whose_way_out_is_killed_is_not_made_to_its_end(ngram_pair: De
         with pytest.raises(OutriderError) as caught:
             list(stream)
         assert caught.value.code is grpc.StatusCode.UNAVAILABLE
-        wait_until(lambda: counted(ngram_pair) == before, REPLACED_WITHIN_S, "another in its place", every_s=0.2)
+        wait_until_counted(ngram_pair, before, REPLACED_WITHIN_S)
 
 
 @pytest.mark.parametrize("how", ["slowed", "stopped", "killed"])

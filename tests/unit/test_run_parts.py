@@ -37,7 +37,7 @@ def test_the_status_and_the_last_lines(tmp_path: Path, unit: str) -> None:
         ("tests/integration/test_draft_engine.py", PASSES),
         ("tests/integration/test_cli.py", PASSES),
         ("tests/faults/test_registry.py", PASSES),
-        ("tests/security/test_keys.py", PASSES),
+        ("tests/security/test_tls.py", PASSES),
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(source)
