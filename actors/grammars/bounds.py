@@ -36,7 +36,8 @@ class Bounds:
     """Times are of processor time, so that a busy machine makes nobody guilty.
 
     A request's masks, and its tokens' way through the grammar, may take mask_burst_s at once, and mask_refill_s a mask
-    in the long run. step_wait_s, of wall clock: the longest that a step waits for all of its requests together.
+    in the long run. step_wait_s, of wall clock: the longest that a step waits for those of its requests that the
+    machine gives no core.
     """
 
     compile_s: float = 2.0
@@ -56,7 +57,7 @@ class Bounds:
 
     @property
     def step_wait_s(self) -> float:
-        return max(1.0, 10 * self.mask_burst_s)
+        return max(10.0, 100 * self.mask_burst_s)
 
     @classmethod
     def of(cls, serving: Mapping[str, Any]) -> Bounds:

@@ -7,8 +7,9 @@ minute. *A step*
 waits for the masks of all of its requests, which are made at the same time: a request whose masks use up
 `Bounds.mask_burst_s` of processor time is ended by the kernel, alone. None gives way to the others: the step waits for
 it, and where it waited for a core, so would they all. So one hostile grammar can hold a step up by mask_burst_s once, A
-of them at the same time by A × mask_burst_s / cores, and never by more than `Bounds.step_wait_s` from the first answer
-on (ten times that where the machine is too busy for any; a second such wait where drafts are checked before the masks).
+of them at the same time by A × mask_burst_s / cores. What has not answered after that was given no core, which is no
+fault of its request: it is waited for up to `Bounds.step_wait_s` (and once more where drafts are checked before the
+masks).
 What a grammar shows on walks of its own is refused before it gets here, what shows only where a prompt leads it is
 found in the step, and remembered. A sender who goes on with ever new ones can hold a step up with each of its requests,
 until its seconds of the minute are used up, of which each such step counts as OVERRUN_COUNTS times what it took.
@@ -65,9 +66,6 @@ OVERRUN_COUNTS = 10
 
 MOST_REFUSALS = 1024
 """Constraints that are remembered as refused, 32 bytes and a sentence each."""
-
-PATIENCE = 10
-"""See gather."""
 
 START_S = 300.0
 """For the keeper: it imports torch, on a machine that may be busy."""
@@ -641,26 +639,22 @@ class Matcher:
 
 
 def gather(matchers: Iterable[Matcher], seconds: float) -> dict[Matcher, dict[str, Any]]:
-    """The answers to what each was asked last. Those without one so many seconds after the first have an ending then.
-    Before the first there is PATIENCE times as long: where none answers, it is the machine that is slow, not one of
-    them."""
+    """The answers to what each was asked last. Those without one after so many seconds have an ending then: the kernel
+    ends what takes too much of a processor long before, so these were stopped, or the machine gives them none."""
     answers: dict[Matcher, dict[str, Any]] = {}
     outstanding = {matcher.fileno(): matcher for matcher in matchers if matcher.ending is None}
     poll = select.poll()
     for fd in outstanding:
         poll.register(fd, select.POLLIN)
-    give_up = time.monotonic() + PATIENCE * seconds
+    give_up = time.monotonic() + seconds
     while outstanding:
         ready = poll.poll(max(0.0, give_up - time.monotonic()) * 1000)
-        now = time.monotonic()
         for fd, _ in ready:
             matcher = outstanding.pop(fd)
             poll.unregister(fd)
             if (answer := matcher.take()) is not None:
                 answers[matcher] = answer
-        if ready:
-            give_up = min(give_up, now + seconds)
-        elif now >= give_up:
+        if not ready and time.monotonic() >= give_up:
             for matcher in outstanding.values():
                 matcher.late()
             break

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -186,6 +187,42 @@ def test_a_matcher_that_was_killed_makes_its_constraint_no_bomb(host: GrammarHos
     assert matcher.ending is not None
     assert not is_refused(host, "ebnf", 'root ::= "killed"')
     matcher.close()
+
+
+def test_a_matcher_that_gets_no_core_for_a_while_is_waited_for(host: GrammarHost) -> None:
+    """Its neighbour has answered long since."""
+    before = rooms_of(host)
+    starved = room(host, "ebnf", 'root ::= "starved"').matcher([EOS], NEIGHBOUR)
+    neighbour = room(host, "json", '{"type": "object"}').matcher([EOS], OTHER)
+    assert allowed(starved)
+    (process,) = (each for each in rooms_of(host) - before if children_of(each))
+    (forked,) = children_of(process)
+    os.kill(int(forked), signal.SIGSTOP)
+    goes_on = threading.Timer(2.0, os.kill, (int(forked), signal.SIGCONT))
+    goes_on.start()
+    starved.ask_masks([])
+    neighbour.ask_masks([])
+    assert gather([starved, neighbour], BOUNDS.step_wait_s).keys() == {starved, neighbour}
+    goes_on.join()
+    starved.close()
+    neighbour.close()
+
+
+def test_a_matcher_that_never_answers_ends_its_own_request(host: GrammarHost) -> None:
+    before = rooms_of(host)
+    stopped = room(host, "ebnf", 'root ::= "stopped"').matcher([EOS], NEIGHBOUR)
+    neighbour = room(host, "json", '{"type": "object"}').matcher([EOS], OTHER)
+    assert allowed(stopped)
+    (process,) = (each for each in rooms_of(host) - before if children_of(each))
+    (forked,) = children_of(process)
+    os.kill(int(forked), signal.SIGSTOP)
+    stopped.ask_masks([])
+    neighbour.ask_masks([])
+    assert neighbour in gather([stopped, neighbour], 1.0)
+    assert stopped.ending == Ending("took too long on a busy server; retry", "server")
+    os.kill(int(forked), signal.SIGKILL)
+    stopped.close()
+    neighbour.close()
 
 
 def test_ever_fresh_bombs_do_not_keep_anothers_constraint_waiting(host: GrammarHost) -> None:
