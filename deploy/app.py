@@ -195,7 +195,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     from outrider.actors.serve_seam.running_replicas import running_replicas
     from outrider.actors.serve_seam.stopping import is_stopping
     from outrider.actors.serve_seam.waiting import waiting_groups
-    from outrider.actors.serving.capacity import Capacity
+    from outrider.actors.serving.capacity import Capacity, part_of
     from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
     from outrider.actors.serving.http.admin import AdminAddress
     from outrider.actors.serving.http.app import Front
@@ -241,7 +241,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         logging_config=logging_config,
         # The router holds generations to max_ongoing_requests; the rest lets a full replica hear an abort.
         max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
-        max_queued_requests=serving.max_queued_requests,
+        max_queued_requests=part_of(serving.max_queued_requests, serving.num_ingresses),
         request_router_config=routing(config),
         backpressure_config=full,
         # A wrong model or setting stays wrong: report the first failure. It does not limit later replacements.
@@ -255,6 +255,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     ingress = serve.deployment(
         Front,
         name=INGRESS,
+        num_replicas=serving.num_ingresses,
         max_surge_percent=_ONE_MORE,  # it takes no room
         ray_actor_options={"num_cpus": 0, **environment},
         logging_config=logging_config,
@@ -303,6 +304,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         max_retries=serving.most_replicas - 1,
         capacity=capacity,
         autoscaled=serving.autoscaling is not None,
+        num_ingresses=serving.num_ingresses,
         broadcast=broadcast,
         limits=config.limits,
         is_stopping=is_stopping,

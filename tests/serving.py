@@ -203,7 +203,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {**pinned_draft_model, "placement": "pool", "num_drafters": 2},
             "speculation": always,
             "link": {"link_deadline_ms": 10_000},
-            "serving": {"num_replicas": 2},
+            "serving": {"num_replicas": 2, "num_ingresses": 2},
         },
         # One tokenizer, padded to two sizes.
         "wide_target": {

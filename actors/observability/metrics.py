@@ -377,10 +377,12 @@ class Scraped(NamedTuple):
 class ApplicationMetrics:
     """Scrapes that come while one is under way share its answer.
 
-    ask_replicas: one answer for each replica that is running; raises nothing.
+    ask_replicas: one answer for each replica that is running; raises nothing. own_text: of ingresses; likewise.
     """
 
-    def __init__(self, ask_replicas: Callable[[], Awaitable[Sequence[Scraped]]], own_text: Callable[[], str]) -> None:
+    def __init__(
+        self, ask_replicas: Callable[[], Awaitable[Sequence[Scraped]]], own_text: Callable[[], Awaitable[str]]
+    ) -> None:
         self._ask_replicas, self._own_text = ask_replicas, own_text
         self._scraping: asyncio.Task[str] | None = None
         self._known: set[str] = set()
@@ -393,7 +395,7 @@ class ApplicationMetrics:
         return await asyncio.shield(self._scraping)
 
     async def _scrape(self) -> str:
-        answers = await self._ask_replicas()
+        answers, own = await asyncio.gather(self._ask_replicas(), self._own_text())
         texts = {answer.replica: answer.text for answer in answers if answer.replica is not None and answer.text}
         num_silent = len(answers) - len(texts)
         # Who is silent does not always say who it is: while anyone is, those that are missed are taken for them.
@@ -405,4 +407,4 @@ class ApplicationMetrics:
             families.add("outrider:replica_up", float(replica in texts), replica=replica)
         families.add("outrider:replicas_silent", num_silent)
         merged = await asyncio.to_thread(merge, dict(sorted(texts.items())))
-        return "".join((render(families), self._own_text(), merged))
+        return "".join((render(families), own, merged))

@@ -15,6 +15,7 @@ from ray.serve.exceptions import BackPressureError
 
 from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
 from outrider.actors.request_costs import tokens_in_flight
+from outrider.actors.serving.capacity import part_of
 from outrider.actors.serving.failures import CallFailure, Refusal, queue_full
 from outrider.actors.serving.shares import Shares
 from outrider.cluster.limits import LimitsConfig
@@ -34,8 +35,10 @@ class KeyShareTaken(Refusal):
 class Admission:
     """Of one ingress, for its event loop."""
 
-    def __init__(self, limits: LimitsConfig) -> None:
-        self._limits = limits
+    def __init__(self, limits: LimitsConfig, num_ingresses: int = 1) -> None:
+        """num_ingresses: each lets in its part."""
+        self._max_sequences = part_of(limits.max_sequences, num_ingresses)
+        self._max_tokens = part_of(limits.max_tokens_in_flight, num_ingresses)
         self.sequences = 0
         self.tokens = 0
         self._shares_of_sequences, self._shares_of_tokens = Shares(), Shares()
@@ -46,13 +49,12 @@ class Admission:
         is: it would never be otherwise. Raises BackPressureError, as Serve does for a full queue, and KeyShareTaken."""
         sequences = request.num_answers
         tokens = tokens_in_flight(request)
-        most = self._limits
-        too_many = self.sequences + sequences > most.max_sequences or self.tokens + tokens > most.max_tokens_in_flight
-        if self.sequences and too_many:
-            raise BackPressureError(num_queued_requests=self.sequences, max_queued_requests=most.max_sequences)
+        free_sequences, free_tokens = self._max_sequences - self.sequences, self._max_tokens - self.tokens
+        if self.sequences and (sequences > free_sequences or tokens > free_tokens):
+            raise BackPressureError(num_queued_requests=self.sequences, max_queued_requests=self._max_sequences)
         parts = (
-            (self._shares_of_sequences, sequences, most.max_sequences - self.sequences),
-            (self._shares_of_tokens, tokens, most.max_tokens_in_flight - self.tokens),
+            (self._shares_of_sequences, sequences, free_sequences),
+            (self._shares_of_tokens, tokens, free_tokens),
         )
         if not all(shares.allow(key, more, free) for shares, more, free in parts):
             raise KeyShareTaken(request.request_id)

@@ -23,3 +23,8 @@ class Capacity:
     def now(self, target: DeploymentHandle) -> int:
         replicas = self.replicas if self.running is None else max(self.replicas, self.running(target))
         return replicas * self.a_replica + self.queue
+
+
+def part_of(most: int, parts: int) -> int:
+    """Of a limit that several processes keep between them: what each may use. Rounded up, so that nobody has none."""
+    return -(-most // parts)

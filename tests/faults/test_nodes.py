@@ -6,7 +6,6 @@ Nodes are raylets of one machine, the head without processors. The tests follow 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +30,7 @@ from outrider.deploy.ports import pick_free_port
 from tests.pools import all_draft, ask_registry, is_even, load, scrape, shares
 from tests.reference import Reference
 from tests.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
+from tests.streams import join, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -200,44 +200,17 @@ def test_a_drained_node_s_replica_has_one_elsewhere_first_and_ends_no_answer(nod
     nodes.remove(drained)
 
 
-@dataclass
-class Stream:
-    """A request in a thread of its own, and how it went."""
-
-    prompt: list[int]
-    tokens: list[int]
-    error: OutriderError | None = None
-
-    def run(self, client: OutriderClient) -> None:
-        try:
-            with client.stream(self.prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True) as messages:
-                for message in messages:
-                    self.tokens += message.token_ids
-        except OutriderError as error:
-            self.error = error
-
-
 def test_the_node_of_a_replica_goes_and_its_requests_are_told(nodes: Nodes) -> None:
     nodes.wait_for_targets()
     lost, node = nodes.a_target()
-    prompts = [[(number * 11 + position * 5) % 250 for position in range(40)] for number in range(STREAMS)]
-    streams = [Stream(prompt, []) for prompt in prompts]
-    threads = [threading.Thread(target=each.run, args=(nodes.app.client,), daemon=True) for each in streams]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: all(each.tokens for each in streams), HANG_GUARD_S, "all of them under way")
+    streams = under_way(nodes.app.client, STREAMS, MAX_TOKENS)
     nodes.remove(node)
     gone = time.monotonic()
-    for thread in threads:
-        thread.join(HANG_GUARD_S)
-    assert not any(thread.is_alive() for thread in threads), "a request hangs"
-    told = [each for each in streams if each.error is not None]
+    told = join(streams)
     print(f"{len(told)} of {STREAMS} were lost, all over {time.monotonic() - gone:.1f} s after the node")
     assert told, "nothing ran on the node that went"
     assert len(told) < STREAMS, "the other node's went on"
-    for each in told:
-        assert each.error is not None
-        assert each.error.code == grpc.StatusCode.UNAVAILABLE, each.error
+    assert {error.code for error in told} == {grpc.StatusCode.UNAVAILABLE}, told
     for number, each in enumerate(streams):
         tokens = each.tokens
         if each.error is not None:

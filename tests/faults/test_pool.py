@@ -33,16 +33,24 @@ BACK_WITHIN_S = 300.0
 
 def ask(pool: Deployment, number: int) -> pb.GenerateResponse:
     """One of some greedy requests, whose prompts have nothing in common."""
-    prompt = [(number * 11 + position * 5) % 250 for position in range(40)]
-    answer = pool.client.generate(prompt, temperature=0.0, max_tokens=160, ignore_eos=True)
-    pool.reference.check(prompt, answer.token_ids, label=f"request {number}")
-    return answer
+    return pool.client.generate(prompt_of(number), temperature=0.0, max_tokens=160, ignore_eos=True)
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(number * 11 + position * 5) % 250 for position in range(40)]
+
+
+def check(pool: Deployment, answers: list[pb.GenerateResponse]) -> None:
+    """Once none is being made: what computes references takes the machine from those that are."""
+    for number, answer in enumerate(answers):
+        pool.reference.check(prompt_of(number), answer.token_ids, label=f"request {number}")
 
 
 def acceptance(pool: Deployment) -> float:
     """Of what is drafted for the same requests: which rounds have drafts moves it by one hundredth at most."""
     with ThreadPoolExecutor(2) as clients:
         answers = list(clients.map(partial(ask, pool), range(8)))
+    check(pool, answers)
     drafts = sum(map(num_draft_tokens, answers))
     assert drafts > 0
     return sum(map(num_accepted, answers)) / drafts
@@ -59,9 +67,9 @@ def shared_steps(pool: Deployment) -> list[float]:
     """What each of both targets had of the drafter's steps while both had all that they can run, the least first."""
     before = steps_by_target(pool)
     with ThreadPoolExecutor(2 * pool.config.target.max_num_seqs) as clients:
-        for _ in clients.map(partial(ask, pool), range(64)):
-            pass
+        answers = list(clients.map(partial(ask, pool), range(64)))
     after = steps_by_target(pool)
+    check(pool, answers)
     return sorted(after[target] - before.get(target, 0.0) for target in after)
 
 

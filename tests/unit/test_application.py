@@ -57,6 +57,15 @@ def test_a_pool_is_a_deployment_of_its_own_on_nodes_of_its_own() -> None:
     assert bound({"method": "ngram"}).keys() == {"Ingress", "Target"}
 
 
+def test_several_front_doors_share_out_what_may_wait() -> None:
+    found = built(num_ingresses=3, max_queued_requests=100)
+    assert found["Ingress"]._deployment_config.num_replicas == 3
+    assert found["Target"]._deployment_config.max_queued_requests == 34
+    one = built(max_queued_requests=100)
+    assert one["Ingress"]._deployment_config.num_replicas == 1
+    assert one["Target"]._deployment_config.max_queued_requests == 100
+
+
 def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))

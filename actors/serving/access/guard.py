@@ -199,16 +199,18 @@ class Guard:
         keys: Reloading[KeyRing] | None,
         *,
         budget: Budget | None = None,
+        parts: int = 1,
         on_refusal: Callable[[str, str, str], None] = lambda api, key, reason: None,
         on_request: Callable[[str], None] = lambda key: None,
         on_tokens: Callable[[str, int, int], None] = lambda key, prompt, completion: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """keys None: none are asked for. budget None: what is refused is not charged. on_refusal(api, key, reason),
+        """keys None: none are asked for. budget None: what is refused is not charged. parts: of processes that keep
+        keys' limits between them. on_refusal(api, key, reason),
         on_request(key), on_tokens(key, prompt, completion): for metrics."""
         self._keys, self._budget, self._clock, self._now = keys, budget, clock, now
-        self._limits = Limits(clock)
+        self._limits = Limits(clock, parts)
         self._on_refusal, self._on_request, self._on_tokens = on_refusal, on_request, on_tokens
         self._second, self._lines, self._unsaid = 0, 0, 0
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from outrider.actors.serving.access.keys import MOST_KEYS, Key
+from outrider.actors.serving.capacity import part_of
 
 
 @dataclass
@@ -53,8 +54,9 @@ class _Used:
 class Limits:
     """Of all keys, as far as this process sees their requests. Not thread-safe."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], parts: int = 1) -> None:
+        """parts: of processes that keep the limits between them, each its part; see part_of."""
+        self._clock, self._parts = clock, parts
         self._used: dict[str, _Used] = {}
 
     @contextmanager
@@ -73,22 +75,24 @@ class Limits:
             self._tokens(key, self._of(key)).level -= number
 
     def _admit(self, key: Key, used: _Used, generates: bool) -> None:
-        if key.concurrent_requests is not None and used.running >= key.concurrent_requests:
+        if key.concurrent_requests is not None and used.running >= part_of(key.concurrent_requests, self._parts):
             raise LimitReached("concurrent_requests", key.concurrent_requests, None)
         if generates and key.tokens_per_minute is not None and (tokens := self._tokens(key, used)).level <= 0:
             raise LimitReached("tokens_per_minute", key.tokens_per_minute, tokens.seconds_until(1))
         if key.requests_per_minute is None:
             return
-        used.requests = used.requests or Bucket.full(key.requests_per_minute, self._clock())
-        used.requests.refill(key.requests_per_minute, self._clock())
+        a_minute = part_of(key.requests_per_minute, self._parts)
+        used.requests = used.requests or Bucket.full(a_minute, self._clock())
+        used.requests.refill(a_minute, self._clock())
         if used.requests.level < 1:
             raise LimitReached("requests_per_minute", key.requests_per_minute, used.requests.seconds_until(1))
         used.requests.level -= 1
 
     def _tokens(self, key: Key, used: _Used) -> Bucket:
         assert key.tokens_per_minute is not None
-        used.tokens = used.tokens or Bucket.full(key.tokens_per_minute, self._clock())
-        used.tokens.refill(key.tokens_per_minute, self._clock())
+        a_minute = part_of(key.tokens_per_minute, self._parts)
+        used.tokens = used.tokens or Bucket.full(a_minute, self._clock())
+        used.tokens.refill(a_minute, self._clock())
         return used.tokens
 
     def _of(self, key: Key) -> _Used:

@@ -1,8 +1,8 @@
 """The guard of this process: a proxy's, whose settings come by its environment, or the ingress's.
 
 Proxies hold each key to its requests a minute and its concurrent requests as far
-as they see them, one process a node, and charge for what is refused likewise; the ingress is one process, sees them
-all, and counts tokens.
+as they see them, one process a node, and charge for what is refused likewise; the ingress sees them all, and counts
+tokens. Where there are several of it, each holds keys to its part.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _tell(gauge: Gauge, files: Reloading[KeyRing] | Reloading[Certificates]) -> 
 _ingress: list[Guard] = []
 
 
-def guard_ingress(keys_file: str | None) -> None:
+def guard_ingress(keys_file: str | None, num_ingresses: int = 1) -> None:
     """For the ingress, before its first call. Raises ConfigError."""
     _ingress.clear()
     METRICS.keys = None
@@ -82,6 +82,7 @@ def guard_ingress(keys_file: str | None) -> None:
     _ingress.append(
         Guard(
             keys,
+            parts=num_ingresses,
             on_refusal=lambda api, key, reason: METRICS.key_refused(key, reason),
             on_request=METRICS.key_request,
             on_tokens=METRICS.key_tokens,

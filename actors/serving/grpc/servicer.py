@@ -13,7 +13,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
+from outrider.actors.observability.exposition import merge
 from outrider.actors.observability.metrics import CANCELLED, METRICS, Scaling
 from outrider.actors.observability.tracing import RequestSpan, rpc_span
 from outrider.actors.replica_calls import (
@@ -256,6 +257,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         limits: LimitsConfig | None = None,
         is_stopping: Callable[[], bool] = bool,
         autoscaled: bool = False,
+        num_ingresses: int = 1,
         lora: LoraConfig | None = None,
         waiting: WaitingRoom | None = None,
     ) -> None:
@@ -264,11 +266,12 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
         None: the defaults. keys_file: whose keys calls need; None: none. isolates_tenants: caches are a key's own.
         is_stopping: whether Serve takes this replica down. autoscaled: what was refused is to be told, on the event
-        loop that this is made on. lora: the target's adapters. waiting: for whom no node has room; None: not known.
+        loop that this is made on. num_ingresses: replicas of this deployment, which share limits out. lora: the
+        target's adapters. waiting: for whom no node has room; None: not known.
 
         Raises ConfigError for a file of keys that cannot be used."""
         DRAIN.watch(is_stopping)
-        guard_ingress(keys_file)
+        guard_ingress(keys_file, num_ingresses)
         self._target, self._broadcast = target, broadcast
         self._generate = target.generate.options(stream=True)
         self._limits = limits or LimitsConfig()
@@ -280,7 +283,8 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
             self._limits,
             () if lora is None else lora.fixed_names,
         )
-        self._admission = Admission(self._limits)
+        self._admission = Admission(self._limits, num_ingresses)
+        self._num_ingresses = num_ingresses
         self._health_poll = SharedPoll(self._ask_health)
         self._status_poll = SharedPoll(self._ask_status)
         self._max_retries = max_retries
@@ -363,6 +367,21 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     async def abort_here(self, request_id: str, caller: int | None) -> bool:
         """End a request of caller's, None: of whoever's, that this ingress replica holds. Returns whether it does."""
         return self._running.abort(request_id, caller)
+
+    async def metrics_text(self) -> str:
+        """What this ingress replica counts."""
+        return METRICS.text()
+
+    async def all_metrics_text(self) -> str:
+        """Likewise, and where there are several, what each of them does that answers, with a label that says which."""
+        own = METRICS.text()
+        if self._num_ingresses == 1:
+            return own
+        replies = []
+        with suppress(DeploymentUnavailableError, ConnectionError):  # they are not known, in time
+            replies = await self._ask_ingresses("metrics_text")
+        texts = {reply.replica_id: reply.value for reply in replies if reply.ok and reply.replica_id is not None}
+        return merge(dict(sorted({**texts, _this_replica(): own}.items())), "ingress")
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
         """See serve_seam.broadcast."""

@@ -130,7 +130,7 @@ def build_http_app(context: HttpContext, pool: DeploymentHandle | None = None) -
     add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.limits)
     add_page_routes(app)
     asked = [context.target] if pool is None else [context.target, pool]
-    add_route_patterns(app, asked, context.broadcast)
+    add_route_patterns(app, asked, context.broadcast, context.rpcs.all_metrics_text)
     app.add_middleware(CheckBrowsers, limits=context.limits)
     if context.capacity is not None:
         app.add_middleware(TellCapacity, capacity=context.capacity)
@@ -155,9 +155,13 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def add_route_patterns(
-    app: FastAPI, deployments: Sequence[DeploymentHandle], broadcast: Broadcast, metrics: IngressMetrics = METRICS
+    app: FastAPI,
+    deployments: Sequence[DeploymentHandle],
+    broadcast: Broadcast,
+    own_text: Callable[[], Awaitable[str]],
+    metrics: IngressMetrics = METRICS,
 ) -> None:
-    """deployments: whose replicas offer ``metrics_text``."""
+    """deployments: whose replicas offer ``metrics_text``. own_text: what ingresses count. metrics: of this one."""
 
     async def ask(deployment: DeploymentHandle) -> list[Scraped]:
         try:
@@ -170,7 +174,7 @@ def add_route_patterns(
     async def ask_replicas() -> Sequence[Scraped]:
         return [answer for answers in await asyncio.gather(*map(ask, deployments)) for answer in answers]
 
-    application = ApplicationMetrics(ask_replicas, metrics.text)
+    application = ApplicationMetrics(ask_replicas, own_text)
 
     @app.get("/metrics", include_in_schema=False)
     async def scrape() -> Response:

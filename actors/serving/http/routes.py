@@ -100,6 +100,8 @@ class GenerationRpcs(Protocol):
         self, request: pb.GetModelInfoRequest, grpc_context: Any, /
     ) -> Awaitable[pb.GetModelInfoResponse]: ...
 
+    def all_metrics_text(self) -> Awaitable[str]: ...
+
 
 @dataclass(frozen=True)
 class HttpContext:

@@ -27,7 +27,10 @@ def application(*rounds):
         await asyncio.sleep(0)
         return waiting.pop(0)
 
-    return ApplicationMetrics(ask, lambda: exposed("own", 1)), waiting
+    async def own():
+        return exposed("own", 1)
+
+    return ApplicationMetrics(ask, own), waiting
 
 
 async def test_texts_are_merged_beside_the_ingress_s_own():

@@ -75,6 +75,16 @@ def test_tokens_count_too_and_one_alone_always_gets_in() -> None:
         pass
 
 
+def test_several_ingresses_let_in_what_one_would() -> None:
+    admission = Admission(LimitsConfig(max_tokens_in_flight=2000, max_sequences=8), num_ingresses=2)
+    request = GenerationRequest("r", "x", sampling={"n": 4, "max_tokens": 1})
+    with admission.hold(request), pytest.raises(BackPressureError), admission.hold(request):
+        pass
+    long = GenerationRequest("r", "x", sampling={"max_tokens": 700})
+    with admission.hold(long), pytest.raises(BackPressureError), admission.hold(long):
+        pass
+
+
 class Clock:
     now_s = 100.0
 

@@ -112,3 +112,22 @@ def test_a_limit_that_was_changed_holds_at_once():
     with pytest.raises(LimitReached):
         ask(limits, key(requests_per_minute=2))
     ask(limits, key())
+
+
+def test_several_processes_keep_a_limit_between_them():
+    clock = Clock()
+    limits, ci = Limits(clock, parts=2), key(requests_per_minute=30, concurrent_requests=3, tokens_per_minute=100)
+    with ExitStack() as running:
+        for _ in range(2):
+            running.enter_context(limits.running(ci, generates=True))
+        with pytest.raises(LimitReached) as reached:
+            ask(limits, ci)
+    assert reached.value.most == 3, "what the file says"
+    for _ in range(13):
+        ask(limits, ci)
+    with pytest.raises(LimitReached, match="requests_per_minute"):
+        ask(limits, ci)
+    clock.now += 60
+    limits.count_tokens(ci, 51)
+    with pytest.raises(LimitReached, match="tokens_per_minute"):
+        ask(limits, ci)

@@ -98,3 +98,24 @@ def test_before_serve_has_said_who_runs_everybody_is_asked() -> None:
     unheard._router._asyncio_router.request_router = None
     for handle in (unused, unheard):
         assert not is_alone(handle, "replica-0")  # type: ignore[arg-type]
+
+
+def test_a_scrape_of_one_ingress_tells_what_each_of_them_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        async def metrics_text(self) -> str:
+            return "# HELP x Y.\n# TYPE x gauge\nx 2.0\n"
+
+    class Silent:
+        async def metrics_text(self) -> str:
+            raise OSError
+
+    metrics = SimpleNamespace(text=lambda: "# HELP x Y.\n# TYPE x gauge\nx 1.0\n")
+    monkeypatch.setattr(servicer, "METRICS", metrics)
+    targets: Any = Replicas(EmptyTarget())
+    alone = Ingress(targets, "m", 4, broadcast=broadcast)
+    assert asyncio.run(alone.all_metrics_text()) == metrics.text(), "nobody is asked"
+    one = Ingress(targets, "m", 4, broadcast=broadcast, num_ingresses=3)
+    monkeypatch.setattr(servicer, "_this_deployment", lambda: Replicas(one, Other(), Silent()))
+    monkeypatch.setattr(servicer, "_this_replica", lambda: "replica-0")
+    told = asyncio.run(one.all_metrics_text())
+    assert told == '# HELP x Y.\n# TYPE x gauge\nx{ingress="replica-0"} 1.0\nx{ingress="replica-1"} 2.0\n'
