@@ -6,6 +6,7 @@ Nodes are raylets of one machine, the head without processors. The tests follow 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,7 +23,7 @@ from ray.core.generated import autoscaler_pb2, gcs_pb2
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.actors.serve_seam.options import proxy_options
-from outrider.cluster.config import parse_config
+from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.placement import NAMESPACE, available_cores
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
@@ -39,6 +40,9 @@ LOADED_WITHIN_S = 300.0
 """A replica that loads its model while requests run on few cores."""
 
 DRAINED_WITHIN_S = 600
+
+STORE_IS_GONE_S = 10.0
+"""Less than Ray's nodes wait for it: 60 s."""
 
 
 @dataclass
@@ -84,7 +88,7 @@ class Nodes:
 
 
 @pytest.fixture(scope="module")
-def nodes(models: Models) -> Iterator[Nodes]:
+def nodes(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     cores = available_cores()
     pinned = [[[cores[number % len(cores)]]] for number in range(2)]
     config = parse_config(
@@ -107,7 +111,14 @@ def nodes(models: Models) -> Iterator[Nodes]:
         }
     )
     os.environ.update(PROXY_ENVIRONMENT)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_gcs_storage", "rocksdb")
+        environment.setenv("RAY_gcs_storage_path", str(tmp_path_factory.mktemp("gcs")))
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        yield from _served(cluster, config, models)
+
+
+def _served(cluster: Cluster, config: OutriderConfig, models: Models) -> Iterator[Nodes]:
     try:
         ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
         serve.start(proxy_location="HeadOnly", **proxy_options(config.serving))
@@ -156,6 +167,26 @@ def test_nodes_that_come_are_used_by_their_labels(nodes: Nodes) -> None:
         assert len(set(found.values())) == 2, "one each"
         assert {labels[node] for node in found.values()} == {role}
     wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each")
+    all_draft(nodes.app)
+
+
+def test_the_cluster_s_store_goes_and_comes_back_and_no_answer_is_lost(nodes: Nodes) -> None:
+    """GCS, which knows of every actor and node: what runs goes on without it, and what came anew is known after."""
+    wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each")
+    before = {of: nodes.of(of) for of in ("Ingress", "Target", "DrafterPool")}
+    with load(nodes.app):
+        nodes.cluster.head_node.kill_gcs_server()
+        gone = time.monotonic()
+        prompt = list(b"Nobody keeps the books now.")
+        while time.monotonic() - gone < STORE_IS_GONE_S:
+            answer = nodes.app.client.generate(prompt, temperature=0.0, max_tokens=40)
+            nodes.app.reference.check(prompt, answer.token_ids, label="without a store")
+        nodes.cluster.head_node.start_gcs_server()
+        nodes.wait_for_targets()
+        os.kill(next(iter(nodes.app.drafters().values())), signal.SIGKILL)
+        wait_until(lambda: not is_even(nodes.app), HANG_GUARD_S, "its end is known")
+        wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "another in its place")
+    assert {of: nodes.of(of) for of in before} == before, "nobody was replaced"
     all_draft(nodes.app)
 
 

@@ -22,7 +22,7 @@ from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.nodes import Node, check_nodes_hold_a_replica, kept_together
-from outrider.cluster.placement import placement_of, plan_cores
+from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
 from outrider.deploy.app import TAKE_DOWN_S
 
 ROOT = Path(__file__).parents[2]
@@ -358,9 +358,15 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
         assert not has_gpus or kind.labels == group["labels"], role
     cores = None if has_gpus else plan_cores(config, range(8))
     placement = placement_of(config, on_gpu=has_gpus, core_plan=cores)
+    pool = pool_placement_of(config, on_gpu=has_gpus, core_plan=cores)
     placement, why_not = kept_together(placement, 1, [], types, nodes_may_come=True)
-    assert (why_not is None) == (placement.strategy == "STRICT_PACK") == (not has_gpus)
-    check_nodes_hold_a_replica(placement, None, types, "the manifest")
+    apart = has_gpus and pool is None
+    assert (why_not is None) == (placement.strategy == "STRICT_PACK") == (not apart), "a drafter on a node of its own"
+    check_nodes_hold_a_replica(placement, pool, types, "the manifest")
+    if pool is not None:
+        assert config.remote_drafter is not None
+        assert workers["drafter"]["maxReplicas"] == config.remote_drafter.most_drafters
+    assert config.serving.autoscaling is None or workers["target"]["maxReplicas"] == config.serving.most_replicas
 
 
 def cpus(group: Tree) -> int:
