@@ -50,8 +50,8 @@ def fetched(name: str) -> Path:
 
 
 def test_presets_are_the_documented_ones_and_valid() -> None:
-    assert preset_names() == ["llama-70b", "qwen-coder", "qwen3-32b", "smollm2"]
-    assert set(PRESET_MODELS) == set(preset_names()) - {"llama-70b", "qwen3-32b"}, "no package carries models so large"
+    assert preset_names() == ["gpt-oss-120b", "llama-70b", "llama-70b-pool", "qwen-coder", "qwen3-32b", "smollm2"]
+    assert set(PRESET_MODELS) == {"qwen-coder", "smollm2"}, "no package carries larger models"
     assert set(preset_names()) >= FETCHED_WHEN_MISSING
     for name in preset_names():
         config = resolve_config(name)
@@ -59,7 +59,7 @@ def test_presets_are_the_documented_ones_and_valid() -> None:
         assert config.link.link_deadline_ms > config.link.round_deadline_ms
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama-70b", 4), ("qwen3-32b", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("llama-70b", 4), ("llama-70b-pool", 4), ("qwen3-32b", 2)])
 def test_presets_of_large_pairs_take_their_gpus_and_leave_the_rest_to_the_device(name: str, ranks: int) -> None:
     config = resolve_config(name)
     assert isinstance(config.drafter, DraftModelConfig)
@@ -68,6 +68,22 @@ def test_presets_of_large_pairs_take_their_gpus_and_leave_the_rest_to_the_device
     assert "cores" not in config.target.model_fields_set
     assert not config.link.model_fields_set
     assert models_to_fetch(name, Overrides()) == []
+
+
+def test_a_pool_is_the_pair_with_the_drafter_shared() -> None:
+    own, shared = resolve_config("llama-70b"), resolve_config("llama-70b-pool")
+    assert isinstance(own.drafter, DraftModelConfig)
+    assert isinstance(shared.drafter, DraftModelConfig)
+    assert own.target == shared.target
+    assert shared.drafter.model_copy(update={"placement": own.drafter.placement}) == own.drafter
+    assert (shared.serving.num_replicas, shared.drafter.num_drafters) == (4, 1)
+
+
+def test_a_head_that_needs_hidden_states_is_the_engine_s_own() -> None:
+    config = resolve_config("gpt-oss-120b")
+    assert config.co_located is not None
+    assert config.remote_drafter is None
+    assert models_to_fetch("gpt-oss-120b", Overrides()) == []
 
 
 def test_a_preset_without_local_copies_names_hub_models_that_fetch_knows() -> None:
@@ -157,7 +173,7 @@ def test_dtype_leaves_an_ngram_drafter_alone(tmp_path: Path) -> None:
         (
             "smolm2",
             Overrides(),
-            r"config: 'smolm2' is neither a preset \(llama-70b, qwen-coder, qwen3-32b, smollm2\) nor a file",
+            r"config: 'smolm2' is neither a preset \(gpt-oss-120b, llama-70b, llama-70b-pool, .*smollm2\) nor a file",
         ),
         ("smollm2", Overrides(drafter="/x"), r"drafter\.model: /x does not exist"),
         ("smollm2", Overrides(target="/no/such/dir"), r"target\.model: /no/such/dir does not exist; .*outrider fetch"),
