@@ -273,7 +273,9 @@ class Guard:
             payer = Payer("key", key.name)
         else:
             payer = Payer("address" if asked.need.scopes else "open", asked.address)
-        if (wait_s := self._budget.wait_s(payer)) > 0:
+        # What a key has begun it can end; how often it tries is held by the lane of aborts.
+        may_go_on = key is not None and not asked.need.is_limited
+        if not may_go_on and (wait_s := self._budget.wait_s(payer)) > 0:
             raise _too_often(wait_s, key)
         return payer
 

@@ -10,7 +10,16 @@ import pytest
 
 from outrider.actors.serving.access.budget import BASE_S, MIB_S, MOST_HANDLER_S, MOST_PAYERS, Bill, Budget, Payer
 from outrider.actors.serving.access.files import Reloading
-from outrider.actors.serving.access.guard import GRPC_CALLS, NOBODY, OPEN, Asked, Guard, Refused, http_headers
+from outrider.actors.serving.access.guard import (
+    GRPC_CALLS,
+    NOBODY,
+    OPEN,
+    Asked,
+    Guard,
+    Refused,
+    http_headers,
+    need_of_rpc,
+)
 from outrider.actors.serving.access.keys import Key, KeyRing, hash_of, new_secret
 
 CODE = grpc.StatusCode
@@ -176,6 +185,17 @@ def test_a_key_pays_for_its_own_calls_wherever_it_is(keyed, clock, caplog):
         assert keyed.ask(KEYED) == "REFUSED_TOO_OFTEN"
     clock.now_s += 12.1
     assert keyed.ask(KEYED) == ""
+
+
+def test_who_has_overdrawn_can_still_end_what_it_has_begun(keyed):
+    for _ in range(3):
+        assert keyed.ask(KEYED, bad=True) == ""
+    abort = need_of_rpc("AbortRequest")
+    assert keyed.ask(KEYED) == "REFUSED_TOO_OFTEN"
+    assert keyed.ask(KEYED, need=abort) == ""
+    for _ in range(3):
+        assert keyed.ask(None, need=abort) == "NO_KEY"
+    assert keyed.ask(None, need=abort) == "REFUSED_TOO_OFTEN", "without a key there is nothing that it began"
 
 
 def test_calls_that_are_answered_cost_nothing(keyed):
