@@ -77,12 +77,10 @@ def test_tokens_count_too_and_one_alone_always_gets_in() -> None:
 
 def test_several_ingresses_let_in_what_one_would() -> None:
     admission = Admission(LimitsConfig(max_tokens_in_flight=2000, max_sequences=8), num_ingresses=2)
-    request = GenerationRequest("r", "x", sampling={"n": 4, "max_tokens": 1})
-    with admission.hold(request), pytest.raises(BackPressureError), admission.hold(request):
-        pass
-    long = GenerationRequest("r", "x", sampling={"max_tokens": 700})
-    with admission.hold(long), pytest.raises(BackPressureError), admission.hold(long):
-        pass
+    for sampling in ({"n": 4, "max_tokens": 1}, {"max_tokens": 700}):
+        request = GenerationRequest("r", "x", sampling=sampling)
+        with admission.hold(request), pytest.raises(BackPressureError), admission.hold(request):
+            pass
 
 
 class Clock:

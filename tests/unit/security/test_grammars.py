@@ -175,6 +175,7 @@ def is_refused(host: GrammarHost, kind: str, spec: str) -> bool:
 
 
 def test_a_matcher_that_was_killed_makes_its_constraint_no_bomb(host: GrammarHost) -> None:
+    room(host, "json", '{"type": "object"}').leave()
     before = rooms_of(host)
     matcher = room(host, "ebnf", 'root ::= "killed"').matcher([EOS], ATTACKER)
     assert allowed(matcher)
@@ -189,40 +190,37 @@ def test_a_matcher_that_was_killed_makes_its_constraint_no_bomb(host: GrammarHos
     matcher.close()
 
 
-def test_a_matcher_that_gets_no_core_for_a_while_is_waited_for(host: GrammarHost) -> None:
-    """Its neighbour has answered long since."""
+@pytest.fixture
+def stopped(host: GrammarHost, request: pytest.FixtureRequest) -> Iterator[tuple[Matcher, Matcher, int]]:
+    """Two matchers that have been asked, and the first one's process, which gets no core."""
+    other = room(host, "json", '{"type": "object"}').matcher([EOS], OTHER)
     before = rooms_of(host)
-    starved = room(host, "ebnf", 'root ::= "starved"').matcher([EOS], NEIGHBOUR)
-    neighbour = room(host, "json", '{"type": "object"}').matcher([EOS], OTHER)
-    assert allowed(starved)
-    (process,) = (each for each in rooms_of(host) - before if children_of(each))
+    one = room(host, "ebnf", f'root ::= "{request.node.name}"').matcher([EOS], NEIGHBOUR)
+    assert allowed(one)
+    (process,) = rooms_of(host) - before
     (forked,) = children_of(process)
     os.kill(int(forked), signal.SIGSTOP)
-    goes_on = threading.Timer(2.0, os.kill, (int(forked), signal.SIGCONT))
-    goes_on.start()
-    starved.ask_masks([])
-    neighbour.ask_masks([])
-    assert gather([starved, neighbour], BOUNDS.step_wait_s).keys() == {starved, neighbour}
-    goes_on.join()
-    starved.close()
-    neighbour.close()
-
-
-def test_a_matcher_that_never_answers_ends_its_own_request(host: GrammarHost) -> None:
-    before = rooms_of(host)
-    stopped = room(host, "ebnf", 'root ::= "stopped"').matcher([EOS], NEIGHBOUR)
-    neighbour = room(host, "json", '{"type": "object"}').matcher([EOS], OTHER)
-    assert allowed(stopped)
-    (process,) = (each for each in rooms_of(host) - before if children_of(each))
-    (forked,) = children_of(process)
-    os.kill(int(forked), signal.SIGSTOP)
-    stopped.ask_masks([])
-    neighbour.ask_masks([])
-    assert neighbour in gather([stopped, neighbour], 1.0)
-    assert stopped.ending == Ending("took too long on a busy server; retry", "server")
+    one.ask_masks([])
+    other.ask_masks([])
+    yield one, other, int(forked)
     os.kill(int(forked), signal.SIGKILL)
-    stopped.close()
-    neighbour.close()
+    one.close()
+    other.close()
+
+
+def test_a_matcher_that_gets_no_core_for_a_while_is_waited_for(stopped: tuple[Matcher, Matcher, int]) -> None:
+    """Its neighbour has answered long since."""
+    one, other, process = stopped
+    goes_on = threading.Timer(2.0, os.kill, (process, signal.SIGCONT))
+    goes_on.start()
+    assert gather([one, other], BOUNDS.step_wait_s).keys() == {one, other}
+    goes_on.join()
+
+
+def test_a_matcher_that_never_answers_ends_its_own_request(stopped: tuple[Matcher, Matcher, int]) -> None:
+    one, other, _ = stopped
+    assert other in gather([one, other], 1.0)
+    assert one.ending == Ending("took too long on a busy server; retry", "server")
 
 
 def test_ever_fresh_bombs_do_not_keep_anothers_constraint_waiting(host: GrammarHost) -> None:
