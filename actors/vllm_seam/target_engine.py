@@ -272,7 +272,9 @@ class TargetEngine:
                 except EngineGenerateError as error:
                     # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
                     if num_tokens or not isinstance(error.__cause__, ValueError):
-                        raise
+                        raise RuntimeError(
+                            f"the engine failed: {error.__cause__ or error}"
+                        ) from None  # see check_health
                     raise refusal(error.__cause__, request, self._vocab_size) from None
                 for round_output in round_outputs(output, request, num_tokens, self._rounds):
                     ended = round_output.finish_reason is not None
@@ -351,10 +353,14 @@ class TargetEngine:
         return int((cache.num_gpu_blocks or 0) * cache.block_size)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine is dead, RuntimeError with the reason when it stands still."""
+        """Raises RuntimeError when the engine is dead or stands still. No error of vLLM's: Serve's controller would
+        import vLLM, and torch with it, to read it: 460 MiB, and seconds in which it replaces nobody."""
         if self._stands_still is not None:
             raise RuntimeError(self._stands_still)
-        await self._llm.check_health()
+        try:
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise RuntimeError(str(error)) from None
 
     def shutdown(self) -> None:
         if self._watching is not None:

@@ -122,8 +122,8 @@ def test_a_failed_answer_fails_the_request_and_closes_vllms_stream() -> None:
     [
         ([VLLMClientError("no")], RequestError),
         ([wrapped(ValueError("no"))], RequestError),
-        ([wrapped(KeyError("no"))], EngineGenerateError),
-        ([output(delta(3)), wrapped(ValueError("no"))], EngineGenerateError),
+        ([wrapped(KeyError("no"))], RuntimeError),
+        ([output(delta(3)), wrapped(ValueError("no"))], RuntimeError),
         ([EngineDeadError()], ConnectionError),
     ],
 )

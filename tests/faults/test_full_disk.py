@@ -1,0 +1,132 @@
+"""`outrider serve` on a machine whose disk, and whose shared memory, are full: they are file systems of its own, in a
+mount namespace, which are made as small as what is in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from outrider.deploy.client.sync_client import OutriderClient
+from tests.integration.test_cli import ENDS_WITHIN_S, LINE
+from tests.reference import Reference
+from tests.serving import HANG_GUARD_S, Models, engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
+
+PAGE = 4096
+PROMPT = "to be or not to be, that is the question: to be or not to be"
+SHARED = "/dev/shm"
+MOUNT = 'mount -t tmpfs -o size=2g tmpfs "$1" && mount -t tmpfs -o size=4g tmpfs "$2" && shift 2 && exec "$@"'
+
+
+def can_mount() -> bool:
+    tried = subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False
+    )
+    return tried.returncode == 0
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    disk: str
+    client: OutriderClient
+    url: str
+    reference: Reference
+
+    def check(self) -> None:
+        """Answers over both APIs, a large one among them, which Ray would put into its object store."""
+        prompt = list(PROMPT.encode())
+        answer = self.client.generate(PROMPT, temperature=0.0, max_tokens=200)
+        self.reference.check(prompt, answer.token_ids, label="over gRPC")
+        body: dict[str, Any] = {
+            "prompt": PROMPT,
+            "temperature": 0,
+            "max_tokens": 800,
+            "logprobs": 5,
+            "ignore_eos": True,
+        }
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=HANG_GUARD_S)
+        assert response.status_code == 200, response.text
+        assert len(response.content) > 100_000
+        assert response.json()["usage"]["completion_tokens"] == 800
+
+    @contextmanager
+    def full(self, path: str) -> Iterator[None]:
+        """Whatever asks for a page more meanwhile gets none. What is in it stays."""
+        inside = os.statvfs(f"/proc/{self.process.pid}/root{path}")
+        used = (inside.f_blocks - inside.f_bfree) * inside.f_frsize
+        self._resize(path, used + PAGE)
+        try:
+            with pytest.raises(OSError, match="No space left"):
+                Path(f"/proc/{self.process.pid}/root{path}/more").write_bytes(bytes(2 * PAGE))
+            yield
+        finally:
+            if self.process.poll() is None:
+                self._resize(path, inside.f_blocks * inside.f_frsize)
+
+    def _resize(self, path: str, size: int) -> None:
+        mount = ["mount", "-o", f"remount,size={size}", path]
+        subprocess.run(["nsenter", "--target", str(self.process.pid), "--mount", *mount], check=True)
+
+
+@pytest.fixture(scope="module")
+def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if not can_mount():
+        pytest.skip("may not mount anything here")
+    directory = tmp_path_factory.mktemp("full")
+    config = directory / "config.yaml"
+    config.write_text(yaml.safe_dump({"target": engine(models.target), "drafter": {"method": "ngram"}}))
+    disk = tempfile.mkdtemp(dir="/tmp")  # not pytest's own: sockets want short paths
+    serve = [sys.executable, "-m", "outrider.deploy.cli", "serve", str(config), "--grpc-port", "0", "--http-port", "0"]
+    errors = (directory / "stderr").open("w+")
+    process = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", MOUNT, "sh", disk, SHARED, *serve],
+        stdout=subprocess.PIPE, stderr=errors, text=True, cwd=Path(__file__).parents[2],
+        env={**os.environ, "RAY_TMPDIR": disk},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        found = LINE.fullmatch(line)
+        assert found, f"{line!r}; {(directory / 'stderr').read_text()[-2000:]}"
+        client = OutriderClient(found["grpc"])
+        yield Server(process, disk, client, f"http://{found['http']}", Reference(models.target))
+        client.close()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        errors.close()
+        shutil.rmtree(disk, ignore_errors=True)
+
+
+@pytest.mark.parametrize("what", ["disk", "shared memory"])
+def test_what_is_full_costs_no_answer_and_what_is_free_again_is_used(server: Server, what: str) -> None:
+    server.check()
+    with server.full(server.disk if what == "disk" else SHARED):
+        for _ in range(3):
+            server.check()
+    server.check()
+
+
+def test_it_ends_as_always(server: Server) -> None:
+    with server.full(server.disk):
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(ENDS_WITHIN_S) == 0
