@@ -27,6 +27,7 @@ from tests.serving import HANG_GUARD_S, Models, engine
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 PAGE = 4096
+MOST_PAGES = 1 << 14
 PROMPT = "to be or not to be, that is the question: to be or not to be"
 SHARED = "/dev/shm"
 MOUNT = 'mount -t tmpfs -o size=2g tmpfs "$1" && mount -t tmpfs -o size=4g tmpfs "$2" && shift 2 && exec "$@"'
@@ -37,6 +38,13 @@ def can_mount() -> bool:
         ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False
     )
     return tried.returncode == 0
+
+
+def fill(path: Path) -> None:
+    """Some pages may have been given back since it was looked at. Raises OSError."""
+    with path.open("wb", buffering=0) as file:
+        for _ in range(MOST_PAGES):
+            file.write(bytes(PAGE))
 
 
 @dataclass
@@ -67,14 +75,16 @@ class Server:
     @contextmanager
     def full(self, path: str) -> Iterator[None]:
         """Whatever asks for a page more meanwhile gets none. What is in it stays."""
-        inside = os.statvfs(f"/proc/{self.process.pid}/root{path}")
+        root = Path(f"/proc/{self.process.pid}/root{path}")
+        inside, more = os.statvfs(root), root / "more"
         used = (inside.f_blocks - inside.f_bfree) * inside.f_frsize
         self._resize(path, used + PAGE)
         try:
             with pytest.raises(OSError, match="No space left"):
-                Path(f"/proc/{self.process.pid}/root{path}/more").write_bytes(bytes(2 * PAGE))
+                fill(more)
             yield
         finally:
+            more.unlink(missing_ok=True)
             if self.process.poll() is None:
                 self._resize(path, inside.f_blocks * inside.f_frsize)
 
