@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +27,7 @@ LINKED_WITHIN_S = 30.0
 
 SAME_ACCEPTANCE = 0.02
 EVEN = 1.2
+SHARED_STEPS = 2000
 
 BACK_WITHIN_S = 300.0
 """A drafter that loads its model anew, while requests run on few cores."""
@@ -64,13 +66,33 @@ def steps_by_target(pool: Deployment) -> dict[str, float]:
 
 
 def shared_steps(pool: Deployment) -> list[float]:
-    """What each of both targets had of the drafter's steps while both had all that they can run, the least first."""
-    before = steps_by_target(pool)
-    with ThreadPoolExecutor(2 * pool.config.target.max_num_seqs) as clients:
-        answers = list(clients.map(partial(ask, pool), range(64)))
-    after = steps_by_target(pool)
-    check(pool, answers)
-    return sorted(after[target] - before.get(target, 0.0) for target in after)
+    """What each of both targets had of so many of the drafter's steps, the least first. Both had all that they can run:
+    each ingress finds a replica by what it sent itself, so more are asked for than there are seats."""
+    seats, enough = pool.config.target.max_num_seqs, threading.Event()
+
+    def ask_on(number: int) -> list[pb.GenerateResponse]:
+        answers = []
+        while not enough.is_set():
+            answers.append(ask(pool, number))
+        return answers
+
+    def had() -> dict[str, float]:
+        now = steps_by_target(pool)
+        return {target: now[target] - before.get(target, 0.0) for target in now}
+
+    with ThreadPoolExecutor(4 * seats) as clients:
+        asked = [clients.submit(ask_on, number) for number in range(4 * seats)]
+        try:
+            for _settled in (False, True):
+                before = steps_by_target(pool)
+                wait_until(lambda: sum(had().values()) >= SHARED_STEPS, HANG_GUARD_S, "steps of the only drafter")
+            shared = sorted(had().values())
+        finally:
+            enough.set()
+    for number, answers in enumerate(asked):
+        for answer in answers.result():
+            pool.reference.check(prompt_of(number), answer.token_ids, label=f"request {number}")
+    return shared
 
 
 def test_each_target_has_a_drafter(pool: Deployment) -> None:
