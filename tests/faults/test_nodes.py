@@ -11,25 +11,20 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 import ray
-from ray import serve
 from ray.cluster_utils import Cluster
-from ray.core.generated import autoscaler_pb2, gcs_pb2
+from ray.core.generated import autoscaler_pb2
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
-from outrider.actors.serve_seam.options import proxy_options
-from outrider.cluster.config import OutriderConfig, parse_config
-from outrider.cluster.placement import NAMESPACE, available_cores
-from outrider.deploy.app import build_app, plan_replica
-from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.cluster.config import parse_config
+from outrider.cluster.placement import available_cores
+from outrider.deploy.client.sync_client import OutriderError
 from outrider.deploy.ports import pick_free_port
+from tests.clusters import nodes_of, served_on
 from tests.pools import all_draft, ask_registry, is_even, load, scrape, shares
-from tests.reference import Reference
 from tests.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
 from tests.streams import join, under_way
 
@@ -58,16 +53,10 @@ class Nodes:
         """One that has room for a target, or for a drafter. Returns its id."""
         return str(self.cluster.add_node(num_cpus=2, labels={"role": role}).node_id)
 
-    def of(self, deployment: str) -> dict[str, str]:
-        """By replica: the node that it is on."""
-        table = ray._private.state.state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
-        actors = [gcs_pb2.ActorTableData.FromString(data) for data in table]
-        return {a.name.split("#")[2]: a.address.node_id.hex() for a in actors if f"#{deployment}#" in a.name}
-
     def a_target(self) -> tuple[str, str]:
         """And its node, where the front door is not: losing that is another matter."""
-        fronts = set(self.of("Ingress").values())
-        return next((replica, node) for replica, node in self.of("Target").items() if node not in fronts)
+        fronts = set(nodes_of("Ingress").values())
+        return next((replica, node) for replica, node in nodes_of("Target").items() if node not in fronts)
 
     def remove(self, node_id: str) -> None:
         """As a machine goes whose power is cut."""
@@ -115,36 +104,14 @@ def nodes(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         environment.setenv("RAY_gcs_storage", "rocksdb")
         environment.setenv("RAY_gcs_storage_path", str(tmp_path_factory.mktemp("gcs")))
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        yield from _served(cluster, config, models)
-
-
-def _served(cluster: Cluster, config: OutriderConfig, models: Models) -> Iterator[Nodes]:
-    try:
-        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
-        serve.start(proxy_location="HeadOnly", **proxy_options(config.serving))
-        plan = plan_replica(config)
-        built = serve.RunTarget(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
-        serve.run_many([built], wait_for_applications_running=False)
-        app = _deployment(config, plan, models)
-        wait_until(lambda: len(_waiting(app)) == 4, LOADED_WITHIN_S, "a status of what waits", every_s=0.5)
-        waited = _waiting(app)
-        there = Nodes(cluster, app, (waited, scrape(app)))
-        for role in ("target", "target", "drafter", "drafter"):
-            there.add(role)
-        there.wait_for_targets()
-        yield there
-        there.app.client.close()
-        serve.shutdown()
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-def _deployment(config: Any, plan: Any, models: Models) -> Deployment:
-    address = f"127.0.0.1:{config.serving.grpc_port}"
-    references = Reference(Path(config.target.model)), Reference(Path(config.drafter.model))
-    url = f"http://127.0.0.1:{config.serving.http_port}"
-    return Deployment("nodes", config, plan, address, OutriderClient(address), *references, url, models, Reference)
+        with served_on(cluster, config, models) as app:
+            wait_until(lambda: len(_waiting(app)) == 4, LOADED_WITHIN_S, "a status of what waits", every_s=0.5)
+            waited = _waiting(app)
+            there = Nodes(cluster, app, (waited, scrape(app)))
+            for role in ("target", "target", "drafter", "drafter"):
+                there.add(role)
+            there.wait_for_targets()
+            yield there
 
 
 def _waiting(app: Deployment) -> list[str]:
@@ -163,7 +130,7 @@ def test_nodes_that_come_are_used_by_their_labels(nodes: Nodes) -> None:
     wait_until(lambda: not nodes.app.status().waiting, HANG_GUARD_S, "word that nothing waits any more", every_s=0.5)
     labels = {node["NodeID"]: node["Labels"].get("role") for node in ray.nodes()}
     for deployment, role in (("Target", "target"), ("DrafterPool", "drafter")):
-        found = nodes.of(deployment)
+        found = nodes_of(deployment)
         assert len(set(found.values())) == 2, "one each"
         assert {labels[node] for node in found.values()} == {role}
     wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each")
@@ -173,7 +140,7 @@ def test_nodes_that_come_are_used_by_their_labels(nodes: Nodes) -> None:
 def test_the_cluster_s_store_goes_and_comes_back_and_no_answer_is_lost(nodes: Nodes) -> None:
     """GCS, which knows of every actor and node: what runs goes on without it, and what came anew is known after."""
     wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each")
-    before = {of: nodes.of(of) for of in ("Ingress", "Target", "DrafterPool")}
+    before = {of: nodes_of(of) for of in ("Ingress", "Target", "DrafterPool")}
     with load(nodes.app):
         nodes.cluster.head_node.kill_gcs_server()
         gone = time.monotonic()
@@ -186,7 +153,7 @@ def test_the_cluster_s_store_goes_and_comes_back_and_no_answer_is_lost(nodes: No
         os.kill(next(iter(nodes.app.drafters().values())), signal.SIGKILL)
         wait_until(lambda: not is_even(nodes.app), HANG_GUARD_S, "its end is known")
         wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "another in its place")
-    assert {of: nodes.of(of) for of in before} == before, "nobody was replaced"
+    assert {of: nodes_of(of) for of in before} == before, "nobody was replaced"
     all_draft(nodes.app)
 
 
@@ -195,7 +162,7 @@ def test_the_node_of_a_pools_drafter_goes_and_another_drafts_on(nodes: Nodes) ->
     lost, (bereft,) = next(iter(ask_registry(nodes.app, "drafters").items()))
     epoch = ask_registry(nodes.app, "links")[bereft].epoch
     with load(nodes.app):
-        nodes.remove(nodes.of("DrafterPool")[lost.split(":")[1]])
+        nodes.remove(nodes_of("DrafterPool")[lost.split(":")[1]])
 
         def has_another() -> bool:
             with suppress(ValueError, KeyError, ray.exceptions.RayError):  # the registry may have been there
@@ -218,7 +185,7 @@ def test_a_drained_node_s_replica_has_one_elsewhere_first_and_ends_no_answer(nod
         announced = time.monotonic()
 
         def counts() -> bool:
-            running = nodes.of("Target")
+            running = nodes_of("Target")
             if old in running:
                 return False
             assert spare in running.values(), "the old one left before there was another"
@@ -227,7 +194,7 @@ def test_a_drained_node_s_replica_has_one_elsewhere_first_and_ends_no_answer(nod
         wait_until(counts, LOADED_WITHIN_S, "the old replica's end")
         print(f"moved to another node {time.monotonic() - announced:.1f} s after it was announced")
         nodes.wait_for_targets()
-    assert drained not in nodes.of("Target").values()
+    assert drained not in nodes_of("Target").values()
     nodes.remove(drained)
 
 
@@ -249,7 +216,7 @@ def test_the_node_of_a_replica_goes_and_its_requests_are_told(nodes: Nodes) -> N
             tokens = list(again.token_ids)
         assert len(tokens) == MAX_TOKENS, f"stream {number}"
         nodes.app.reference.check(each.prompt, tokens, label=f"stream {number}")
-    wait_until(lambda: lost not in nodes.of("Target"), HANG_GUARD_S, "the lost replica's end is known")
+    wait_until(lambda: lost not in nodes_of("Target"), HANG_GUARD_S, "the lost replica's end is known")
     wait_until(lambda: "Target" in _waiting(nodes.app), HANG_GUARD_S, "word of what no other node has room for")
     needs = {each.deployment: each.needs for each in nodes.app.status().waiting}
     assert needs["Target"] == "1 target rank on one node: 2 CPUs with role=target"

@@ -332,6 +332,7 @@ def test_the_application_and_the_proxies_are_told_the_same(overlay: str) -> None
         found = ProxyAccess.from_environment(environment)
         assert found == ProxyAccess.of(config.serving), role
         assert PROXY_ENVIRONMENT.items() <= environment.items(), role
+        assert ("RAY_health_check_timeout_ms" in environment) == (role == "head"), "GCS looks after the nodes"
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert Path(application["args"]["config"]).name in configurations(overlay)
         assert mounts[str(Path(application["args"]["config"]).parent)] == "configuration"
