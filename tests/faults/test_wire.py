@@ -55,7 +55,7 @@ def test_a_slow_wire_delays_drafts_and_changes_no_answer(hosts: Hosts) -> None:
     with hosts.other.weather(delay_s=DELAY_S):
         with hosts.streams() as streams:
             for traffic in streams:
-                traffic.wait_for_messages(200)
+                traffic.wait_for_messages(80)
         all_draft(hosts.app)
     assert hosts.link().epoch == link.epoch
 
@@ -66,7 +66,7 @@ def test_a_wire_that_loses_frames_loses_no_drafts(hosts: Hosts) -> None:
     with hosts.other.weather(loss=LOSS):
         with hosts.streams() as streams:
             for traffic in streams:
-                traffic.wait_for_messages(200)
+                traffic.wait_for_messages(80)
         all_draft(hosts.app)
     assert hosts.link().epoch == link.epoch
 

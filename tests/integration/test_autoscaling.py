@@ -35,6 +35,8 @@ SEATS, HELD, QUEUE = 6, 8, 8
 CROWD = HELD + QUEUE + 4
 """Callers over gRPC, and as many over HTTP: more than either API's proxy lets in for one replica."""
 
+FEW = 2
+
 ANSWER_TOKENS, SHORT_ANSWER_TOKENS, LONG_ANSWER_TOKENS = 200, 8, 800
 
 
@@ -114,6 +116,7 @@ class Callers:
     @contextmanager
     def calling(self, callers: int) -> Iterator[None]:
         """So many over each API. What they have begun they end."""
+        self._over.clear()
         threads = [
             threading.Thread(target=self._call, args=(number, ask), daemon=True)
             for ask in (self._over_grpc, self._over_http)
@@ -144,9 +147,17 @@ def test_a_second_replica_comes_with_the_load_and_leaves_with_it(autoscaled: Dep
     assert len(autoscaled.replicas()) == 1
     assert capacity(autoscaled) == HELD + QUEUE
     crowd = Callers(autoscaled, ANSWER_TOKENS)
+
+    def wanted() -> int:
+        scaling = view(None, scraped(autoscaled)).scaling
+        return 0 if scaling is None else scaling.wanted
+
     with crowd.calling(CROWD):
-        wait_until(lambda: capacity(autoscaled) == 2 * HELD + QUEUE, 3 * HANG_GUARD_S, "room of two replicas", 0.5)
+        wait_until(lambda: wanted() == 2, HANG_GUARD_S, "a second one called for", 0.5)
+    with crowd.calling(FEW):  # what loads has to share the cores with them
+        wait_until(lambda: capacity(autoscaled) == 2 * HELD + QUEUE, HANG_GUARD_S, "room of two replicas", 0.5)
         wait_until(lambda: len(loads(autoscaled)) == 2, HANG_GUARD_S, "two replicas", 0.5)
+    with crowd.calling(CROWD):
         wait_until(lambda: all(load["running"] for load in loads(autoscaled)), HANG_GUARD_S, "both busy", 0.5)
         seen = scraped(autoscaled)
     print(f"a crowd of {2 * CROWD}: {dict(crowd.outcomes)}")
