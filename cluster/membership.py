@@ -18,7 +18,7 @@ from outrider.cluster.config import OutriderConfig
 from outrider.cluster.link.frame import PROTOCOL_VERSION
 
 MOVE_PAUSE_S = 5.0
-"""Between two moves that only make the shares better."""
+"""Between two moves that only make the shares better, and after a verifier has come."""
 
 RACK_LABEL = "rack"
 ZONE_LABEL, REGION_LABEL = "ray.io/availability-zone", "ray.io/availability-region"
@@ -215,6 +215,8 @@ class Membership:
         if linked_to:
             self.assigned.setdefault(verifier.name, linked_to)
             self.links.setdefault(verifier.name, LinkReport("up", drafter=linked_to))
+        if verifier.name not in self.verifiers:
+            self._moved_at = now  # of a registry that was made anew: others have not asked yet
         self.verifiers[verifier.name] = verifier
         self.assign(now)
         going = any(member.drafter == linked_to for member in self.members.values() if member.draining)

@@ -145,8 +145,8 @@ def test_nobody_moves_without_a_reason_and_few_at_a_time():
     assert shares(members, verifiers) == [6]
     members.renew(Member("p-D2", "D2", pooled=True), 1000, now=0)
     before = dict(members.assigned)
-    assert shares(members, verifiers, now=1.0) == [1, 5], "one move"
-    assert shares(members, verifiers, now=1.0 + 0.9 * MOVE_PAUSE_S) == [1, 5], "and a pause"
+    assert shares(members, verifiers, now=MOVE_PAUSE_S) == [1, 5], "one move"
+    assert shares(members, verifiers, now=1.9 * MOVE_PAUSE_S) == [1, 5], "and a pause"
     made = 1
     for number in range(2, 20):
         seen = dict(members.assigned)
@@ -216,7 +216,7 @@ def test_a_nearer_one_that_comes_later_is_moved_to():
     here = Verifier("r1", place=NEAR)
     assert assigned(members, here) == "D1"
     members.renew(Member("p-D2", "D2", pooled=True, place=NEAR), 1000, now=0)
-    assert assigned(members, here, now=1.0) == "D2"
+    assert assigned(members, here, now=MOVE_PAUSE_S) == "D2"
 
 
 @pytest.mark.parametrize(
@@ -273,6 +273,14 @@ def test_a_registry_that_was_made_anew_moves_nobody():
     linked = [Verifier("r0", linked_to="D2"), Verifier("r1", linked_to="D1")]
     for now in range(10):
         assert [assigned(members, each, now * MOVE_PAUSE_S) for each in linked] == ["D2", "D1"]
+
+
+def test_a_registry_that_was_made_anew_moves_nobody_before_all_have_asked():
+    members = pool("D1", "D2")
+    linked = [Verifier(f"r{n}", linked_to="D1" if n < 2 else "D2") for n in range(4)]
+    for now in range(20):
+        found = [assigned(members, each, now + n / 4) for n, each in enumerate(linked)]
+        assert found == ["D1", "D1", "D2", "D2"]
 
 
 def test_a_registry_that_was_made_anew_waits_for_a_drafter_that_is_slow_to_tell():
