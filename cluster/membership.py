@@ -1,7 +1,7 @@
 """Who is in the deployment, and who drafts for whom. Pure: the registry holds one ``Membership``.
 
-A verifier whose replica owns a drafter is assigned that one. All others share those of the pool: evenly by number, then
-the nearest, then the one with the fewest. An assignment stays until it is worth changing, and few change at a time: a
+A verifier whose replica owns a drafter is assigned that one. All others share those of the pool: evenly by load, then
+the nearest, then the one with the least. An assignment stays until it is worth changing, and few change at a time: a
 move costs the drafter that is moved to a reading of every running request's text.
 """
 
@@ -9,16 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.link.frame import PROTOCOL_VERSION
 
 MOVE_PAUSE_S = 5.0
 """Between two moves that only make the shares better, and after a verifier has come."""
+
+LOOK_S = 1.0
+"""Between two looks for such a move, however many verifiers ask."""
+
+SMOOTHING_S = 30.0
+"""Time constant of the exponential average of a verifier's rows: what lasts a few seconds moves nobody."""
+
+TOLERANCE, HYSTERESIS = 1.05, 1.2
+"""A nearer drafter may have so many times a fair share, for loads are never quite equal; one is left when it has so
+many times what another would have."""
+
+RTT_GAIN, RTT_GAIN_US = 2.0, 200.0
+"""Of two drafters in the same place one is nearer when its round trip is so many times shorter, and by so much."""
 
 RACK_LABEL = "rack"
 ZONE_LABEL, REGION_LABEL = "ray.io/availability-zone", "ray.io/availability-region"
@@ -112,14 +127,18 @@ class Member:
 class Work:
     """What a target does, tokens a second as its length controller expects them; 0: not known."""
 
-    is_busy: bool = False
-    """Requests run that may be drafted for."""
+    rows: float = 0.0
+    """Running requests that may be drafted for."""
 
     rate: float = 0.0
     """With drafts."""
 
     plain_rate: float = 0.0
     """Without."""
+
+    @property
+    def is_busy(self) -> bool:
+        return self.rows > 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,29 @@ class Verifier:
     """The drafter of the link that is up."""
 
     work: Work = Work()
+
+
+class RoundTrips:
+    """Round trips between nodes, in microseconds: of each pair the least of the last few, for a busy host only makes
+    one longer. Of so many pairs; that which was measured longest ago is forgotten."""
+
+    EACH, PAIRS = 4, 4096
+
+    def __init__(self) -> None:
+        self._measured: dict[tuple[str, str], deque[float]] = {}
+        """By the verifier's node and the drafter's, the pair measured last at the end."""
+
+    def add(self, verifier: Place, drafter: Place, rtt_us: float) -> None:
+        if not (verifier.node and drafter.node and rtt_us > 0):
+            return
+        pair = verifier.node, drafter.node
+        self._measured[pair] = deque([*self._measured.pop(pair, ()), rtt_us], self.EACH)
+        if len(self._measured) > self.PAIRS:
+            del self._measured[next(iter(self._measured))]
+
+    def between(self, verifier: Place, drafter: Place) -> float | None:
+        """None: no link has ever been up."""
+        return min(self._measured.get((verifier.node, drafter.node), ()), default=None)
 
 
 @dataclass
@@ -156,8 +198,13 @@ class Membership:
     assigned: dict[str, str] = field(default_factory=dict)
     """Verifier -> drafter."""
 
+    round_trips: RoundTrips = field(default_factory=RoundTrips)
+    rows: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Verifier -> its rows, smoothed, and when it last told of them."""
+
     epoch: int = 0
-    _moved_at: float = -MOVE_PAUSE_S
+    _look_at: float = -math.inf
+    """When a move is looked for next."""
 
     def renew(self, member: Member, lease_s: float, now: float) -> None:
         self.leases[member.replica] = now + lease_s
@@ -173,7 +220,7 @@ class Membership:
             self.leave(name)
 
     def leave(self, replica: str) -> None:
-        for table in (self.leases, self.members, self.verifiers, self.links, self.assigned):
+        for table in (self.leases, self.members, self.verifiers, self.links, self.assigned, self.rows):
             table.pop(replica, None)
 
     def drain(self, replica: str, now: float) -> list[str]:
@@ -185,6 +232,13 @@ class Membership:
         self.members[replica] = replace(member, draining=True)
         self.assign(now)
         return [name for name in self.users(member.drafter) if name in self.assigned]
+
+    def report(self, verifier: str, link: LinkReport) -> None:
+        self.links[verifier] = link
+        told = self.verifiers.get(verifier)
+        drafter = next((member for member in self.members.values() if member.drafter == link.drafter), None)
+        if link.state == "up" and told is not None and drafter is not None:
+            self.round_trips.add(told.place, drafter.place, link.rtt_us)
 
     def users(self, drafter: str) -> list[str]:
         """Verifiers whose links to it are up."""
@@ -216,8 +270,9 @@ class Membership:
             self.assigned.setdefault(verifier.name, linked_to)
             self.links.setdefault(verifier.name, LinkReport("up", drafter=linked_to))
         if verifier.name not in self.verifiers:
-            self._moved_at = now  # of a registry that was made anew: others have not asked yet
+            self._look_at = now + MOVE_PAUSE_S  # of a registry that was made anew: others have not asked yet
         self.verifiers[verifier.name] = verifier
+        self._smooth(verifier, now)
         self.assign(now)
         going = any(member.drafter == linked_to for member in self.members.values() if member.draining)
         return Assignment(self.assigned.get(verifier.name), at_once=going)
@@ -231,12 +286,23 @@ class Membership:
         waiting = [verifier for verifier in shares.sharing if verifier.name not in self.assigned]
         for verifier in waiting:
             if shares.pool(verifier):
-                self.assigned[verifier.name] = shares.best(verifier)
-        if not waiting and now - self._moved_at >= MOVE_PAUSE_S and (move := shares.best_move()) is not None:
-            self.assigned[move[0]], self._moved_at = move[1], now
+                shares.assign(verifier)
+        if not waiting and now >= self._look_at:
+            self._look_at = now + LOOK_S
+            if (move := shares.best_move()) is not None:
+                self.assigned[move[0]], self._look_at = move[1], now + MOVE_PAUSE_S
         for name in self.verifiers:
             if (own := self.own(name)) is not None:
                 self.assigned[name] = own
+
+    def weight(self, verifier: str) -> float:
+        """Of all its drafter has to do. One that idles counts as one row."""
+        return 1.0 + self.rows.get(verifier, (0.0, 0.0))[0]
+
+    def _smooth(self, verifier: Verifier, now: float) -> None:
+        rows, told_at = self.rows.get(verifier.name, (verifier.work.rows, now))
+        rows += (verifier.work.rows - rows) * (1 - math.exp((told_at - now) / SMOOTHING_S))
+        self.rows[verifier.name] = rows, now
 
     def own(self, verifier: str) -> str | None:
         """The drafter of the verifier's own replica."""
@@ -248,7 +314,7 @@ class Membership:
         which step in for one that is unreachable."""
         shares = _Shares(self)
         first: Iterable[str] = filter(None, [self.assigned.get(verifier.name)])
-        pooled = sorted(shares.pool(verifier), key=lambda name: shares.cost(verifier, name))
+        pooled = [offer.drafter for offer in shares.offers(verifier)]
         owned = [
             member.drafter
             for member in self.members.values()
@@ -258,11 +324,40 @@ class Membership:
         return list(dict.fromkeys([*first, *pooled, *others]))
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """A drafter of a verifier's pool, as it would be with that verifier."""
+
+    drafter: str
+    load: float
+    """Of all its verifiers, that one among them."""
+
+    is_crowded: bool
+    """More than a fair share, and another would have less."""
+
+    distance: int
+    """See Place.distance."""
+
+    rtt_us: float | None
+    """None: not known."""
+
+    def is_nearer_than(self, other: _Offer) -> bool:
+        if self.distance != other.distance or self.rtt_us is None or other.rtt_us is None:
+            return self.distance < other.distance
+        return self.rtt_us < min(other.rtt_us / RTT_GAIN, other.rtt_us - RTT_GAIN_US)
+
+
 class _Shares:
-    """What every drafter of the pools would cost every verifier, as it is now."""
+    """What every drafter of the pools would be to every verifier, as it is now. Loads are sums of weights.
+
+    While weights stay, moves have an end. Each lowers the first that it changes of these sums: the squares of loads,
+    none taken for less than TOLERANCE fair shares; distances; those squares, none taken for less than a fair share;
+    round trips.
+    """
 
     def __init__(self, members: Membership) -> None:
-        self._assigned = members.assigned
+        self._assigned, self._round_trips = members.assigned, members.round_trips
+        self._weight = members.weight
         self._pools: dict[str, dict[str, Member]] = {}
         """By fingerprint, those that stay, by name."""
 
@@ -271,44 +366,87 @@ class _Shares:
                 self._pools.setdefault(member.fingerprint, {})[member.drafter] = member
         self.sharing = sorted(
             (each for each in members.verifiers.values() if members.own(each.name) is None),
-            key=lambda each: each.name,
+            key=lambda each: (-self._weight(each.name), each.name),
         )
-        """Verifiers without a drafter of their own."""
+        """Verifiers without a drafter of their own. The heaviest first: the light ones even out what is left."""
 
-        self._peers = Counter(verifier.fingerprint for verifier in self.sharing)
+        self._loads = {name: 0.0 for pool in self._pools.values() for name in pool}
+        weights: dict[str, list[float]] = {}
+        for verifier in self.sharing:
+            weight = self._weight(verifier.name)
+            weights.setdefault(verifier.fingerprint, []).append(weight)
+            current = self._assigned.get(verifier.name, "")
+            if current in self.pool(verifier):
+                self._loads[current] += weight
+        self._fair = {name: fair_share(each, len(self._pools.get(name, ()))) for name, each in weights.items()}
+        """By fingerprint."""
 
     def pool(self, verifier: Verifier) -> Mapping[str, Member]:
         """Drafters that may draft for it."""
         return self._pools.get(verifier.fingerprint, {})
 
-    def best(self, verifier: Verifier) -> str:
-        """Of its pool, which holds one at least."""
-        loads = Counter(self._assigned.values())
-        return min(self.pool(verifier), key=lambda name: self.cost(verifier, name, loads))
+    def assign(self, verifier: Verifier) -> None:
+        """The best of its pool, which holds one at least, to one that has none."""
+        best = self.offers(verifier)[0]
+        self._assigned[verifier.name], self._loads[best.drafter] = best.drafter, best.load
 
     def best_move(self) -> tuple[str, str] | None:
-        """(verifier, drafter) of the move that gains most, if one does. All verifiers have a drafter, or no pool."""
-        loads, gains = Counter(self._assigned.values()), []
+        """(verifier, drafter) of the move that gains most, if one does: away from the fullest drafter; then the one
+        that shortens the way most, then the one that takes most. All verifiers have a drafter, or no pool."""
+        moves = []
         for verifier in self.sharing:
-            if (current := self._assigned.get(verifier.name)) is None:
-                continue
-            costs = {name: self.cost(verifier, name, loads) for name in self.pool(verifier)}
-            best = min(costs, key=lambda name: costs[name])
-            # Names only break ties among equals: no reason to move.
-            if costs[best][:-1] < costs[current][:-1]:
-                gains.append((costs[current][:-1], verifier.name, best))
-        return max(gains)[1:] if gains else None
+            fair, offers = self._fair[verifier.fingerprint], self.offers(verifier)
+            now = next((offer for offer in offers if offer.drafter == self._assigned.get(verifier.name)), None)
+            then = now and next((offer for offer in offers if _pays(now, offer, fair)), None)
+            if now is not None and then is not None:
+                relief = min(self._weight(verifier.name), now.load - then.load)
+                excess = max(now.load - fair, 0.0) if relief > 0 else 0.0
+                moves.append((excess, now.distance - then.distance, relief, verifier.name, then.drafter))
+        return max(moves)[-2:] if moves else None
 
-    def cost(
-        self, verifier: Verifier, drafter: str, loads: Mapping[str, int] | None = None
-    ) -> tuple[int, int, int, str]:
-        """How many targets beyond an even share it would have, how far it is, how many others it has; and its name.
-        loads: verifiers by the drafter they are assigned."""
-        loads = Counter(self._assigned.values()) if loads is None else loads
-        others = loads.get(drafter, 0) - (self._assigned.get(verifier.name) == drafter)
-        pool = self.pool(verifier)
-        share = -(-self._peers[verifier.fingerprint] // len(pool))
-        return max(others + 1 - share, 0), verifier.place.distance(pool[drafter].place), others, drafter
+    def offers(self, verifier: Verifier) -> list[_Offer]:
+        """Its pool, in the order in which one that has none would take them. Round trips are told apart by powers of
+        two; one that is not known counts as the median of those that are, at the same distance."""
+        pool, current = self.pool(verifier), self._assigned.get(verifier.name)
+        weight = self._weight(verifier.name)
+        loads = {name: self._loads[name] + (weight if name != current else 0.0) for name in pool}
+        most = max(TOLERANCE * self._fair.get(verifier.fingerprint, 0.0), min(loads.values(), default=0.0))
+        offers = []
+        known: dict[int, list[float]] = {}
+        for name, load in loads.items():
+            place = pool[name].place
+            distance, rtt_us = verifier.place.distance(place), self._round_trips.between(verifier.place, place)
+            offers.append(_Offer(name, load, load > most, distance, rtt_us))
+            if rtt_us is not None:
+                known.setdefault(distance, []).append(rtt_us)
+
+        def order(offer: _Offer) -> tuple[bool, int, int, float, str]:
+            rtt_us = offer.rtt_us or median(known.get(offer.distance, [1.0]))
+            return offer.is_crowded, offer.distance, math.floor(math.log2(rtt_us)), offer.load, offer.drafter
+
+        return sorted(offers, key=order)
+
+
+def _pays(now: _Offer, then: _Offer, fair: float) -> bool:
+    """Whether a verifier moves. fair: a fair share of its pool's load."""
+    if then.is_nearer_than(now):
+        # What only answers sooner gets no more than a fair share, or moves might have no end.
+        room = fair * (TOLERANCE if then.distance < now.distance else 1.0)
+        return then.load <= max(room, now.load)
+    if now.is_nearer_than(then):
+        return now.load > HYSTERESIS * max(fair, then.load)
+    return now.load > max(fair, HYSTERESIS * then.load)
+
+
+def fair_share(weights: Collection[float], num_drafters: int) -> float:
+    """Of the load, where no weight can be split: who alone has more than the rest's share has a drafter to itself.
+    0 where there is none."""
+    rest, left = sum(weights), num_drafters
+    for weight in sorted(weights, reverse=True):
+        if left <= 1 or weight * left <= rest:
+            break
+        rest, left = rest - weight, left - 1
+    return rest / left if left else 0.0
 
 
 class Homing:

@@ -62,7 +62,7 @@ class Registry:
         return self._secret
 
     async def report(self, verifier: str, link: LinkReport) -> None:
-        self._members.links[verifier] = link
+        self._members.report(verifier, link)
 
     async def links(self) -> dict[str, LinkReport]:
         return dict(self._members.links)

@@ -326,8 +326,8 @@ class Round:
     def work(self) -> Work:
         """What the target does now. Any thread."""
         rate, plain_rate = self._guarded(self._lengths.rates) or (0.0, 0.0)
-        is_busy = bool(self.requests) and self.deployment.num_speculative_tokens > 0
-        return Work(is_busy, rate, plain_rate)
+        rows = sum(each.running and not each.ended and each.max_drafts > 0 for each in tuple(self.requests.values()))
+        return Work(rows, rate, plain_rate)
 
     def reset_statistics(self) -> None:
         """Forget the rounds of the warm-up."""

@@ -28,6 +28,7 @@ from tests.unit.round.scripted_link import (
     Engine,
     Wanting,
     arrival,
+    asked,
     drafting,
     never_after_ready,
     opened,
@@ -331,11 +332,24 @@ def test_what_the_target_does_is_what_its_controller_expects():
             return 60.0, 40.0
 
     engine = Engine(drafting([1]), lengths=Expecting(4))
-    assert engine.round.work() == Work(False, 60.0, 40.0)
+    assert engine.round.work() == Work(0, 60.0, 40.0)
     engine.begin("a")
-    assert engine.round.work() == Work(True, 60.0, 40.0)
+    assert engine.round.work() == Work(1, 60.0, 40.0)
     engine.tell(finished=["a"])
     assert not engine.round.work().is_busy
+
+
+def test_rows_are_requests_that_run_and_may_be_drafted_for():
+    engine = Engine(drafting([1]))
+    engine.begin("a", "b", "c", arrival("plain", of=params(extra_args=asked(num_speculative_tokens=0))), num_requests=4)
+    assert engine.round.work().rows == 3
+    engine.tell(preempted=["a"])
+    engine.round.has_no_next_token("b")
+    assert engine.round.work().rows == 1
+    engine.begin(resumed=["a"])
+    assert engine.round.work().rows == 2
+    engine.tell(finished=["a", "b", "c"])
+    assert not engine.round.work().is_busy, "with nothing left but what decodes plainly"
 
 
 class Watching(FixedLengths):

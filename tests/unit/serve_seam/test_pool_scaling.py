@@ -17,7 +17,7 @@ from outrider.cluster.membership import Work
 from outrider.cluster.scaling_config import PoolScalingConfig
 
 DEPLOYMENT = DeploymentID("DrafterPool", "app")
-IDLE, GOOD = Work(), Work(True, 60.0, 40.0)
+IDLE, GOOD = Work(), Work(1, 60.0, 40.0)
 
 
 class Clock:

@@ -9,7 +9,7 @@ from outrider.cluster.membership import Work
 from outrider.cluster.scaling_config import PoolScalingConfig
 
 IDLE = Work()
-GOOD, POOR, UNKNOWN = Work(True, 60.0, 40.0), Work(True, 41.0, 40.0), Work(True)
+GOOD, POOR, UNKNOWN = Work(1, 60.0, 40.0), Work(1, 41.0, 40.0), Work(1)
 UP_S, DOWN_S, PROBE_S = 5.0, 60.0, 600.0
 A_QUARTER = 0.25
 """Of a target's accelerators: a drafter has to gain 10 tokens a second where a target does 40."""
@@ -50,7 +50,7 @@ def test_as_many_as_the_targets_at_work_take(targets: int, drafters: int) -> Non
 
 def test_no_more_than_pay() -> None:
     pool = Pool(targets_per_drafter=1)
-    pool.run(300, *[Work(True, 45.0, 40.0)] * 4)
+    pool.run(300, *[Work(1, 45.0, 40.0)] * 4)
     assert (pool.wanted, pool.reason) == (2, "gain"), "20 tokens a second are gained, and each costs 10"
 
 
@@ -110,7 +110,7 @@ def test_who_decodes_nothing_plainly_yet_is_given_a_drafter() -> None:
 def test_where_a_drafter_costs_nothing_any_gain_will_do() -> None:
     pool = Pool(worth=0)
     assert pool.run(3 * DOWN_S, POOR) == [1]
-    assert pool.run(3 * DOWN_S, Work(True, 40.0, 40.0)) == [1, 0]
+    assert pool.run(3 * DOWN_S, Work(1, 40.0, 40.0)) == [1, 0]
 
 
 def test_the_least_and_the_most_hold_whatever_is_gained() -> None:
