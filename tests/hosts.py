@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import pytest
 from ray.cluster_utils import Cluster
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
@@ -91,10 +91,13 @@ def served_on_hosts(models: Models, **deployment: Any) -> Iterator[Hosts]:
     serving = {"grpc_port": pick_free_port(), "http_port": pick_free_port(), "nodes_may_come": True}
     config = parse_config({**deployment, "serving": serving})
     assert config.link.link_deadline_ms == 1000 * LINK_DEADLINE_S
-    os.environ.update({**PROXY_ENVIRONMENT, **GIVES_NODES_UP})
     head = {"num_cpus": 4, "include_dashboard": False, "node_ip_address": HERE}
-    with Host() as other, served_on(cluster := Cluster(True, head_node_args=head), config, models) as app:
-        hosts = Hosts(app, cluster, other)
-        with hosts.node():
-            wait_until(app.all_replicas_are_known, LOADED_WITHIN_S, "the target", every_s=0.5)
-            yield hosts
+    with pytest.MonkeyPatch.context() as environment, Host() as other:
+        for name, value in {**PROXY_ENVIRONMENT, **GIVES_NODES_UP}.items():
+            environment.setenv(name, value)
+        cluster = Cluster(True, head_node_args=head)
+        with served_on(cluster, config, models) as app:
+            hosts = Hosts(app, cluster, other)
+            with hosts.node():
+                wait_until(app.all_replicas_are_known, LOADED_WITHIN_S, "the target", every_s=0.5)
+                yield hosts

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -29,6 +30,7 @@ HERE, THERE = "198.18.7.1", "198.18.7.2"
 """Of the range that is set apart for tests of networks (RFC 2544)."""
 
 APART = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+TOOLS = ("unshare", "nsenter", "mount", "ip")
 ITS_OWN = ("/tmp/ray", "/dev/shm")
 TAPS = ("outrider-here", "outrider-there")
 MTU = 1500
@@ -48,8 +50,9 @@ class Weather:
 
 
 def can_make_hosts() -> bool:
-    made = subprocess.run([*APART, "true"], capture_output=True, check=False)
-    return made.returncode == 0 and os.access("/dev/net/tun", os.R_OK | os.W_OK)
+    if not (all(map(shutil.which, TOOLS)) and os.access("/dev/net/tun", os.R_OK | os.W_OK)):
+        return False
+    return subprocess.run([*APART, "true"], capture_output=True, check=False).returncode == 0
 
 
 class Host:
@@ -60,8 +63,6 @@ class Host:
         self._carrier: subprocess.Popen[str] | None = None
         try:
             self._first = self._wait_for_first()
-            for folder in ITS_OWN:
-                os.makedirs(folder, exist_ok=True)
             furnish(self.prefix)
             self._carrier = subprocess.Popen(
                 [sys.executable, "-m", "tests.wire", str(self._first)],
@@ -112,6 +113,7 @@ class Host:
 def furnish(prefix: Sequence[str] = ()) -> None:
     """In namespaces that APART has made: files of its own, and a way to itself."""
     for folder in ITS_OWN:
+        os.makedirs(folder, exist_ok=True)
         subprocess.run([*prefix, "mount", "-t", "tmpfs", "tmpfs", folder], check=True)
     subprocess.run([*prefix, "ip", "link", "set", "lo", "up"], check=True)
 

@@ -50,20 +50,13 @@ def test_drafts_come_from_the_other_host(hosts: Hosts) -> None:
     all_draft(hosts.app)
 
 
-def test_a_slow_wire_delays_drafts_and_changes_no_answer(hosts: Hosts) -> None:
+@pytest.mark.parametrize("weather", [{"delay_s": DELAY_S}, {"loss": LOSS}], ids=["slow", "lossy"])
+def test_a_wire_that_is_slow_or_loses_frames_changes_no_answer_and_is_drafted_over(
+    hosts: Hosts, weather: dict[str, float]
+) -> None:
+    """What is lost TCP sends again."""
     link = hosts.link()
-    with hosts.other.weather(delay_s=DELAY_S):
-        with hosts.streams() as streams:
-            for traffic in streams:
-                traffic.wait_for_messages(80)
-        all_draft(hosts.app)
-    assert hosts.link().epoch == link.epoch
-
-
-def test_a_wire_that_loses_frames_loses_no_drafts(hosts: Hosts) -> None:
-    """TCP sends them again."""
-    link = hosts.link()
-    with hosts.other.weather(loss=LOSS):
+    with hosts.other.weather(**weather):
         with hosts.streams() as streams:
             for traffic in streams:
                 traffic.wait_for_messages(80)
