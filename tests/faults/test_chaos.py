@@ -17,7 +17,8 @@ from tests.serving import HANG_GUARD_S, Deployment, wait_until, wait_until_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
-SECONDS = float(os.environ.get("OUTRIDER_CHAOS_S", "120"))
+SECONDS = 120.0
+LONG_S = 600.0
 """Of the longer one: a third of it for faults that nobody may notice but by the speed, the rest for all."""
 
 SHORT_S = 25.0
@@ -71,8 +72,11 @@ def test_a_short_while(ngram_pair: Deployment) -> None:
     wait_until_idle(ngram_pair, HANG_GUARD_S)
 
 
+@pytest.mark.parametrize("seconds", [SECONDS, pytest.param(LONG_S, marks=pytest.mark.long)])
 @pytest.mark.parametrize("harms", [UNNOTICED, UNNOTICED + OF_DOORS + OF_TARGETS], ids=["drafters", "everything"])
-def test_whatever_dies_no_token_is_wrong_and_no_answer_is_lost(pool: Deployment, harms: tuple[Harm, ...]) -> None:
+def test_whatever_dies_no_token_is_wrong_and_no_answer_is_lost(
+    pool: Deployment, harms: tuple[Harm, ...], seconds: float
+) -> None:
     share = 1 if harms is UNNOTICED else 2
-    survive(pool, harms, SECONDS * share / 3, lambda: is_even(pool), num_clients=NUM_CLIENTS)
+    survive(pool, harms, seconds * share / 3, lambda: is_even(pool), num_clients=NUM_CLIENTS)
     all_draft(pool)
