@@ -244,8 +244,6 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         max_queued_requests=part_of(serving.max_queued_requests, serving.num_ingresses),
         request_router_config=routing(config),
         backpressure_config=full,
-        # A wrong model or setting stays wrong: report the first failure. It does not limit later replacements.
-        max_constructor_retry_count=1,
         # Steps of a large model, and a machine with few cores, may keep a healthy replica from answering for a while.
         health_check_period_s=5.0,
         health_check_timeout_s=60.0,
@@ -265,7 +263,6 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         # Calls count as queued until the proxy has looked at them: a burst must not shut out what has room, or health.
         max_queued_requests=most_held + BEING_REFUSED,
         backpressure_config=full,
-        max_constructor_retry_count=1,
         health_check_timeout_s=60.0,
         graceful_shutdown_wait_loop_s=1.0,
         graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
@@ -289,7 +286,6 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
             ray_actor_options={"num_cpus": REPLICA_CPUS, **environment},
             logging_config=logging_config,
             max_ongoing_requests=CONTROL_CALLS,
-            max_constructor_retry_count=1,
             health_check_timeout_s=60.0,
             graceful_shutdown_wait_loop_s=1.0,
             graceful_shutdown_timeout_s=MOVE_WITHIN_S + TAKE_DOWN_S,

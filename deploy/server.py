@@ -73,6 +73,9 @@ WORKER_NICENESS = ("RAY_worker_niceness", "0")
 """Ray runs its workers at 15 unless told otherwise, which is meant for batches: proxies, ranks and drafters would wait
 for whatever else runs on their machine, their own clients included."""
 
+TRIES_AGAIN = "A replica failed to start with exception."
+"""How the message of a deployment begins whose replica Serve starts anew; nothing else of its status says so."""
+
 RAY_DAEMONS = ("gcs_server", "raylet")
 RAY_SHUTDOWN_S = 20.0
 RAY_GONE_SHUTDOWN_S = 3.0
@@ -240,7 +243,10 @@ class Server:
             self._tell_stages()
             if app is not None and app.status is ApplicationStatus.RUNNING:
                 return
-            if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            if app is not None and (
+                app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+                or any(map(has_failed, app.deployments.values()))
+            ):
                 raise ConfigError(self._explain_failure(app))
             self._shared_memory.note()
             self._progress.wait("loading:", _states(app, waiting_groups(name)))
@@ -267,7 +273,7 @@ class Server:
 
     def _explain_failure(self, app: ApplicationStatusOverview) -> str:
         for name, deployment in app.deployments.items():
-            if deployment.message and deployment.status.name in ("DEPLOY_FAILED", "UNHEALTHY"):
+            if deployment.message and has_failed(deployment):
                 text = explain(deployment.message, self._log_texts())
                 field = "" if _FIELD.match(text) else f"{about(text, self._engine_args()) or name.lower()}: "
                 return f"{field}{text}{self._where()}"
@@ -308,6 +314,11 @@ def all_serve(deployments: Mapping[str, DeploymentStatusOverview]) -> bool:
         for name, each in deployments.items()
         if name != POOL
     )
+
+
+def has_failed(deployment: DeploymentStatusOverview) -> bool:
+    """At start-up, where a wrong model or setting stays wrong: the first failure counts, though Serve tries again."""
+    return deployment.status.name in ("DEPLOY_FAILED", "UNHEALTHY") or deployment.message.startswith(TRIES_AGAIN)
 
 
 def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:

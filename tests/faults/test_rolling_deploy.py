@@ -1,20 +1,26 @@
-"""Another configuration is deployed under load: a new replica takes over from the only old one, and nobody is told."""
+"""Another configuration is deployed under load: a new replica takes over from the only old one, and nobody is told. One
+that dies while the old one drains is started again."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import grpc
 import pytest
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 
-from outrider.cluster.config import parse_config
+from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderError
+from tests.processes import INGRESS, TARGET
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
 from tests.stalls import Stalls
 from tests.traffic import longest_gap_s, running
@@ -22,6 +28,15 @@ from tests.traffic import longest_gap_s, running
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 CALLERS, ANSWER_TOKENS = 4, 120
+LONG_ANSWER_TOKENS = 900
+"""So that an old replica has something to end for a while."""
+
+BACK_WITHIN_S = 300.0
+"""A replica that loads its models anew, while requests run on few cores."""
+
+PAUSE_S = 0.1
+"""Of a caller that was told of an error."""
+
 ENDED_BEFORE_AND_AFTER = 2 * CALLERS
 
 
@@ -34,15 +49,16 @@ class Answer:
 
 
 class Load:
-    """Callers with one stream after the other."""
+    """Callers with one stream after the other, until one is told of an error, or whatever they are told."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, tokens: int = ANSWER_TOKENS, goes_on: bool = False) -> None:
         self._client = deployment.client
+        self._tokens, self._goes_on = tokens, goes_on
         self._over = threading.Event()
         self.answers: list[Answer] = []
         """That have ended."""
 
-        self.errors: list[str] = []
+        self.errors: list[OutriderError] = []
         self.stalls = Stalls()
 
     def longest_gap_s(self) -> float:
@@ -56,14 +72,17 @@ class Load:
             prompt = [(caller * 11 + number * 3 + position * 5) % 250 for position in range(20)]
             answer = Answer(prompt, time.monotonic())
             try:
-                with self._client.stream(prompt, temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True) as stream:
+                with self._client.stream(prompt, temperature=0.0, max_tokens=self._tokens, ignore_eos=True) as stream:
                     for message in stream:
                         answer.tokens += message.token_ids
                         answer.came_s.append(time.monotonic())
             except OutriderError as error:
-                self.errors.append(repr(error))
-                return
-            self.answers.append(answer)
+                self.errors.append(error)
+                if not self._goes_on:
+                    return
+                self._over.wait(PAUSE_S)
+            else:
+                self.answers.append(answer)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -73,7 +92,11 @@ class Load:
 
     def wait_for(self, more: int) -> None:
         enough = len(self.answers) + more
-        wait_until(lambda: self.errors or len(self.answers) >= enough, HANG_GUARD_S, f"{more} more answers")
+
+        def over() -> bool:
+            return len(self.answers) >= enough or (bool(self.errors) and not self._goes_on)
+
+        wait_until(over, HANG_GUARD_S, f"{more} more answers")
 
 
 @pytest.fixture
@@ -83,14 +106,55 @@ def rolling(deployments: Deployments, models: Models) -> Deployment:
     return deployments.use("rolling")
 
 
+def changed(deployment: Deployment) -> OutriderConfig:
+    return parse_config({**deployment.config.model_dump(exclude_unset=True), "speculation": {"adaptive": False}})
+
+
+def states(deployment: Deployment, of: str) -> set[str]:
+    """Serve's words for those that a deployment's replicas are in."""
+    found = serve.status().applications[deployment.config.serving.app_name].deployments[of].replica_states
+    return {getattr(state, "value", state) for state, count in found.items() if count}
+
+
+@pytest.mark.parametrize("of", [INGRESS, TARGET])
+def test_a_new_replica_dies_while_the_old_one_drains_and_the_deploy_is_completed(rolling: Deployment, of: str) -> None:
+    [old] = rolling.replicas(of)
+    load = Load(rolling, LONG_ANSWER_TOKENS, goes_on=True)
+    with load.calling():
+        load.wait_for(CALLERS)
+        config = changed(rolling)
+        application = serve.RunTarget(
+            build_app(config, plan_replica(config)), name=config.serving.app_name, route_prefix="/"
+        )
+        serve.run_many([application], wait_for_applications_running=False)
+
+        both = {"RUNNING", "STOPPING"}
+        wait_until(lambda: both <= states(rolling, of), BACK_WITHIN_S, "the old one drains, the new one runs")
+        [(new, pid)] = [(name, pid) for name, pid in rolling.replicas(of).items() if name != old]
+        os.kill(pid, signal.SIGKILL)
+        assert old in rolling.replicas(of), "it still drains, or this shows nothing"
+
+        def completed() -> bool:
+            found = rolling.replicas(of)
+            app = serve.status().applications[config.serving.app_name]
+            return len(found) == 1 and not {old, new} & found.keys() and app.status is ApplicationStatus.RUNNING
+
+        wait_until(completed, BACK_WITHIN_S, "another new one in its place, and the deploy at its end", every_s=0.5)
+        load.wait_for(ENDED_BEFORE_AND_AFTER)
+    assert {error.code for error in load.errors} <= {grpc.StatusCode.UNAVAILABLE}
+    for number, answer in enumerate(load.answers):
+        assert len(answer.tokens) == LONG_ANSWER_TOKENS
+        rolling.reference.check(answer.prompt, answer.tokens, label=f"answer {number}")
+
+
 def test_the_only_replica_is_replaced_and_nobody_hears_of_it(rolling: Deployment) -> None:
     [old] = rolling.replicas()
-    changed = parse_config({**rolling.config.model_dump(exclude_unset=True), "speculation": {"adaptive": False}})
+    config = changed(rolling)
     load = Load(rolling)
     with load.calling():
         load.wait_for(ENDED_BEFORE_AND_AFTER)
         deployed_s = time.monotonic()
-        serve.run(build_app(changed, plan_replica(changed)), name=changed.serving.app_name, route_prefix="/")
+        serve.run(build_app(config, plan_replica(config)), name=config.serving.app_name, route_prefix="/")
         taken_over_s = time.monotonic()
         wait_until(lambda: old not in rolling.replicas(), HANG_GUARD_S, "the old replica's end")
         load.wait_for(ENDED_BEFORE_AND_AFTER)

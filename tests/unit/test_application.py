@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusInfo, DeploymentStatusTrigger
+from ray.serve._private.deployment_state import DeploymentState
 
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy import app
 from outrider.deploy.app import TAKE_DOWN_S, build, build_app, plan_replica
 from outrider.deploy.processes import StopSignal
 from outrider.deploy.progress import Progress
-from outrider.deploy.server import Server
+from outrider.deploy.server import Server, has_failed
 
 DRAIN_S = 77.0
 
@@ -103,6 +107,32 @@ def test_a_replica_that_is_taken_down_may_finish_what_it_has_begun(deployments: 
 
 def test_health_is_not_judged_by_one_slow_step(deployments: dict[str, Any]) -> None:
     assert all(bound._deployment_config.health_check_timeout_s >= 30 for bound in deployments.values())
+
+
+def test_one_fault_while_replicas_are_replaced_is_not_the_end_of_replacing() -> None:
+    """Serve starts nothing any more once so many have failed, or three a replica where that is less."""
+    for name, deployment in bound(pool_of(1)).items():
+        assert deployment._deployment_config.max_constructor_retry_count >= 3, name
+
+
+def test_the_first_failure_ends_a_start_though_serve_tries_again() -> None:
+    """By the words that the installed Serve has for it."""
+    failed = SimpleNamespace(
+        _target_state=SimpleNamespace(target_num_replicas=1, rolling_update=False),
+        _record_replica_failure=lambda error: None,
+        _replica_has_started=False,
+        _failed_to_start_threshold=3,
+        _replica_failure_count=1,
+        _curr_status_info=DeploymentStatusInfo(
+            "Target", DeploymentStatus.UPDATING, DeploymentStatusTrigger.CONFIG_UPDATE_STARTED
+        ),
+    )
+    before = failed._curr_status_info
+    DeploymentState.record_replica_startup_failure(failed, "Traceback:\nValueError: no room for 12 KV blocks")
+    assert [has_failed(status) for status in (before, failed._curr_status_info)] == [False, True]
+    server = Server(parse_config({"target": {"model": "t"}}), StopSignal(), Progress(io.StringIO()))
+    text = server._explain_failure(SimpleNamespace(deployments={"Target": failed._curr_status_info}, message=""))  # type: ignore[arg-type]
+    assert text == "target: ValueError: no room for 12 KV blocks"
 
 
 def test_an_application_may_come_before_its_nodes_where_that_is_said(
