@@ -219,6 +219,9 @@ class NodeType(Section):
     labels: NodeLabels = Field(default_factory=dict)
     """Labels of Ray's that it carries."""
 
+    max: int | None = Field(None, ge=1, le=10_000)
+    """How many of them there are at most, today's among them (``maxReplicas`` of a worker group). None: not known."""
+
 
 class ServingConfig(Section):
     served_model_name: str | None = None
@@ -271,7 +274,7 @@ class ServingConfig(Section):
     surge: bool | None = None
     """Whether a deploy that changes something has each new replica ready before an old one ends, which takes room for
     one more meanwhile. False: an old one ends first, and nobody is served by the only one until the next has loaded.
-    None: where the nodes have the room, or may come."""
+    None: where the nodes have the room. Those that may come have it where node_types do not say their ``max``."""
 
     max_ongoing_requests: int = Field(64, ge=1)
     """Requests a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""

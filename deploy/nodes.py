@@ -58,16 +58,28 @@ def can_surge(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) 
     room without end. Raises ConfigError where the configuration wants it and there is none."""
     if serving.surge is False:
         return False
-    lacking = _lacking(plan, serving.most_replicas + 1, plan.most_drafters, nodes, _fields(serving)[1])
-    if lacking is None or serving.nodes_may_come:
+    most = _most_nodes(serving) if serving.nodes_may_come else nodes
+    if most is None:
+        return True
+    lacking = _lacking(plan, serving.most_replicas + 1, plan.most_drafters, most, _fields(serving)[1])
+    if lacking is None:
         return True
     if serving.surge:
+        fix = "raise serving.node_types.max" if serving.nodes_may_come else "add nodes, set serving.nodes_may_come"
         raise ConfigError(
-            f"serving.surge: a deploy takes one replica more for a while, and {lacking.partition('; ')[0]}; add nodes, "
-            "set serving.nodes_may_come, or leave surge out"
+            f"serving.surge: a deploy takes one replica more for a while, and {lacking.partition('; ')[0]}; {fix}, or "
+            "leave surge out"
         )
     logger.info("serving.surge: there is no room for one replica more, so a deploy ends old ones first: %s", lacking)
     return False
+
+
+def _most_nodes(serving: ServingConfig) -> list[Node] | None:
+    """That there may be; None: not known."""
+    kinds = [(Node.of(kind), kind.max) for kind in serving.node_types]
+    if not kinds or any(number is None for _, number in kinds):
+        return None
+    return [node for node, number in kinds for _ in range(number or 0)]
 
 
 def _fields(serving: ServingConfig) -> tuple[str, str]:

@@ -241,6 +241,20 @@ def test_it_needs_room_beside_the_most_drafters_of_a_pool(monkeypatch: pytest.Mo
     assert bound(drafter)["Target"]._deployment_config.max_surge_percent == (0 if short else 1)
 
 
+@pytest.mark.parametrize(("most", "surges"), [(1, False), (2, True), (None, True)])
+def test_where_nodes_may_come_a_deploy_needs_room_on_those_that_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, most: int | None, surges: bool
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 3.0}}])
+    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
+    may_come = {"nodes_may_come": True, "node_types": [{"cpus": 3, "max": most}]}
+    assert built(**may_come)["Target"]._deployment_config.max_surge_percent == (1 if surges else 0)
+    if not surges:
+        with pytest.raises(ConfigError, match=r"the cluster has 3; raise serving\.node_types\.max, or leave surge out"):
+            built(**may_come, surge=True)
+
+
 def test_a_surge_that_is_wanted_and_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 5.0}}])

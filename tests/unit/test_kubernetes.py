@@ -23,7 +23,8 @@ from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.nodes import Node, check_nodes_hold_a_replica, kept_together
 from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
-from outrider.deploy.app import TAKE_DOWN_S
+from outrider.deploy.app import TAKE_DOWN_S, ReplicaPlan
+from outrider.deploy.nodes import can_surge
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -367,7 +368,11 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
     if pool is not None:
         assert config.remote_drafter is not None
         assert workers["drafter"]["maxReplicas"] == config.remote_drafter.most_drafters
-    assert config.serving.autoscaling is None or workers["target"]["maxReplicas"] == config.serving.most_replicas
+    assert [kind.max for kind in config.serving.node_types] == [group["maxReplicas"] for group in workers.values()]
+    drafters = 0 if config.remote_drafter is None else config.remote_drafter.most_drafters
+    plan = ReplicaPlan(placement, cores, pool=pool, most_drafters=drafters)
+    assert can_surge(plan, config.serving, []) == (workers["target"]["maxReplicas"] > config.serving.most_replicas)
+    assert config.serving.autoscaling is None or can_surge(plan, config.serving, []), "who pays for more may have one"
 
 
 def cpus(group: Tree) -> int:
