@@ -17,6 +17,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from ray._private import ray_constants
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.actors.serving.access.settings import ProxyAccess
@@ -32,6 +33,15 @@ OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 IMAGES = sorted((ROOT / "deploy" / "images").glob("*.Dockerfile"))
 KUBERNETES = "1.36"
 """The API that KubeRay 1.7.0 is built with."""
+
+DRAINED_WITHIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+"""Until a node that is sent SIGTERM goes, whatever still runs there: `ray start --block` reads it."""
+
+LOADS_WITHIN_S = 300.0
+"""Another replica, on a node that may have to come first."""
+
+ENDS_WITHIN_S = 30.0
+"""Ray's processes of a node, which Kubernetes kills otherwise."""
 
 Tree = dict[str, Any]
 
@@ -349,8 +359,12 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
     config = configuration(overlay)
     workers = {role: group for role, group in groups(overlay) if role != "head"}
     for group in workers.values():
-        patience = group["template"]["spec"]["terminationGracePeriodSeconds"]
-        assert patience > config.serving.drain_s + TAKE_DOWN_S
+        pod = group["template"]["spec"]
+        (drained_s,) = [
+            float(variable["value"]) for variable in pod["containers"][0]["env"] if variable["name"] == DRAINED_WITHIN
+        ]
+        assert drained_s >= LOADS_WITHIN_S + config.serving.drain_s + TAKE_DOWN_S, "Serve cuts what is left before"
+        assert pod["terminationGracePeriodSeconds"] >= drained_s + ENDS_WITHIN_S
         assert group["labels"]["outrider-role"] == group["groupName"]
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     has_gpus = "drafter" in workers
@@ -373,6 +387,10 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
     plan = ReplicaPlan(placement, cores, pool=pool, most_drafters=drafters)
     assert can_surge(plan, config.serving, []) == (workers["target"]["maxReplicas"] > config.serving.most_replicas)
     assert config.serving.autoscaling is None or can_surge(plan, config.serving, []), "who pays for more may have one"
+
+
+def test_ray_has_the_variable_by_which_a_pods_node_is_drained() -> None:
+    assert hasattr(ray_constants, DRAINED_WITHIN)
 
 
 def cpus(group: Tree) -> int:
