@@ -116,6 +116,14 @@ def test_the_alerts_are_complete_and_say_what_to_do():
         assert rule["annotations"]["description"].endswith(".")
 
 
+def test_a_missing_link_is_no_alarm_where_there_is_no_drafter_to_have_one_to():
+    """A pool that follows the load may have none, and that is no fault."""
+    (rule,) = [rule for rule in RULES if rule["alert"] == "OutriderLinkDown"]
+    link, _, condition = rule["expr"].partition(" and on () ")
+    assert link == 'outrider:link_state{state="up"} == 0'
+    assert condition == "(sum(outrider:drafter_up) > 0)"
+
+
 def test_each_alert_has_its_entry_in_the_runbook_and_each_entry_its_alert():
     text = (Path(__file__).parents[3] / "docs" / "runbook.md").read_text()
     entries = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
