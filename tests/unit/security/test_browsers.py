@@ -45,8 +45,10 @@ async def test_names_that_no_stranger_can_have(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["rebound.example.com", "rebound.example.com:8000", "127.0.0.1.nip.io", "local.evil.com"]
-)
+    "host",
+    ["rebound.example.com", "rebound.example.com:8000", "127.0.0.1.nip.io", "local.evil.com",
+     "outrider-serve-svc.outrider:8000", "outrider-serve-svc.outrider.svc"],
+)  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_a_rebound_name_reads_and_asks_nothing(host: str, method: str) -> None:
     assert await send({**JSON, "host": host, "origin": f"http://{host}"}, method) == 421
