@@ -22,8 +22,8 @@ from tests.stalls import Stalls
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-LINKED_WITHIN_S = 30.0
-"""To the other drafter, after some 2 s where the machine has time; a drafter that loads anew takes ten times that."""
+LINKED_WITHIN_S = 10.0
+"""To the other drafter, after some 2 s where the machine has time; one that loads anew takes ten times as long."""
 
 SAME_ACCEPTANCE = 0.02
 EVEN = 1.2
