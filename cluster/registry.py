@@ -122,6 +122,12 @@ def get_or_create_registry(app_name: str) -> Any:
     )
 
 
+def replace_registry(app_name: str, stopped: Any) -> Any:
+    """Another one than this, which is killed; the one that somebody else has already put in its place is left alone."""
+    ray.kill(stopped)
+    return get_or_create_registry(app_name)
+
+
 def find_registry(app_name: str) -> Any:
     """The one that there is. Raises ValueError when there is none."""
     return ray.get_actor(registry_name(app_name), namespace=NAMESPACE)

@@ -68,7 +68,7 @@ class DrafterPool:
         self._status = status = DrafterStatus()
         self._metrics = ReplicaMetrics(config.served_model_name, None, lambda: status.ask(name, ANSWER_WITHIN_S))
         # Only now: who is a member is linked to.
-        await self._lease.renew(LEASE_S)
+        await self._lease.take(LEASE_S)
         self._lease.keep()
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:

@@ -5,18 +5,40 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
 
 from outrider.cluster.membership import Member
-from outrider.cluster.registry import LEASE_S, LOADING_LEASE_S, get_or_create_registry
+from outrider.cluster.registry import LEASE_S, LOADING_LEASE_S, get_or_create_registry, replace_registry
 
 logger = logging.getLogger("ray.serve.outrider.lease")
 
 CONTROL_TIMEOUT_S = 5.0
 _REGISTRY_ATTEMPTS = 4
 _REGISTRY_PAUSE_S = 1.0
+
+STOPPED_AFTER = 12
+"""Calls in a row that a registry leaves without an answer, and is taken for stopped: a minute and more, in which one
+that has just been made has started on a busy machine, too."""
+
+
+class Silence:
+    """Of a registry: how many calls in a row have run out of time. Pure."""
+
+    def __init__(self) -> None:
+        self._registry: Any = None
+        self._in_a_row = 0
+
+    def answered(self) -> None:
+        self._in_a_row = 0
+
+    def ran_out(self, registry: Any) -> bool:
+        """registry: who was asked. Returns whether to put another in its place."""
+        self._in_a_row = self._in_a_row + 1 if registry == self._registry else 1
+        self._registry = registry
+        return self._in_a_row >= STOPPED_AFTER
 
 
 class Lease:
@@ -29,6 +51,10 @@ class Lease:
         self._finding: asyncio.Future[Any] | None = None
         """The search for the registry that is under way."""
 
+        self._silence = Silence()
+        self._stopped: Any = None
+        """The registry that is to be replaced."""
+
         self._keeping: asyncio.Task[None] | None = None
 
     @property
@@ -36,9 +62,13 @@ class Lease:
         """Its handle: of the one that is there now."""
         return self._registry
 
-    async def take(self) -> None:
-        """The first one, which lasts while models load. Raises as renew."""
-        await self.renew(LOADING_LEASE_S)
+    async def take(self, lease_s: float = LOADING_LEASE_S) -> None:
+        """The first one, which lasts while models load. Raises nothing: without a registry a replica serves, too, and
+        keep() goes on asking. One that is stopped is waited for until another is in its place."""
+        try:
+            await self.renew(lease_s, attempts=STOPPED_AFTER + _REGISTRY_ATTEMPTS)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("the replica starts without a registry, which is not reachable: %r", error)
 
     def keep(self) -> None:
         """Renew it from now on."""
@@ -68,25 +98,37 @@ class Lease:
         users: list[str] = await asyncio.wait_for(asyncio.wrap_future(answer.future()), CONTROL_TIMEOUT_S)
         return users
 
-    async def renew(self, lease_s: float) -> None:
+    async def renew(self, lease_s: float, attempts: int = _REGISTRY_ATTEMPTS) -> None:
         """Raises RayError or TimeoutError when neither the registry nor a new one in its place answers."""
-        for attempt in range(_REGISTRY_ATTEMPTS):
+        for attempt in range(attempts):
             try:
                 if attempt > 0:
                     await asyncio.sleep(_REGISTRY_PAUSE_S)
                     self._registry = await self._find_registry()
-                answer = self._registry.renew.remote(self.member, lease_s)
-                await asyncio.wait_for(asyncio.wrap_future(answer.future()), CONTROL_TIMEOUT_S)
+                await self._ask_to_renew(self._registry, lease_s)
                 return
             except (ray.exceptions.RayError, TimeoutError):
-                if attempt == _REGISTRY_ATTEMPTS - 1:
+                if attempt == attempts - 1:
                     raise
+
+    async def _ask_to_renew(self, registry: Any, lease_s: float) -> None:
+        answer = registry.renew.remote(self.member, lease_s)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(answer.future()), CONTROL_TIMEOUT_S)
+        except TimeoutError:
+            if self._silence.ran_out(registry):
+                logger.error("the registry has left %d calls without an answer: replacing it", STOPPED_AFTER)
+                self._stopped = registry
+            raise
+        self._silence.answered()
 
     async def _find_registry(self) -> Any:
         """In a thread, one at a time: Ray waits for its GCS here, for as long as that takes to come back. Raises
         RayError or TimeoutError."""
         if self._finding is None:
-            self._finding = asyncio.ensure_future(asyncio.to_thread(get_or_create_registry, self._app_name))
+            stopped, self._stopped = self._stopped, None
+            search = get_or_create_registry if stopped is None else partial(replace_registry, stopped=stopped)
+            self._finding = asyncio.ensure_future(asyncio.to_thread(search, self._app_name))
         finding = self._finding
         try:
             return await asyncio.wait_for(asyncio.shield(finding), CONTROL_TIMEOUT_S)

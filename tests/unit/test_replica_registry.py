@@ -1,10 +1,12 @@
-"""A replica that loses its registry, without an engine: looking for it holds nothing else up."""
+"""A replica that loses its registry, or has one that stands still, without an engine: looking for it holds nothing else
+up."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +14,23 @@ import pytest
 import ray
 
 from outrider.actors.serving import lease
-from outrider.actors.serving.lease import Lease
+from outrider.actors.serving.lease import STOPPED_AFTER, Lease, Silence
 from outrider.cluster.membership import Member
 
 
 class Registry:
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
+    def __init__(self, error: Exception | None = None, silent: float = 0) -> None:
+        """silent: to so many calls, the first."""
+        self._error, self._silent = error, silent
         self.renewed: list[tuple[Any, ...]] = []
         self.renew = SimpleNamespace(remote=self._renew)
+        self.leave = SimpleNamespace(remote=lambda replica: None)
 
     def _renew(self, *args: Any) -> Any:
         self.renewed.append(args)
         answer: Future[None] = Future()
+        if len(self.renewed) <= self._silent:
+            return SimpleNamespace(future=lambda: answer)
         answer.set_exception(self._error) if self._error is not None else answer.set_result(None)
         return SimpleNamespace(future=lambda: answer)
 
@@ -53,6 +59,7 @@ def of_lost(registry: Registry) -> Any:
     """A lease that the replica had taken there."""
     made: Any = Lease.__new__(Lease)
     made.member, made._app_name, made._registry, made._finding = MEMBER, "app", registry, None
+    made._silence, made._stopped = Silence(), None
     return made
 
 
@@ -119,3 +126,65 @@ async def test_a_search_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lease, "get_or_create_registry", gcs.get_or_create)
     await of_lost(Registry(DEAD)).renew(10.0)
     assert (gcs.asked, len(new.renewed)) == (2, 1)
+
+
+class Ray:
+    """There is one registry of the name at a time, and another once that is killed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: Registry) -> None:
+        self.current, self.killed = first, list[Any]()
+        monkeypatch.setattr(lease, "CONTROL_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(lease, "get_or_create_registry", lambda app_name: self.current)
+        monkeypatch.setattr(lease, "replace_registry", self._replace)
+
+    def _replace(self, app_name: str, stopped: Any) -> Any:
+        self.killed.append(stopped)
+        if stopped is self.current:
+            self.current = Registry()
+        return self.current
+
+
+async def test_a_registry_that_stands_still_for_good_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_ = Ray(monkeypatch, stopped := Registry(silent=float("inf")))
+    await of_lost(stopped).take()
+    assert ray_.killed == [stopped]
+    assert len(stopped.renewed) == STOPPED_AFTER
+    assert [member for member, _ in ray_.current.renewed] == [MEMBER]
+
+
+async def test_one_that_stands_still_for_a_while_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_ = Ray(monkeypatch, slow := Registry(silent=STOPPED_AFTER - 1))
+    taking = of_lost(slow)
+    await taking.take()
+    assert len(slow.renewed) == STOPPED_AFTER
+    slow._silent += STOPPED_AFTER  # and once more: what was before is forgotten
+    with suppress(TimeoutError):
+        await taking.renew(10.0)
+    assert ray_.killed == []
+
+
+async def test_of_several_who_find_it_stopped_none_kills_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_ = Ray(monkeypatch, stopped := Registry(silent=float("inf")))
+    await asyncio.gather(*(of_lost(stopped).take() for _ in range(4)))
+    assert set(map(id, ray_.killed)) == {id(stopped)}
+    assert len(ray_.current.renewed) == 4
+
+
+def test_silence_is_of_one_registry() -> None:
+    silence = Silence()
+    assert not any(silence.ran_out("lost") for _ in range(STOPPED_AFTER - 1))
+    assert not any(silence.ran_out("new") for _ in range(STOPPED_AFTER - 1))
+    assert silence.ran_out("new")
+
+
+async def test_a_replica_starts_where_no_registry_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves without, and goes on asking."""
+    ray_ = Ray(monkeypatch, Registry(DEAD))
+    await of_lost(ray_.current).take()
+    ray_.current = Registry()
+    taking = of_lost(Registry(DEAD))
+    taking.keep()
+    async with asyncio.timeout(60):
+        while not ray_.current.renewed:  # noqa: ASYNC110 - it is asked by a task
+            await asyncio.sleep(0.001)
+    taking.leave()
