@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from outrider.cluster.head import anywhere, on_head
 from outrider.cluster.placement import NAMESPACE
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class SharedActor:
 
 
 def get_or_create(actor_class: type, name: str, *args: Any, **options: Any) -> Any:
-    """The handle of the actor of that name. options: Ray's."""
+    """The handle of the actor of that name. options: Ray's; without any the actor takes no room."""
     return (
         ray.remote(actor_class)
         .options(
@@ -65,8 +65,7 @@ def get_or_create(actor_class: type, name: str, *args: Any, **options: Any) -> A
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
-            # Not on the bundles of the replica that happens to ask first: they go when that replica goes.
-            scheduling_strategy=PlacementGroupSchedulingStrategy(None),
+            scheduling_strategy=anywhere() if options else on_head(),
             **{"num_cpus": 0, **options},
         )
         .remote(*args)

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from outrider.cluster.head import on_head
 from outrider.cluster.link.authentication import new_secret
 from outrider.cluster.membership import Assignment, LinkGrant, LinkReport, Member, Membership, Place, Verifier, Work
 from outrider.cluster.placement import NAMESPACE
@@ -114,8 +114,7 @@ def get_or_create_registry(app_name: str) -> Any:
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
-            # Not on the bundles of the replica that happens to ask first: they go when that replica goes.
-            scheduling_strategy=PlacementGroupSchedulingStrategy(None),
+            scheduling_strategy=on_head(),
             num_cpus=0,
         )
         .remote()

@@ -107,9 +107,14 @@ def served_on(cluster: Cluster | Autoscaled, config: OutriderConfig, models: Mod
 
 def nodes_of(deployment: str) -> dict[str, str]:
     """By replica: the node that it is on."""
+    return {name.split("#")[2]: node for name, node in actor_nodes().items() if f"#{deployment}#" in name}
+
+
+def actor_nodes() -> dict[str, str]:
+    """By the name of each living actor that has one: the node that it is on."""
     table = ray._private.state.state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
     actors = [gcs_pb2.ActorTableData.FromString(data) for data in table]
-    return {a.name.split("#")[2]: a.address.node_id.hex() for a in actors if f"#{deployment}#" in a.name}
+    return {actor.name: actor.address.node_id.hex() for actor in actors if actor.name}
 
 
 def _deployment(config: OutriderConfig, plan: Any, models: Models) -> Deployment:

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from outrider.cluster.head import on_head
 from outrider.cluster.placement import NAMESPACE
 
 TELL_EVERY_S = 1.0
@@ -89,7 +90,14 @@ def make_board(app_name: str) -> Any:
     """Lives as long as somebody has what is returned, and no longer than the process that called this."""
     return (
         ray.remote(ScalingBoard)
-        .options(name=board_name(app_name), namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1)
+        .options(
+            name=board_name(app_name),
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            scheduling_strategy=on_head(),
+            num_cpus=0,
+            max_restarts=-1,
+        )
         .remote()
     )
 

@@ -23,7 +23,7 @@ from outrider.cluster.config import parse_config
 from outrider.cluster.placement import available_cores
 from outrider.deploy.client.sync_client import OutriderError
 from outrider.deploy.ports import pick_free_port
-from tests.clusters import nodes_of, served_on
+from tests.clusters import actor_nodes, nodes_of, served_on
 from tests.pools import all_draft, ask_registry, is_even, load, scrape, shares
 from tests.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
 from tests.streams import join, under_way
@@ -137,6 +137,12 @@ def test_nodes_that_come_are_used_by_their_labels(nodes: Nodes) -> None:
     all_draft(nodes.app)
 
 
+def test_the_registry_keeps_no_node_that_an_autoscaler_might_end(nodes: Nodes) -> None:
+    """Nor does it go with one: it is on the head."""
+    (registry,) = [node for name, node in actor_nodes().items() if name.startswith("Registry:")]
+    assert registry == nodes.cluster.head_node.node_id
+
+
 def test_the_cluster_s_store_goes_and_comes_back_and_no_answer_is_lost(nodes: Nodes) -> None:
     """GCS, which knows of every actor and node: what runs goes on without it, and what came anew is known after."""
     wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each")
@@ -165,7 +171,7 @@ def test_the_node_of_a_pools_drafter_goes_and_another_drafts_on(nodes: Nodes) ->
         nodes.remove(nodes_of("DrafterPool")[lost.split(":")[1]])
 
         def has_another() -> bool:
-            with suppress(ValueError, KeyError, ray.exceptions.RayError):  # the registry may have been there
+            with suppress(ValueError, KeyError, ray.exceptions.RayError):  # it may not know of it yet
                 link = ask_registry(nodes.app, "links")[bereft]
                 return bool(link.state == "up" and link.epoch > epoch)
             return False
