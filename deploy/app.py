@@ -114,11 +114,14 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
 
 
 def _compare_models(config: OutriderConfig) -> None:
-    """Nothing later compares tokenizers. Raises ConfigError; a checkpoint that only another node has cannot be read."""
+    """Raises ConfigError. A checkpoint that only another node has cannot be read: then nothing but tokenizers is
+    compared, when a target links to a drafter (cluster/vocabulary.py)."""
     models = (config.target.model, getattr(config.drafter, "model", None) or config.target.model)
     if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
         logger.warning(
-            "%s is not on this node: models are not compared; run outrider doctor on one that has it", away[0]
+            "%s is not on this node: models are not compared, but for tokenizers when a drafter is linked to; run "
+            "outrider doctor on one that has it",
+            away[0],
         )
         return
     check_models(config)

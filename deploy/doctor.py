@@ -30,9 +30,9 @@ from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig,
 from outrider.cluster.engine_args import RUN_HERE
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import available_cores, preload_libraries
+from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.app import plan_replica
 from outrider.deploy.models.check import check_models
-from outrider.deploy.models.identity import read_vocabulary
 from outrider.deploy.ports import settle_ports
 from outrider.deploy.processes import SHARED_MEMORY, mapped_shared_memory, shared_memory_entries
 from outrider.deploy.server import OBJECT_STORE_BYTES

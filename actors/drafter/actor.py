@@ -31,6 +31,7 @@ from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.messages import Message
 from outrider.cluster.placement import NAMESPACE, RankPlacement, ReplicaPlacement, bind_to, rank_environment
 from outrider.cluster.registry import application_secret
+from outrider.cluster.vocabulary import Marks, check_marks, marks_of
 
 if TYPE_CHECKING:
     from outrider.actors.drafter.learning import LearningMember
@@ -75,6 +76,11 @@ class Drafter:
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
         self._app_name = app_name
+        self._vocabulary: Marks = ()
+        """Of the draft model's ids; () where it has been compared with the target's, and differs in added tokens."""
+
+        if isinstance(config, DraftModelConfig) and num_common_tokens is None:
+            self._vocabulary = marks_of(config.model)
         self._learning: LearningMember | None = None
         self._loop = self._make_loop(config)
         self._pool = self._join_pool(config)
@@ -98,10 +104,12 @@ class Drafter:
     @ray.method(concurrency_group="control")
     def accept_link(self, invitation: LinkInvitation, timeout_s: float) -> None:
         """Join a verifier's link. Raises LinkError when it is not there any more or is none of this application's,
-        ValueError for a target with fewer tokens than the output head is cut to, and what application_secret raises.
+        ValueError for a target with another tokenizer, or with fewer tokens than the output head is cut to, and what
+        application_secret raises.
 
         Vocabularies of one tokenizer may be padded to different sizes: no more is drawn than both have.
         """
+        check_marks(invitation.vocabulary, self._vocabulary)
         try:
             self._loop.limit_vocabulary(invitation.vocab_size)
         except ValueError as error:

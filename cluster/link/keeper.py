@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import ray
 
-from outrider.cluster.config import OutriderConfig
+from outrider.cluster.config import DraftModelConfig, OutriderConfig
 from outrider.cluster.link import HANG, Link, LinkError, host_link
 from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Place, Verifier, Work, fingerprint
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import this_place
+from outrider.cluster.vocabulary import marks_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class LinkKeeper:
         self._vocab_size, self._capacity_words, self._decode = vocab_size, capacity_words, decode
         self._on_link, self._device = on_link, device
         self._fingerprint = fingerprint(config)
+        self._vocabulary = marks_of(config.target.model) if isinstance(config.drafter, DraftModelConfig) else ()
         self._pooled = config.remote_drafter is not None and config.remote_drafter.pooled
         self._place: Place | None = None
         self._ready: dict[str, Any] = {}
@@ -176,6 +178,7 @@ class LinkKeeper:
             verifier_id=self._identity.replica,
             secret=self._ask_registry("secret"),
             sealed=self._config.link.frame_mac == "always" or host != LOOPBACK,
+            vocabulary=self._vocabulary,
             device=self._device,
         )
         joining = drafter.accept_link.remote(invitation, _CONNECT_TIMEOUT_S)

@@ -48,6 +48,9 @@ class LinkInvitation:
     sealed: bool
     """Frames carry a keyed MAC."""
 
+    vocabulary: tuple[str, ...] = ()
+    """What the target's token ids mean (vocabulary.Marks); (): not known."""
+
 
 CompleteLink = Callable[[float], Transport]
 """Call once with a timeout in seconds: waits for the drafter and returns the transport, or raises LinkError."""
@@ -66,13 +69,14 @@ def host_link(
     verifier_id: str,
     secret: bytes,
     sealed: bool,
+    vocabulary: tuple[str, ...] = (),
     device: str | None = None,
 ) -> tuple[LinkInvitation, CompleteLink]:
     """Verifier's side: open a store on a free port of `host` and invite one drafter.
 
     host: the address of this machine that the drafter can reach; loopback when both share a machine. Nothing
     listens on any other interface.
-    secret: of the application. sealed: frames carry a keyed MAC.
+    secret: of the application. sealed, vocabulary: see LinkInvitation.
     device: the CUDA device of an nccl link.
     Drop the returned function, or let it fail, and the store is gone. Raises LinkError when `host` cannot be bound.
     """
@@ -89,6 +93,7 @@ def host_link(
         num_speculative_tokens=num_speculative_tokens,
         verifier_id=verifier_id,
         sealed=sealed,
+        vocabulary=vocabulary,
     )
 
     def complete(timeout_s: float) -> Transport:

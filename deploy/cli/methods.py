@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError, OutriderConfig, TargetConfig
+from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.app import engine_on_gpu
 from outrider.deploy.models.check import read_model_json
-from outrider.deploy.models.identity import read_vocabulary
 from outrider.deploy.models.method_guide import LOAD_ADVICE, Advice, Build, Candidate, CheckpointKind, advise, kind_of
 from outrider.deploy.models.store import find_model, models_dir
 from outrider.deploy.preset import is_preset, resolve_config

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning.draft_models import SUPPORTED, tensors_of
 from outrider.cluster.config import ConfigError, EngineConfig
+from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.check import check_vocabularies, read_model_json
-from outrider.deploy.models.identity import read_vocabulary
 from outrider.deploy.models.store import BY_HUB_ID, find_copy
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.lora_config import AdapterConfig
-from outrider.deploy.models.identity import check_made_for, read_vocabulary
+from outrider.cluster.vocabulary import read_vocabulary
+from outrider.deploy.models.identity import check_made_for
 from outrider.deploy.models.method_guide import ModelJson, kind_of, text_model
 
 

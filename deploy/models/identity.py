@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config_section import ConfigError
+from outrider.cluster.vocabulary import read_vocabulary
 from outrider.cluster.whole_files import whole_file
 from outrider.deploy.models.store import MANIFEST, models_dir
 
@@ -140,22 +141,6 @@ def vocabulary_digest(checkpoint: Path) -> str:
     """Of what each token id means; of nothing where the checkpoint has no tokenizer.json."""
     vocabulary = read_vocabulary(str(checkpoint)) or {}
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
-
-
-def read_vocabulary(model: str) -> dict[str, int] | None:
-    """Token -> id from a local checkpoint's tokenizer.json; None where there is none or it keeps none of these."""
-    path = Path(model) / "tokenizer.json"
-    try:
-        document = json.loads(path.read_text())
-        vocabulary = document["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if isinstance(vocabulary, list):  # unigram: [token, score] by id
-        tokens = {entry[0]: index for index, entry in enumerate(vocabulary)}
-    else:
-        tokens = dict(vocabulary)
-    tokens.update({added["content"]: added["id"] for added in document.get("added_tokens", [])})
-    return tokens
 
 
 @dataclass(frozen=True)

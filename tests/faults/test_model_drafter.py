@@ -129,6 +129,27 @@ def test_a_link_of_another_application_is_refused(pair):
     assert pair.drafter_status()["links"] == 1
 
 
+def test_a_target_of_another_tokenizer_is_refused_and_told_why(pair):
+    invitation, complete = host_link(
+        host="127.0.0.1",
+        epoch=FOREIGN_EPOCH + 2,
+        backend="gloo",
+        capacity_words=CAPACITY,
+        round_deadline_ms=1000,
+        link_deadline_ms=20_000,
+        vocab_size=VOCAB_SIZE,
+        num_speculative_tokens=K,
+        verifier_id="test",
+        secret=bytes(32),
+        sealed=False,
+        vocabulary=("another",),
+    )
+    with pytest.raises(ValueError, match=r"drafter\.model: its tokenizer is not the target's"):
+        ray.get(pair.drafter().accept_link.remote(invitation, 20.0), timeout=HANG_GUARD_S)
+    del complete
+    assert pair.drafter_status()["links"] == 1
+
+
 def test_the_drafter_is_killed(pair):
     pair.linked()
     allowance = allowance_s(pair, PROMPT)

@@ -78,7 +78,7 @@ def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
 
 
 def test_tokenizers_are_compared_before_anything_is_deployed(tmp_path: Path) -> None:
-    """The drafter takes a target of any size, so that nothing later would tell a wrong pair."""
+    """The drafter takes a target of any size."""
     target = checkpoint(tmp_path / "target", {"a": 0})
     padded, stranger = checkpoint(tmp_path / "padded", {"a": 0}, 340), checkpoint(tmp_path / "stranger", {"a": 1})
 

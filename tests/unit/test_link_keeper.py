@@ -1,5 +1,6 @@
 """Whom a verifier is linked to when its own drafter comes and goes. Registry, drafters and links are scripted."""
 
+import json
 import queue
 import threading
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
 from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity, SilentLinks
 from outrider.cluster.link.link import LinkCounters
-from outrider.cluster.membership import Homing, LinkReport, Member, Membership, Place
+from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Member, Membership, Place
 from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.vocabulary import marks_of
 
 SOON_S = 10.0
 
@@ -191,3 +193,39 @@ def test_what_ends_otherwise_is_no_silence():
     assert not links.ended(f"{HANG}: no answer", False)
     assert links.ended(f"{HANG}: no answer", False)
     assert not links.ended(f"{HANG}: no answer", False), "the new one starts afresh"
+
+
+class Inviting(LinkKeeper):
+    """Everybody is ready, and no link comes of it."""
+
+    def __init__(self, target, drafter):
+        config = parse_config({"target": {"model": target}, "drafter": drafter})
+        identity = ReplicaIdentity("r1", "Registry")
+        super().__init__(config, identity, vocab_size=9, capacity_words=64, decode=list, on_link=list)
+
+    def _wait_until_ready(self, grant, drafter):
+        return "10.0.0.1"
+
+    def _ask_registry(self, method, *args):
+        return bytes(32)
+
+    @staticmethod
+    def _host_towards(drafter_host):
+        return "127.0.0.1"
+
+
+def test_a_draft_model_is_told_what_the_targets_ids_mean(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    invited = []
+
+    def host_link(**given):
+        invited.append(given["vocabulary"])
+        raise LinkError("enough")
+
+    monkeypatch.setattr(link_keeper, "host_link", host_link)
+    monkeypatch.setattr(link_keeper.ray, "get_actor", lambda name, namespace: None)
+    for drafter in ({"method": "draft_model", "model": "d"}, {"method": "ngram"}):
+        with pytest.raises(LinkError, match="enough"):
+            Inviting(str(tmp_path), drafter)._connect(LinkGrant(1, "D1"))
+    assert invited == [marks_of(str(tmp_path)), ()]
+    assert invited[0]

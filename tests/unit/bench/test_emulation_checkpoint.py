@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.check import check_same_tokens, vocabulary_sizes
-from outrider.deploy.models.identity import read_vocabulary
 from tests.bench.emulation.checkpoint import write_checkpoint
 from tests.bench.emulation.emulation import KEY, Emulation
 from tests.bench.emulation.plugin import environment, register, write_distribution

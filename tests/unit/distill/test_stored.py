@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from outrider.actors.drafter.vocabulary import trained_on
 from outrider.actors.learning.draft_models import freeze, load
 from outrider.cluster.config import ConfigError
+from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.distill.models import (
     check_architecture,
     choose_layers,
@@ -21,7 +22,7 @@ from outrider.deploy.distill.models import (
 )
 from outrider.deploy.distill.stored import DESCRIPTION, TENSORS, assemble, read, store
 from outrider.deploy.models.check import check_vocabularies
-from outrider.deploy.models.identity import Reference, read_vocabulary, weights_digest
+from outrider.deploy.models.identity import Reference, weights_digest
 from tests.tiny_models import build_tiny_llama
 
 

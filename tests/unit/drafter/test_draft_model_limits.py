@@ -243,7 +243,7 @@ def test_a_head_is_cut_to_what_the_drafter_was_trained_on(monkeypatch, tmp_path)
         loaded()
 
 
-def invitation(vocab_size):
+def invitation(vocab_size, vocabulary=()):
     return LinkInvitation(
         epoch=1,
         backend="gloo",
@@ -256,6 +256,7 @@ def invitation(vocab_size):
         num_speculative_tokens=4,
         verifier_id="v",
         sealed=False,
+        vocabulary=vocabulary,
     )
 
 
@@ -263,7 +264,7 @@ def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_dr
     monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
     strategy = DraftModelStrategy(MemoryEngine(), 16, vocabulary=DraftVocabulary(VOCAB, 20))
     drafter = Drafter.__new__(Drafter)
-    drafter._loop, drafter._app_name = DraftLoop(strategy), "outrider"
+    drafter._loop, drafter._app_name, drafter._vocabulary = DraftLoop(strategy), "outrider", ()
     for size in (VOCAB + 128, VOCAB - 128):
         with pytest.raises(LinkError, match="no answer"):
             drafter.accept_link(invitation(size), 0.1)
@@ -271,3 +272,16 @@ def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_dr
     with pytest.raises(ValueError, match=r"drafter\.draft_vocab_size: the target has 19 tokens: 20 slots.*set fewer"):
         drafter.accept_link(invitation(19), 0.1)
     assert strategy._num_drawable == VOCAB - 128
+
+
+def test_a_target_of_another_tokenizer_is_refused_and_told_why(monkeypatch):
+    """Where nobody compared the checkpoints before; one that has nothing to compare is linked to."""
+    monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
+    drafter = Drafter.__new__(Drafter)
+    drafter._loop, drafter._app_name = DraftLoop(DraftModelStrategy(MemoryEngine(), 16)), "outrider"
+    drafter._vocabulary = ("a", "b", "c")
+    with pytest.raises(ValueError, match=r"drafter\.model: its tokenizer is not the target's: 2 of 3 blocks"):
+        drafter.accept_link(invitation(VOCAB, ("a", "x", "y")), 0.1)
+    for vocabulary in (("a", "b", "c"), ("a", "b", "y"), ()):
+        with pytest.raises(LinkError, match="no answer"):
+            drafter.accept_link(invitation(VOCAB, vocabulary), 0.1)
