@@ -14,15 +14,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 _HEAD = "node:__internal_head__"
 """Ray's own resource of the head."""
 
-Strategy = NodeAffinitySchedulingStrategy | PlacementGroupSchedulingStrategy
 
-
-def on_head() -> Strategy:
-    """Of the cluster that this process is connected to."""
+def on_head() -> Any:
+    """A scheduling strategy of Ray's, in the cluster that this process is connected to."""
     return on_head_of(ray.nodes())
 
 
-def on_head_of(nodes: Iterable[Mapping[str, Any]]) -> Strategy:
+def on_head_of(nodes: Iterable[Mapping[str, Any]]) -> Any:
     """nodes: as ray.nodes() has them. Anywhere else where there is no head, or no longer."""
     for node in nodes:
         if node["Alive"] and _HEAD in node["Resources"]:
@@ -30,6 +28,6 @@ def on_head_of(nodes: Iterable[Mapping[str, Any]]) -> Strategy:
     return anywhere()
 
 
-def anywhere() -> Strategy:
+def anywhere() -> Any:
     """But not on the bundles of the replica that happens to ask first: they go when that replica goes."""
     return PlacementGroupSchedulingStrategy(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -127,7 +128,9 @@ class Lease:
         RayError or TimeoutError."""
         if self._finding is None:
             stopped, self._stopped = self._stopped, None
-            search = get_or_create_registry if stopped is None else partial(replace_registry, stopped=stopped)
+            search: Callable[[str], Any] = get_or_create_registry
+            if stopped is not None:
+                search = partial(replace_registry, stopped=stopped)
             self._finding = asyncio.ensure_future(asyncio.to_thread(search, self._app_name))
         finding = self._finding
         try:
