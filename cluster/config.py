@@ -160,7 +160,7 @@ class SpeculationConfig(Section):
     draft_ahead: bool = True
     """Draft the next round while the target verifies this one."""
 
-    max_side_branches: int = Field(8, ge=0, le=64)
+    max_side_branches: int = Field(12, ge=0, le=64)
     """draft_ahead: side branches a request, for outcomes other than the main line's. Bounds the drafter's memory."""
 
     @field_validator("num_speculative_tokens", mode="before")

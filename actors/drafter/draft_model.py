@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 _STEPS_BETWEEN_PREFILLS = 4
 """While sequences wait for answers, prefill still gets one chunk per this many steps."""
 
+_WAIT_PRICE = 2.0
+"""What a target's time is worth beside the tokens that it would bring: the drafter gets no further ahead in it."""
+
 _AT_ONCE = 2048
 """Tokens of a prompt that are hashed, or taken into the draft vocabulary, while others wait: about a millisecond."""
 
@@ -107,6 +110,8 @@ class DraftModelStrategy:
             self._shares,
             clock,
         )
+        self._clock = clock
+        self._running: DraftStep | None = None
         self._weights: Mapping[str, Any] | None = None
         """Of the version that is to draft, where it does not yet."""
 
@@ -150,6 +155,7 @@ class DraftModelStrategy:
         if self._vocabulary is not None:
             self._vocabulary.observe(commit.token_ids)
         sequence.commit(commit)
+        sequence.timed(len(commit.token_ids), self._clock())
         if sequence.committed_len >= sequence.max_len:
             self._retire(sequence)
         if commit.num_wanted == 0:
@@ -163,8 +169,21 @@ class DraftModelStrategy:
             return [*answers, sequence.no_drafts(ProposalStatus.NOT_READY)]
         if instead is not None and (drafts := instead()):
             return [*answers, sequence.propose(drafts)]
-        answer = sequence.answer()
+        answer = None if self._is_worth_the_wait(sequence) else sequence.answer()
         return answers if answer is None else [*answers, answer]
+
+    def _is_worth_the_wait(self, sequence: ModelSequence) -> bool:
+        """Whether what is at hand is better kept back for one draft more, which the step that runs is about to bring.
+        Depends on nothing that this step draws."""
+        step, pace = self._running, sequence.tokens_per_s
+        if step is None or not pace or sequence.num_drafted >= sequence.num_wanted:
+            return False
+        draw = step.draws.get(sequence.main)
+        if draw is None or draw != sequence.next_draw(sequence.main):
+            return False
+        # Late by some time it is expected to take as long again.
+        left_s = abs(step.started + self._cost.expected_s(len(step.plan.rows)) - self._clock())
+        return left_s * pace * _WAIT_PRICE < self._outcomes.usual_acceptance ** (sequence.num_drafted + 1)
 
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
@@ -214,6 +233,7 @@ class DraftModelStrategy:
             step.plan.num_drawable = self._num_drawable
             if self._vocabulary is not None:
                 step.plan.vocabulary_changes = self._vocabulary.take_changes()
+        self._running = step
         return step or self._hashing(), answers
 
     def complete(self, work: Work) -> list[Answer]:
@@ -225,6 +245,7 @@ class DraftModelStrategy:
         if isinstance(work, WeightsChange):
             return []
         assert isinstance(work, DraftStep)
+        self._running = None
         answers: list[Answer] = []
         drafting = False
         for row, (sequence, line), drawn in zip(work.plan.rows, work.targets, work.drawn, strict=True):

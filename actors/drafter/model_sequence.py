@@ -23,6 +23,8 @@ from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, P
 CATCH_UP_TOKENS = 32
 """Committed tokens a draft step may feed per sequence; further behind, it is prefill."""
 
+_PACE_WEIGHT = 0.1
+
 NUM_ALTERNATIVES = 2
 """Named with every draw. One covers about nine outcomes in ten, two 97 in a hundred."""
 
@@ -136,6 +138,10 @@ class ModelSequence(Sequence):
         self.announced = False
         """READY has been sent, or need not be."""
 
+        self.tokens_per_s = 0.0
+        """As they are committed lately; 0: not known yet."""
+
+        self._committed_at: float | None = None
         self.retired = False
         """Closed, or too long for the draft model: then it is followed, so that commits stay known, but no longer in
         the engine."""
@@ -271,6 +277,13 @@ class ModelSequence(Sequence):
         self.sent = None
         if commit.num_wanted == 0:
             self._answered(0)
+
+    def timed(self, num_tokens: int, now: float) -> None:
+        """So many tokens have been committed at this time, seconds."""
+        before, self._committed_at = self._committed_at, now
+        if before is not None and now > before:
+            pace = num_tokens / (now - before)
+            self.tokens_per_s += (pace - self.tokens_per_s) * (_PACE_WEIGHT if self.tokens_per_s else 1.0)
 
     def _adopt(self, side: SideBranch) -> None:
         assert self.adopted is None, "side branches are chosen after the last adoption's blocks are back"

@@ -12,6 +12,7 @@ from outrider.actors.drafter.engine import Drawn
 
 _BINS = 10
 _PRIOR_WEIGHT = 8.0
+_USUAL_ACCEPTANCE = 0.7
 _FADE_AT = 2000.0
 
 
@@ -50,12 +51,18 @@ class OutcomeModel:
 
     def __init__(self, num_alternatives: int) -> None:
         self._accepted = [Frequency() for _ in range(_BINS)]
+        self._any_accepted = Frequency()
         self._alternative = [Frequency() for _ in range(num_alternatives)]
 
     def acceptance(self, drawn: Drawn) -> float:
         """The probability that verification has this very token where it looks."""
         confidence = min(max(drawn.confidence, 0.0), 1.0)
         return self._accepted[min(int(confidence * _BINS), _BINS - 1)].given(confidence)
+
+    @property
+    def usual_acceptance(self) -> float:
+        """Of any draft, whatever the confidence."""
+        return self._any_accepted.given(_USUAL_ACCEPTANCE)
 
     def outcomes(self, reach: float, position: int, drawn: Drawn) -> list[Outcome]:
         """The alternatives at a position that verification reaches with probability `reach`."""
@@ -75,6 +82,7 @@ class OutcomeModel:
             confidence = min(max(entry.confidence, 0.0), 1.0)
             same = entry.token == token
             self._accepted[min(int(confidence * _BINS), _BINS - 1)].add(same)
+            self._any_accepted.add(same)
             if not same:
                 for rank, (other, _) in enumerate(entry.alternatives[: len(self._alternative)]):
                     self._alternative[rank].add(other == token)
@@ -109,9 +117,14 @@ class StepCost:
         """Of a recent step; 0 before the first."""
         return self._seconds / self._weight if self._weight else 0.0
 
+    def expected_s(self, rows: int) -> float:
+        """Of a step with so many rows; 0 before the first."""
+        return self.mean_s * (1 + self.row_share * (rows - self._rows / self._weight)) if self._weight else 0.0
+
     @property
     def row_share(self) -> float:
-        """What one more row adds, as a share of a step: a branch less likely than this costs more than it saves."""
+        """What one more row adds, as a share of a step: a row that is worth less than this share of what all of the
+        step's rows are worth costs more than it brings."""
         mean = self.mean_s
         variance = self._rows_squared * self._weight - self._rows**2
         if mean <= 0 or variance < 0.05 * self._weight**2:

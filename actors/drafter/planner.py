@@ -80,28 +80,33 @@ class BranchBlocks:
 
 @dataclass(eq=False, slots=True)
 class DraftStep:
-    """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk. fed: tokens, by
-    link."""
+    """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk. draws: how lines
+    go on in it. fed: tokens, by link. worth: of all its drafts the chance to be reached, in tokens."""
 
     is_step: ClassVar[bool] = True
     engine: Engine
     clock: Callable[[], float]
     plan: StepPlan = field(default_factory=StepPlan)
     targets: list[tuple[ModelSequence, Line | None]] = field(default_factory=list)
+    draws: dict[Line, Draw] = field(default_factory=dict)
     fed: dict[int, int] = field(default_factory=dict)
     num_fed: int = 0
+    worth: float = 0.0
     drawn: list[Drawn | None] = field(default_factory=list)
+    started: float = 0.0
     seconds: float = 0.0
 
     def execute(self) -> None:
-        started = self.clock()
+        self.started = self.clock()
         self.drawn = self.engine.run(self.plan)
-        self.seconds = self.clock() - started
+        self.seconds = self.clock() - self.started
 
     def add(self, row: StepRow, sequence: ModelSequence, line: Line | None) -> None:
         num_fed, link_id = len(row.token_ids), sequence.key[0]
         self.plan.rows.append(row)
         self.targets.append((sequence, line))
+        if line is not None and row.draw is not None:
+            self.draws[line] = row.draw
         self.fed[link_id] = self.fed.get(link_id, 0) + num_fed
         self.num_fed += num_fed
 
@@ -112,8 +117,8 @@ class LookaheadLimits:
     step, all sequences together."""
 
     ahead: bool = True
-    max_side_branches: int = 8
-    max_rows: int = 64
+    max_side_branches: int = 12
+    max_rows: int = 128
 
 
 _PIECES = 4
@@ -138,9 +143,15 @@ def _until_done(
             yield sequence
 
 
-def _likeliest_sides(sequences: Iterable[ModelSequence]) -> list[tuple[SideBranch, ModelSequence]]:
-    sides = [(side, sequence) for sequence in sequences for side in sequence.sides.values()]
-    return sorted(sides, key=lambda entry: -entry[0].value)
+def _best_sides(sequences: Iterable[ModelSequence], keep: float) -> list[tuple[float, SideBranch, ModelSequence]]:
+    """With what another row of each is worth: the chance that verification gets so far. keep: of a draft to be
+    accepted."""
+    sides = [
+        (side.value * keep ** (len(side.line.tokens) - 1), side, sequence)
+        for sequence in sequences
+        for side in sequence.sides.values()
+    ]
+    return sorted(sides, key=lambda entry: -entry[0])
 
 
 class StepPlanner:
@@ -168,7 +179,12 @@ class StepPlanner:
 
     def drafts(self, due: Collection[ModelSequence], answers: list[Answer]) -> DraftStep | None:
         """A step over those who wait, in their order, then over what can be drafted ahead. answers: those that need no
-        step are added."""
+        step are added.
+
+        Rows of side branches, the best first, go in as long as each brings more than it holds all the others up: so the
+        step's worth over its time is the highest there is. One target's are nearly free; where many share the step,
+        only the likely ones are worth it.
+        """
         step = DraftStep(self._engine, self._clock)
         turns = self._turns(self._max_rows)
         waiting = self._by_link(due)
@@ -177,20 +193,27 @@ class StepPlanner:
             for link_id, of_link in self._by_link(self._sequences).items()
         }
         answered: dict[int, list[ModelSequence]] = {}
+        keep = self._outcomes.usual_acceptance
         for sequence in turns.over(queues):
             link_id = sequence.key[0]
-            if sequence.due:
-                turns.gave(link_id, self._add_main(step, sequence, answers))
-            else:
-                turns.gave(link_id, self._add_main(step, sequence, None))
+            worth = keep**sequence.num_drafted
+            num_fed = self._add_main(step, sequence, answers if sequence.due else None)
+            turns.gave(link_id, num_fed)
+            step.worth += worth if num_fed else 0.0
+            if not sequence.due:
                 self._spawn(sequence)
                 answered.setdefault(link_id, []).append(sequence)
-        sides = {link_id: iter(_likeliest_sides(of_link)) for link_id, of_link in answered.items()}
-        for side, sequence in turns.over(sides):
+        row_share = self._cost.row_share
+        sides = {
+            link_id: itertools.takewhile(lambda entry: entry[0] >= row_share * step.worth, _best_sides(of_link, keep))
+            for link_id, of_link in answered.items()
+        }
+        for worth, side, sequence in turns.over(sides):
             draw = sequence.next_draw(side.line)
             if draw is not None and self._has_room(step, 1):
                 self._add_row(step, sequence, side.line, side.blocks, draw)
                 turns.gave(sequence.key[0], 1)
+                step.worth += worth
         return self._finished(step)
 
     def prefill(self, idle: bool = False) -> DraftStep | None:

@@ -26,7 +26,7 @@ def test_defaults_are_complete() -> None:
 
 def test_lengths_adapt_and_drafts_run_ahead_unless_switched_off() -> None:
     speculation = parse_config(tree()).speculation
-    assert (speculation.adaptive, speculation.draft_ahead, speculation.max_side_branches) == (True, True, 8)
+    assert (speculation.adaptive, speculation.draft_ahead, speculation.max_side_branches) == (True, True, 12)
     off = {"adaptive": False, "draft_ahead": False, "max_side_branches": 0}
     speculation = parse_config(tree(speculation=off)).speculation
     assert speculation.model_dump(include=set(off)) == off

@@ -1,0 +1,275 @@
+"""What one drafter gives so many targets, by simulation: seconds where the emulation takes hours.
+
+    python -m tests.bench.pool_curve --profile 70b-8b --batches 1,8 --targets 1,2,4,8
+
+The drafter's own policy (`DraftModelStrategy`) and the targets' own (`LengthController`) play against each other on a
+clock of the simulation's own, with an emulated pair's step times and text. What is not there: vLLM, Ray, the link, and
+with them all host work but a fixed time for each round and each draft step. `tests.bench.emulated_speed` has those;
+docs/emulation.md holds the two against each other.
+
+The rivals are arithmetic: a drafter in-process adds its steps to the target's, and has no other overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.engine import Drawn, StepPlan
+from outrider.actors.drafter.model_sequence import ModelSequence
+from outrider.actors.drafter.planner import LookaheadLimits
+from outrider.actors.drafter.sequence import Answer
+from outrider.actors.round.length import Estimate, LengthController
+from outrider.cluster.link.messages import Commit, DraftSampling, Open, ProposalStatus
+from tests.bench.emulation.measurement import ceiling, sides_of
+from tests.bench.emulation.profiles import PROFILES, TEXTS, Profile
+from tests.bench.emulation.step_time import StepTime
+from tests.bench.emulation.text_process import Text, TokenRange, ranked_tokens
+
+ROUND_HOST_S, STEP_HOST_S = 0.4e-3, 0.1e-3
+"""Beside the devices' times: a round's, and a draft step's. As measured beside a host 16 times as fast."""
+
+CONFIDENCES = (0.9997, 0.0002, 0.0001)
+"""Of a draft and its alternatives, as an emulated model has them."""
+
+RIVALS_K = range(1, 13)
+PROMPT_TOKENS = 32
+TOKENS = TokenRange.of(256, 1 << 15, lanes=256)
+
+
+class World:
+    """Time, and what happens when."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, seconds: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (seconds, next(self._numbers), then))
+
+    def pass_until(self, end: float) -> None:
+        while self._events and self._events[0][0] <= end:
+            self.now, _, then = heapq.heappop(self._events)
+            then()
+        self.now = end
+
+    def pass_to_next(self) -> None:
+        self.pass_until(self._events[0][0])
+
+
+class PlayedEngine:
+    """Implements Engine: a step takes its time, and there is room for everything."""
+
+    max_model_len, max_num_batched_tokens, block_sizes = 1 << 20, 1 << 16, (1 << 12,)
+    kv_cache_usage = 0.0
+
+    def __init__(self, world: World, time: StepTime, text: Text) -> None:
+        self._world, self._time, self._text = world, time, text
+
+    def run(self, plan: StepPlan) -> list[Drawn | None]:
+        num_tokens = sum(len(row.token_ids) for row in plan.rows)
+        self._world.pass_until(self._world.now + self._time.step_ms(num_tokens) / 1e3 + STEP_HOST_S)
+        last = torch.tensor([row.token_ids[-1] for row in plan.rows])
+        positions = torch.tensor([row.start + len(row.token_ids) - 1 for row in plan.rows])
+        ranked = ranked_tokens(last, positions, TOKENS, self._text).tolist()
+        return [
+            None
+            if row.draw is None
+            else Drawn(first, confidence=CONFIDENCES[0], alternatives=tuple(zip(others, CONFIDENCES[1:], strict=True)))
+            for row, (first, *others) in zip(plan.rows, ranked, strict=True)
+        ]
+
+    def hashed(self, request_id: str, token_ids: list[int], sampling: Any) -> None: ...
+
+    def start(self, request_id: str, token_ids: list[int], hashed: Any) -> int:
+        return 0
+
+    def append(self, request_id: str, token_ids: list[int]) -> None: ...
+
+    def allocate(self, request_id: str, num_computed: int, num_new: int, num_lookahead: int) -> bool:
+        return True
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return ([0] * (self.max_model_len // self.block_sizes[0]),)
+
+    def take_blocks(self, count: int) -> list[int]:
+        return [0] * count
+
+    def free_blocks(self, block_ids: list[int]) -> None: ...
+
+    def finish(self, request_id: str) -> None: ...
+
+    def load_weights(self, tensors: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(eq=False)
+class Request:
+    sequence: ModelSequence
+    estimate: Estimate
+    drafts: list[int] = field(default_factory=list)
+    waits: bool = False
+
+
+class Target:
+    """One batch, whose requests never end."""
+
+    def __init__(self, link_id: int, batch: int, k: int, time: StepTime, world: World, strategy: Any) -> None:
+        self._time, self._world, self._strategy = time, world, strategy
+        self._lengths = LengthController(k)
+        self.requests: dict[Any, Request] = {}
+        self.rounds = self.tokens = 0
+        self._wait_s = self._asked_s = self._step_s = self.first_s = 0.0
+        for handle in range(batch):
+            sequence = strategy.new_sequence((link_id, handle))
+            prompt = [(link_id * batch + handle) % TOKENS.lanes] * PROMPT_TOKENS
+            sequence.add_prompt(Open(handle, PROMPT_TOKENS, 0, prompt, k, DraftSampling()))
+            self.requests[sequence] = Request(sequence, self._lengths.track(k))
+            strategy.open(sequence)
+
+    def begin(self) -> None:
+        self._world.at(self._world.now, self._step)
+
+    def count_from_now(self) -> None:
+        self.rounds = self.tokens = 0
+        self.first_s = self._world.now
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / (self._world.now - self.first_s)
+
+    def hear(self, answer: Answer) -> None:
+        request, proposals = self.requests[answer.sequence], answer.proposals
+        if proposals.status is not ProposalStatus.OK or proposals.base_committed_len != request.sequence.committed_len:
+            return
+        waited_s = self._world.now - self._asked_s
+        request.drafts, request.waits = list(proposals.token_ids), False
+        self._lengths.observe_answer(
+            request.estimate, proposals.origin, len(request.drafts), proposals.step_us / 1e6, waited_s
+        )
+        if not any(each.waits for each in self.requests.values()):
+            self._step()
+
+    def _step(self) -> None:
+        num_tokens = sum(1 + len(request.drafts) for request in self.requests.values())
+        self._step_s = self._time.step_ms(num_tokens) / 1e3 + ROUND_HOST_S
+        self._world.at(self._world.now + self._step_s, lambda: self._commit(num_tokens))
+
+    def _commit(self, num_tokens: int) -> None:
+        requests = list(self.requests.values())
+        self._lengths.observe_step(len(requests), num_tokens, self._step_s)
+        rows = [[request.sequence.text[-1], *request.drafts] for request in requests]
+        ends = [request.sequence.committed_len for request in requests]
+        ids = torch.tensor([token for row in rows for token in row])
+        positions = torch.tensor(
+            [end - 1 + index for row, end in zip(rows, ends, strict=True) for index in range(len(row))]
+        )
+        chosen = iter(ranked_tokens(ids, positions, TOKENS)[:, 0].tolist())
+        committed = []
+        for request, row in zip(requests, rows, strict=True):
+            right = list(itertools.islice(chosen, len(row)))
+            accepted = next((i for i, draft in enumerate(request.drafts) if draft != right[i]), len(request.drafts))
+            committed.append(right[: accepted + 1])
+            if request.drafts:
+                self._lengths.observe_round(request.estimate, len(request.drafts), accepted)
+        self.rounds += 1
+        self.tokens += sum(map(len, committed))
+        self._asked_s = self._world.now
+        lengths = self._lengths.choose([request.estimate for request in requests])
+        at_hand: list[Answer] = []
+        for request, ids_, wanted in zip(requests, committed, lengths, strict=True):
+            request.drafts, request.waits = [], wanted.k > 0
+            commit = Commit(
+                request.sequence.key[1], request.sequence.committed_len, ids_, wanted.k, min(wanted.k_miss, wanted.k)
+            )
+            at_hand += self._strategy.commit(request.sequence, commit)
+        for answer in at_hand:
+            answer.proposals.step_us = self._strategy.step_us()
+        if not any(request.waits for request in requests):
+            self._step()
+        for answer in at_hand:
+            self.hear(answer)
+
+
+def simulate(profile: Profile, text: Text, num_targets: int, batch: int, k: int, rounds: int) -> tuple[float, float]:
+    """Tokens a second of one target on average, and a round's tokens of one request."""
+    world = World()
+    engine = PlayedEngine(world, profile.drafter, text)
+    strategy = DraftModelStrategy(engine, 2048, LookaheadLimits(), clock=lambda: world.now)
+    targets = [Target(link_id, batch, k, profile.target, world, strategy) for link_id in range(1, num_targets + 1)]
+
+    def hear(answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            answer.proposals.step_us = strategy.step_us()
+            targets[answer.sequence.key[0] - 1].hear(answer)
+
+    def work_off(until: Callable[[], bool]) -> None:
+        while not until():
+            work, answers = strategy.plan()
+            hear(answers)
+            if work is None:
+                world.pass_to_next()
+                continue
+            work.execute()
+            hear(strategy.complete(work))
+
+    for target in targets:
+        world.at(world.now, target.begin)
+        world.pass_until(world.now + profile.target.base_ms * 0.37e-3)  # each out of step with the others
+    warm = max(rounds // 10, 20)
+    work_off(lambda: min(target.rounds for target in targets) >= warm)
+    for target in targets:
+        target.count_from_now()
+    work_off(lambda: min(target.rounds for target in targets) >= rounds)
+    speeds = [target.tokens_per_s for target in targets]
+    return sum(speeds) / num_targets, sum(t.tokens for t in targets) / sum(t.rounds for t in targets) / batch
+
+
+def best_rivals(profile: Profile, text: Text, batch: int) -> dict[str, tuple[int, float]]:
+    """By side: its best K and what it gives, tok/s."""
+    sides = sides_of(profile)
+    found = {}
+    for name in ("in-process", "in-process-tp"):
+        speeds = {k: ceiling(sides[name], profile.target, text, batch, k).expected for k in RIVALS_K}
+        best = max(speeds, key=lambda k: speeds[k])
+        found[name] = best, speeds[best]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", choices=[*PROFILES, "all"], default="70b-8b")
+    parser.add_argument("--text", choices=list(TEXTS), default="stated")
+    parser.add_argument("--targets", default="1,2,4,8", help="that share the drafter")
+    parser.add_argument("--batches", default="1,8", help="of each target")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1000, help="of each target")
+    options = parser.parse_args()
+    text = TEXTS[options.text]
+    columns = ("profile", "batch", "targets", "tok/s a target", "per acc.", "tokens a round", "of one target's",
+               "per acc. over in-process (K)", "over in-process-tp (K)")  # fmt: skip
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for name in PROFILES if options.profile == "all" else [options.profile]:
+        profile = PROFILES[name]
+        ours, theirs = sides_of(profile)["outrider"], profile.target_accelerators
+        for batch in map(int, options.batches.split(",")):
+            rivals = best_rivals(profile, text, batch)
+            own = 0.0
+            for num_targets in map(int, options.targets.split(",")):
+                speed, tokens = simulate(profile, text, num_targets, batch, options.k, options.rounds)
+                own = own or speed
+                per_accelerator = speed / ours.accelerators_of(num_targets)
+                gains = [f"{per_accelerator / (rival / theirs):.2f} ({k})" for k, rival in rivals.values()]
+                cells = [name, batch, num_targets, f"{speed:.1f}", f"{per_accelerator:.1f}", f"{tokens:.2f}"]
+                print("| " + " | ".join(map(str, [*cells, f"{speed / own:.2f}", *gains])) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What a row, and a wait, must bring: steps that take their time on a clock of the test's own."""
+
+import pytest
+
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.planner import LookaheadLimits
+from outrider.cluster.link.messages import DraftOrigin
+from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
+from tests.unit.drafter.drive import Drive
+from tests.unit.drafting_engine import MemoryEngine, drawn_token
+
+STEP_S, ROW_S = 6e-3, 30e-6
+ROUND_S = 25e-3
+
+
+class TimedEngine(MemoryEngine):
+    """A step takes STEP_S, and ROW_S for each further row."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.now = 0.0
+        self.interrupted = None
+        """(how far the step is, what happens then), once."""
+
+    def run(self, plan):
+        seconds = STEP_S + ROW_S * (len(plan.rows) - 1)
+        ends = self.now + seconds
+        if self.interrupted is not None:
+            (share, then), self.interrupted = self.interrupted, None
+            self.now += share * seconds
+            then()
+        self.now = ends
+        return super().run(plan)
+
+
+class TimedBench(Bench):
+    def __init__(self, num_blocks=200, **limits):
+        super().__init__()
+        self.engine = TimedEngine(num_blocks=num_blocks)
+        model = DraftModelStrategy(self.engine, self.chunk, LookaheadLimits(**limits), clock=lambda: self.engine.now)
+        self.strategy = Drive(model)
+        self.sent = {}
+
+    def round(self, key, accepted=4, rank=0):
+        """Commit so many of the drafts sent and the token of this rank after them. The answer, if it is at hand."""
+        drafts, text = self.sent.get(key, []), self.texts[key]
+        samples_q = self.strategy.sequences[key].sampling is SAMPLED
+        start = len(text) if samples_q and accepted < len(drafts) else 0
+        token = drawn_token(text + drafts[:accepted], start, rank)
+        answer = self.answer(key, [*drafts[:accepted], token], on_miss=1)
+        if answer is not None:
+            self.heard([answer])
+        return answer
+
+    def heard(self, answers):
+        for answer in answers or ():
+            self.sent[answer.key] = ids(answer)
+
+    def rounds(self, keys, count):
+        """Each with all the time that it wants; in some all is accepted."""
+        for number in range(count):
+            for key in keys:
+                accepted = min(number % 7, len(self.sent.get(key, [])))
+                self.round(key, accepted, int(accepted < 4))
+            self.heard(self.settle())
+            self.engine.now += ROUND_S
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("share", [0.1, 0.95])
+def test_an_answer_waits_for_the_step_that_is_about_to_bring_another_draft(sampling, rank, share):
+    bench = TimedBench()
+    bench.open(KEY, range(10), sampling)
+    bench.settle()
+    bench.rounds([KEY], 14)
+    answered = bench.round(KEY)
+    assert answered is not None
+    drafted = 2 + rank  # the main line's first draft is a guess of the bonus token
+    for _ in range(3):
+        assert not bench.step()
+    told = []
+    bench.engine.interrupted = share, lambda: told.append(bench.round(KEY, 4 if rank == 0 else 1, rank))
+    later = bench.step()
+    if share < 0.5:
+        assert len(ids(told[0])) == drafted
+        assert not later
+        return
+    assert told == [None]
+    (answer,) = later
+    assert answer.origin is (DraftOrigin.SIDE_BRANCH if rank else DraftOrigin.MAIN_LINE)
+    assert ids(answer) == bench.drafts(KEY, drafted + 1, samples_q=sampling is SAMPLED)
+
+
+def test_nobody_waits_for_a_step_that_does_not_draft_for_them():
+    bench = TimedBench(max_side_branches=0)
+    bench.open(KEY, range(10))
+    bench.settle()
+    bench.rounds([KEY], 14)
+    bench.strategy.open((1, 2), list(range(300)), 4, GREEDY)
+    told = []
+    bench.engine.interrupted = 0.95, lambda: told.append(bench.round(KEY))
+    bench.step()
+    assert told[0] is not None
+
+
+def test_rows_go_in_as_long_as_each_brings_more_than_it_holds_up():
+    """The step's worth over its time is no less than with fewer rows, nor with more."""
+    for num_sequences in (1, 8):
+        bench = TimedBench(2000, max_side_branches=12, max_rows=1000)
+        keys = [(1, request) for request in range(num_sequences)]
+        for key in keys:
+            bench.open(key, [key[1], *range(10)])
+        bench.settle()
+        bench.rounds(keys, 14)
+        for key in keys:
+            bench.round(key)
+        work, _ = bench.strategy.plan()
+        keep = bench.strategy._outcomes.usual_acceptance
+        mains, chosen, left = 0.0, [], []
+        extended = {line for _, line in work.targets}
+        for sequence in bench.strategy.sequences.values():
+            mains += keep**sequence.num_drafted
+            for side in sequence.sides.values():
+                if sequence.next_draw(side.line) is not None:
+                    worth = side.value * keep ** (len(side.line.tokens) - 1)
+                    (chosen if side.line in extended else left).append(worth)
+        assert chosen, "the likeliest outcomes are prepared for"
+        assert bool(left) == (num_sequences > 1), "one sequence has room for all, many have not"
+        ordered = sorted(chosen, reverse=True) + sorted(left, reverse=True)
+        best = max(rate(mains, num_sequences, ordered[:rows]) for rows in range(len(ordered) + 1))
+        assert rate(mains, num_sequences, ordered[: len(chosen)]) > 0.99 * best
+
+
+def rate(mains, num_mains, sides):
+    return (mains + sum(sides)) / (STEP_S + ROW_S * (num_mains + len(sides) - 1))
