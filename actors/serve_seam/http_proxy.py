@@ -14,7 +14,8 @@ from typing import Any
 
 from starlette.middleware import Middleware
 from uvicorn.protocols.http import auto
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from outrider.actors.serve_seam import leans_on
 from outrider.actors.serve_seam.grpc_proxy import limit_server
@@ -55,6 +56,10 @@ def middlewares() -> list[Middleware]:
 MOST_FIELDS = 128
 """Of a header: each takes a hundred bytes and more beside its own."""
 
+MOST_PIPELINED = 4
+"""Requests that wait behind one that is being answered, each kept with its header. Whoever sends one more is hung up
+on, and may send again what was not answered (RFC 9112, 9.3.2)."""
+
 LINGER_S = 1.0
 """A connection that is refused with words is read for so long, so that they arrive: what is unread resets it."""
 
@@ -64,9 +69,9 @@ class _Refused(Exception):
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """A connection whose client must send a header in time, and not too much of it, and read something in time of what
-    waits for it; and which is not one too many. What comes behind a body (trailers) is nothing that anybody here asks
-    for, and not kept."""
+    """A connection whose client must send a header in time, and not too much of it, nor too many requests before they
+    are answered, and read something in time of what waits for it; and which is not one too many. What comes behind a
+    body (trailers) is nothing that anybody here asks for, and not kept."""
 
     _header: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
@@ -78,6 +83,9 @@ class TimedProtocol(HttpToolsProtocol):
 
     _num_fields = 0
     _in_header = False
+
+    _answered: RequestResponseCycle | None = None
+    """What is being answered. `cycle` is what came last, which may wait behind it."""
 
     def connection_made(self, transport: Any) -> None:
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
@@ -127,7 +135,16 @@ class TimedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and self._should_upgrade():
             self._refuse(400, "upgrade: no WebSockets are served here; ask without it, answers are streamed over HTTP")
             raise _Refused
+        if len(self.pipeline) == MOST_PIPELINED:
+            self._hang_up()
+            raise _Refused
         super().on_headers_complete()
+        if sum(len(cycle.body) for cycle, _ in self.pipeline) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()  # paused where it has to wait: whether the client leaves would not be seen
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_header_bytes = 0
@@ -148,13 +165,18 @@ class TimedProtocol(HttpToolsProtocol):
         self._forget_header()
         self._unset_keepalive_if_required()
         if self.pipeline or (not self._is_idle() and self.cycle.response_started):
-            self.transport.close()
+            self._hang_up()
             return
         if not self._is_idle():  # it was waiting for the rest, and is not answered twice
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.write(_response(HttpFailure(status, sentence, headers={"connection": "close"})))
         self._lingers = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _hang_up(self) -> None:
+        """On a client to whom what has been answered is sent, and no more."""
+        self._is_refused = True
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -175,6 +197,9 @@ class TimedProtocol(HttpToolsProtocol):
         if self._lingers is not None:
             self._lingers.cancel()
         super().connection_lost(exc)
+        if self._answered is not None and self._answered is not self.cycle and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete

@@ -20,6 +20,10 @@ SHOOK = "shook hands"
 AT_ONCE = 50
 """Streams of one rapid reset."""
 
+PIPELINED = 1000
+"""Requests of one pipeline."""
+
+_STATUS = b"HTTP/1.1 "
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEADERS, _RST_STREAM, _SETTINGS, _GOAWAY = 1, 3, 4, 7
 _END_HEADERS, _CANCEL = 4, 8
@@ -110,6 +114,23 @@ async def rapid_reset(hands: Hands) -> str:
                             return "sent away"
             return "borne"
     except (OSError, asyncio.IncompleteReadError):
+        return HUNG_UP
+
+
+async def pipeline(hands: Hands) -> str:
+    """Requests without a key, all of them before the first is answered."""
+    sent = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * PIPELINED
+    try:
+        async with _connected(hands, "http") as (reader, writer):
+            writer.write(sent)
+            answers, kept = 0, b""
+            while data := await reader.read(1 << 16):
+                answers += (kept := kept + data).count(_STATUS)
+                if answers == PIPELINED:
+                    return "borne"
+                kept = kept[1 - len(_STATUS) :]
+            return HUNG_UP
+    except OSError:
         return HUNG_UP
 
 

@@ -41,6 +41,9 @@ class Server:
     async def generate(self, request: Request) -> Response:
         body = await request.body()
         self.headers.append(dict(request.headers))  # now, when whatever follows a body has come
+        if body == b"wait":
+            await request.receive()  # what comes behind a body: that the client has left
+            self.left += 1
         if body != b"flood":
             self.generated += 1
             return JSONResponse({"text": "whole"})
@@ -255,3 +258,37 @@ async def test_a_websocket_is_refused_before_anything_is_asked(monkeypatch: pyte
         assert b"no WebSockets are served here" in answer
         assert len(server.headers) == asked
         assert await server.status() == 200
+
+
+BEHIND = b"POST /ping HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n"
+
+
+async def test_two_requests_at_once_have_an_answer_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as server:
+        first = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{{}}".encode()
+        reader, _ = await server.send(first + BEHIND + b"connection: close\r\n\r\n")
+        whole, _, empty = (await rest(reader)).partition(b'{"text":"whole"}')
+        assert whole.startswith(b"HTTP/1.1 200")
+        assert empty.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("body", [b"wait", b"flood"])
+@pytest.mark.parametrize("behind", [1, http_proxy.MOST_PIPELINED, http_proxy.MOST_PIPELINED + 1])
+async def test_who_leaves_with_requests_behind_is_generated_for_no_more(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, behind: int
+) -> None:
+    """With one too many of them it is hung up on."""
+    async with serving(monkeypatch) as server:
+        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        reader, writer = await server.send(head + body)
+        async with asyncio.timeout(30):
+            while len(server.headers) < 1:  # noqa: ASYNC110 - the server's own count
+                await asyncio.sleep(0.01)
+            writer.write((BEHIND + b"\r\n") * behind)
+            if behind > http_proxy.MOST_PIPELINED:
+                await rest(reader)
+            else:
+                await asyncio.sleep(0.1)
+                writer.transport.abort()
+            while not server.left:  # noqa: ASYNC110 - likewise
+                await asyncio.sleep(0.01)

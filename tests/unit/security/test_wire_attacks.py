@@ -11,7 +11,16 @@ import pytest
 
 from outrider.cluster.limits import LimitsConfig
 from tests.bench.soak_attacks import HEADERS, MANY_FIELDS, UPGRADE, Hands, Victim, request
-from tests.bench.soak_wires import AT_ONCE, HUNG_UP, SHOOK, handshake, rapid_reset, reset_after_headers, trickle
+from tests.bench.soak_wires import (
+    AT_ONCE,
+    HUNG_UP,
+    SHOOK,
+    handshake,
+    pipeline,
+    rapid_reset,
+    reset_after_headers,
+    trickle,
+)
 from tests.certificates import Authority
 from tests.unit.proxy_servers import proxy_servers
 from tests.unit.scripted_proxy import Proxy
@@ -57,6 +66,11 @@ async def test_streams_that_are_opened_and_cancelled_at_once_reach_nobody(
     async with attacked(monkeypatch, tmp_path) as (hands, proxy):
         assert set(await asyncio.gather(*(rapid_reset(hands) for _ in range(4)))) <= {"borne", "sent away", HUNG_UP}
         assert proxy.asked == [], f"of {4 * AT_ONCE} streams"
+
+
+async def test_a_pipeline_of_requests_has_a_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with attacked(monkeypatch, tmp_path) as (hands, _):
+        assert {await pipeline(hands) for _ in range(4)} == {HUNG_UP}
 
 
 async def test_a_body_that_trickles_in_chunks_has_its_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
