@@ -122,7 +122,7 @@ class GuardedHttp:
             path = path.removeprefix(scope.get("root_path", "")) or "/"
         shown = next((value for name, value in scope["headers"] if name == AUTHORIZATION.encode()), b"")
         peer = ":".join(map(str, scope.get("client") or ()))
-        need = need_of_http(path, behind_prefix=self._in_proxy)
+        need = need_of_http(scope.get("method", ""), path, behind_prefix=self._in_proxy)
         bill = Bill(is_whole=scope.get("method") not in WITH_BODIES)
         try:
             with guard.admit(Asked("http", path, shown.decode("latin-1"), peer, need), bill):

@@ -96,7 +96,8 @@ HTTP_CALLS = {
     "/ping": OPEN,
     "/": OPEN,
 }
-"""By path. The page's own files say nothing; what the page then asks for takes a key."""
+"""By path; the open ones for who reads them. The page's own files say nothing; what the page then asks for takes a
+key."""
 
 PAGE = "/outrider/page/"
 
@@ -107,8 +108,18 @@ def need_of_rpc(name: str) -> Need:
     return next((need for path, need in GRPC_CALLS.items() if path.endswith(ends)), OTHER)
 
 
-def need_of_http(path: str, *, behind_prefix: bool = False) -> Need:
+OPEN_POST = "/ping"
+"""What is open is so to who reads it, and this to a POST too, as platforms probe it. Its body is not read."""
+
+
+def need_of_http(method: str, path: str, *, behind_prefix: bool = False) -> Need:
     """behind_prefix: something may stand before the paths that are known here, as in a proxy. The ingress knows."""
+    need = _need_of_path(path, behind_prefix)
+    reads = method in ("GET", "HEAD") or (method == "POST" and path.endswith(OPEN_POST))
+    return need if reads or need is not OPEN else OTHER
+
+
+def _need_of_path(path: str, behind_prefix: bool) -> Need:
     if (need := HTTP_CALLS.get(path)) is not None:
         return need
     if path.startswith(PAGE) and ".." not in path:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.actors.serving.access.guard import key_of_caller
+from outrider.actors.serving.access.guard import key_of_caller, need_of_http
 from outrider.actors.serving.connections import address_of, peer_of
 from outrider.actors.serving.gate import (
     CAPACITY_METADATA,
@@ -34,9 +34,6 @@ from outrider.actors.serving.gate import (
 from outrider.actors.serving.lanes import Lane, LaneFull
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure, queue_full
 from outrider.actors.serving.ways_out import PROXY, this_process
-
-GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/outrider/v1/stream")
-"""Ends of paths whose requests take a place."""
 
 SHORT_BYTES = 1 << 16
 """Of a body that asks for neither an answer nor tokens: of the name of an adapter, for example."""
@@ -86,10 +83,10 @@ class HttpDoor:
             return
         here = doors()  # nothing but the header of the request has been read up to here
         path: str = scope["path"]
-        generates = path.endswith(GENERATIONS) and scope["method"] == "POST"
+        generates = scope["method"] == "POST" and need_of_http("POST", path, behind_prefix=True).generates
         turns = next((turns for end, turns in _TURNS.items() if path.endswith(end)), _STATUS)
         most = here.limits.max_request_bytes
-        if not path.endswith(GENERATIONS) and turns.most_bytes is not None:
+        if not generates and turns.most_bytes is not None:
             most = min(most, turns.most_bytes)
         try:
             body = b""

@@ -19,6 +19,7 @@ from outrider.actors.serving.access.guard import (
     NOBODY,
     OPEN,
     OTHER,
+    PAGE,
     Asked,
     Guard,
     Refused,
@@ -129,10 +130,10 @@ def test_an_admin_may_do_everything(rig):
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 def test_adapters_come_and_go_by_an_admin_alone(rig, path):
-    assert need_of_http(path) == need_of_http(f"/mine{path}", behind_prefix=True)
-    rig.ask(rig.bearer("root"), need_of_http(path))
+    assert need_of_http("POST", path) == need_of_http("POST", f"/mine{path}", behind_prefix=True)
+    rig.ask(rig.bearer("root"), need_of_http("POST", path))
     for name in ("ci", "ops"):
-        assert rig.refused(rig.bearer(name), need_of_http(path)).reason == "SCOPE_MISSING"
+        assert rig.refused(rig.bearer(name), need_of_http("POST", path)).reason == "SCOPE_MISSING"
 
 
 def test_drafters_go_back_for_an_admin_alone(rig):
@@ -145,25 +146,35 @@ def test_drafters_go_back_for_an_admin_alone(rig):
 def test_health_and_the_page_take_no_key(rig):
     assert rig.ask(None, OPEN) is None
     for path in ("/health", "/ping", "/", "/outrider/page/page.js", "/-/healthz"):
-        assert need_of_http(path) is OPEN
-        assert need_of_http(path, behind_prefix=True) is OPEN
+        for method in ("GET", "HEAD"):
+            assert need_of_http(method, path) is OPEN
+            assert need_of_http(method, path, behind_prefix=True) is OPEN
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", ""])
+@pytest.mark.parametrize("path", ["/", "/health", "/livez", "/-/healthz", "/outrider/page/", f"{PAGE}v1/completions"])
+def test_nobody_sends_anything_without_one_but_a_probe_that_is_not_read(method, path):
+    for behind_prefix in (False, True):
+        assert need_of_http(method, path, behind_prefix=behind_prefix) is OTHER
+        assert (need_of_http(method, "/ping", behind_prefix=behind_prefix) is OPEN) == (method == "POST")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize(
     "path",
     ["/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics", "/v1/models", "/openapi.json", "/anything",
      "/outrider/v1/status", "/outrider/page/../../metrics", "//", "", "/health/", "/v1/completions/"],
 )  # fmt: skip
-def test_everything_else_over_http_takes_one(path):
-    assert need_of_http(path).scopes
-    assert need_of_http(path, behind_prefix=True).scopes
+def test_everything_else_over_http_takes_one(method, path):
+    assert need_of_http(method, path).scopes
+    assert need_of_http(method, path, behind_prefix=True).scopes
 
 
 def test_an_application_behind_a_prefix_has_the_same_needs():
-    assert need_of_http("/mine/v1/completions", behind_prefix=True) == HTTP_CALLS["/v1/completions"]
-    assert need_of_http("/mine/health", behind_prefix=True) is OPEN
-    assert need_of_http("/mine/health") is OTHER
-    assert need_of_http("/mine/", behind_prefix=True) is OTHER
+    assert need_of_http("POST", "/mine/v1/completions", behind_prefix=True) == HTTP_CALLS["/v1/completions"]
+    assert need_of_http("GET", "/mine/health", behind_prefix=True) is OPEN
+    assert need_of_http("GET", "/mine/health") is OTHER
+    assert need_of_http("GET", "/mine/", behind_prefix=True) is OTHER
 
 
 def test_one_line_a_refusal_without_what_was_shown(rig, caplog):

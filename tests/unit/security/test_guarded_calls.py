@@ -176,15 +176,19 @@ async def test_over_http_a_body_is_not_read_without_a_key(guarded):
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": ("10.0.0.1", 1)}
-        await app(scope, receive, send)
-        assert sent[0]["status"] == 401
-        assert (b"connection", b"close") in sent[0]["headers"]
+        scope = {"type": "http", "method": "POST", "headers": [], "client": ("10.0.0.1", 1)}
+        for path in ("/v1/completions", "/", "/outrider/page/v1/completions", "/health"):
+            await app({**scope, "path": path}, receive, send)
+            start, _ = sent
+            assert start["status"] == 401, path
+            assert (b"connection", b"close") in start["headers"]
+            sent.clear()
         authorised = dict(bearer("ci"))
         answer = await client.post("/v1/completions", content=body(), headers=authorised)
         assert (answer.status_code, answer.json()["bytes"]) == (200, 3000)
         assert (await client.post("/v1/completions", headers=dict(bearer("ops")))).status_code == 403
-        assert (await client.get("/health")).status_code == 200
+        for path in ("/health", "/", "/outrider/page/page.js"):
+            assert (await client.get(path)).status_code == 200
 
 
 async def test_the_ingress_asks_again_whatever_a_proxy_has_done(keys_file, monkeypatch):

@@ -20,16 +20,18 @@ from starlette.routing import Route
 
 from outrider.actors.serve_seam.http_proxy import middlewares
 from outrider.actors.serving.access.calls import GuardedHttp, HandOn
+from outrider.actors.serving.access.guard import HTTP_CALLS, PAGE
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED, Doors, Routes, doors
 from outrider.actors.serving.http import door
 from outrider.actors.serving.http.app import TellCapacity
 from outrider.actors.serving.http.browsers import CheckBrowsers
-from outrider.actors.serving.http.door import GENERATIONS, SHORT_BYTES, HttpDoor
+from outrider.actors.serving.http.door import SHORT_BYTES, HttpDoor
 from outrider.actors.serving.http.error_faces import ErrorFaces
 from outrider.actors.serving.lanes import Lane
 from outrider.cluster.limits import LIMITS_VARIABLE, LimitsConfig
 
 CAPACITY = 2
+GENERATIONS = [path for path, need in HTTP_CALLS.items() if need.generates]
 
 
 LEFT = {"type": "http.disconnect"}
@@ -80,6 +82,20 @@ class Server:
 @pytest.fixture
 async def server() -> Server:
     return Server()
+
+
+@pytest.mark.parametrize("path", GENERATIONS)
+async def test_what_only_ends_as_a_generation_does_takes_no_place(server: Server, path: str) -> None:
+    async with server.client() as client:
+        await client.get("/health")
+        held = [asyncio.create_task(client.post(path, json={})) for _ in range(CAPACITY)]
+        await server.until_started(CAPACITY)
+        elsewhere = PAGE + path.removeprefix("/")
+        assert (await client.post(elsewhere, json={})).status_code == 404, "where the page's files are"
+        assert (await client.post(elsewhere, content=b" " * (SHORT_BYTES + 1))).status_code == 413
+        assert (await client.put(path, json={})).status_code == 405
+        server.go.set()
+        await asyncio.gather(*held)
 
 
 @pytest.mark.parametrize("path", GENERATIONS)
