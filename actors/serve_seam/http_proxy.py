@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ray.serve._private import constants
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -37,6 +39,7 @@ from outrider.cluster.limits import are_told
 def middlewares() -> list[Middleware]:
     """For Serve's proxies, which ask for them before they start their servers."""
     leans_on.HTTP_PROXY.check()
+    leans_on.HEADERS.check()
     return_memory()
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
@@ -46,12 +49,46 @@ def middlewares() -> list[Middleware]:
     of_pages = [Middleware(CheckBrowsers, limits=doors().limits, in_proxy=True)] if are_told() else []
     return [
         Middleware(HandOn),
+        Middleware(DropServesOwn),
         Middleware(ErrorFaces),
         Middleware(HttpDoor),
         *of_pages,
         Middleware(GuardedHttp, failed=refused_by_key, guard=proxy_guard, in_proxy=True),
     ]
 
+
+class DropServesOwn:
+    """ASGI middleware: headers by which whoever stands before Serve steers it (that an answer is made to its end for
+    nobody, by when, and where) are no client's to send, and Serve cannot read all that may be in them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["headers"] = [field for field in scope["headers"] if not _is_serves_own(field[0])]
+        await self._app(scope, receive, send)
+
+
+def _is_serves_own(name: bytes) -> bool:
+    spelt = _spelt(name.decode("latin-1"))
+    return spelt in _SERVES_OWN or spelt.startswith(_OF_SERVES_ROUTER)
+
+
+def _spelt(name: str) -> str:
+    """As Serve compares it."""
+    return name.lower().replace("-", "_")
+
+
+_SERVES_OWN = {
+    _spelt(name)
+    for name in (
+        constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+        constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+        constants.SERVE_MULTIPLEXED_MODEL_ID,
+        constants.SERVE_SESSION_ID,
+    )
+}
+_OF_SERVES_ROUTER = _spelt(constants.SERVE_INGRESS_ROUTER_HEADER_PREFIX)
 
 MOST_FIELDS = 128
 """Of a header: each takes a hundred bytes and more beside its own."""

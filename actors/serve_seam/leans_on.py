@@ -239,6 +239,37 @@ CONTROLLER = Table(
 
 _PROXY_START = "ray.serve._private.proxy:ProxyActor.__ray_metadata__.modified_class.__init__"
 
+_CONSTANTS = "ray.serve._private.constants"
+_READS_HEADERS = "ray.serve._private.proxy:HTTPProxy"
+
+HEADERS = Table(
+    PROJECT,
+    "actors/serve_seam/http_proxy.py",
+    (
+        Borrowed(
+            f"{_CONSTANTS}:SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER",
+            "dropped: an answer is made to its end for nobody",
+            read_by=("ray.serve._private.http_util:parse_disconnect_disabled_header",),
+        ),
+        Borrowed(
+            f"{_CONSTANTS}:SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER",
+            "dropped: by when it has to be",
+            read_by=("ray.serve._private.http_util:parse_request_timeout_header",),
+        ),
+        Borrowed(
+            f"{_CONSTANTS}:SERVE_MULTIPLEXED_MODEL_ID",
+            "dropped: by which replica",
+            read_by=(f"{_READS_HEADERS}.setup_request_context_and_handle",),
+        ),
+        Borrowed(
+            f"{_CONSTANTS}:SERVE_SESSION_ID",
+            "dropped: likewise",
+            read_by=("ray.serve._private.http_util:_matches_session_id_header",),
+        ),
+        Borrowed(f"{_CONSTANTS}:SERVE_INGRESS_ROUTER_HEADER_PREFIX", "dropped: likewise"),
+    ),
+)
+
 LISTENING = Table(
     PROJECT,
     "actors/serve_seam/listening.py",

@@ -226,7 +226,8 @@ async def received(requests: AsyncIterator[Any], here: Doors) -> Any:
 
 
 class _Told:
-    """A call's context, with what the proxy tells the ingress beside its metadata."""
+    """A call's context, with what the proxy tells the ingress beside its metadata, and without what is not its
+    client's to send."""
 
     def __init__(self, context: Any, told: dict[str, str]) -> None:
         self._context, self._told = context, told
@@ -235,12 +236,22 @@ class _Told:
         return getattr(self._context, name)
 
     def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
-        given = ((key, value) for key, value in self._context.invocation_metadata() or () if key not in _OF_PROXY)
+        given = (each for each in self._context.invocation_metadata() or () if _is_clients(*each))
         return (*given, *self._told.items())
 
 
 _OF_PROXY = (REFUSED, PROXY)
 """Metadata that is the proxy's alone to send."""
+
+_STEERING = ("multiplexed_model_id", "session_id")
+"""Metadata by which Serve is told which replicas to prefer."""
+
+_SERVES_REQUEST_ID = "request_id"
+"""By which Serve's log names a call."""
+
+
+def _is_clients(key: str, value: str | bytes) -> bool:
+    return key not in (*_OF_PROXY, *_STEERING) and (key != _SERVES_REQUEST_ID or usable_request_id(str(value)) == value)
 
 
 def _of_proxy(gate: Gate) -> dict[str, str]:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.actors.replica_calls import RequestError, check_request_id
+from outrider.actors.serving.access.calls import headers_before_body
 from outrider.actors.serving.access.guard import key_of_caller, need_of_http
 from outrider.actors.serving.connections import address_of, peer_of
 from outrider.actors.serving.gate import (
@@ -32,7 +34,8 @@ from outrider.actors.serving.gate import (
     doors,
 )
 from outrider.actors.serving.lanes import Lane, LaneFull
-from outrider.actors.serving.openai.errors import HttpError, HttpFailure, queue_full
+from outrider.actors.serving.openai.door import REQUEST_ID_HEADER
+from outrider.actors.serving.openai.errors import HttpError, HttpFailure, queue_full, refused
 from outrider.actors.serving.ways_out import PROXY, this_process
 
 SHORT_BYTES = 1 << 16
@@ -89,6 +92,7 @@ class HttpDoor:
         if not generates and turns.most_bytes is not None:
             most = min(most, turns.most_bytes)
         try:
+            _check_request_ids(scope)
             body = b""
             if most and scope["method"] in _WITH_BODIES:
                 body = await _received(scope, receive, here, most)
@@ -110,8 +114,8 @@ class HttpDoor:
                 await self._app(scope, receive, learn_and_send)
         except _Left:
             return
-        except HttpError as refused:
-            await refused.failure.response()(scope, receive, send)
+        except HttpError as error:
+            await error.failure.response()(scope, receive, send)
 
     @asynccontextmanager
     async def _admitted(self, scope: Scope, gate: Gate) -> AsyncIterator[None]:
@@ -120,8 +124,8 @@ class HttpDoor:
         if not gate.enter(key):
             self._gates.count_refusal()
             raise HttpError(queue_full(for_the_key=not gate.is_full))
-        if refused := gate.untold():
-            scope[REFUSED] = refused
+        if untold := gate.untold():
+            scope[REFUSED] = untold
         scope[PROXY] = this_process()
         try:
             yield
@@ -146,6 +150,16 @@ class HttpDoor:
 
 class _Left(Exception):
     """The client has, before its request was in."""
+
+
+def _check_request_ids(scope: Scope) -> None:
+    """As the ingress does, before Serve reads them, which takes UTF-8 alone. Raises HttpError."""
+    try:
+        for name, value in scope["headers"]:
+            if name == REQUEST_ID_HEADER.encode():
+                check_request_id(value.decode("latin-1"))
+    except RequestError as error:
+        raise HttpError(replace(refused(error), headers=headers_before_body(scope))) from None
 
 
 async def _received(scope: Scope, receive: Receive, here: Doors, most: int) -> bytes:

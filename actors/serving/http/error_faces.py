@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.actors.serving.failures import made_by_serve, usable_request_id
+from outrider.actors.serving.failures import failure_of, made_by_serve, usable_request_id
 from outrider.actors.serving.openai.door import REQUEST_ID_HEADER
 from outrider.actors.serving.openai.errors import HttpFailure
 
@@ -18,8 +18,8 @@ _SERVES_OWN = {
 
 class ErrorFaces:
     """ASGI middleware of a proxy: what Serve answers itself when an ingress is lost, which is nothing at all or Ray's
-    own words, becomes 503 (429 for its full queues) in the form that clients know. What the ingress answers is JSON, or
-    a page, and passes."""
+    own words, becomes 503 (429 for its full queues) in the form that clients know, and what fails there 500. What the
+    ingress answers is JSON, or a page, and passes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,11 +44,20 @@ class ErrorFaces:
             else:
                 words += message.get("body", b"")
 
-        await self._app(scope, receive, pass_on)
+        failed: Exception | None = None
+        try:
+            await self._app(scope, receive, pass_on)
+        except Exception as error:
+            if started:
+                raise
+            failed = error
         if not started:
             sent = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             request_id = usable_request_id(sent.get(REQUEST_ID_HEADER, ""))
-            failure = made_by_serve(code, words.decode("utf-8", "replace"), request_id)
+            if failed is None:
+                failure = made_by_serve(code, words.decode("utf-8", "replace"), request_id)
+            else:
+                failure = failure_of(failed, f"request {request_id}", request_id)
             assert failure is not None
             response = HttpFailure.of_call(failure).response()
             response.headers[REQUEST_ID_HEADER] = request_id

@@ -134,13 +134,18 @@ def http() -> TestClient:
     ]
     app = Starlette(routes=routes)
 
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        raise UnicodeDecodeError("utf-8", SECRETS.encode(), 0, 1, SECRETS)
+
     async def either(scope: Any, receive: Any, send: Any) -> None:
-        await (nothing if Request(scope).url.path == "/nothing" else app)(scope, receive, send)
+        await {"/nothing": nothing, "/fails": fails}.get(Request(scope).url.path, app)(scope, receive, send)
 
     return TestClient(ErrorFaces(either))
 
 
-@pytest.mark.parametrize(("path", "status"), [("/lost", 503), ("/gone", 503), ("/nothing", 503), ("/full", 429)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/lost", 503), ("/gone", 503), ("/nothing", 503), ("/full", 429), ("/fails", 500)]
+)
 def test_http_has_the_same_face(http: TestClient, path: str, status: int) -> None:
     answer = http.get(path, headers={"x-request-id": "mine"})
     assert answer.status_code == status

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from outrider.actors.serve_seam.http_proxy import middlewares
+from outrider.actors.serve_seam.http_proxy import DropServesOwn, middlewares
 from outrider.actors.serving.access.calls import GuardedHttp, HandOn
 from outrider.actors.serving.access.guard import HTTP_CALLS, PAGE
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED, Doors, Routes, doors
@@ -254,9 +254,10 @@ def test_serve_gets_a_list_of_middlewares(monkeypatch: pytest.MonkeyPatch) -> No
             return [middleware.cls for middleware in http_util.validate_http_proxy_callback_return(middlewares())]
 
     monkeypatch.delenv(LIMITS_VARIABLE, raising=False)
-    assert found() == [HandOn, ErrorFaces, HttpDoor, GuardedHttp]  # the last is the first that a request meets
+    first = [HandOn, DropServesOwn, ErrorFaces, HttpDoor]  # the last is the first that a request meets
+    assert found() == [*first, GuardedHttp]
     monkeypatch.setenv(LIMITS_VARIABLE, "{}")
-    assert found() == [HandOn, ErrorFaces, HttpDoor, CheckBrowsers, GuardedHttp], "told what hosts and origins are ours"
+    assert found() == [*first, CheckBrowsers, GuardedHttp], "told what hosts and origins are ours"
 
 
 async def test_room_follows_what_the_ingress_tells_last(server: Server) -> None:
