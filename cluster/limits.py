@@ -55,8 +55,8 @@ class LimitsConfig(Section):
     """gRPC calls at once on one connection. Clients hold back what is more."""
 
     max_awaited_requests: int = Field(256, ge=1)
-    """Requests of which a proxy has not got all yet. Beyond this the one that has been awaited longest is given up, so
-    that a newcomer, whose request is on its way, is served."""
+    """Requests of which a proxy has not got all yet. Beyond this one of whoever (key; address, without one) has most
+    is given up, the one that has been awaited longest, so that a newcomer, whose request is on its way, is served."""
 
     max_awaited_bytes: int = Field(64 << 20, ge=1 << 20)
     """Likewise, in bytes: of HTTP bodies that are on their way, and of answers that nobody has read yet."""

@@ -17,12 +17,12 @@ import asyncio
 import functools
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ray.util.metrics import Counter
+from ray.util import metrics
 
 from outrider.actors.serving.connections import connections_of
 from outrider.actors.serving.lanes import Lane
@@ -108,7 +108,7 @@ class Gates:
         """api: ``grpc`` or ``http``."""
         self._api = api
         self._gates: dict[str, Gate] = {}
-        self._refusals: Counter | None = None
+        self._refusals: metrics.Counter | None = None
 
     def of(self, application: str) -> Gate:
         """application: as Serve routes to it (Routes), not as a client calls it."""
@@ -121,21 +121,22 @@ class Gates:
         """In Ray's metrics: no ingress hears of it."""
         if self._refusals is None:
             description = "Calls that a proxy refused because there was no room or no turn for them."
-            self._refusals = Counter("outrider_proxy_refusals", description, ("api",))
+            self._refusals = metrics.Counter("outrider_proxy_refusals", description, ("api",))
         self._refusals.inc(tags={"api": self._api})
 
 
 class Guest:
-    """What is in a Room. on_put_out: called once, when somebody else needed the room."""
+    """What is in a Room. caller: whose it is. on_put_out: called once, when somebody else needed the room."""
 
-    def __init__(self, on_put_out: Callable[[], object]) -> None:
+    def __init__(self, caller: str, on_put_out: Callable[[], object]) -> None:
         self.num_bytes = 0
-        self.on_put_out = on_put_out
+        self.caller, self.on_put_out = caller, on_put_out
 
 
 class Room:
     """For what waits for its caller: requests that are on their way, answers that nobody reads. When there is too much
-    of it, the oldest is put out: whoever does nothing makes room for who comes."""
+    of it, the oldest of whoever has most is put out: who does nothing makes room for who comes, and no number of one
+    caller's for another's."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -145,9 +146,10 @@ class Room:
     def __len__(self) -> int:
         return len(self._guests)
 
-    def enter(self, on_put_out: Callable[[], object]) -> Guest:
-        """`leave` has to follow, whether it was put out or not."""
-        guest = Guest(on_put_out)
+    def enter(self, caller: str, on_put_out: Callable[[], object]) -> Guest:
+        """caller: see outrider.actors.serving.access.guard.caller_at. `leave` has to follow, whether it was put out or
+        not."""
+        guest = Guest(caller, on_put_out)
         self._guests[guest] = None
         self._put_out()
         return guest
@@ -165,8 +167,13 @@ class Room:
             self.num_bytes -= guest.num_bytes
 
     def _put_out(self) -> None:
-        while len(self._guests) > self._most or (self.num_bytes > self._most_bytes and len(self._guests) > 1):
-            oldest = next(iter(self._guests))
+        while (too_many := len(self._guests) > self._most) or (
+            self.num_bytes > self._most_bytes and len(self._guests) > 1
+        ):
+            held: Counter[str] = Counter()
+            for guest in self._guests:
+                held[guest.caller] += 1 if too_many else guest.num_bytes
+            oldest = max(self._guests, key=lambda guest: held[guest.caller])  # the first of those that are equal
             self.leave(oldest)
             oldest.on_put_out()
 
@@ -176,13 +183,14 @@ class RequestLate(Exception):
 
 
 class NotAwaited(Exception):
-    """Too many are awaited, this one for longest."""
+    """Too many are awaited, this one for longest of its caller's, who has most."""
 
 
 class Arrival:
-    """A request on its way to a proxy."""
+    """A request on its way to a proxy. caller: as for a Room."""
 
-    def __init__(self, doors: Doors) -> None:
+    def __init__(self, doors: Doors, caller: str) -> None:
+        self._caller = caller
         self._room, self._timeout_s = doors.awaited, doors.limits.receive_timeout_s
         self._guest: Guest | None = None
         self._num_bytes = 0
@@ -199,7 +207,7 @@ class Arrival:
         try:
             await asyncio.wait([reading], timeout=at_once_s)
             if not reading.done():
-                self._guest = self._room.enter(reading.cancel)
+                self._guest = self._room.enter(self._caller, reading.cancel)
                 self.grew(self._num_bytes)
                 await asyncio.wait([reading], timeout=self._timeout_s - at_once_s)
             if not reading.done():

@@ -202,6 +202,12 @@ def key_of_caller() -> str | None:
     return None if caller is None else caller.key.name
 
 
+def caller_at(peer: str) -> str:
+    """Whose call this task answers, to tell callers apart: its key, or peer where it came in with none."""
+    key = key_of_caller()
+    return peer if key is None else f"key {key}"
+
+
 class Guard:
     """Of one process. For its event loop."""
 

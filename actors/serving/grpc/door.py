@@ -32,7 +32,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from outrider.actors.serving.access.guard import key_of_caller
+from outrider.actors.serving.access.guard import caller_at, key_of_caller
 from outrider.actors.serving.connections import address_of_call, peer_of_call, sentence
 from outrider.actors.serving.failures import (
     STATUS_DETAILS_METADATA,
@@ -117,7 +117,7 @@ def proxied_call(method: str, handler: Handler, *, streams: bool) -> ProxiedCall
     async def call(requests: AsyncIterator[Any], context: Any) -> None:
         metadata = dict(context.invocation_metadata() or ())  # all that is known of the call before its message is read
         here = doors()
-        message = await received(requests, here)
+        message = await received(requests, context, here)
         if isinstance(message, CallFailure):
             fail(context, message)
             return
@@ -208,11 +208,11 @@ def _refusal(sentence: str, reason: str) -> CallFailure:
     return CallFailure(grpc.StatusCode.INVALID_ARGUMENT, sentence, reason, {field: problem})
 
 
-async def received(requests: AsyncIterator[Any], here: Doors) -> Any:
+async def received(requests: AsyncIterator[Any], context: Any, here: Doors) -> Any:
     """The message that a client sent; a CallFailure for one that cannot be used, or does not come."""
     reading = asyncio.ensure_future(anext(aiter(requests), None))
     try:
-        await Arrival(here).wait_for(reading)
+        await Arrival(here, _caller(context)).wait_for(reading)
     except RequestLate:
         timeout_s = here.limits.receive_timeout_s
         sentence = f"request: none came within {timeout_s:g} s; send it right after the call is opened"
@@ -223,6 +223,10 @@ async def received(requests: AsyncIterator[Any], here: Doors) -> Any:
     if (request := reading.result()) is None:
         return _refusal("request: nothing was sent; send one message", "UNDECODABLE_REQUEST")
     return request
+
+
+def _caller(context: Any) -> str:
+    return caller_at(peer_of_call(context.peer()))
 
 
 class _Told:
@@ -297,7 +301,7 @@ class _Answer:
     def __init__(self, handler: Handler, streams: bool, context: Any, here: Doors, place: _Place) -> None:
         self._handler, self._streams, self._context, self._place = handler, streams, context, place
         self._here = here
-        self._unread = Unread(self._give_up, here)
+        self._unread = Unread(self._give_up, here, _caller(context))
         self._reading: asyncio.Task[None] | None = None
 
     async def give(self, request: Request) -> None:
@@ -343,14 +347,14 @@ class Unread:
 
     The client is slow when one message has not left within unread_timeout_s; when, over max_unread_bytes, they do not
     become fewer within that; when they are over SHARE_OF_MOST times as many without the largest of them; and when all
-    clients who stand still together leave too much unread, and it has stood still for longest. One message's size is
-    never held against the client.
+    clients who stand still together leave too much unread, of whom it has most, and this has stood still for longest.
+    One message's size is never held against the client.
     """
 
-    def __init__(self, on_slow: Callable[[], None], here: Doors) -> None:
-        """on_slow: called once; nothing is kept from then on."""
+    def __init__(self, on_slow: Callable[[], None], here: Doors, caller: str) -> None:
+        """on_slow: called once; nothing is kept from then on. caller: who should read, as for a Room."""
         self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._on_slow, self._room, self._limits = on_slow, here.unread, here.limits
+        self._on_slow, self._room, self._limits, self._caller = on_slow, here.unread, here.limits, caller
         self._sizes: deque[int] = deque()
         self._bytes = 0
         self._most_bytes = 0
@@ -393,7 +397,7 @@ class Unread:
         timeout_s = self._limits.unread_timeout_s * (1 + num_bytes / SLOWEST_BYTES)
         left_s = max(0.0, timeout_s - STANDSTILL_S)
         self._standing = asyncio.get_running_loop().call_later(left_s, self._give_up)
-        self._guest = self._room.enter(self._give_up)
+        self._guest = self._room.enter(self._caller, self._give_up)
         self._room.holds(self._guest, self._bytes + num_bytes)
 
     def _leave_room(self) -> None:

@@ -37,7 +37,7 @@ def bounded_stream(answers: Answers) -> ProxiedCall:
             fail(context, too_many_calls(full))
             return
         try:
-            first = await received(requests, here)
+            first = await received(requests, context, here)
             async with asyncio.timeout(here.limits.receive_timeout_s):
                 async for answer in answers(_questions(first, requests, here, peer), context):
                     await context.write(answer)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.actors.replica_calls import RequestError, check_request_id
 from outrider.actors.serving.access.calls import headers_before_body
-from outrider.actors.serving.access.guard import key_of_caller, need_of_http
+from outrider.actors.serving.access.guard import caller_at, key_of_caller, need_of_http
 from outrider.actors.serving.connections import address_of, peer_of
 from outrider.actors.serving.gate import (
     CAPACITY_METADATA,
@@ -135,8 +135,7 @@ class HttpDoor:
     @asynccontextmanager
     async def _in_turn(self, scope: Scope, turns: _Turns, num_bytes: int) -> AsyncIterator[None]:
         """A turn for any other request, whose body has so many bytes. Raises HttpError."""
-        lane, client = turns.lane(doors()), scope.get("client")
-        peer = peer_of(address_of(str(client[0]), 0)) if client else ""
+        lane, peer = turns.lane(doors()), _peer(scope)
         try:
             await lane.take(peer, num_bytes)
         except LaneFull as full:
@@ -150,6 +149,11 @@ class HttpDoor:
 
 class _Left(Exception):
     """The client has, before its request was in."""
+
+
+def _peer(scope: Scope) -> str:
+    client = scope.get("client")
+    return peer_of(address_of(str(client[0]), 0)) if client else ""
 
 
 def _check_request_ids(scope: Scope) -> None:
@@ -169,7 +173,7 @@ async def _received(scope: Scope, receive: Receive, here: Doors, most: int) -> b
         if length <= _READ_ON * most:
             await _read_on(receive, length)
         raise _too_large(most, here)
-    body, arrival = bytearray(), Arrival(here)
+    body, arrival = bytearray(), Arrival(here, caller_at(_peer(scope)))
 
     async def read() -> None:
         more = True

@@ -23,6 +23,7 @@ from outrider.actors.serving.access.guard import (
     Asked,
     Guard,
     Refused,
+    caller_at,
     http_headers,
     need_of_http,
     need_of_rpc,
@@ -89,7 +90,9 @@ def test_the_right_key_comes_in_and_is_known_by_its_name(rig):
         assert caller is not None
         assert caller.key.name == "ci"
         caller.used(3, 4)
+        assert caller_at("10.0.0.9") == "key ci"
     assert CALLER.get() is None
+    assert caller_at("10.0.0.9") == "10.0.0.9"
     assert rig.tokens == [("ci", 3, 4)]
     assert rig.refusals == []
 

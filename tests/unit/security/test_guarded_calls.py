@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from outrider.actors.serving.access.process import guard_ingress, ingress_guard,
 from outrider.actors.serving.access.settings import ProxyAccess, proxy_access
 from outrider.actors.serving.openai.errors import refused_by_key
 from outrider.cluster.config import ConfigError, ServingConfig
+from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.unit.proxy_servers import proxy_servers
@@ -189,6 +191,35 @@ async def test_over_http_a_body_is_not_read_without_a_key(guarded):
         assert (await client.post("/v1/completions", headers=dict(bearer("ops")))).status_code == 403
         for path in ("/health", "/", "/outrider/page/page.js"):
             assert (await client.get(path)).status_code == 200
+
+
+async def test_streams_without_a_key_do_not_put_a_slow_body_with_one_out(keys_file, monkeypatch):
+    async def silence() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    limits = LimitsConfig(max_awaited_requests=4, receive_timeout_s=600)
+    async with (
+        proxy_servers(monkeypatch, limits, keys_file=str(keys_file)) as (serving, doors),
+        grpc.aio.insecure_channel(f"127.0.0.1:{serving.grpc_port}", [("grpc.enable_http_proxy", 0)]) as channel,
+        asyncio.timeout(60),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", serving.http_port)
+        fields = {"host": "x", "content-type": "application/json", "content-length": "2", **dict(bearer("ci"))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n{{".encode())
+        while not len(doors.awaited):  # noqa: ASYNC110 - the door's own count
+            await asyncio.sleep(0.01)
+        check = channel.stream_stream("/grpc.health.v1.Health/Check")
+        silent = [check(silence()) for _ in range(12)]
+        codes = [asyncio.ensure_future(call.code()) for call in silent]
+        ended = [await code for code in islice(asyncio.as_completed(codes), 9)]
+        assert set(ended) == {grpc.StatusCode.RESOURCE_EXHAUSTED}, "three of them are awaited still"
+        writer.write(b"}")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        for call in silent:
+            call.cancel()
 
 
 async def test_the_ingress_asks_again_whatever_a_proxy_has_done(keys_file, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -195,10 +196,27 @@ async def test_a_turn_that_comes_to_somebody_who_left_goes_to_the_next() -> None
     await asyncio.wait_for(lane.take("e"), 30)
 
 
+def test_nobodys_number_puts_anothers_out() -> None:
+    put_out: list[str] = []
+
+    def enter(caller: str, number: int) -> Any:
+        return room.enter(caller, lambda: put_out.append(f"{caller}{number}"))
+
+    room = Room(3, 100)
+    slow = enter("slow", 0)
+    many = [enter("many", number) for number in range(10)]
+    assert put_out == [f"many{number}" for number in range(8)], "the first of whoever has most"
+    enter("new", 0)
+    assert put_out[8:] == ["many8"]
+    room.holds(slow, 60)
+    room.holds(many[-1], 50)
+    assert put_out[9:] == ["slow0"], "by bytes where there are too many of those"
+
+
 def test_the_oldest_makes_room() -> None:
     put_out: list[int] = []
     room = Room(3, 100)
-    guests = [room.enter(lambda number=number: put_out.append(number)) for number in range(5)]
+    guests = [room.enter("a", lambda number=number: put_out.append(number)) for number in range(5)]
     assert put_out == [0, 1]
     room.holds(guests[2], 60)
     room.holds(guests[4], 60)

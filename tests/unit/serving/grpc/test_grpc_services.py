@@ -211,7 +211,7 @@ async def test_a_backlog_that_shrinks_is_waited_for_and_one_that_does_not_is_not
         nonlocal slow
         slow += 1
 
-    unread = door.Unread(on_slow, Doors(LimitsConfig()))
+    unread = door.Unread(on_slow, Doors(LimitsConfig()), "a")
     for _ in range(3):
         unread.put(b"x" * (5 << 20))
     assert unread._judging is not None
