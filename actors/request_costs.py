@@ -26,15 +26,21 @@ MAX_TOOLS = 512
 MAX_DOCUMENTS = 1024
 
 MAX_LISTED_OF_ALL_ANSWERS = 4096
-"""``logit_bias`` tokens, and bad words, times answers: the engine's step goes through them for every row, some µs
-each."""
+"""``logit_bias`` tokens, bad words, and ``stop_token_ids``, times answers: the engine's step goes through them for
+every row, some µs each."""
+
+MAX_ALLOWED_OF_ALL_ANSWERS = 1 << 18
+"""``allowed_token_ids`` times answers, each of which takes a list of its own to the engine and to its ranks, 36 bytes
+an id. One answer may be allowed almost all of any vocabulary."""
 
 
 def tokens_in_flight(request: GenerationRequest | OpenAIRequest) -> int:
-    """What it counts for: its prompts' tokens and its answers' longest, each with the likeliest ones asked for."""
+    """What it counts for: its prompts' tokens and its answers' longest, each with the likeliest ones asked for; and
+    the tokens that each answer is allowed, where they are listed."""
     prompt = request.prompt_tokens * (1 + (request.prompt_logprobs or 0))
     answer = (request.max_tokens or USUAL_ANSWER_TOKENS) * (1 + (request.logprobs or 0))
-    return prompt + request.num_answers * answer
+    allowed = (request.sampling if isinstance(request, GenerationRequest) else request.body).get("allowed_token_ids")
+    return prompt + request.num_answers * (answer + (len(allowed) if isinstance(allowed, list) else 0))
 
 
 def check_prompt_logprobs(field: str, tokens: int, wanted: int | None, limits: LimitsConfig, answers: int = 1) -> None:
@@ -70,14 +76,22 @@ def check_in_one_piece(
         )
 
 
-def check_listed_of_answers(field: str, listed: int, answers: int) -> None:
-    """listed: bad words, or tokens with a bias. Raises RequestError."""
-    if listed * answers > MAX_LISTED_OF_ALL_ANSWERS:
-        raise RequestError(
-            field,
-            f"{listed} are too many for {answers} answers",
-            f"send at most {MAX_LISTED_OF_ALL_ANSWERS // answers}, or ask for fewer answers",
-        )
+def check_listed_of_answers(fields: Mapping[str, Any], answers: int, path: str = "") -> None:
+    """fields: of a request, those that list words or tokens among them. path: before their names. Raises
+    RequestError."""
+    for name, most in (
+        ("logit_bias", MAX_LISTED_OF_ALL_ANSWERS),
+        ("bad_words", MAX_LISTED_OF_ALL_ANSWERS),
+        ("stop_token_ids", MAX_LISTED_OF_ALL_ANSWERS),
+        ("allowed_token_ids", MAX_ALLOWED_OF_ALL_ANSWERS),
+    ):
+        values = fields.get(name)
+        if isinstance(values, (list, dict)) and len(values) * answers > most:
+            raise RequestError(
+                f"{path}{name}",
+                f"{len(values)} are too many for {answers} answers",
+                f"send at most {most // answers}, or ask for fewer answers",
+            )
 
 
 def check_conversation(path: str, body: Mapping[str, Any]) -> None:

@@ -99,7 +99,8 @@ class LimitsConfig(Section):
 
     max_tokens_in_flight: int = Field(8 << 20, ge=1)
     """Likewise, in tokens: of prompts (text is estimated) and the longest answers that were asked for. A token counts
-    once more for each of the likeliest ones that ``logprobs`` or ``prompt_logprobs`` ask for with it."""
+    once more for each of the likeliest ones that ``logprobs`` or ``prompt_logprobs`` ask for with it, and each of
+    ``allowed_token_ids`` for one in each answer."""
 
     max_logprobs: int = Field(1 << 15, ge=1 << 13)
     """Log-probabilities of one request that come at once: of a prompt's tokens, and of answers that are not streamed.

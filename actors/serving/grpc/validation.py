@@ -181,8 +181,7 @@ def _check_chars(message: GenerationMessage, limits: LimitsConfig) -> None:
 def _check_costs(sampling: dict[str, Any], num_token_ids: int, limits: LimitsConfig) -> None:
     """num_token_ids: 0 for a text, whose tokens the target will know."""
     answers = sampling.get("n", 1)
-    for name in ("logit_bias", "bad_words"):
-        check_listed_of_answers(f"sampling.{name}", len(sampling.get(name, ())), answers)
+    check_listed_of_answers(sampling, answers, "sampling.")
     wanted = sampling.get("prompt_logprobs")
     check_prompt_logprobs("sampling.prompt_logprobs", num_token_ids, wanted, limits, answers)
 

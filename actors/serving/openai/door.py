@@ -165,9 +165,7 @@ def _check_numbers(body: dict[str, Any]) -> None:
 def _check_costs(request: OpenAIRequest, limits: LimitsConfig) -> None:
     """Prompts of text one by one are the target's to check, which knows their tokens."""
     body, answers = request.body, request.num_answers
-    for name in ("logit_bias", "bad_words"):
-        if isinstance(values := body.get(name), (list, dict)):
-            check_listed_of_answers(name, len(values), answers)
+    check_listed_of_answers(body, answers)
     prompts = request.prompts()
     if len(prompts) > 1 or isinstance(prompts[0], list):
         field = "logprobs" if body.get("prompt_logprobs") is None else "prompt_logprobs"

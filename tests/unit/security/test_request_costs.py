@@ -21,6 +21,7 @@ from outrider.actors.replica_calls import (
     TokenLogprob,
     TokenLogprobs,
 )
+from outrider.actors.request_costs import MAX_ALLOWED_OF_ALL_ANSWERS as MANY_ALLOWED
 from outrider.actors.request_costs import MAX_LISTED_OF_ALL_ANSWERS, MAX_MESSAGES, MAX_TOOLS, USUAL_ANSWER_TOKENS
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.grpc.validation import ServedModel, to_generation_request
@@ -71,9 +72,11 @@ def grpc(message: Any = None, *, stream: bool = False, **sampling: Any) -> Gener
             2 * 5,
         ),
         (http("chat", max_tokens=1, documents=[{"text": "x" * 396}]), 100 + 1),
+        (http(max_tokens=1, n=2, allowed_token_ids=[5] * 30), 2 * 31),
+        (grpc(max_tokens=1, n=2, allowed_token_ids=[5] * 30), 2 * 31),
     ],
 )
-def test_log_probabilities_and_documents_count_as_tokens_in_flight(request_: Any, tokens: int) -> None:
+def test_log_probabilities_documents_and_allowed_tokens_count_as_tokens_in_flight(request_: Any, tokens: int) -> None:
     admission = Admission(LimitsConfig())
     with admission.hold(request_):
         assert admission.tokens == tokens
@@ -125,6 +128,21 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "biases for 64 answers": ("logit_bias", lambda: http(n=64, logit_bias={str(i): 1 for i in range(65)})),
     "bad words for 64 answers, gRPC": ("sampling.bad_words", lambda: grpc(n=64, bad_words=["no"] * 65)),
     "bad words for 256 answers": ("bad_words", lambda: http(prompt=["x"] * 4, n=64, bad_words=["no"] * 17)),
+    "stop tokens for 64 answers, gRPC": ("sampling.stop_token_ids", lambda: grpc(n=64, stop_token_ids=[1] * 65)),
+    "stop tokens for 256 answers": ("stop_token_ids", lambda: http(prompt=["x"] * 4, n=64, stop_token_ids=[1] * 17)),
+    "allowed tokens, gRPC": ("sampling.allowed_token_ids", lambda: grpc(allowed_token_ids=[1] * (MANY_ALLOWED + 1))),
+    "allowed tokens for 64 answers, gRPC": (
+        "sampling.allowed_token_ids",
+        lambda: grpc(n=64, allowed_token_ids=[1] * (MANY_ALLOWED // 64 + 1)),
+    ),
+    "allowed tokens for 64 answers": (
+        "allowed_token_ids",
+        lambda: http(n=64, allowed_token_ids=[1] * (MANY_ALLOWED // 64 + 1)),
+    ),
+    "allowed tokens for two prompts": (
+        "allowed_token_ids",
+        lambda: http(prompt=["x"] * 2, allowed_token_ids=[1] * (MANY_ALLOWED // 2 + 1)),
+    ),
     "messages, gRPC": (
         "chat.messages",
         lambda: grpc(pb.GenerateRequest(chat=pb.Chat(messages=[SAID] * (MAX_MESSAGES + 1)))),
@@ -174,6 +192,8 @@ def test_what_is_at_the_limit_passes() -> None:
     http(prompt=[1] * 390, prompt_logprobs=20)
     assert grpc(max_tokens=390, logprobs=20).max_tokens == http(max_tokens=390, logprobs=20).max_tokens == 390
     http(n=64, logit_bias={str(i): 1 for i in range(MAX_LISTED_OF_ALL_ANSWERS // 64)})
+    http(allowed_token_ids=list(range(MANY_ALLOWED)))
+    grpc(n=64, allowed_token_ids=[1] * (MANY_ALLOWED // 64))
     http("chat", messages=[{**USER, "content": ""}] * 250)  # with their roles 1,000 characters
     assert http(n=2.0, max_tokens=3.0).body == {"prompt": "x", "n": 2, "max_tokens": 3}
 
