@@ -352,7 +352,7 @@ class OpenAIRequest(_MayHaveDeadline):
     def prompt_tokens(self) -> int:
         """Of all prompts, with the tools and documents that a template puts beside them. Estimated, but for prompts of
         token ids."""
-        beside = sum(num_chars(self.body.get(name), keys=True) for name in BESIDE_MESSAGES)
+        beside = chars_beside(self.body)
         if self.endpoint == "chat":
             messages = self.body.get("messages")
             contents = [each.get("content") for each in messages or () if isinstance(each, dict)]
@@ -390,6 +390,11 @@ def num_chars(value: Any, *, keys: bool = False) -> int:
         elif isinstance(found, list):
             left.extend(found)
     return chars
+
+
+def chars_beside(body: Mapping[str, Any]) -> int:
+    """Of all that the template of a chat or response may use beside its messages."""
+    return sum(num_chars(body.get(name), keys=True) for name in BESIDE_MESSAGES)
 
 
 def _number(value: Any) -> int | None:

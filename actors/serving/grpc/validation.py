@@ -131,7 +131,7 @@ def to_generation_request(
     """
     check_request_id(request_id)
     check_model(message, served)
-    _check_chars(message, served.limits)
+    _check_chars(message, served.limits.max_prompt_chars)
     text, token_ids, chat = _prompt(message, served)
     sampling = to_sampling(message.sampling, served.vocab_size, served.limits)
     _check_costs(sampling, 0 if token_ids is None else len(token_ids), served.limits)
@@ -167,15 +167,15 @@ def check_model(message: _NamesModel, served: ServedModel) -> None:
         )
 
 
-def _check_chars(message: GenerationMessage, limits: LimitsConfig) -> None:
+def _check_chars(message: GenerationMessage | pb.TokenizeRequest, most: int) -> None:
     """Of all that a tokenizer or a template would read."""
     kind = message.WhichOneof("prompt")
     if kind == "text":
-        check_chars("text", len(message.text), limits.max_prompt_chars)
+        check_chars("text", len(message.text), most)
     elif kind == "chat":
         check_list("chat.messages", message.chat.messages, MAX_MESSAGES)
         chars = sum(len(said.role) + len(said.content) + len(said.name) for said in message.chat.messages)
-        check_chars("chat", chars + message.chat.chat_template_kwargs.ByteSize(), limits.max_prompt_chars)
+        check_chars("chat", chars + message.chat.chat_template_kwargs.ByteSize(), most)
 
 
 def _check_costs(sampling: dict[str, Any], num_token_ids: int, limits: LimitsConfig) -> None:
@@ -429,9 +429,7 @@ def to_tokenize_request(message: pb.TokenizeRequest, limits: LimitsConfig) -> To
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError("prompt", "is missing", "send text or chat")
-    check_list("chat.messages", message.chat.messages, MAX_MESSAGES)
-    chars = len(message.text) if kind == "text" else sum(len(said.content) for said in message.chat.messages)
-    check_chars(kind, chars, limits.max_tokenize_chars)
+    _check_chars(message, limits.max_tokenize_chars)
     return TokenizeRequest(
         text=message.text if kind == "text" else None,
         chat=to_chat_prompt(message.chat) if kind == "chat" else None,

@@ -134,18 +134,16 @@ def _check_lists(body: Mapping[str, Any], limits: LimitsConfig) -> None:
 
 def _check_chars(endpoint: Endpoint, body: Mapping[str, Any], limits: LimitsConfig) -> None:
     """Of all that a tokenizer or a template would read. Pictures have limits of their own."""
-    if endpoint == "tokenize":
-        for name in ("prompt", "messages"):
-            check_chars(name, num_chars(body.get(name)), limits.max_tokenize_chars)
-    if endpoint not in GENERATING:
+    if endpoint not in (*GENERATING, "tokenize"):
         return
+    most = limits.max_tokenize_chars if endpoint == "tokenize" else limits.max_prompt_chars
     total = 0
     for name in _PROMPTS:
         value = body.get(name)
         total += num_chars(value, keys=name in BESIDE_MESSAGES)
         for message in value if name in ("messages", "input") and isinstance(value, list) else ():
             total -= sum(map(len, pictures_in(message.get("content")))) if isinstance(message, dict) else 0
-        check_chars(name, total, limits.max_prompt_chars)
+        check_chars(name, total, most)
 
 
 def _check_numbers(body: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ from outrider.actors.replica_calls import (
     ReplicaLost,
     RequestError,
     TokensUsed,
+    chars_beside,
     num_chars,
     shortened,
     shown,
@@ -212,7 +213,7 @@ class OpenAIServing:
         """vLLM bounds what it is to answer, and not what it is only to tokenise."""
         if "messages" in request.body:
             parsed: TokenizeChatRequest | TokenizeCompletionRequest = validated(TokenizeChatRequest, request.body)
-            field, length = "messages", num_chars(request.body["messages"])
+            field, length = "messages", num_chars(request.body["messages"]) + chars_beside(request.body)
         else:
             parsed = validated(TokenizeCompletionRequest, request.body)
             field, length = "prompt", num_chars(request.body["prompt"])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from google.protobuf import struct_pb2
 from ray.serve.exceptions import BackPressureError
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -18,13 +19,14 @@ from outrider.actors.replica_calls import (
     GenerationRequest,
     OpenAIRequest,
     RequestError,
+    TokenizeRequest,
     TokenLogprob,
     TokenLogprobs,
 )
 from outrider.actors.request_costs import MAX_ALLOWED_OF_ALL_ANSWERS as MANY_ALLOWED
 from outrider.actors.request_costs import MAX_LISTED_OF_ALL_ANSWERS, MAX_MESSAGES, MAX_TOOLS, USUAL_ANSWER_TOKENS
 from outrider.actors.serving.admission import Admission
-from outrider.actors.serving.grpc.validation import ServedModel, to_generation_request
+from outrider.actors.serving.grpc.validation import ServedModel, to_generation_request, to_tokenize_request
 from outrider.actors.serving.http.body import decode_json_object
 from outrider.actors.serving.http.routes import MAX_PARSED_VALUES, to_message
 from outrider.actors.serving.openai.checked_engine import check_logprobs, end_in_one_piece
@@ -33,7 +35,7 @@ from outrider.actors.vllm_seam.engine_requests import sampling_params
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 
-LIMITS = LimitsConfig(max_logprobs=8192, max_prompt_chars=1024)
+LIMITS = LimitsConfig(max_logprobs=8192, max_prompt_chars=1024, max_tokenize_chars=1024)
 USER = {"role": "user", "content": "x"}
 SAID = pb.ChatMessage(role="user", content="x")
 
@@ -50,6 +52,24 @@ def grpc(message: Any = None, *, stream: bool = False, **sampling: Any) -> Gener
     if stream:
         message = pb.GenerateStreamRequest.FromString(message.SerializeToString())
     return to_generation_request(message, ServedModel("m", 4, 100, LIMITS), request_id="r")
+
+
+def tokenize(**body: Any) -> OpenAIRequest:
+    return to_openai_request("tokenize", body, {}, num_speculative_tokens=0, request_id="r", limits=LIMITS)
+
+
+def grpc_tokenize(**chat: Any) -> TokenizeRequest:
+    return to_tokenize_request(pb.TokenizeRequest(chat=pb.Chat(**chat)), LIMITS)
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def struct(**fields: Any) -> struct_pb2.Struct:
+    made = struct_pb2.Struct()
+    made.update(fields)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -150,9 +170,22 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "messages, HTTP": ("messages", lambda: http("chat", messages=[USER] * (MAX_MESSAGES + 1))),
     "messages to tokenise": (
         "messages",
-        lambda: to_openai_request(
-            "tokenize", {"messages": [USER] * (MAX_MESSAGES + 1)}, {}, num_speculative_tokens=0, request_id="r"
-        ),
+        lambda: tokenize(messages=[USER] * (MAX_MESSAGES + 1)),
+    ),
+    "tools to tokenise": ("tools", lambda: tokenize(messages=[USER], tools=[tool("x" * 1025)])),
+    "tools and messages to tokenise": (
+        "messages",
+        lambda: tokenize(messages=[{**USER, "content": "x" * 600}], tools=[tool("x" * 600)]),
+    ),
+    "a template's variables to tokenise": (
+        "chat_template_kwargs",
+        lambda: tokenize(messages=[USER], chat_template_kwargs={"x" * 1025: 1}),
+    ),
+    "a long role to tokenise": ("chat", lambda: grpc_tokenize(messages=[pb.ChatMessage(role="x" * 1025)])),
+    "a long name to tokenise": ("chat", lambda: grpc_tokenize(messages=[pb.ChatMessage(role="x", name="x" * 1025)])),
+    "a template's variables to tokenise, gRPC": (
+        "chat",
+        lambda: grpc_tokenize(messages=[SAID], chat_template_kwargs=struct(x="x" * 1025)),
     ),
     "tools": ("tools", lambda: http("chat", tools=[{"type": "function"}] * (MAX_TOOLS + 1))),
     "a response's tools": ("tools", lambda: http("responses", tools=[{"type": "function"}] * (MAX_TOOLS + 1))),

@@ -352,6 +352,7 @@ async def test_tokenize_models_and_schema(serving):
         ("prompt", {"prompt": "x" * 100_000}),
         ("messages", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 100_000}]}]}),
+        ("messages", {**CHAT, "tools": [{"type": "function", "function": {"name": "x" * 100_000}}]}),
     ],
 )
 async def test_a_text_that_cannot_fit_is_not_tokenised(serving, monkeypatch, field, body):
