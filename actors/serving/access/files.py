@@ -11,16 +11,17 @@ import os
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from outrider.cluster.config_section import ConfigError
 
 logger = logging.getLogger("ray.serve.outrider.access")
 
 LOOK_EVERY_S = 1.0
-"""How often a file is looked at, at most. A change is seen by the first call after that."""
+"""How often a file is looked at, at most."""
 
 _OTHERS_MAY = stat.S_IWGRP | stat.S_IRWXO
 
@@ -52,7 +53,8 @@ def read_file(field: str, path: str | Path, *, private: bool = False) -> bytes:
 
 
 class Reloading(Generic[Loaded]):
-    """What is in some files, now. `current` may be called by any thread; it looks at the files and returns at once.
+    """What is in some files, now. `current` may be called by any thread. It looks at the files, and reads those that
+    have changed, unless a thread of its own does so (`watch`).
 
     load: reads and checks all of it; raises ConfigError. paths: the files that it reads.
     """
@@ -70,8 +72,9 @@ class Reloading(Generic[Loaded]):
         self._load, self._clock, self._look_every_s = load, clock, look_every_s
         self._lock = threading.Lock()
         self._seen = self._signature()
-        self._value = load()
+        self._now = (1, load())
         self._looked_s = clock()
+        self._watched = False
         self.problem: str | None = None
         """Why the files as they are now cannot be used; None: they are in use."""
 
@@ -81,7 +84,10 @@ class Reloading(Generic[Loaded]):
         self.failures = 0
         """Changes that could not be used, since the start."""
 
-        self._version = 1
+    def watch(self) -> None:
+        """From now on a thread looks, whether anybody asks or not, and nobody who does waits for what is read."""
+        self._watched = True
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="access-files", daemon=True).start()
 
     def current(self) -> Loaded:
         """What the files hold, or held when they could last be used."""
@@ -89,11 +95,13 @@ class Reloading(Generic[Loaded]):
 
     def versioned(self) -> tuple[int, Loaded]:
         """With a number that is another for every content."""
+        if self._watched:
+            return self._now
         with self._lock:
             if self._clock() - self._looked_s >= self._look_every_s:
                 self._looked_s = self._clock()
                 self._look()
-            return self._version, self._value
+            return self._now
 
     def _look(self) -> None:
         seen = self._signature()  # before reading: what is written meanwhile is a change the next time
@@ -102,19 +110,27 @@ class Reloading(Generic[Loaded]):
         self._seen = seen
         try:
             value = self._load()
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next change is looked at again
             self.failures += 1
-            self.problem = str(error)
-            logger.error("not reloaded, what was read before stays in use: %s", error)
+            self.problem = str(error) if isinstance(error, ConfigError) else type(error).__name__
+            logger.error("not reloaded, what was read before stays in use: %s", self.problem)
             self.on_look()
             return
-        self._value, self.problem = value, None
-        self._version += 1
+        self._now, self.problem = (self._now[0] + 1, value), None
         self.on_look()
         logger.info("reloaded %s", ", ".join(str(path) for path in self._paths))
 
     def _signature(self) -> list[tuple[int, ...] | None]:
         return [_signature_of(path) for path in self._paths]
+
+
+def _watch(watched: weakref.ref[Reloading[Any]]) -> None:
+    """For as long as somebody has it."""
+    while (files := watched()) is not None:
+        pause_s = files._look_every_s
+        files._look()
+        del files
+        time.sleep(pause_s)
 
 
 def _signature_of(path: Path) -> tuple[int, ...] | None:

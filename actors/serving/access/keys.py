@@ -39,6 +39,7 @@ PREFIX = "outrider_"
 """Of secrets that are made here, by which scanners of code and logs can know one."""
 
 _HASH = "sha256:"
+_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class Key(Section):
@@ -108,7 +109,7 @@ def load_keys(path: str | Path, field: str = FIELD) -> KeyRing:
 def parse_keys(text: str) -> list[Key]:
     """Raises ConfigError for what is no list of keys, and for a name or a secret that stands twice."""
     try:
-        entries = yaml.safe_load(text)
+        entries = yaml.load(text, _LOADER)
     except (yaml.YAMLError, ValueError) as error:
         where = getattr(error, "problem_mark", None)
         # What YAML says of the text around may be a hash, or a secret that was put there by mistake.

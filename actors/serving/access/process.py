@@ -25,8 +25,10 @@ REFUSED_SECONDS_PER_MINUTE = 3.0
 
 
 def reloading_keys(path: str) -> Reloading[KeyRing]:
-    """Raises ConfigError."""
-    return Reloading([path], lambda: load_keys(path))
+    """Read by a thread: a thousand keys take a while, in which answers go on. Raises ConfigError."""
+    keys = Reloading([path], lambda: load_keys(path))
+    keys.watch()
+    return keys
 
 
 @functools.cache

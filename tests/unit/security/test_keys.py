@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 
 from outrider.actors.serving.access.files import Reloading
 from outrider.actors.serving.access.keys import (
@@ -19,8 +23,10 @@ from outrider.actors.serving.access.keys import (
     new_secret,
     parse_keys,
 )
+from outrider.actors.serving.access.process import reloading_keys
 from outrider.cluster.config_section import ConfigError
 
+HANG_GUARD_S = 60.0
 SECRET = new_secret()
 HASH = hash_of(SECRET.encode())
 ENTRY = f"- name: ci\n  hash: {HASH}\n  scopes: [generate]\n"
@@ -193,3 +199,73 @@ def test_a_file_replaced_by_renaming_is_a_change(tmp_path):
     fresh.replace(path)
     clock.now += 1
     assert [key.name for key in keys.current().keys] == ["cj"]
+
+
+def replace(path: Path, text: str) -> None:
+    """In one change."""
+    write(path.with_name("fresh"), text).replace(path)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + HANG_GUARD_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_the_old_keys_are_answered_from_while_new_ones_are_read(tmp_path):
+    path = write(tmp_path / "keys.yaml", ENTRY)
+    reading, go_on, loads = threading.Event(), threading.Event(), []
+
+    def load() -> KeyRing:
+        loads.append(threading.current_thread())
+        if len(loads) > 1:
+            reading.set()
+            assert go_on.wait(HANG_GUARD_S)
+        return load_keys(path)
+
+    keys = Reloading([path], load, look_every_s=0.01)
+    keys.watch()
+    replace(path, "")
+    assert reading.wait(HANG_GUARD_S)
+    assert keys.current().find(SECRET.encode())
+    go_on.set()
+    until(lambda: keys.current().find(SECRET.encode()) is None)
+    assert threading.current_thread() not in loads[1:]
+
+
+def test_a_servers_keys_are_read_before_anybody_asks(tmp_path):
+    """Else the first call after a revocation would still be let in, however late it comes."""
+    path = write(tmp_path / "keys.yaml", ENTRY)
+    keys = reloading_keys(str(path))
+    looked = threading.Event()
+    keys.on_look = looked.set
+    replace(path, "")
+    assert looked.wait(HANG_GUARD_S)
+    assert keys.current().find(SECRET.encode()) is None
+
+
+def test_a_file_that_breaks_the_reading_is_not_the_last_one_that_is_read(tmp_path):
+    path = write(tmp_path / "keys.yaml", ENTRY)
+    faults = []
+
+    def load() -> KeyRing:
+        if faults:
+            raise faults.pop()
+        return load_keys(path)
+
+    keys = Reloading([path], load, look_every_s=0.01)
+    keys.watch()
+    faults.append(RecursionError(SECRET))
+    replace(path, ENTRY + "# more\n")
+    until(lambda: keys.failures == 1)
+    assert keys.problem == "RecursionError"
+    assert keys.current().find(SECRET.encode())
+    replace(path, "")
+    until(lambda: keys.current().find(SECRET.encode()) is None)
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML without libyaml")
+def test_keys_are_read_by_libyaml_which_takes_a_fifth_of_the_time(monkeypatch):
+    monkeypatch.setattr(yaml.SafeLoader, "get_single_data", None)
+    assert [key.name for key in parse_keys(ENTRY)] == ["ci"]
