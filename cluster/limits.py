@@ -129,8 +129,9 @@ class LimitsConfig(Section):
     """``stop_token_ids``, and tokens in ``logit_bias``, of one request."""
 
     max_tokenize_chars: int = Field(1 << 20, ge=1024)
-    """Characters of one call to tokenise, counted as for max_prompt_chars: a processor's second or so, and 150 MiB for
-    a moment. Texts longer than max_model_len tokens can spell are refused besides."""
+    """Characters of one call to tokenise, counted as for max_prompt_chars: a core's second or so, for which other calls
+    to tokenise wait and generations do not, and 150 MiB for a moment. Texts longer than max_model_len tokens can spell
+    are refused besides."""
 
     max_prompt_chars: int = Field(1 << 21, ge=1024)
     """Characters of one generation's prompts together, roles, names, tools and documents among them: two seconds or so

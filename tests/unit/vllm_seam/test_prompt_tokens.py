@@ -3,6 +3,8 @@ name."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
 
 MAX_LEN = 64
+HANG_GUARD_S = 60.0
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'wizard' %}{{ raise_exception('no role ' + message.role) }}{% endif %}"
@@ -136,3 +139,32 @@ async def test_special_tokens_are_text_unless_they_are_left_out(tokens: PromptTo
 def test_the_tokenizers_class_is_named_without_vllms_wrappers(tokens: PromptTokenizer) -> None:
     assert not tokens.name.startswith(("Cached", "TokenizerPool"))
     assert "Tokenizer" in tokens.name
+
+
+@pytest.mark.parametrize("asked", [TokenizeRequest(text="slow"), TokenizeRequest(chat=ChatPrompt(SAID))])
+async def test_a_generations_prompt_waits_for_no_call_to_tokenise(
+    tokens: PromptTokenizer, renderer: Any, monkeypatch: pytest.MonkeyPatch, asked: TokenizeRequest
+) -> None:
+    kind = type(renderer.get_tokenizer())
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held_up(method: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if "slow" in args[1:] or "conversation" in options:
+                begun.set()
+                assert go_on.wait(HANG_GUARD_S)
+            return method(*args, **options)
+
+        return call
+
+    for name in ("__call__", "apply_chat_template"):
+        monkeypatch.setattr(kind, name, held_up(getattr(kind, name)))
+    calls = [asyncio.create_task(tokens.tokenize(asked)) for _ in range(3)]
+    assert await asyncio.to_thread(begun.wait, HANG_GUARD_S)
+    try:
+        prompt = tokens.prompt_ids(GenerationRequest("r", prompt_text="hi"))
+        assert bytes(await asyncio.wait_for(prompt, HANG_GUARD_S)) == b"hi"
+        assert not any(call.done() for call in calls)
+    finally:
+        go_on.set()
+        await asyncio.gather(*calls)
