@@ -334,7 +334,8 @@ class ServingConfig(Section):
 
     structured_output_mask_ms: float = Field(100.0, gt=0, le=10_000)
     """Processor time, in milliseconds, that a constraint may take at once to tell which tokens may come next; in the
-    long run 2 ms a mask. A request whose constraint takes longer is ended, alone."""
+    long run 2 ms a mask. A request whose constraint takes longer is ended, alone. All answers of a request together
+    may take so much for each core of the machine."""
 
     step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
     """A replica with requests of whose engine no step ends for so many seconds, and for 20 times the usual step, fails

@@ -7,9 +7,9 @@ minute. *A step*
 waits for the masks of all of its requests, which are made at the same time: a request whose masks use up
 `Bounds.mask_burst_s` of processor time is ended by the kernel, alone. None gives way to the others: the step waits for
 it, and where it waited for a core, so would they all. So one hostile grammar can hold a step up by mask_burst_s once, A
-of them at the same time by A × mask_burst_s / cores. What has not answered after that was given no core, which is no
-fault of its request: it is waited for up to `Bounds.step_wait_s` (and once more where drafts are checked before the
-masks).
+of them at the same time by A × mask_burst_s / cores; but all answers of one request by 2 × mask_burst_s (`Siblings`).
+What has not answered after that was given no core, which is no fault of its request: it is waited for up to
+`Bounds.step_wait_s` (and once more where drafts are checked before the masks).
 What a grammar shows on walks of its own is refused before it gets here, what shows only where a prompt leads it is
 found in the step, and remembered. A sender who goes on with ever new ones can hold a step up with each of its requests,
 until its seconds of the minute are used up, of which each such step counts as OVERRUN_COUNTS times what it took.
@@ -31,6 +31,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -40,7 +41,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.actors.grammars.bounds import Bounds, Ending
+from outrider.actors.grammars.bounds import Allowance, Bounds, Ending
 from outrider.actors.grammars.turns import Turn, Turns
 from outrider.actors.grammars.worker import PROBE_S, SMALL_MESSAGE, receive, send
 
@@ -93,10 +94,14 @@ class ConstraintEnded(Exception):
         return self.args[0]
 
 
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def compilers() -> int:
     """How many constraints are compiled at a time; one fewer, of callers whose constraints were refused lately: what
     is compiled at their niceness may take long, and nobody else is to wait for it."""
-    return max(2, len(os.sched_getaffinity(0)) // 4)
+    return max(2, cores() // 4)
 
 
 @dataclass(frozen=True)
@@ -336,6 +341,11 @@ class GrammarHost:
             "step",
         )
 
+    def overdrew(self, caller: int) -> None:
+        """By what one request's answers used together. Their constraint may do for fewer."""
+        with self._changed:
+            self._turns.waste(caller, OVERRUN_COUNTS * self.bounds.mask_burst_s)
+
     def _room_of(self, turn: Turn[_Job]) -> tuple[Room | Ending | None, float]:
         """And the processor time it took. None: nobody wants it any more."""
         bounds, job = self.bounds, turn.job
@@ -508,9 +518,9 @@ class Room:
         if number is not None:
             self._callers.pop(number, None)
 
-    def matcher(self, stop_ids: Iterable[int], caller: int = 0) -> Matcher:
-        """Of one request. Its process starts with the first question."""
-        return Matcher(self, self._host, sorted(stop_ids), caller)
+    def matcher(self, stop_ids: Iterable[int], caller: int = 0, siblings: Siblings | None = None) -> Matcher:
+        """Of one answer. Its process starts with the first question. siblings: of a request with several answers."""
+        return Matcher(self, self._host, sorted(stop_ids), caller, siblings)
 
     def fork(self, stop_ids: Sequence[int], caller: int, words: int, fds: Sequence[int]) -> int:
         """The matcher's number. Raises OSError when the room is gone."""
@@ -541,14 +551,55 @@ class Room:
         self.close_later = lambda: None
 
 
+class Siblings:
+    """Of the matchers of one request's answers. As many are asked at a time as there are cores, and they have as many
+    times the allowance together. When one uses up its own, or all of them that, all have ended, without an answer and
+    without being asked."""
+
+    def __init__(self, bounds: Bounds, at_once: int | None = None) -> None:
+        """at_once None: cores."""
+        self.at_once = at_once or cores()
+        self._bounds = bounds
+        self._allowance = Allowance(bounds.mask_burst_s * self.at_once, bounds.mask_refill_s)
+        self._ending: Ending | None = None
+        self._matchers: list[Matcher] = []
+
+    def enter(self, matcher: Matcher) -> None:
+        self._matchers.append(matcher)
+        matcher.ending = self._ending
+
+    def leave(self, matcher: Matcher) -> None:
+        self._matchers.remove(matcher)
+
+    def end(self, ending: Ending) -> None:
+        self._ending = ending
+        for matcher in list(self._matchers):  # another thread may put a new one in
+            matcher.ending = matcher.ending or ending
+
+    def spend(self, used_s: float, masks: int) -> bool:
+        """False: that was too much, and all have ended."""
+        if enough := self._allowance.spend(used_s, masks):
+            return enough
+        burst_ms = self._bounds.mask_burst_s * self.at_once * 1000
+        problem = f"is too costly for so many answers: choosing among their next tokens took over {burst_ms:g} ms"
+        self.end(Ending(f"{problem} of processor time together", "step"))
+        return False
+
+
 class Matcher:
     """One request's way through its grammar, in a process of its own. Not thread-safe; nothing here waits but `gather`.
 
     ending: why it answers no more, once it does not.
     """
 
-    def __init__(self, room: Room, host: GrammarHost, stop_ids: Sequence[int], caller: int) -> None:
+    def __init__(
+        self, room: Room, host: GrammarHost, stop_ids: Sequence[int], caller: int, siblings: Siblings | None
+    ) -> None:
         self._room, self._host, self._stop_ids, self._caller = room, host, stop_ids, caller
+        self.siblings = siblings
+        self._question: dict[str, Any] = {}
+        """For `gather` to send: one with siblings waits for its turn."""
+
         self._number: int | None = None
         self._own: socket.socket | None = None
         self._memory: mmap.mmap | None = None
@@ -557,6 +608,8 @@ class Matcher:
 
         self._closed = False
         self.ending: Ending | None = None
+        if siblings is not None:
+            siblings.enter(self)
 
     def accept(self, tokens: Iterable[int]) -> None:
         self._accepted.extend(map(int, tokens))
@@ -583,17 +636,26 @@ class Matcher:
         self._closed = True
         if self._own is not None:
             self._own.close()
+        if self.siblings is not None:
+            self.siblings.leave(self)
         self._room.leave(self._number)
 
     def _ask(self, question: dict[str, Any]) -> None:
+        self._question = question
+        if self.siblings is None:
+            self.send()
+
+    def send(self) -> bool:
+        """The question. False: it has ended, and answers none."""
         if self.ending is not None:
-            return
+            return False
         try:
             own = self._own if self._own is not None else self._start()
-            send(own, {"accept": self._accepted, **question})
+            send(own, {"accept": self._accepted, **self._question})
             self._accepted = []
         except OSError:
             self._lost()
+        return self.ending is None
 
     def _start(self) -> socket.socket:
         """Raises OSError."""
@@ -624,8 +686,12 @@ class Matcher:
             answer = None
         if answer is None:
             self.ending = self._host.too_costly()
+            if self.siblings is not None:
+                self.siblings.end(self.ending)
         elif "refused" in answer:
             self.ending = Ending(f"does not allow token {answer['refused']}, which was chosen", "server")
+        elif "used" in answer and self.siblings and not self.siblings.spend(answer["used"], answer["masks"]):
+            self._host.overdrew(self._caller)
         else:
             return answer
         return None
@@ -642,20 +708,46 @@ def gather(matchers: Iterable[Matcher], seconds: float) -> dict[Matcher, dict[st
     """The answers to what each was asked last. Those without one after so many seconds have an ending then: the kernel
     ends what takes too much of a processor long before, so these were stopped, or the machine gives them none."""
     answers: dict[Matcher, dict[str, Any]] = {}
-    outstanding = {matcher.fileno(): matcher for matcher in matchers if matcher.ending is None}
+    outstanding: dict[int, Matcher] = {}
+    later: dict[Siblings, deque[Matcher]] = {}
     poll = select.poll()
-    for fd in outstanding:
-        poll.register(fd, select.POLLIN)
+
+    def wait_for(matcher: Matcher) -> None:
+        outstanding[matcher.fileno()] = matcher
+        poll.register(matcher.fileno(), select.POLLIN)
+
+    def ask_next(siblings: Siblings) -> None:
+        while later[siblings]:
+            matcher = later[siblings].popleft()
+            if matcher.send():
+                wait_for(matcher)
+                return
+
+    for matcher in matchers:
+        if matcher.ending is not None:
+            continue
+        if matcher.siblings is None:
+            wait_for(matcher)
+        else:
+            later.setdefault(matcher.siblings, deque()).append(matcher)
+    for siblings in later:
+        for _ in range(siblings.at_once):
+            ask_next(siblings)
     give_up = time.monotonic() + seconds
     while outstanding:
         ready = poll.poll(max(0.0, give_up - time.monotonic()) * 1000)
         for fd, _ in ready:
             matcher = outstanding.pop(fd)
             poll.unregister(fd)
-            if (answer := matcher.take()) is not None:
+            if matcher.ending is None and (answer := matcher.take()) is not None:
                 answers[matcher] = answer
+            if matcher.siblings is not None:
+                ask_next(matcher.siblings)
+        for fd in [fd for fd, matcher in outstanding.items() if matcher.ending is not None]:  # with a sibling
+            del outstanding[fd]
+            poll.unregister(fd)
         if not ready and time.monotonic() >= give_up:
-            for matcher in outstanding.values():
+            for matcher in itertools.chain(outstanding.values(), *later.values()):
                 matcher.late()
             break
     return answers

@@ -279,7 +279,9 @@ class _Matcher:
             set_timer(0)
             self._spent_s += used_s
             if "fill" in message:
-                enough = self._allowance.spend(self._spent_s, 1 + len(message["fill"]["tokens"]))
+                masks = 1 + len(message["fill"]["tokens"])
+                answer.update(used=self._spent_s, masks=masks)
+                enough = self._allowance.spend(self._spent_s, masks)
                 self._spent_s = 0.0
                 if not enough:
                     return True

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,18 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark, strip_speculative_padding
 
 from outrider.actors.grammars.bounds import FIX, Bounds, Ending, Mode, check_kind, check_size
-from outrider.actors.grammars.host import Constraint, ConstraintEnded, GrammarHost, Matcher, Room, gather
+from outrider.actors.grammars.host import (
+    Constraint,
+    ConstraintEnded,
+    GrammarHost,
+    Matcher,
+    Room,
+    Siblings,
+    gather,
+)
 from outrider.actors.grammars.refusals import REFUSALS, refused
 from outrider.actors.replica_calls import TooManyRefused
+from outrider.actors.request_ids import parent_of
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam import leans_on
 
@@ -130,6 +140,9 @@ class GuardedStructuredOutputs(StructuredOutputManager):
         config = self.vllm_config
         serving = config.additional_config["outrider"]["serving"]
         self._requests: dict[str, _OfRequest] = {}
+        self._siblings: WeakValueDictionary[str, Siblings] = WeakValueDictionary()
+        """Of requests with several answers, by the request's id."""
+
         self._masks: npt.NDArray[np.int32] | None = None
         self._host: GrammarHost | None = None
         if serving["structured_output"] == "off" or config.model_config.skip_tokenizer_init:
@@ -162,6 +175,7 @@ class GuardedStructuredOutputs(StructuredOutputManager):
             return
         stop_ids = request.sampling_params.all_stop_token_ids if request.sampling_params is not None else ()
         asker = _asker(request)
+        siblings = self._siblings_of(request.request_id, host.bounds)
         mine.compiling = host.compile(self._constraint(structured.params), asker)
 
         def ready(compiling: Future[Room]) -> None:
@@ -172,13 +186,21 @@ class GuardedStructuredOutputs(StructuredOutputManager):
                 logger.warning("request %s: its constraint %s", request.request_id, error.ending.problem)
                 mine.fail(error.ending)
                 return
-            mine.matcher = compiling.result().matcher(stop_ids, asker)
+            mine.matcher = compiling.result().matcher(stop_ids, asker, siblings)
             if mine.gone:
                 mine.matcher.close()
             with suppress(Exception):  # cancelled meanwhile
                 grammar.set_result(GuardedGrammar(mine.matcher, host.bounds.step_wait_s))
 
         mine.compiling.add_done_callback(ready)
+
+    def _siblings_of(self, request_id: str, bounds: Bounds) -> Siblings | None:
+        if (parent := parent_of(request_id)) is None:
+            return None
+        siblings = self._siblings.get(parent)
+        if siblings is None:
+            siblings = self._siblings[parent] = Siblings(bounds)
+        return siblings
 
     def _constraint(self, params: StructuredOutputsParams) -> Constraint:
         if params.choice is not None:

@@ -14,9 +14,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from outrider.actors.grammars.bounds import Bounds, Ending
 from outrider.actors.grammars.host import (
@@ -28,8 +33,11 @@ from outrider.actors.grammars.host import (
     GrammarHost,
     Matcher,
     Room,
+    Siblings,
     gather,
 )
+from outrider.actors.request_ids import scoped_id
+from outrider.actors.vllm_seam.structured_outputs import GuardedStructuredOutputs
 from tests.security_vocabulary import EOS, serialised, vocabulary
 
 HANG_GUARD_S = 400.0
@@ -374,3 +382,91 @@ def test_a_lost_keeper_is_replaced_and_nobody_is_blamed() -> None:
         assert allowed(lost), "a room outlives its keeper"
     finally:
         host.close()
+
+
+def test_an_answer_that_takes_too_much_ends_its_siblings_before_they_are_asked(host: GrammarHost) -> None:
+    corner, siblings = room(host, "ebnf", CORNER + "# of several\n"), Siblings(BOUNDS)
+    first, second = corner.matcher([EOS], ATTACKER, siblings), corner.matcher([EOS], ATTACKER, siblings)
+    token = ord("#")
+    for _ in range(200):
+        first.accept([token])
+        token = ord("a")
+        first.ask_masks([])
+        gather([first], HANG_GUARD_S)
+        if first.ending is not None:
+            break
+    assert first.ending is not None, "nothing ended it"
+    assert second.ending == first.ending
+    second.ask_masks([])
+    assert not gather([second], HANG_GUARD_S)
+    assert second._number is None, "it has no process"
+    late = corner.matcher([EOS], ATTACKER, siblings)
+    assert late.ending == first.ending
+    for matcher in (first, second, late):
+        matcher.close()
+
+
+def test_answers_of_one_request_have_one_allowance_for_each_core() -> None:
+    """None of them has used up its own when they have used up that."""
+    host = GrammarHost(serialised, WORDS, 1, Bounds(mask_burst_s=0.02, mask_refill_s=0.0))
+    try:
+        text, siblings = room(host, "ebnf", "root ::= [a-z]*"), Siblings(host.bounds, at_once=1)
+        several = [text.matcher([EOS], ATTACKER, siblings) for _ in range(4)]
+        alone = text.matcher([EOS], NEIGHBOUR)
+        while not any(matcher.ending for matcher in several):
+            for matcher in (*several, alone):
+                matcher.accept([ord("a")])
+                matcher.ask_masks([])
+            assert alone in gather([*several, alone], HANG_GUARD_S)
+        endings = {matcher.ending for matcher in several}
+        (ending_,) = endings
+        assert ending_ is not None
+        assert ending_.reason == "step"
+        assert "too costly for so many answers" in ending_.problem
+        assert not is_refused(host, "ebnf", "root ::= [a-z]*"), "it may do for one"
+        assert host._turns.is_suspect(ATTACKER)
+        assert not host._turns.is_suspect(NEIGHBOUR)
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(("at_once", "answered"), [(1, False), (2, True)])
+def test_as_many_answers_of_a_request_are_asked_at_a_time_as_there_are_cores(
+    host: GrammarHost, at_once: int, answered: bool
+) -> None:
+    siblings = Siblings(BOUNDS, at_once)
+    room(host, "json", '{"type": "object"}').leave()
+    before = rooms_of(host)
+    text = room(host, "ebnf", f'root ::= "{at_once} at once"')
+    first, second = text.matcher([EOS], OTHER, siblings), text.matcher([EOS], OTHER, siblings)
+    assert allowed(first)
+    (process,) = rooms_of(host) - before
+    (forked,) = children_of(process)
+    os.kill(int(forked), signal.SIGSTOP)
+    first.ask_masks([])
+    second.ask_masks([])
+    assert (second in gather([first, second], 5.0)) is answered
+    assert (second.ending is None) is answered, "without an answer it would allow everything"
+    os.kill(int(forked), signal.SIGKILL)
+    first.close()
+    second.close()
+
+
+def test_the_engine_knows_answers_of_one_request_by_their_ids(host: GrammarHost) -> None:
+    outputs = object.__new__(GuardedStructuredOutputs)
+    outputs._host, outputs._requests, outputs._siblings = host, {}, WeakValueDictionary()
+
+    def matcher(request_id: str) -> Matcher:
+        asked = SimpleNamespace(params=StructuredOutputsParams(regex="siblings"), grammar=None)
+        params = SamplingParams()
+        request: Any = SimpleNamespace(request_id=request_id, structured_output_request=asked, sampling_params=params)
+        outputs.grammar_init(request)
+        return asked.grammar.result(HANG_GUARD_S).matcher
+
+    one, other = matcher(f"0_{scoped_id(7, 'r')}-ab"), matcher(f"63_{scoped_id(7, 'r')}-ab")
+    elsewhere, alone = matcher(f"0_{scoped_id(8, 'r')}-ab"), matcher(f"{scoped_id(7, '0_r')}-ab")
+    assert one.siblings is other.siblings is not None
+    assert elsewhere.siblings is not one.siblings
+    assert alone.siblings is None
+    for each in (one, other, elsewhere, alone):
+        each.close()
