@@ -194,6 +194,10 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
     def drafts(self) -> list[int]:
         return [] if self.proposal is None else list(self.proposal.token_ids)
 

@@ -38,8 +38,12 @@ class TargetSampler:
     def __init__(self, vllm_config: VllmConfig, sampler: Sampler, device: torch.device) -> None:
         if sampler.logprobs_mode != "raw_logprobs":
             raise ValueError(f"logprobs_mode {sampler.logprobs_mode!r} is not supported; leave it at raw_logprobs")
-        self._vllm_config, self._sampler, self._device = vllm_config, sampler, device
+        self._sampler, self._device = sampler, device
         self._verify = choose(device)
+        kinds: tuple[Any, ...] = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor)
+        self._processors = LogitsProcessors(kind(vllm_config, device, is_pin_memory=False) for kind in kinds)
+        self._num_rows = 0
+        """That they were last told of."""
 
     def __call__(
         self, logits: Tensor, requests: Sequence[Request], step: Step, metadata: SamplingMetadata
@@ -94,10 +98,11 @@ class TargetSampler:
     ) -> Tensor:
         num_rows = [len(ids) + 1 for ids in drafts]
         (owner,) = to_device([np.arange(len(requests)).repeat(num_rows)], self._device)
-        outputs = []
+        outputs: list[list[int]] = []
         for request, ids in zip(requests, drafts, strict=True):
-            output = request.output_token_ids
-            outputs += [[*output, *ids[:j]] for j in range(len(ids) + 1)]
+            output = request.output_token_ids if _reads_output(request.params) else None
+            outputs += [[] if output is None else [*output, *ids[:j]] for j in range(len(ids) + 1)]
+        self._tell_processors(requests, num_rows)
         starts = [0, *itertools.accumulate(num_rows)]
         rows = replace(
             metadata,
@@ -109,7 +114,7 @@ class TargetSampler:
                 for row in range(starts[index], starts[index + 1])
             },
             prompt_token_ids=_of_rows(metadata.prompt_token_ids, owner),
-            logitsprocs=LogitsProcessors(self._processors(requests, num_rows, outputs)),
+            logitsprocs=self._processors,
             spec_token_ids=None,
         )
         if not metadata.no_penalties:
@@ -118,20 +123,17 @@ class TargetSampler:
             rows.repetition_penalties = metadata.repetition_penalties[owner]
         return self._sampler.apply_logits_processors(logits, rows, predict_bonus_token=False)
 
-    def _processors(self, requests: Sequence[Request], num_rows: list[int], outputs: list[list[int]]) -> list[Any]:
-        """vLLM's processors of min_tokens and logit_bias, told that every row is a request."""
-        all_params = [request.params for request, rows in zip(requests, num_rows, strict=True) for _ in range(rows)]
-        processors: list[Any] = []
-        if any(params.min_tokens for params in all_params):
-            processors.append(MinTokensLogitsProcessor(self._vllm_config, self._device, is_pin_memory=False))
-        if any(params.logit_bias for params in all_params):
-            processors.append(LogitBiasLogitsProcessor(self._vllm_config, self._device, is_pin_memory=False))
-        added = [
-            (row, params, None, output) for row, (params, output) in enumerate(zip(all_params, outputs, strict=True))
-        ]
-        for processor in processors:
-            processor.update_state(BatchUpdate(batch_size=len(added), removed=[], added=added, moved=[]))
-        return processors
+    def _tell_processors(self, requests: Sequence[Request], num_rows: Sequence[int]) -> None:
+        """vLLM's processors of min_tokens, which looks at an output's length alone, and logit_bias: every row is a
+        request."""
+        added: list[Any] = []
+        for request, count in zip(requests, num_rows, strict=True):
+            for length in range(request.num_output_tokens, request.num_output_tokens + count):
+                added.append((len(added), request.params, None, range(length)))
+        gone = range(len(added), self._num_rows)
+        self._num_rows = len(added)
+        for processor in self._processors.all:
+            processor.update_state(BatchUpdate(batch_size=len(added), removed=gone, added=added, moved=[]))
 
     def _logprobs(self, raw: Tensor, batch: VerificationBatch, token_ids: Tensor, count: int) -> LogprobsTensors:
         """Of token_ids [B, W] flattened, as vLLM's parser of drafted rounds takes them. raw: float32 [R, V]."""
@@ -147,8 +149,16 @@ def _is_processed(requests: Sequence[Request], metadata: SamplingMetadata) -> bo
         not metadata.no_penalties
         or bool(metadata.bad_words_token_ids)
         or metadata.allowed_token_ids_mask is not None
-        or any(request.params.min_tokens or request.params.logit_bias for request in requests)
+        or any(
+            request.params.logit_bias or request.num_output_tokens < request.params.min_tokens for request in requests
+        )
     )
+
+
+def _reads_output(params: Any) -> bool:
+    """params: vLLM's SamplingParams."""
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+    return bool(params.bad_words_token_ids) or penalties != (0.0, 0.0, 1.0)
 
 
 def _of_rows(values: Tensor | None, owner: Tensor) -> Tensor | None:

@@ -191,6 +191,42 @@ def test_every_row_is_processed_like_a_request_of_its_own(sampler, name, drafts)
     assert changed[len(drafts) + 1 :].any() == (name != "plain"), "a case that changes nothing tests nothing"
 
 
+def test_nothing_is_left_of_the_rows_of_a_step_before(sampler):
+    for names, drafts in [
+        (["min_tokens", "logit_bias", "all"], DRAFTS),
+        (["allowed_token_ids"], []),
+        (["logit_bias", "plain", "min_tokens", "bad_words"], DRAFTS[:2]),
+        (["repetition_penalty", "plain", "all", "plain"], DRAFTS),
+    ]:
+        parts = requests_of(*[CASES[name]() for name in names], drafts=drafts)
+        logits = torch.randn(len(parts) * (len(drafts) + 1), V, generator=torch.Generator().manual_seed(5)) * 3
+        wanted = wanted_rows(logits, parts)
+        all_drafts = [part.drafts for part in parts]
+        processed = sampler._process(logits.clone(), [part.request for part in parts], all_drafts, metadata_of(parts))
+        torch.testing.assert_close(processed, wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_depends_on_an_answer_reads_it(sampler, monkeypatch, name):
+    read, output = [], Request.output_token_ids.fget
+    monkeypatch.setattr(
+        Request, "output_token_ids", property(lambda self: (read.append(self.request_id), output(self))[1])
+    )
+    parts = requests_of(*[CASES[each]() for each in ("plain", "logit_bias", name, "min_tokens")])
+    choose(sampler, torch.randn(4 * (K + 1), V), parts)
+    depends = name == "all" or name == "bad_words" or name.endswith("penalty")
+    assert read == [parts[2].request.request_id] * depends
+
+
+@pytest.mark.parametrize(("min_tokens", "is_short"), [(len(OUTPUT), False), (len(OUTPUT) + 1, True)])
+def test_min_tokens_costs_nothing_once_they_are_there(sampler, monkeypatch, min_tokens, is_short):
+    processed, process = [], sampler._process
+    monkeypatch.setattr(sampler, "_process", lambda *args: (processed.append(True), process(*args))[1])
+    parts = requests_of(params(min_tokens=min_tokens, stop_token_ids=[6]))
+    choose(sampler, torch.randn(K + 1, V), parts)
+    assert bool(processed) == is_short
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_tokens_chosen_are_those_of_rows_without_drafts(sampler, name):
     """Greedy with drafts that are all right commits what one step after the other would have."""

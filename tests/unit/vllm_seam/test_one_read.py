@@ -10,6 +10,9 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.utils import torch_utils
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
@@ -22,6 +25,7 @@ from outrider.actors.verification.coupled import coupled_ranking
 from outrider.actors.verification.search import TokenSubset
 from outrider.actors.vllm_seam import target_runner, target_sampler
 from outrider.actors.vllm_seam.target_runner import RoundRunner
+from outrider.actors.vllm_seam.target_sampler import TargetSampler
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
 from tests.counting_device import DEVICE, CountingDevice
@@ -87,16 +91,33 @@ def device(monkeypatch):
     return device
 
 
-def run_step(requests: list[Request], logits: torch.Tensor) -> dict[str, list[int]]:
-    metadata = SimpleNamespace(
-        no_penalties=True,
-        bad_words_token_ids={},
-        allowed_token_ids_mask=None,
-        prompt_token_ids=None,
+def metadata_of() -> SamplingMetadata:
+    return SamplingMetadata(
+        temperature=None,
+        all_greedy=False,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
         max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.empty(0),
+        presence_penalties=torch.empty(0),
+        repetition_penalties=torch.empty(0),
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
     )
-    sampler = target_sampler.TargetSampler(VllmConfig(), Sampler(), logits.device)
-    runner = Runner(requests, logits, metadata)
+
+
+def sampler_on(device: torch.device) -> TargetSampler:
+    return TargetSampler(VllmConfig(), Sampler(), device)
+
+
+def run_step(sampler: TargetSampler, requests: list[Request], logits: torch.Tensor) -> dict[str, list[int]]:
+    runner = Runner(requests, logits, metadata_of())
     runner.install(Round(sampler, requests))
     runner._step = step_of(requests)
     runner.sample_tokens(None)
@@ -110,14 +131,27 @@ def run_step(requests: list[Request], logits: torch.Tensor) -> dict[str, list[in
 def test_a_target_step_waits_once_for_its_tokens_and_their_status(device, modes, top_p):
     requests = requests_of(modes, top_p=top_p)
     logits = torch.randn(len(modes) + K * (len(modes) - 1), V, generator=torch.Generator().manual_seed(0))
-    expected = run_step(requests, logits.clone())
+    expected = run_step(sampler_on(logits.device), requests, logits.clone())
     with device:
-        there = logits.to(DEVICE)
+        sampler, there = sampler_on(DEVICE), logits.to(DEVICE)
         device.uploads.clear()
-        found = run_step(requests, there)
+        found = run_step(sampler, requests, there)
     assert (device.reads, device.uploads) == (["copy"], [])
     assert found == expected
     assert all(found.values())
+
+
+def test_a_step_with_biases_and_fewest_tokens_waits_once_too(device, monkeypatch):
+    requests = requests_of(ALL, logit_bias={7: 2.0, 9: -1.0}, min_tokens=3, stop_token_ids=[11])
+    logits = torch.randn(len(ALL) + K * (len(ALL) - 1), V, generator=torch.Generator().manual_seed(0))
+    expected = run_step(sampler_on(logits.device), requests, logits.clone())
+    monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
+    with device:
+        sampler, there = sampler_on(DEVICE), logits.to(DEVICE)
+        device.uploads.clear()
+        found = run_step(sampler, requests, there)
+    assert (device.reads, device.uploads) == (["copy"], [])
+    assert found == expected
 
 
 def test_a_step_without_the_choice_waits_once_too(device):
