@@ -661,7 +661,7 @@ TARGET_RANK = Table(
                 "max_num_logprobs",
             ),
         ),
-        Borrowed("vllm.v1.sample.logits_processor:LogitsProcessors", "made", takes=("logitsprocs",)),
+        Borrowed("vllm.v1.sample.logits_processor:LogitsProcessors", "made", takes=("logitsprocs",), also=("all",)),
         *(
             Borrowed(
                 f"vllm.v1.sample.logits_processor.builtin:{name}",
