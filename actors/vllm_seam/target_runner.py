@@ -45,6 +45,9 @@ class RoundRunner:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._step = _step(self._step.number + 1, scheduler_output)
+        if not self._runs_ahead:
+            # Room for drafts that nobody proposed, which vLLM gives a waiting request that needs one token.
+            step.allowed = {request_id: 0 for request_id, ids in step.drafts.items() if ids[0] == UNUSABLE}
         if self.round is not None:
             self.round.begin(step)
         if self._runs_ahead and step.num_tokens:

@@ -195,6 +195,17 @@ def test_a_proposal_that_verification_could_not_use_is_told_before_the_commit(ru
     assert [call[0] for call in round_.calls] == ["begin", "choose", "bad", "commit"]
 
 
+def test_room_that_nobody_proposed_drafts_for_is_no_proposal(runner):
+    """vLLM's scheduler gives it to a waiting request that needs one token."""
+    runner.install(round_ := Round(Status.BAD_PROPOSAL))
+    drafts = {"a": [UNUSABLE] * 3, "b": [7, 8, 9]}
+    runner.execute_model(scheduled({"a": 4, "b": 4}, scheduled_spec_decode_tokens=drafts))
+    runner.sample_tokens(None)
+    assert [call[0] for call in round_.calls] == ["begin", "choose", "commit"]
+    step = round_.calls[2][1]
+    assert (step.num_drafts("a"), step.num_drafts("b"), step.width) == (0, 3, 4)
+
+
 def test_a_rank_without_the_round_chooses_nothing(runner):
     runner.device = torch.device("cpu")
     runner.install(None)
