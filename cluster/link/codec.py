@@ -47,6 +47,9 @@ from outrider.cluster.link.messages import (
 from outrider.cluster.modes import Mode
 
 MIN_FRAME_WORDS = 4096
+MAX_FRAME_WORDS = 16384
+"""A frame travels whole, be it a heartbeat: what is longer goes on in the next. A longer message has longer frames."""
+
 _FRAME_ROUNDING_WORDS = 64
 _MIN_OPEN_CHUNK_TOKENS = 64
 """An Open starts in the rest of a frame only if this many of its tokens, or all of them, fit there."""
@@ -63,11 +66,13 @@ _STATUSES = {int(status): status for status in ProposalStatus}
 
 
 def frame_capacity_words(max_num_seqs: int, num_speculative_tokens: int, q_top_n: int = 0) -> int:
-    """Words of a frame, header included, that holds a whole round for `max_num_seqs` requests in either direction."""
+    """Words of a frame, header included: for a whole round of `max_num_seqs` requests in either direction, as far as
+    MAX_FRAME_WORDS go, and for any one message."""
     k = num_speculative_tokens
     proposals = _proposals_words(k, q_top_n)
     commit_and_close = _FIXED_WORDS[_COMMIT] + k + 1 + _FIXED_WORDS[_CLOSE]
-    words = HEADER_WORDS + 1 + max_num_seqs * max(proposals, commit_and_close)
+    longest = max(proposals, commit_and_close)
+    words = max(min(max_num_seqs * longest + HEADER_WORDS + 1, MAX_FRAME_WORDS), longest + HEADER_WORDS + 1)
     return max(MIN_FRAME_WORDS, -(-words // _FRAME_ROUNDING_WORDS) * _FRAME_ROUNDING_WORDS)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.cluster.link.codec import MIN_FRAME_WORDS, frame_capacity_words, pack, unpack
+from outrider.cluster.link.codec import MAX_FRAME_WORDS, MIN_FRAME_WORDS, frame_capacity_words, pack, unpack
 from outrider.cluster.link.frame import HEADER_WORDS
 from outrider.cluster.link.messages import (
     MAX_BIASED_TOKENS,
@@ -136,16 +136,34 @@ def test_id_over_32_bits_is_refused_when_packing():
         pack([Commit(1, 1, [2**31], 2, 1)], CAPACITY)
 
 
-@pytest.mark.parametrize(("seqs", "k", "n"), [(1, 4, 0), (16, 4, 0), (1024, 32, 0), (64, 5, 64)])
+@pytest.mark.parametrize(("seqs", "k", "n"), [(1, 4, 0), (16, 4, 0), (380, 32, 0), (24, 5, 64), (1, 32, 300)])
 def test_a_round_fits_one_frame(seqs, k, n):
     capacity = frame_capacity_words(seqs, k, n)
     assert capacity >= MIN_FRAME_WORDS
+    assert capacity <= MAX_FRAME_WORDS or seqs == 1
+    proposals, commits = round_of(seqs, k, n)
+    assert len(pack(proposals, capacity)) == 1
+    assert len(pack(commits, capacity)) == 1
+
+
+@pytest.mark.parametrize(("seqs", "k", "n"), [(1024, 32, 0), (128, 4, 64)])
+def test_a_large_round_goes_on_in_the_next_frame(seqs, k, n):
+    capacity = frame_capacity_words(seqs, k, n)
+    assert capacity == MAX_FRAME_WORDS
+    proposals, commits = round_of(seqs, k, n)
+    most = -(-seqs * (9 + k + 2 * k * n) // (MAX_FRAME_WORDS - 1000))
+    assert 1 < len(pack(proposals, capacity)) <= most
+    assert [message.request for message in repack(proposals, capacity, k=k)] == list(range(seqs))
+    assert repack(commits, capacity, k=k) == commits
+
+
+def round_of(seqs, k, n):
+    """Its messages, either way."""
     q = sparse_q(k, n) if n else None
     ids = [i * n for i in range(k)] if n else [1] * k
     proposals = [Proposals(r, 9, ids, q=q) for r in range(seqs)]
     commits = [m for r in range(seqs) for m in (Commit(r, 9, [1] * (k + 1), 2, 1), Close(r, CloseReason.FINISHED))]
-    assert len(pack(proposals, capacity)) == 1
-    assert len(pack(commits, capacity)) == 1
+    return proposals, commits
 
 
 def test_small_deployments_get_the_smallest_frame():
