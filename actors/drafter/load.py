@@ -124,6 +124,7 @@ def warm_up(strategy: DraftStrategy[Any]) -> None:
         DraftSampling(),
         DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9),
         DraftSampling(Mode.COUPLED, temperature=1.0),
+        DraftSampling(Mode.COUPLED, temperature=1.0, top_p=0.9),
     ):
         sequence = strategy.new_sequence((0, 0))
         sequence.add_prompt(Open(0, 64, 0, [0] * 64, num_speculative_tokens=2, sampling=sampling))
