@@ -201,10 +201,14 @@ class NcclTransport:
             self._closed_because = "aborted on this side"
         if not first:
             return
+        # NCCL may wait in one's for the other, unless both are of one group call. What ended by itself before raises.
+        with suppress(RuntimeError):
+            self._out.group._group_start()
         for way in (self._out, self._in):
-            # It raises when a communicator ended by itself before.
             with suppress(RuntimeError):
                 way.group.abort()
+        with suppress(RuntimeError):
+            self._out.group._group_end()
 
     def _finish(self, start: Any, timeout_s: float, operation: str) -> None:
         """Start an operation and poll until it is done, its deadline passed, or the transport was aborted."""
