@@ -119,8 +119,8 @@ def draw_residual(
     draft, q_ids, q_probs, first_q, count, u,
     HAS_THRESHOLD: tl.constexpr, HAS_Q: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """A token drawn from norm(max(0, scale p - q)) by u, as `sample_residual` in residual.py. q: `count` entries from
-    `first_q` on, or with certainty the draft when there is no q; count 0 subtracts nothing."""
+    """A token drawn from norm(max(0, scale p - q)) by u, as `sample_residual` in torch_kernel.py. q: `count` entries
+    from `first_q` on, or with certainty the draft when there is no q; count 0 subtracts nothing."""
     t, inside = tl.arange(0, TILES), tl.arange(0, TILE)
     maxima = tl.load(tile_max + row * tiles + t, mask=t < tiles, other=float("-inf"))
     mass = tl.load(tile_value + row * tiles + t, mask=t < tiles, other=0.0)
@@ -165,8 +165,8 @@ def _entry(draft, q_ids, q_probs, index, HAS_Q: tl.constexpr):
 
 @triton.jit
 def _draw(weights, otherwise, u, index):
-    """Inversion, as `_invert` in residual.py: the index u falls on, and how far into its share. From `otherwise` where
-    no weight is left. index: 0, 1, 2 and so on."""
+    """Inversion, as `_invert` in torch_kernel.py: the index u falls on, and how far into its share. From `otherwise`
+    where no weight is left. index: 0, 1, 2 and so on."""
     weights = tl.where(tl.sum(weights, axis=0) > 0, weights, otherwise)
     cumulative = tl.cumsum(weights, axis=0)
     target = u * tl.max(cumulative, axis=0)
@@ -362,8 +362,8 @@ def decide(
 def _load_q(
     draft, index, q_ids, q_probs, n, vocab_size, active, lane, HAS_Q: tl.constexpr
 ):  # fmt: skip
-    """A draft's q: ids int64 [N], probabilities float32 [N], and whether it can be believed, see proposals.py. All q is
-    0 where not `active`."""
+    """A draft's q: ids int64 [N], probabilities float32 [N], and whether it can be believed, as `valid_q` in batch.py.
+    All q is 0 where not `active`."""
     if HAS_Q:
         count = tl.where(active, n, 0)
         inside = lane < count
@@ -383,7 +383,7 @@ def _load_q(
 
 
 def verify(batch: VerificationBatch) -> VerificationResult:
-    """See `interface.Verification`."""
+    """See `batch.Verification`."""
     logits, device = batch.logits.contiguous(), batch.logits.device
     rows, vocab_size = logits.shape
     requests, K = len(batch.num_drafts), batch.max_drafts
