@@ -628,6 +628,11 @@ TARGET_RANK = Table(
         Borrowed("vllm.v1.outputs:DraftTokenIds", "made", exactly=("req_ids", "draft_token_ids")),
         Borrowed("vllm.v1.outputs:SamplerOutput", "made", exactly=("sampled_token_ids", "logprobs_tensors")),
         Borrowed(
+            "vllm.v1.outputs:LogprobsTensors",
+            "made anew in the host's memory",
+            takes=("logprob_token_ids", "logprobs", "selected_token_ranks"),
+        ),
+        Borrowed(
             "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
             "loads RemoteProposer, which proposes nothing",
             takes=("vllm_config",),

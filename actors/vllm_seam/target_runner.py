@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 
 from outrider.actors.observability.logs import about
 from outrider.actors.round.round import UNUSABLE, Arrival, Round, Step
 from outrider.actors.verification.batch import Status
+from outrider.actors.verification.transfer import in_one_read
 from outrider.actors.vllm_seam import ahead, stages
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,11 @@ class RoundRunner:
         if group.world_size > 1:
             chosen = group.broadcast(chosen, src=0)
         # The step's one read of the device. vLLM's runner is given host memory, and reads nothing more.
-        chosen = chosen.cpu()
+        if (logprobs := output.logprobs_tensors) is None:
+            chosen = chosen.cpu()
+        else:
+            chosen, *parts = in_one_read([chosen, *logprobs[:3]])
+            output.logprobs_tensors = LogprobsTensors(*parts)
         output.sampled_token_ids = chosen[:, :-1]
         if self.round is not None:
             self._status = chosen[:, -1].tolist()

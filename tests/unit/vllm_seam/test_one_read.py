@@ -11,6 +11,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.utils import torch_utils
+from vllm.v1.sample import sampler as sampler_module
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -56,7 +57,7 @@ class Stock:
     """What vLLM's runner does around the choice."""
 
     def __init__(self, requests: list[Request], logits: torch.Tensor, metadata: Any) -> None:
-        self.logits, self.device = logits, DEVICE
+        self.logits, self.device, self.logprobs = logits, DEVICE, None
         self.input_batch = SimpleNamespace(
             req_ids=[request.request_id for request in requests], generators={}, sampling_metadata=metadata
         )
@@ -64,7 +65,9 @@ class Stock:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         chosen = self._sample(self.logits, None)  # type: ignore[attr-defined]
-        ids, _ = RejectionSampler.parse_output(chosen.sampled_token_ids, V)
+        ids, self.logprobs = RejectionSampler.parse_output(
+            chosen.sampled_token_ids, V, logprobs_tensors=chosen.logprobs_tensors
+        )
         return SimpleNamespace(req_ids=self.input_batch.req_ids, sampled_token_ids=ids)
 
 
@@ -91,7 +94,7 @@ def device(monkeypatch):
     return device
 
 
-def metadata_of() -> SamplingMetadata:
+def metadata_of(max_num_logprobs: int | None = None) -> SamplingMetadata:
     return SamplingMetadata(
         temperature=None,
         all_greedy=False,
@@ -99,7 +102,7 @@ def metadata_of() -> SamplingMetadata:
         top_p=None,
         top_k=None,
         generators={},
-        max_num_logprobs=None,
+        max_num_logprobs=max_num_logprobs,
         no_penalties=True,
         prompt_token_ids=None,
         frequency_penalties=torch.empty(0),
@@ -152,6 +155,28 @@ def test_a_step_with_biases_and_fewest_tokens_waits_once_too(device, monkeypatch
         found = run_step(sampler, requests, there)
     assert (device.reads, device.uploads) == (["copy"], [])
     assert found == expected
+
+
+def test_a_step_with_logprobs_waits_once_too(device, monkeypatch):
+    # vLLM's is compiled, which the device that counts is not for.
+    monkeypatch.setattr(sampler_module, "batched_count_greater_than", lambda x, values: (x >= values).sum(-1))
+    requests = requests_of(ALL)
+    logits = torch.randn(len(ALL) + K * (len(ALL) - 1), V, generator=torch.Generator().manual_seed(0))
+
+    def logprobs(runner: Runner) -> Any:
+        runner.install(Round(sampler_on(runner.logits.device), requests))
+        runner._step = step_of(requests)
+        device.uploads.clear()
+        runner.sample_tokens(None)
+        return runner.logprobs
+
+    expected = logprobs(Runner(requests, logits.clone(), metadata_of(2)))
+    with device:
+        found = logprobs(Runner(requests, logits.to(DEVICE), metadata_of(2)))
+    assert (device.reads, device.uploads) == (["copy"], [])
+    assert found.logprobs.shape[1] == 3
+    for mine, its in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(mine, its)
 
 
 def test_a_step_without_the_choice_waits_once_too(device):

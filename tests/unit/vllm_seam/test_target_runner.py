@@ -12,6 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
 
 from outrider.actors.round.round import UNUSABLE, Arrival
 from outrider.actors.verification.batch import Status
@@ -108,7 +109,7 @@ class Round:
 
     def choose(self, step: Any, request_ids: list[str], logits: Any, metadata: Any) -> Any:
         self.calls.append(("choose", step))
-        return SimpleNamespace(sampled_token_ids=torch.tensor([[5, -1, self.status]]))
+        return SamplerOutput(torch.tensor([[5, -1, self.status]]), None)
 
     def is_structured(self, request_id: str) -> bool:
         return True
