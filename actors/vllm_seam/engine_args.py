@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
@@ -170,6 +170,9 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
     block_size = config.block_size or (None if on_gpu() else CPU_DRAFTER_BLOCK_SIZE)
     if block_size is not None:
         args["block_size"] = block_size
+    compilation = args.setdefault("compilation_config", CompilationConfig())
+    if on_gpu() and compilation.cudagraph_mode is None:
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE  # paged_forward.py replays no others
     args["worker_cls"] = "outrider.actors.vllm_seam.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
-from vllm.config import AttentionConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.config import AttentionConfig, CompilationConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from outrider.actors.vllm_seam import engine_args, engine_args_schema
 from outrider.actors.vllm_seam.engine_args import drafter_vllm_config, target_engine_arguments, target_vllm_config
@@ -122,6 +122,24 @@ def test_they_reach_a_draft_models_engine(checkpoint):
     assert made.cache_config.num_gpu_blocks_override == 40
     assert made.load_config.load_format == "safetensors"
     assert made.parallel_config.worker_cls.endswith("DraftWorker")
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({}, {"cudagraph_mode": "PIECEWISE"}),
+        ({"mode": 3}, {"mode": 3, "cudagraph_mode": "PIECEWISE"}),
+        ({"cudagraph_mode": "NONE"}, {"cudagraph_mode": "NONE"}),
+    ],
+)
+def test_on_a_gpu_a_draft_model_captures_no_graphs_that_nobody_runs(checkpoint, monkeypatch, given, made):
+    monkeypatch.setattr(engine_args, "on_gpu", lambda: True)
+    monkeypatch.setattr(engine_args, "_create", lambda _, args, *others: EngineArgs(**args))
+    arguments = {"compilation_config": given} if given else {}
+    config = DraftModelConfig(method="draft_model", model=checkpoint, engine_args=arguments)
+    found = drafter_vllm_config(config, None, None).compilation_config
+    wanted = CompilationConfig(**made)
+    assert (found.cudagraph_mode, found.mode) == (wanted.cudagraph_mode, wanted.mode)
 
 
 @pytest.mark.parametrize(
