@@ -7,7 +7,9 @@ a rollback is feeding from an earlier position, and a branch is a row with anoth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from outrider.actors.drafter.engine import StepRow
+from outrider.actors.verification.transfer import to_device
 from outrider.actors.vllm_seam import leans_on
 
 
@@ -35,8 +38,7 @@ class PagedForward:
         self._last_id: int = runner.vllm_config.model_config.get_vocab_size() - 1
         self._groups: list[list[Any]] = runner.attn_groups
         self._tables = [
-            _BlockTables(index, runner.input_batch.block_table[index].block_size, runner.device)
-            for index in range(len(self._groups))
+            _BlockTables(index, runner.input_batch.block_table[index].block_size) for index in range(len(self._groups))
         ]
         self._adapters = {adapter.lora_int_id: adapter for adapter in adapters}
         self._runner, self._num_used = runner, 0
@@ -64,16 +66,41 @@ class PagedForward:
             positions = (starts - query_start[:-1])[row_of] + np.arange(total)
             tokens = np.concatenate([np.asarray(row.token_ids, np.int32) for row in rows])
             seq_lens = starts + lengths
+        seq_lens = seq_lens.astype(np.int32)
         # A target's vocabulary may be padded further than the draft model's: its last row stands for what it lacks.
         np.minimum(tokens, self._last_id, out=tokens)
         if self._adapters:
             self._choose_adapters(rows)
-        metadata, slots = self._metadata(rows, query_start, seq_lens.astype(np.int32), longest, row_of, positions)
-        hidden = self._forward(tokens, positions, metadata, slots)
-        drawn = [end - 1 for row, end in zip(rows, query_start[1:].tolist(), strict=True) if row.draw is not None]
-        if len(drawn) == total:
-            return hidden
-        return hidden[torch.tensor(drawn, dtype=torch.int64, device=self._device)]
+        max_seq_len = int(seq_lens.max())
+        new_tables = [tables.update(rows, max_seq_len) for tables in self._tables]
+        slots = [tables.slots(row_of, positions) for tables in self._tables]
+        drawn = query_start[1:][[row.draw is not None for row in rows]].astype(np.int64) - 1
+        # All that goes to the device, at once and before anything there is waited for.
+        sent = iter(
+            to_device(
+                [query_start, seq_lens, tokens, positions, drawn, *slots, *(t for t in new_tables if t is not None)],
+                self._device,
+            )
+        )
+        query_start_t, seq_lens_t, tokens_t, positions_t, drawn_t = itertools.islice(sent, 5)
+        slots_t = list(itertools.islice(sent, len(slots)))
+        for tables, new in zip(self._tables, new_tables, strict=True):
+            if new is not None:
+                tables.on_device = next(sent)
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start_t,
+            query_start_loc_cpu=torch.from_numpy(query_start),
+            seq_lens=seq_lens_t,
+            seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens),
+            num_reqs=count,
+            num_actual_tokens=total,
+            max_query_len=longest,
+            max_seq_len=max_seq_len,
+            block_table_tensor=None,
+            slot_mapping=None,
+        )
+        hidden = self._forward(tokens_t, positions_t, *self._by_layer(common, slots_t))
+        return hidden if len(drawn) == total else hidden[drawn_t]
 
     def _choose_adapters(self, rows: Sequence[StepRow]) -> None:
         """Tell vLLM's layers which tokens, and which logits, are of which adapter."""
@@ -84,48 +111,23 @@ class PagedForward:
         self._runner._set_active_loras(of_draws, of_tokens, used)
         self._num_used = len(used)
 
-    def _metadata(
-        self,
-        rows: Sequence[StepRow],
-        query_start: np.ndarray,
-        seq_lens: np.ndarray,
-        longest: int,
-        row_of: np.ndarray,
-        positions: np.ndarray,
+    def _by_layer(
+        self, common: CommonAttentionMetadata, slots: Sequence[Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Attention metadata and KV slots by layer. query_start: int32 [rows + 1]; seq_lens: int32 [rows]; longest: the
-        most that a row feeds; row_of, positions: int64 [tokens]."""
-        max_seq_len = int(seq_lens.max())
-        query_start_cpu, seq_lens_cpu = torch.from_numpy(query_start), torch.from_numpy(seq_lens)
-        query_start_loc, seq_lens_t = query_start_cpu.to(self._device), seq_lens_cpu.to(self._device)
+        """Attention metadata and KV slots by layer. common: but for block tables and slots. slots: int64 [tokens] of
+        each KV cache group."""
         metadata: dict[str, Any] = {}
-        slots: dict[str, Tensor] = {}
-        for groups, tables in zip(self._groups, self._tables, strict=True):
-            table_t = tables.of(rows, max_seq_len)
-            slot_t = torch.from_numpy(tables.slots(row_of, positions)).to(self._device)
-            common = CommonAttentionMetadata(
-                query_start_loc=query_start_loc,
-                query_start_loc_cpu=query_start_cpu,
-                seq_lens=seq_lens_t,
-                seq_lens_cpu_upper_bound=seq_lens_cpu,
-                num_reqs=len(rows),
-                num_actual_tokens=len(positions),
-                max_query_len=longest,
-                max_seq_len=max_seq_len,
-                block_table_tensor=table_t,
-                slot_mapping=slot_t,
-            )
+        slots_by_layer: dict[str, Tensor] = {}
+        for groups, tables, slot_t in zip(self._groups, self._tables, slots, strict=True):
+            of_group = replace(common, block_table_tensor=tables.on_device, slot_mapping=slot_t)
             for group in groups:
-                built = group.build_metadata(common)
+                built = group.build_metadata(of_group)
                 for name in group.layer_names:
-                    metadata[name], slots[name] = built, slot_t
-        return metadata, slots
+                    metadata[name], slots_by_layer[name] = built, slot_t
+        return metadata, slots_by_layer
 
-    def _forward(
-        self, tokens: np.ndarray, positions: np.ndarray, metadata: dict[str, Any], slots: dict[str, Tensor]
-    ) -> Tensor:
-        total = len(tokens)
-        token_ids, places = torch.from_numpy(tokens), torch.from_numpy(positions)
+    def _forward(self, token_ids: Tensor, places: Tensor, metadata: dict[str, Any], slots: dict[str, Tensor]) -> Tensor:
+        total = len(token_ids)
         context: dict[str, Any] = {"num_tokens": total}
         if self._graphs is not None:
             token_ids, places, context = self._graphs.pad(token_ids, places, self._num_used)
@@ -138,22 +140,23 @@ class PagedForward:
 class _BlockTables:
     """One KV cache group's block tables, kept from step to step while its rows have the same blocks."""
 
-    def __init__(self, group: int, block_size: int, device: torch.device) -> None:
-        self._group, self._block_size, self._device = group, block_size, device
+    def __init__(self, group: int, block_size: int) -> None:
+        self._group, self._block_size = group, block_size
         self._kept: list[Sequence[int]] = []
         self._table = np.zeros((0, 0), np.int32)
-        self._on_device = torch.from_numpy(self._table)
+        self.on_device = torch.from_numpy(self._table)
+        """Where the caller puts what `update` gives."""
 
-    def of(self, rows: Sequence[StepRow], max_seq_len: int) -> Tensor:
-        """int32 [rows, width] on the device: the block ids of each row."""
+    def update(self, rows: Sequence[StepRow], max_seq_len: int) -> np.ndarray | None:
+        """int32 [rows, width]: the block ids of each row; None: the device has them."""
         width = -(-max_seq_len // self._block_size)
         blocks = [row.block_ids[self._group] for row in rows]
-        if blocks != self._kept or width != self._table.shape[1]:  # in one process the lists are the same objects
-            table = np.zeros((len(rows), width), np.int32)
-            for index, ids in enumerate(blocks):
-                table[index, : min(len(ids), width)] = ids[:width]
-            self._kept, self._table, self._on_device = blocks, table, torch.from_numpy(table).to(self._device)
-        return self._on_device
+        if blocks == self._kept and width == self._table.shape[1]:  # in one process the lists are the same objects
+            return None
+        self._kept, self._table = blocks, np.zeros((len(rows), width), np.int32)
+        for row, ids in zip(self._table, blocks, strict=True):
+            row[: min(len(ids), width)] = ids[:width]
+        return self._table
 
     def slots(self, row_of: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64 [tokens]: where the keys and values of each token go, of the rows last asked for."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -14,8 +13,11 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import _get_p
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from outrider.actors.drafter.engine import Draw, StepRow
+from outrider.actors.verification.transfer import to_device
+from outrider.actors.vllm_seam import paged_forward
 from outrider.actors.vllm_seam.paged_forward import PagedForward, _PiecewiseGraphs
 from outrider.cluster.link.messages import DraftSampling
+from tests.counting_device import DEVICE, CountingDevice
 
 MOST_TOKENS, VOCAB = 16, 100
 
@@ -96,7 +98,52 @@ def test_tokens_of_a_target_that_the_draft_model_has_no_row_for_are_fed_as_its_l
     feed(forward, ([VOCAB - 1, VOCAB, 3, VOCAB + 27], 0), ([2, VOCAB], 0))
     feed(forward, ([VOCAB + 1], 4), ([5], 4))
     assert [tokens.tolist() for tokens in fed] == [[99, 99, 3, 99, 2, 99], [99, 5]]
-    assert {tokens.dtype for tokens in fed} == {np.dtype(np.int32)}
+    assert {tokens.dtype for tokens in fed} == {torch.int32}
+
+
+class Attention:
+    """A group of layers, which keeps what it is told."""
+
+    layer_names = ("layer",)
+
+    def __init__(self):
+        self.told = []
+
+    def build_metadata(self, common):
+        self.told.append(common)
+
+
+def test_what_a_step_needs_goes_to_the_device_in_one_copy_that_nobody_waits_for(runner, monkeypatch):
+    device, copies = CountingDevice(), []
+
+    def counted(arrays, to):
+        copies.append(len(arrays))
+        return to_device(arrays, to)
+
+    monkeypatch.setattr(paged_forward, "to_device", counted)
+    runner.attn_groups = [[attention := Attention()]]
+    runner.model = lambda input_ids, positions, **_: torch.stack([input_ids, positions], 1)
+    rows = [
+        StepRow([1, 2, 3], 4, ([2],)),
+        StepRow([4, 5], 15, ([1, 3],), ONE),
+        StepRow([6], 0, ([0],), ONE),
+    ]
+    step = [StepRow([7], 16, ([1, 3],), ONE), StepRow([8], 3, ([0],), ONE)]
+    expected = [PagedForward(runner)(each).tolist() for each in (rows, step)]
+    with device:
+        runner.device = DEVICE
+        runner.input_ids.gpu, runner.positions = runner.input_ids.gpu.to(DEVICE), runner.positions.to(DEVICE)
+        runner.is_padding = runner.is_padding.to(DEVICE)
+        forward = PagedForward(runner)
+        device.uploads.clear()
+        copies.clear()
+        hidden = [forward(each) for each in (rows, step, step)]
+        assert (device.reads, device.uploads, copies) == ([], [], [7, 7, 6])
+        assert [each.tolist() for each in hidden] == [*expected, expected[1]]
+        for there, here in zip(attention.told[2:4], attention.told[:2], strict=True):
+            for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+                assert getattr(there, name).is_cuda
+                assert getattr(there, name).tolist() == getattr(here, name).tolist()
 
 
 def test_every_token_and_every_draw_is_of_its_row_s_adapter(runner):
