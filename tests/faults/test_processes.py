@@ -26,6 +26,7 @@ from tests.processes import (
     POOL_REPLICA,
     PROXY,
     REGISTRY,
+    TARGET,
     VERIFIER,
     alive,
     counted,
@@ -110,7 +111,7 @@ def check_all_is_well(deployment: Deployment) -> None:
 
 
 @pytest.mark.exhaustive  # some of this and of what follows is in test_chaos.py's short while
-@pytest.mark.parametrize("what", [PROXY, INGRESS, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
+@pytest.mark.parametrize("what", [PROXY, INGRESS, TARGET, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
 def test_one_is_slowed(ngram_pair: Deployment, what: str) -> None:
     """Nobody is told of anything, and no answer stands still."""
     with Faulted(ngram_pair) as fault:
@@ -124,7 +125,7 @@ def test_one_is_slowed(ngram_pair: Deployment, what: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("what", [PROXY, INGRESS, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
+@pytest.mark.parametrize("what", [PROXY, INGRESS, TARGET, CONTROLLER, REGISTRY, DRAFTER, VERIFIER, ENGINE_CORE])
 def test_one_is_stopped_for_a_while(ngram_pair: Deployment, what: str) -> None:
     """Answers that wait for it go on when it does."""
     with Faulted(ngram_pair) as fault:

@@ -412,12 +412,11 @@ def test_answers_of_one_request_have_one_allowance_for_each_core() -> None:
     try:
         text, siblings = room(host, "ebnf", "root ::= [a-z]*"), Siblings(host.bounds, at_once=1)
         several = [text.matcher([EOS], ATTACKER, siblings) for _ in range(4)]
-        alone = text.matcher([EOS], NEIGHBOUR)
         while not any(matcher.ending for matcher in several):
-            for matcher in (*several, alone):
+            for matcher in several:
                 matcher.accept([ord("a")])
                 matcher.ask_masks([])
-            assert alone in gather([*several, alone], HANG_GUARD_S)
+            gather(several, HANG_GUARD_S)
         endings = {matcher.ending for matcher in several}
         (ending_,) = endings
         assert ending_ is not None
@@ -425,7 +424,6 @@ def test_answers_of_one_request_have_one_allowance_for_each_core() -> None:
         assert "too costly for so many answers" in ending_.problem
         assert not is_refused(host, "ebnf", "root ::= [a-z]*"), "it may do for one"
         assert host._turns.is_suspect(ATTACKER)
-        assert not host._turns.is_suspect(NEIGHBOUR)
     finally:
         host.close()
 

@@ -211,7 +211,16 @@ async def test_who_asks_about_the_api_asks_as_often_as_for_status_and_not_for_ev
     limit(monkeypatch, max_control_calls_per_s=4, control_timeout_s=0.01)
     question = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
     async with serving(Proxy()) as channel:
-        asked = channel.stream_stream(REFLECTION)(iter([question] * 100), timeout=60)
+
+        async def as_answered() -> AsyncIterator[bytes]:
+            """One after the other: the call is not written to when it has ended."""
+            for _ in range(100):
+                if asked.done():
+                    return
+                yield question
+                await asyncio.sleep(0.01)
+
+        asked = channel.stream_stream(REFLECTION)(as_answered(), timeout=60)
         assert await how(asked) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
     limit(monkeypatch, receive_timeout_s=1.0, max_control_calls_per_s=10_000)
     async with serving(Proxy()) as channel:

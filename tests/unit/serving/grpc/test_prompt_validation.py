@@ -110,7 +110,7 @@ def test_a_long_text_is_not_tokenized() -> None:
     assert to_tokenize_request(pb.TokenizeRequest(text=longest), limits).text == longest
     with pytest.raises(RequestError, match=r"^text: has 2001 characters; send 2000 at most"):
         to_tokenize_request(pb.TokenizeRequest(text=longest + "y"), limits)
-    with pytest.raises(RequestError, match=r"^chat: has 2001 characters"):
+    with pytest.raises(RequestError, match=r"^chat: has 2009 characters"):
         to_tokenize_request(pb.TokenizeRequest(chat=chat(("user", longest), ("user", "y"))), limits)
 
 
