@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-BLOCK = 1024
+BLOCK = 64
 """Ids that have one digest."""
 
 Marks = tuple[str, ...]

@@ -58,10 +58,11 @@ def can_surge(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) 
     room without end. Raises ConfigError where the configuration wants it and there is none."""
     if serving.surge is False:
         return False
-    most = _most_nodes(serving) if serving.nodes_may_come else nodes
-    if most is None:
-        return True
-    lacking = _lacking(plan, serving.most_replicas + 1, plan.most_drafters, most, _fields(serving)[1])
+    field = _fields(serving)[1]
+    lacking = _lacking(plan, serving.most_replicas + 1, plan.most_drafters, nodes, field)
+    if serving.nodes_may_come and lacking is not None:
+        most = _most_nodes(serving)
+        lacking = None if most is None else _lacking(plan, serving.most_replicas + 1, plan.most_drafters, most, field)
     if lacking is None:
         return True
     if serving.surge:

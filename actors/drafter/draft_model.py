@@ -29,6 +29,9 @@ _STEPS_BETWEEN_PREFILLS = 4
 _WAIT_PRICE = 2.0
 """What a target's time is worth beside the tokens that it would bring: the drafter gets no further ahead in it."""
 
+_MANY = 8
+"""In a batch of more nobody waits: for some of them there is always another draft to wait for."""
+
 _AT_ONCE = 2048
 """Tokens of a prompt that are hashed, or taken into the draft vocabulary, while others wait: about a millisecond."""
 
@@ -112,6 +115,9 @@ class DraftModelStrategy:
         )
         self._clock = clock
         self._running: DraftStep | None = None
+        self._waiting: list[ModelSequence] = []
+        """For their answers, since the messages that are being taken."""
+
         self._weights: Mapping[str, Any] | None = None
         """Of the version that is to draft, where it does not yet."""
 
@@ -169,21 +175,26 @@ class DraftModelStrategy:
             return [*answers, sequence.no_drafts(ProposalStatus.NOT_READY)]
         if instead is not None and (drafts := instead()):
             return [*answers, sequence.propose(drafts)]
-        answer = None if self._is_worth_the_wait(sequence) else sequence.answer()
-        return answers if answer is None else [*answers, answer]
+        self._waiting.append(sequence)
+        return answers
 
-    def _is_worth_the_wait(self, sequence: ModelSequence) -> bool:
-        """Whether what is at hand is better kept back for one draft more, which the step that runs is about to bring.
-        Depends on nothing that this step draws."""
-        step, pace = self._running, sequence.tokens_per_s
-        if step is None or not pace or sequence.num_drafted >= sequence.num_wanted:
-            return False
-        draw = step.draws.get(sequence.main)
-        if draw is None or draw != sequence.next_draw(sequence.main):
-            return False
-        # Late by some time it is expected to take as long again.
-        left_s = abs(step.started + self._cost.expected_s(len(step.plan.rows)) - self._clock())
-        return left_s * pace * _WAIT_PRICE < self._outcomes.usual_acceptance ** (sequence.num_drafted + 1)
+    def delivered(self) -> list[Answer]:
+        """What is at hand goes out, or all that may get one draft more of the step that runs is kept back for it: when
+        that is soon enough for what it brings, since a target waits for all of its answers. Depends on nothing that
+        this step draws."""
+        waiting, self._waiting = self._waiting, []
+        step, soon = self._running, set[ModelSequence]()
+        if step is not None and len(waiting) <= _MANY:
+            soon = {sequence for sequence in waiting if sequence.due and is_drafting(step, sequence)}
+        if soon and step is not None:
+            # Late by some time it is expected to take as long again.
+            left_s = abs(step.started + self._cost.expected_s(len(step.plan.rows)) - self._clock())
+            missed = left_s * sum(sequence.tokens_per_s for sequence in waiting)
+            brought = sum(self._outcomes.usual_acceptance ** (sequence.num_drafted + 1) for sequence in soon)
+            if missed * _WAIT_PRICE < brought and all(sequence.tokens_per_s for sequence in waiting):
+                waiting = [sequence for sequence in waiting if sequence not in soon]
+        answers = [sequence.answer() for sequence in waiting]
+        return [answer for answer in answers if answer is not None]
 
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
@@ -345,6 +356,12 @@ class DraftModelStrategy:
         for side in sequence.dropped:
             self._planner.branches.free(side)
         sequence.dropped.clear()
+
+
+def is_drafting(step: DraftStep, sequence: ModelSequence) -> bool:
+    """Whether the step brings a draft more than the sequence has, and it has use for one."""
+    draw = step.draws.get(sequence.main)
+    return draw is not None and sequence.num_drafted < sequence.num_wanted and draw == sequence.next_draw(sequence.main)
 
 
 def _oldest_of_next_link(waiting: Collection[S], last_link_id: int) -> S:

@@ -131,6 +131,7 @@ def warm_up(strategy: DraftStrategy[Any]) -> None:
         strategy.open(sequence)
         _work_off(strategy)
         strategy.commit(sequence, Commit(0, 64, [0], num_wanted=2, num_on_miss=2))
+        strategy.delivered()
         _work_off(strategy)
         strategy.close(sequence)
     _work_off(strategy)

@@ -86,6 +86,7 @@ class DraftLoop:
             if link_id in self._sinks:  # else it broke meanwhile
                 for message in messages:
                     answers += self._apply((link_id, message.request), message, arrived)
+                answers += self._strategy.delivered()
                 self._wake()
             outgoing = self._outgoing(answers)
         _send(outgoing)

@@ -191,6 +191,11 @@ class SeveralStrategy:
         self._sent(answers)
         return answers
 
+    def delivered(self) -> list[Answer]:
+        answers = self.model.delivered()
+        self._sent(answers)
+        return answers
+
     def close(self, sequence: ModelSequence) -> None:
         for name, own in self._beside.pop(sequence).lookups.items():
             self.lookups[name].close(own)

@@ -42,9 +42,12 @@ class DraftStrategy(Protocol[S]):
         """
 
     def commit(self, sequence: S, commit: Commit) -> list[Answer]:
-        """Take committed tokens, which continue the text of an open sequence. Returns the answer if it is at hand, or
-        why there is none, and before it an empty one to an earlier commit that is overtaken: who asked shall know that
-        somebody is there."""
+        """Take committed tokens, which continue the text of an open sequence. Returns the answer if it is at hand and
+        not kept for `delivered`, or why there is none, and before it an empty one to an earlier commit that is
+        overtaken: who asked shall know that somebody is there."""
+
+    def delivered(self) -> list[Answer]:
+        """All that a link has sent at once is taken. Returns the answers to its commits that were kept back for it."""
 
     def close(self, sequence: S) -> None:
         """Forget an open sequence and free what is held for it. Work that is under way may still know it."""

@@ -20,26 +20,34 @@ CONTROL_TIMEOUT_S = 5.0
 _REGISTRY_ATTEMPTS = 4
 _REGISTRY_PAUSE_S = 1.0
 
+_UNREACHABLE = (ray.exceptions.RayError, TimeoutError, ValueError)
+"""What asking raises; the last: Ray's, of a name that is given up between its asking and its making."""
+
 STOPPED_AFTER = 12
 """Calls in a row that a registry leaves without an answer, and is taken for stopped: a minute and more, in which one
 that has just been made has started on a busy machine, too."""
 
 
 class Silence:
-    """Of a registry: how many calls in a row have run out of time. Pure."""
+    """Of a registry: how many calls in a row it has left without an answer. Pure."""
 
     def __init__(self) -> None:
         self._registry: Any = None
         self._in_a_row = 0
+        self._has_judged = False
+        """Since one has last answered: it may be this process that reaches none."""
 
     def answered(self) -> None:
-        self._in_a_row = 0
+        self._in_a_row, self._has_judged = 0, False
 
     def ran_out(self, registry: Any) -> bool:
-        """registry: who was asked. Returns whether to put another in its place."""
+        """registry: who was asked. Returns whether to put another in its place: once, until one has answered."""
         self._in_a_row = self._in_a_row + 1 if registry == self._registry else 1
         self._registry = registry
-        return self._in_a_row >= STOPPED_AFTER
+        if self._in_a_row < STOPPED_AFTER or self._has_judged:
+            return False
+        self._has_judged = True
+        return True
 
 
 class Lease:
@@ -64,11 +72,12 @@ class Lease:
         return self._registry
 
     async def take(self, lease_s: float = LOADING_LEASE_S) -> None:
-        """The first one, which lasts while models load. Raises nothing: without a registry a replica serves, too, and
-        keep() goes on asking. One that is stopped is waited for until another is in its place."""
+        """The first one, which lasts while models load. Raises nothing: without a registry a replica that needs no link
+        to start serves, too, and keep() goes on asking. One that is stopped is waited for until another is in its
+        place."""
         try:
             await self.renew(lease_s, attempts=STOPPED_AFTER + _REGISTRY_ATTEMPTS)
-        except (ray.exceptions.RayError, TimeoutError) as error:
+        except _UNREACHABLE as error:
             logger.warning("the replica starts without a registry, which is not reachable: %r", error)
 
     def keep(self) -> None:
@@ -108,7 +117,7 @@ class Lease:
                     self._registry = await self._find_registry()
                 await self._ask_to_renew(self._registry, lease_s)
                 return
-            except (ray.exceptions.RayError, TimeoutError):
+            except _UNREACHABLE:
                 if attempt == attempts - 1:
                     raise
 
@@ -116,12 +125,13 @@ class Lease:
         answer = registry.renew.remote(self.member, lease_s)
         try:
             await asyncio.wait_for(asyncio.wrap_future(answer.future()), CONTROL_TIMEOUT_S)
-        except TimeoutError:
+        except (TimeoutError, ray.exceptions.ActorUnavailableError):  # the latter: a stopped one, to who is new to it
             if self._silence.ran_out(registry):
                 logger.error("the registry has left %d calls without an answer: replacing it", STOPPED_AFTER)
                 self._stopped = registry
             raise
         self._silence.answered()
+        self._stopped = None
 
     async def _find_registry(self) -> Any:
         """In a thread, one at a time: Ray waits for its GCS here, for as long as that takes to come back. Raises
@@ -143,6 +153,6 @@ class Lease:
         while True:
             try:
                 await self.renew(LEASE_S)
-            except (ray.exceptions.RayError, TimeoutError) as error:
+            except _UNREACHABLE as error:
                 logger.warning("registry not reachable: %s", error)
             await asyncio.sleep(LEASE_S / 6)

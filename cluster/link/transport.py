@@ -35,6 +35,9 @@ _ABORT_TAG = 2
 
 _NEVER = datetime.timedelta(days=365)
 
+ABORT_S = 5.0
+"""Longest wait for NCCL to give a direction up; it goes on trying beside whatever follows."""
+
 _FASTEST_POLL_S, _SLOWEST_POLL_S = 10e-6, 200e-6
 
 _WATCHDOG_OFF = {
@@ -144,6 +147,12 @@ class _OneWay:
         self.on_host = torch.zeros(capacity_words, dtype=torch.int32, pin_memory=True)
 
 
+def _abort(group: Any) -> None:
+    """What ended by itself before raises."""
+    with suppress(RuntimeError):
+        group.abort()
+
+
 class NcclTransport:
     """Same contract as every Transport. Deadlines are ours: the work is polled, and a late one aborts the groups."""
 
@@ -201,14 +210,12 @@ class NcclTransport:
             self._closed_because = "aborted on this side"
         if not first:
             return
-        # NCCL may wait in one's for the other, unless both are of one group call. What ended by itself before raises.
-        with suppress(RuntimeError):
-            self._out.group._group_start()
-        for way in (self._out, self._in):
-            with suppress(RuntimeError):
-                way.group.abort()
-        with suppress(RuntimeError):
-            self._out.group._group_end()
+        # NCCL may wait in one's for the other, and torch for NCCL without an end; each of its own, so that nobody does.
+        aborts = [threading.Thread(target=_abort, args=(way.group,), daemon=True) for way in (self._out, self._in)]
+        for each in aborts:
+            each.start()
+        for each in aborts:
+            each.join(ABORT_S)
 
     def _finish(self, start: Any, timeout_s: float, operation: str) -> None:
         """Start an operation and poll until it is done, its deadline passed, or the transport was aborted."""

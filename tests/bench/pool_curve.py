@@ -190,6 +190,7 @@ class Target:
                 request.sequence.key[1], request.sequence.committed_len, ids_, wanted.k, min(wanted.k_miss, wanted.k)
             )
             at_hand += self._strategy.commit(request.sequence, commit)
+        at_hand += self._strategy.delivered()
         for answer in at_hand:
             answer.proposals.step_us = self._strategy.step_us()
         if not any(request.waits for request in requests):

@@ -255,6 +255,14 @@ def test_where_nodes_may_come_a_deploy_needs_room_on_those_that_there_may_be(
             built(**may_come, surge=True)
 
 
+def test_room_that_there_is_today_is_room_whatever_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 30.0}}])
+    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
+    may_come = {"nodes_may_come": True, "node_types": [{"cpus": 3, "max": 1}]}
+    assert built(**may_come, surge=True)["Target"]._deployment_config.max_surge_percent == 1
+
+
 def test_a_surge_that_is_wanted_and_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 5.0}}])

@@ -154,6 +154,13 @@ async def test_a_registry_that_stands_still_for_good_is_replaced(monkeypatch: py
     assert ray_.current.renewed
 
 
+async def test_so_is_one_whom_nobody_new_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray says of a stopped process to who has no connection to it."""
+    ray_ = Ray(monkeypatch, stopped := Registry(ray.exceptions.ActorUnavailableError("no connection", b"id")))
+    await of_lost(stopped).take()
+    assert ray_.killed == [stopped]
+
+
 async def test_one_that_stands_still_for_a_while_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_ = Ray(monkeypatch, slow := Registry(silent=STOPPED_AFTER - 1))
     taking = of_lost(slow)
@@ -177,6 +184,28 @@ def test_silence_is_of_one_registry() -> None:
     assert not any(silence.ran_out("lost") for _ in range(STOPPED_AFTER - 1))
     assert not any(silence.ran_out("new") for _ in range(STOPPED_AFTER - 1))
     assert silence.ran_out("new")
+
+
+def test_whoever_reaches_none_gives_up_one_alone() -> None:
+    """It may be this process that nobody hears; the others' registry is not to be made anew for ever."""
+    silence = Silence()
+    judged = [silence.ran_out("first") for _ in range(2 * STOPPED_AFTER)]
+    judged += [silence.ran_out("second") for _ in range(2 * STOPPED_AFTER)]
+    assert sum(judged) == 1
+    silence.answered()
+    assert sum(silence.ran_out("second") for _ in range(2 * STOPPED_AFTER)) == 1
+
+
+async def test_one_that_answers_again_is_left_alone_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was to be replaced with the next search, and there was none before it answered."""
+    ray_ = Ray(monkeypatch, slow := Registry(silent=STOPPED_AFTER), attempts=STOPPED_AFTER)
+    taking = of_lost(slow)
+    with pytest.raises(TimeoutError):
+        await taking.renew(10.0, attempts=STOPPED_AFTER)
+    await taking.renew(10.0)
+    slow._silent = len(slow.renewed) + 1
+    await taking.renew(10.0, attempts=3)
+    assert ray_.killed == []
 
 
 async def test_a_replica_starts_where_no_registry_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

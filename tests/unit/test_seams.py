@@ -14,8 +14,8 @@ USES_VLLM = ("actors/vllm_seam/", "actors/serving/openai/", "deploy/bench/in_pro
 """Its internals; its own serving classes and its engine by their public names."""
 
 USES_SERVE_PRIVATES = ("actors/serve_seam/",)
-NEITHER_S = ("_replace", "_exit", "_Options", "_group_start", "_group_end", "_ArgumentGroup", "_MutuallyExclusiveGroup")
-"""Public in spite of their names, of named tuples and os; torch's process groups; argparse's types."""
+NEITHER_S = ("_replace", "_exit", "_Options", "_ArgumentGroup", "_MutuallyExclusiveGroup")
+"""Public in spite of their names, of named tuples and os; torch's ProcessGroupGloo; argparse's types."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -52,7 +52,7 @@ class Drive:
 
     def commit(self, key, commit):
         assert commit.base_committed_len == self.sequences[key].committed_len
-        return told(self.strategy.commit(self.sequences[key], commit))
+        return told([*self.strategy.commit(self.sequences[key], commit), *self.strategy.delivered()])
 
     def close(self, key):
         """Keys that are not open are passed over."""

@@ -41,6 +41,9 @@ class FakeStrategy:
         self.due.append(sequence)
         return []
 
+    def delivered(self):
+        return []
+
     def close(self, sequence):
         del self.open_sequences[sequence.key]
         self.due = [other for other in self.due if other is not sequence]

@@ -4,7 +4,7 @@ import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.cluster.link.messages import DraftOrigin
+from outrider.cluster.link.messages import Commit, DraftOrigin
 from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
 from tests.unit.drafter.drive import Drive
 from tests.unit.drafting_engine import MemoryEngine, drawn_token
@@ -90,6 +90,33 @@ def test_an_answer_waits_for_the_step_that_is_about_to_bring_another_draft(sampl
     (answer,) = later
     assert answer.origin is (DraftOrigin.SIDE_BRANCH if rank else DraftOrigin.MAIN_LINE)
     assert ids(answer) == bench.drafts(KEY, drafted + 1, samples_q=sampling is SAMPLED)
+
+
+@pytest.mark.parametrize("others", [0, 6])
+def test_few_drafts_are_not_worth_that_a_whole_batch_waits(others):
+    bench = TimedBench(1000)
+    keys = [KEY, *((KEY[0], 2 + other) for other in range(others))]
+    for key in keys:
+        bench.open(key, [key[1], *range(10)])
+    bench.settle()
+    bench.rounds(keys, 14)
+    bench.settle()  # nothing is left to draft for the others
+    assert bench.round(KEY) is not None
+    for _ in range(3):
+        assert not bench.step()
+    answered = []
+
+    def all_at_once():
+        for key in keys[1:]:
+            drafts, text = bench.sent[key], bench.texts[key]
+            commit = Commit(key[1], len(text), [*drafts, drawn_token(text + drafts)], 4, 1)
+            assert bench.strategy.strategy.commit(bench.strategy.sequences[key], commit) == []
+        drafts, text = bench.sent[KEY], bench.texts[KEY]
+        answered.extend(told.key for told in bench.commit(KEY, [*drafts, drawn_token(text + drafts)], on_miss=1))
+
+    bench.engine.interrupted = 0.8, all_at_once
+    bench.step()
+    assert set(answered) == (set(keys) if others else set())
 
 
 def test_nobody_waits_for_a_step_that_does_not_draft_for_them():

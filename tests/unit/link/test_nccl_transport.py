@@ -1,4 +1,4 @@
-"""What the NCCL wire calls without a GPU: the order of its ends."""
+"""What the NCCL wire calls without a GPU: its end."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import pytest
 from outrider.cluster.link.link import TransportClosed
 from outrider.cluster.link.transport import NcclTransport
 
+HANG_GUARD_S = 60.0
+
 
 class Group:
-    """One direction's, in place of torch's."""
+    """One direction's, in place of torch's: its abort waits for the other's."""
 
-    def __init__(self, name: str, calls: list[str], ended: bool) -> None:
-        self.name, self.calls, self.ended = name, calls, ended
-
-    def _group_start(self) -> None:
-        self.calls.append("start")
-
-    def _group_end(self) -> None:
-        self.calls.append("end")
+    def __init__(self, meeting: threading.Barrier, ended: bool) -> None:
+        self.meeting, self.ended = meeting, ended
+        self.aborts = 0
 
     def abort(self) -> None:
-        self.calls.append(self.name)
+        self.aborts += 1
+        self.meeting.wait(HANG_GUARD_S)
         if self.ended:
             raise RuntimeError("NCCL error: remote process exited")
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["", "ended before"])
-def test_both_directions_are_aborted_in_one_group_call_and_once(ended):
-    calls: list[str] = []
+def test_directions_that_wait_for_each_other_are_aborted_once(ended):
+    meeting = threading.Barrier(2)
+    groups = [Group(meeting, ended) for _ in range(2)]
     transport = NcclTransport.__new__(NcclTransport)
     transport._lock, transport._closed_because = threading.Lock(), None
-    transport._out, transport._in = (SimpleNamespace(group=Group(name, calls, ended)) for name in ("out", "in"))
+    transport._out, transport._in = (SimpleNamespace(group=group) for group in groups)
     transport.abort()
     transport.abort()
-    assert calls == ["start", "out", "in", "end"]
+    assert [group.aborts for group in groups] == [1, 1]
+    assert not meeting.broken
     with pytest.raises(TransportClosed):
         transport.start_send(None)()
