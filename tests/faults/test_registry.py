@@ -46,6 +46,7 @@ def test_a_replica_makes_another_registry_and_gets_its_links_from_it(ngram_pair)
     assert answer.metrics.speculative_decoding.num_draft_tokens > 0
 
 
+@pytest.mark.exhaustive  # tests/unit/test_replica_registry.py has its steps
 def test_a_replica_that_starts_replaces_a_registry_that_stands_still(ngram_pair):
     ngram_pair.linked()
     before = counted(ngram_pair)

@@ -83,7 +83,7 @@ def make_link(transport, epoch, name, **options):
 def peer_main():
     for line in sys.stdin:
         job = json.loads(line)
-        invitation = LinkInvitation(**job["invitation"])
+        invitation = LinkInvitation(**{**job["invitation"], "vocabulary": ()})
         transport = FlipBit(join_link(invitation, SECRET, HANG_S), job["flip_word"])
         link = make_link(transport, invitation.epoch + job["epoch_offset"], "peer")
         echoed = 0
