@@ -72,8 +72,10 @@ class LimitsConfig(Section):
     calls to tokenise, four times as many. More wait for their turn, callers by turns, up to control_timeout_s, and are
     refused then."""
 
-    max_tokenize_calls: int = Field(4, ge=1)
-    """Calls to tokenise and detokenise at once. More wait likewise, max_awaited_bytes of them at most."""
+    max_tokenize_calls: int = Field(1, ge=1)
+    """Calls to tokenise and detokenise that a proxy has running at once. A replica has one thread for these and for
+    the prompts of generations, which wait behind so many of them at most, and what is left of one whose caller has
+    gone. More calls wait as above, max_awaited_bytes of them at most."""
 
     refused_seconds_per_minute: float | None = Field(None, ge=0, le=3600)
     """What a caller may have refused, in seconds of the server's time: of a key, or of an address (of IPv6: one network
@@ -128,10 +130,10 @@ class LimitsConfig(Section):
     max_listed_token_ids: int = Field(1024, ge=1)
     """``stop_token_ids``, and tokens in ``logit_bias``, of one request."""
 
-    max_tokenize_chars: int = Field(1 << 20, ge=1024)
-    """Characters of one call to tokenise, counted as for max_prompt_chars: a core's second or so, for which other calls
-    to tokenise wait and generations do not, and 150 MiB for a moment. Texts longer than max_model_len tokens can spell
-    are refused besides."""
+    max_tokenize_chars: int = Field(1 << 19, ge=1024)
+    """Characters of one call to tokenise, counted as for max_prompt_chars: half a second or so of a processor, for
+    which prompts wait to be tokenised, and 75 MiB for a moment. Texts longer than max_model_len tokens can spell are
+    refused besides."""
 
     max_prompt_chars: int = Field(1 << 21, ge=1024)
     """Characters of one generation's prompts together, roles, names, tools and documents among them: two seconds or so

@@ -37,19 +37,6 @@ REPLICA = Table(
         Borrowed(f"{_LLM}.collective_rpc", "asks the ranks for their status", takes=("method",)),
         Borrowed(_LLM, "parts of the engine that we use one by one", also=("renderer", "model_config", "vllm_config")),
         Borrowed(
-            "vllm.renderers.base:_SwappableExecutor",
-            "a renderer's becomes one of two threads (its __class__ is rewritten)",
-            takes=("max_workers",),
-            also=("submit", "shutdown"),
-        ),
-        Borrowed(
-            "vllm.renderers.base:_SwappableExecutor.replace_inner",
-            "overridden: the thread whose template does not end is replaced",
-            exactly=(),
-            read_by=("vllm.renderers.hf:HfRenderer._replace_executor",),
-        ),
-        Borrowed("vllm.renderers.base:BaseRenderer._executor", "likewise"),
-        Borrowed(
             f"{_LLM}.generate",
             "CheckedEngine and tracing stand in front of it",
             takes=("trace_headers", "reasoning_ended", "lora_request"),

@@ -4,15 +4,11 @@ loop, with the chat template that the configuration names, the same for every AP
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TextPrompt
-from vllm.renderers.base import _SwappableExecutor
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.utils.mistral import is_mistral_tokenizer
@@ -27,45 +23,6 @@ from outrider.actors.replica_calls import (
     shortened,
 )
 from outrider.cluster.config import ConfigError, OutriderConfig
-
-_BESIDE: ContextVar[bool] = ContextVar("beside generations", default=False)
-
-
-@contextmanager
-def beside_generations(renderer: Any) -> Iterator[None]:
-    """What the renderer is asked for within waits for a thread of its own, one for all of it: vLLM's one thread is
-    for the prompts of generations, which would wait behind it."""
-    executor = renderer._executor
-    if not isinstance(executor, _TwoThreads):
-        executor.beside = _SwappableExecutor(max_workers=1)
-        executor.__class__ = _TwoThreads
-    token = _BESIDE.set(True)
-    try:
-        yield
-    finally:
-        _BESIDE.reset(token)
-
-
-class _TwoThreads(_SwappableExecutor):
-    """Made of a renderer's own. All its methods are called in the context of whoever asks the renderer."""
-
-    beside: _SwappableExecutor
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if _BESIDE.get():
-            return self.beside.submit(fn, *args, **kwargs)
-        return super().submit(fn, *args, **kwargs)
-
-    def replace_inner(self) -> None:
-        """vLLM's way out of a template that does not end."""
-        if _BESIDE.get():
-            self.beside.replace_inner()
-        else:
-            super().replace_inner()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.beside.shutdown(wait, cancel_futures=cancel_futures)
-        super().shutdown(wait, cancel_futures=cancel_futures)
 
 
 def configured_chat_template(config: OutriderConfig) -> str | None:
@@ -138,12 +95,11 @@ class PromptTokenizer:
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """Raises RequestError."""
-        with beside_generations(self._renderer):
-            if request.chat is not None:
-                ids = await self._chat_ids(request.chat, add_special_tokens=bool(request.add_special_tokens))
-            else:
-                add = request.add_special_tokens if request.add_special_tokens is not None else True
-                ids = await self._text_ids(request.text or "", add_special_tokens=add)
+        if request.chat is not None:
+            ids = await self._chat_ids(request.chat, add_special_tokens=bool(request.add_special_tokens))
+        else:
+            add = request.add_special_tokens if request.add_special_tokens is not None else True
+            ids = await self._text_ids(request.text or "", add_special_tokens=add)
         strs = self._renderer.get_tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else ()
         return Tokens(tuple(ids), self._max_model_len, tuple(strs))
 

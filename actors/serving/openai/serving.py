@@ -54,7 +54,7 @@ from outrider.actors.serving.openai.schema import openapi, problem_of, validated
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
 from outrider.actors.vllm_seam.pictures import FIELDS
-from outrider.actors.vllm_seam.prompts import beside_generations, check_length, configured_chat_template
+from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
 from outrider.cluster.answer_parsers import Parsers
 from outrider.cluster.config import ConfigError, OutriderConfig
 
@@ -164,11 +164,9 @@ class OpenAIServing:
             case "responses":
                 return await self._responses.create_responses(self._responses_request(request), raw)
             case "tokenize":
-                with beside_generations(self._renderer):
-                    return await self._tokenization.create_tokenize(self._tokenize_request(request), raw)
+                return await self._tokenization.create_tokenize(self._tokenize_request(request), raw)
             case "detokenize":
-                with beside_generations(self._renderer):
-                    return await self._tokenization.create_detokenize(self._detokenize_request(request), raw)
+                return await self._tokenization.create_detokenize(self._detokenize_request(request), raw)
             case "models":
                 models = await self._models.show_available_models()
                 asked = request.body.get("id")

@@ -14,7 +14,9 @@ from vllm.config import ModelConfig
 from vllm.renderers import renderer_from_config
 
 from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, RequestError, TokenizeRequest
+from outrider.actors.serving.gate import Doors
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
+from outrider.cluster.limits import LimitsConfig
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
 
 MAX_LEN = 64
@@ -141,30 +143,40 @@ def test_the_tokenizers_class_is_named_without_vllms_wrappers(tokens: PromptToke
     assert "Tokenizer" in tokens.name
 
 
-@pytest.mark.parametrize("asked", [TokenizeRequest(text="slow"), TokenizeRequest(chat=ChatPrompt(SAID))])
-async def test_a_generations_prompt_waits_for_no_call_to_tokenise(
-    tokens: PromptTokenizer, renderer: Any, monkeypatch: pytest.MonkeyPatch, asked: TokenizeRequest
+@pytest.mark.parametrize(
+    ("asked", "job"),
+    [(TokenizeRequest(text="slow"), "__call__"), (TokenizeRequest(chat=ChatPrompt(SAID)), "apply_chat_template")],
+)
+async def test_a_generations_prompt_waits_behind_one_call_to_tokenise(
+    tokens: PromptTokenizer, renderer: Any, monkeypatch: pytest.MonkeyPatch, asked: TokenizeRequest, job: str
 ) -> None:
+    """Of those that the door lets in at once."""
+    lane = Doors(LimitsConfig()).tokenize
     kind = type(renderer.get_tokenizer())
     begun, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
 
-    def held_up(method: Any) -> Any:
+    def noted(name: str, method: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            if "slow" in args[1:] or "conversation" in options:
-                begun.set()
-                assert go_on.wait(HANG_GUARD_S)
+            order.append("prompt" if "hi" in args[1:] else name)
+            begun.set()
+            assert go_on.wait(HANG_GUARD_S)
             return method(*args, **options)
 
         return call
 
     for name in ("__call__", "apply_chat_template"):
-        monkeypatch.setattr(kind, name, held_up(getattr(kind, name)))
-    calls = [asyncio.create_task(tokens.tokenize(asked)) for _ in range(3)]
+        monkeypatch.setattr(kind, name, noted(name, getattr(kind, name)))
+
+    async def call() -> None:
+        await lane.take("a")
+        await tokens.tokenize(asked)
+        lane.leave("a")
+
+    calls = [asyncio.create_task(call()) for _ in range(3)]
     assert await asyncio.to_thread(begun.wait, HANG_GUARD_S)
-    try:
-        prompt = tokens.prompt_ids(GenerationRequest("r", prompt_text="hi"))
-        assert bytes(await asyncio.wait_for(prompt, HANG_GUARD_S)) == b"hi"
-        assert not any(call.done() for call in calls)
-    finally:
-        go_on.set()
-        await asyncio.gather(*calls)
+    prompt = asyncio.create_task(tokens.prompt_ids(GenerationRequest("r", prompt_text="hi")))
+    await asyncio.sleep(0)  # it is in the renderer's queue
+    go_on.set()
+    await asyncio.wait_for(asyncio.gather(prompt, *calls), HANG_GUARD_S)
+    assert order[:2] == [job, "prompt"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -24,7 +23,6 @@ from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-HANG_GUARD_S = 60.0
 FINISHED = "stop"
 """What a script's last output says."""
 
@@ -366,33 +364,6 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(serving, monkeypatch, fie
     assert (status, answer["error"]["param"]) == (400, field)
     assert "more than max_model_len = 256 tokens can spell" in answer["error"]["message"]
     assert not tokenised
-
-
-@pytest.mark.parametrize(("endpoint", "body"), [("tokenize", {"prompt": "slow"}), ("detokenize", {"tokens": [115]})])
-async def test_a_generations_prompt_waits_for_no_call_to_tokenise(serving, monkeypatch, endpoint, body):
-    kind = type(serving._renderer.get_tokenizer())
-    begun, go_on = threading.Event(), threading.Event()
-
-    def held_up(method):
-        def call(tokenizer, given, *args, **options):
-            if given in ("slow", [115]):
-                begun.set()
-                assert go_on.wait(HANG_GUARD_S)
-            return method(tokenizer, given, *args, **options)
-
-        return call
-
-    for name in ("__call__", "decode"):
-        monkeypatch.setattr(kind, name, held_up(getattr(kind, name)))
-    calls = [asyncio.create_task(whole(serving, endpoint, body)) for _ in range(3)]
-    assert await asyncio.to_thread(begun.wait, HANG_GUARD_S)
-    try:
-        status, _ = await asyncio.wait_for(whole(serving, "completions", {"prompt": "hi"}), HANG_GUARD_S)
-        assert status == 200
-        assert not any(call.done() for call in calls)
-    finally:
-        go_on.set()
-        await asyncio.gather(*calls)
 
 
 @pytest.mark.parametrize("openai", [{"tool_call_parser": "nothing"}, {"reasoning_parser": "nothing"}])
