@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-_CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
 _SCOPE = re.compile(r"[0-9a-f]{1,16} ")
 
 
@@ -17,10 +16,3 @@ def scoped_id(caller: int, request_id: str) -> str:
 def unscoped(engine_id: str) -> str:
     """The client's own part, with what vLLM puts before and after it."""
     return _SCOPE.sub("", engine_id)
-
-
-def parent_of(engine_id: str) -> str | None:
-    """Of one of several answers: its request's. None: the only one. A client's own id may look like one of several;
-    vLLM ends each request's with something random, so that it is alone with it."""
-    found = _CHILD.fullmatch(engine_id)
-    return found[1] if found else None

@@ -334,8 +334,10 @@ class ServingConfig(Section):
 
     structured_output_mask_ms: float = Field(100.0, gt=0, le=10_000)
     """Processor time, in milliseconds, that a constraint may take at once to tell which tokens may come next; in the
-    long run 2 ms a mask. A request whose constraint takes longer is ended, alone. All answers of a request together
-    may take so much for each core of the machine."""
+    long run 2 ms a mask. A request whose constraint takes longer is ended, alone. Several answers of one request
+    may take cores × structured_output_mask_ms at once and together, on as many cores, and 2 ms a mask in the long run;
+    cores: those that the replica's engine may use, by its affinity and its container's CPU quota. A constraint that
+    takes longer is refused from then on to requests for several answers."""
 
     step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
     """A replica with requests of whose engine no step ends for so many seconds, and for 20 times the usual step, fails

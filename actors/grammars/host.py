@@ -7,7 +7,8 @@ minute. *A step*
 waits for the masks of all of its requests, which are made at the same time: a request whose masks use up
 `Bounds.mask_burst_s` of processor time is ended by the kernel, alone. None gives way to the others: the step waits for
 it, and where it waited for a core, so would they all. So one hostile grammar can hold a step up by mask_burst_s once, A
-of them at the same time by A × mask_burst_s / cores; but all answers of one request by 2 × mask_burst_s (`Siblings`).
+of them at the same time by A × mask_burst_s / cores; but all answers of one request by 2 × mask_burst_s (`Siblings`),
+once: that constraint is refused to others that are to have several.
 What has not answered after that was given no core, which is no fault of its request: it is waited for up to
 `Bounds.step_wait_s` (and once more where drafts are checked before the masks).
 What a grammar shows on walks of its own is refused before it gets here, what shows only where a prompt leads it is
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,8 +96,29 @@ class ConstraintEnded(Exception):
         return self.args[0]
 
 
+CPU_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+"""Of a container, in versions 2 and 1 of cgroups."""
+
+
 def cores() -> int:
-    return len(os.sched_getaffinity(0))
+    """That this process may keep busy."""
+    here = len(os.sched_getaffinity(0))
+    for files in CPU_QUOTAS:
+        with suppress(OSError):
+            return min(here, cores_of_quota(" ".join(Path(file).read_text() for file in files)) or here)
+    return here
+
+
+def cores_of_quota(text: str) -> int | None:
+    """text: a quota and its period, as the kernel writes them. None: no quota."""
+    try:
+        quota, period = map(int, text.split())
+        return max(1, math.ceil(quota / period)) if quota > 0 else None
+    except (ValueError, ZeroDivisionError):  # max, in version 2; -1 is version 1's
+        return None
 
 
 def compilers() -> int:
@@ -157,6 +180,9 @@ class GrammarHost:
         """Oldest use first."""
 
         self._refused: dict[bytes, Ending] = {}
+        self._refused_to_several: dict[bytes, Ending] = {}
+        """For several answers of one request."""
+
         self._closed = False
         self._ended = threading.Event()
         self._keeper: _Keeper | None = None
@@ -174,15 +200,17 @@ class GrammarHost:
         with suppress(ConstraintEnded):
             self._running_keeper()
 
-    def compile(self, constraint: Constraint, caller: int = 0) -> Future[Room]:
-        """A room for the constraint, for one request: see Room.leave. The future fails with ConstraintEnded. Cancelled
-        by everybody who waits for it, the compiling is ended. caller: a number for whose it is; 0: nobody knows."""
+    def compile(self, constraint: Constraint, caller: int = 0, *, several: bool = False) -> Future[Room]:
+        """A room for the constraint, for one answer: see Room.leave. The future fails with ConstraintEnded. Cancelled
+        by everybody who waits for it, the compiling is ended. caller: a number for whose it is; 0: nobody knows.
+        several: its request has further answers."""
         future: Future[Room] = Future()
         key = constraint.key
         with self._changed:
             if (known := self._rooms.get(key)) is not None:
                 self._hear(known)
-            if (ending := self._refused.get(key)) is not None:
+            ending = self._refused.get(key) or (self._refused_to_several.get(key) if several else None)
+            if ending is not None:
                 future.set_exception(ConstraintEnded(ending))
                 return future
             room = self._rooms.pop(key, None)
@@ -309,7 +337,7 @@ class GrammarHost:
                 self._rooms[key] = result
                 result.left_s = self._clock()
             elif result.is_clients:
-                self._remember(key, result)
+                _remember(self._refused, key, result)
             for _, future in job.waiting:
                 with suppress(InvalidStateError):
                     if isinstance(result, Room):
@@ -322,15 +350,10 @@ class GrammarHost:
                         future.set_exception(ConstraintEnded(result))
             self._evict()
 
-    def _remember(self, key: bytes, ending: Ending) -> None:
-        self._refused[key] = ending
-        while len(self._refused) > MOST_REFUSALS:
-            del self._refused[next(iter(self._refused))]
-
     def _hear(self, room: Room) -> None:
         """What it has to tell: which of its matchers have ended by what they used themselves."""
         for caller in room.overrun():
-            self._remember(room.key, self.too_costly())
+            _remember(self._refused, room.key, self.too_costly())
             self._turns.waste(caller, OVERRUN_COUNTS * self.bounds.mask_burst_s)
 
     def too_costly(self) -> Ending:
@@ -341,9 +364,10 @@ class GrammarHost:
             "step",
         )
 
-    def overdrew(self, caller: int) -> None:
-        """By what one request's answers used together. Their constraint may do for fewer."""
+    def overdrew(self, room: Room, ending: Ending, caller: int) -> None:
+        """By what one request's answers used together. The constraint may do for one."""
         with self._changed:
+            _remember(self._refused_to_several, room.key, ending)
             self._turns.waste(caller, OVERRUN_COUNTS * self.bounds.mask_burst_s)
 
     def _room_of(self, turn: Turn[_Job]) -> tuple[Room | Ending | None, float]:
@@ -439,6 +463,12 @@ class GrammarHost:
             size -= room.bytes
             del self._rooms[key]
             room.close()
+
+
+def _remember(refused: dict[bytes, Ending], key: bytes, ending: Ending) -> None:
+    refused[key] = ending
+    while len(refused) > MOST_REFUSALS:
+        del refused[next(iter(refused))]
 
 
 class _Keeper:
@@ -581,7 +611,7 @@ class Siblings:
         if enough := self._allowance.spend(used_s, masks):
             return enough
         burst_ms = self._bounds.mask_burst_s * self.at_once * 1000
-        problem = f"is too costly for so many answers: choosing among their next tokens took over {burst_ms:g} ms"
+        problem = f"is too costly for several answers: choosing among their next tokens took over {burst_ms:g} ms"
         self.end(Ending(f"{problem} of processor time together", "step"))
         return False
 
@@ -691,7 +721,8 @@ class Matcher:
         elif "refused" in answer:
             self.ending = Ending(f"does not allow token {answer['refused']}, which was chosen", "server")
         elif "used" in answer and self.siblings and not self.siblings.spend(answer["used"], answer["masks"]):
-            self._host.overdrew(self._caller)
+            assert self.ending is not None
+            self._host.overdrew(self._room, self.ending, self._caller)
         else:
             return answer
         return None
@@ -736,14 +767,16 @@ def gather(matchers: Iterable[Matcher], seconds: float) -> dict[Matcher, dict[st
     give_up = time.monotonic() + seconds
     while outstanding:
         ready = poll.poll(max(0.0, give_up - time.monotonic()) * 1000)
+        siblings_ended = False
         for fd, _ in ready:
             matcher = outstanding.pop(fd)
             poll.unregister(fd)
             if matcher.ending is None and (answer := matcher.take()) is not None:
                 answers[matcher] = answer
             if matcher.siblings is not None:
+                siblings_ended |= matcher.ending is not None
                 ask_next(matcher.siblings)
-        for fd in [fd for fd, matcher in outstanding.items() if matcher.ending is not None]:  # with a sibling
+        for fd in [fd for fd, matcher in outstanding.items() if matcher.ending is not None] if siblings_ended else ():
             del outstanding[fd]
             poll.unregister(fd)
         if not ready and time.monotonic() >= give_up:

@@ -4,6 +4,7 @@ round out."""
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -75,6 +76,8 @@ def sampling_params(
     ours: dict[str, Any] = {}
     if request.asker and constraint is not None:
         ours["asker"] = request.asker
+    if request.num_answers > 1 and constraint is not None:
+        ours["siblings"] = secrets.token_hex(8)
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:
         ours["num_speculative_tokens"] = limit

@@ -37,8 +37,7 @@ from outrider.actors.grammars.host import (
 )
 from outrider.actors.grammars.refusals import REFUSALS, refused
 from outrider.actors.replica_calls import TooManyRefused
-from outrider.actors.request_ids import parent_of
-from outrider.actors.round.request import EXTRA_ARGS_KEY
+from outrider.actors.round.request import carried
 from outrider.actors.vllm_seam import leans_on
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ class GuardedStructuredOutputs(StructuredOutputManager):
         serving = config.additional_config["outrider"]["serving"]
         self._requests: dict[str, _OfRequest] = {}
         self._siblings: WeakValueDictionary[str, Siblings] = WeakValueDictionary()
-        """Of requests with several answers, by the request's id."""
+        """Of requests with several answers, by what stands under ``siblings`` with them."""
 
         self._masks: npt.NDArray[np.int32] | None = None
         self._host: GrammarHost | None = None
@@ -174,9 +173,10 @@ class GuardedStructuredOutputs(StructuredOutputManager):
             mine.fail(Ending("is not served here", "kind"))
             return
         stop_ids = request.sampling_params.all_stop_token_ids if request.sampling_params is not None else ()
-        asker = _asker(request)
-        siblings = self._siblings_of(request.request_id, host.bounds)
-        mine.compiling = host.compile(self._constraint(structured.params), asker)
+        ours = carried(request.sampling_params) if request.sampling_params is not None else {}
+        asker = int(ours.get("asker", 0))
+        siblings = self._siblings_of(ours.get("siblings"), host.bounds)
+        mine.compiling = host.compile(self._constraint(structured.params), asker, several=siblings is not None)
 
         def ready(compiling: Future[Room]) -> None:
             if compiling.cancelled():
@@ -194,12 +194,12 @@ class GuardedStructuredOutputs(StructuredOutputManager):
 
         mine.compiling.add_done_callback(ready)
 
-    def _siblings_of(self, request_id: str, bounds: Bounds) -> Siblings | None:
-        if (parent := parent_of(request_id)) is None:
+    def _siblings_of(self, request: str | None, bounds: Bounds) -> Siblings | None:
+        if request is None:
             return None
-        siblings = self._siblings.get(parent)
+        siblings = self._siblings.get(request)
         if siblings is None:
-            siblings = self._siblings[parent] = Siblings(bounds)
+            siblings = self._siblings[request] = Siblings(bounds)
         return siblings
 
     def _constraint(self, params: StructuredOutputsParams) -> Constraint:
@@ -323,12 +323,6 @@ class _OfRequest:
             self.compiling.cancel()
         if self.matcher is not None:
             self.matcher.close()
-
-
-def _asker(request: Request) -> int:
-    params = request.sampling_params
-    ours = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
-    return int(ours.get("asker", 0))
 
 
 def guard(manager: StructuredOutputManager) -> GuardedStructuredOutputs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -234,6 +235,8 @@ class OpenAIServing:
         self._check_structural_tag(request)
         parsed = validated(kind, request.body)
         ours = dict(request.round_options)
+        if request.num_answers > 1:
+            ours["siblings"] = secrets.token_hex(8)
         if request.deadline is not None:
             ours["deadline"] = request.deadline  # CheckedEngine makes what is left of it
         if ours:

@@ -116,6 +116,14 @@ def test_who_asks_goes_along_with_a_constraint() -> None:
     assert sampling_params(replace(request, sampling={}), 1, 100).extra_args is None
 
 
+def test_answers_of_one_request_are_known_as_such_where_there_is_a_constraint() -> None:
+    request = asked({"regex": "a"})
+    several = replace(request, sampling={**request.sampling, "n": 2})
+    extras = [sampling_params(several, 1, 100).extra_args or {} for _ in range(2)]
+    assert len({extra[EXTRA_ARGS_KEY]["siblings"] for extra in extras}) == 2, "whatever the requests call themselves"
+    assert sampling_params(replace(several, sampling={"n": 2}), 1, 100).extra_args is None
+
+
 @pytest.mark.parametrize(
     "constraint",
     [

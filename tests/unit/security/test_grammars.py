@@ -23,6 +23,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+import outrider.actors.grammars.host as grammar_host
 from outrider.actors.grammars.bounds import Bounds, Ending
 from outrider.actors.grammars.host import (
     IDLE_S,
@@ -34,9 +35,12 @@ from outrider.actors.grammars.host import (
     Matcher,
     Room,
     Siblings,
+    cores,
+    cores_of_quota,
     gather,
 )
 from outrider.actors.request_ids import scoped_id
+from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam.structured_outputs import GuardedStructuredOutputs
 from tests.security_vocabulary import EOS, serialised, vocabulary
 
@@ -421,7 +425,7 @@ def test_answers_of_one_request_have_one_allowance_for_each_core() -> None:
         (ending_,) = endings
         assert ending_ is not None
         assert ending_.reason == "step"
-        assert "too costly for so many answers" in ending_.problem
+        assert "too costly for several answers" in ending_.problem
         assert not is_refused(host, "ebnf", "root ::= [a-z]*"), "it may do for one"
         assert host._turns.is_suspect(ATTACKER)
     finally:
@@ -450,21 +454,103 @@ def test_as_many_answers_of_a_request_are_asked_at_a_time_as_there_are_cores(
     second.close()
 
 
-def test_the_engine_knows_answers_of_one_request_by_their_ids(host: GrammarHost) -> None:
+@pytest.mark.parametrize("engine_id", ["{}_{}-ab", "{}-{}-ab"], ids=["answers", "prompts"])
+def test_the_engine_knows_answers_of_one_request_by_what_they_bring(host: GrammarHost, engine_id: str) -> None:
+    """Whatever vLLM calls them."""
     outputs = object.__new__(GuardedStructuredOutputs)
     outputs._host, outputs._requests, outputs._siblings = host, {}, WeakValueDictionary()
 
-    def matcher(request_id: str) -> Matcher:
+    def matcher(number: int, siblings: str | None) -> Matcher:
         asked = SimpleNamespace(params=StructuredOutputsParams(regex="siblings"), grammar=None)
-        params = SamplingParams()
-        request: Any = SimpleNamespace(request_id=request_id, structured_output_request=asked, sampling_params=params)
+        params = SamplingParams(extra_args={EXTRA_ARGS_KEY: {"siblings": siblings}} if siblings else None)
+        name = engine_id.format(number, scoped_id(7, "r"))
+        request: Any = SimpleNamespace(request_id=name, structured_output_request=asked, sampling_params=params)
         outputs.grammar_init(request)
         return asked.grammar.result(HANG_GUARD_S).matcher
 
-    one, other = matcher(f"0_{scoped_id(7, 'r')}-ab"), matcher(f"63_{scoped_id(7, 'r')}-ab")
-    elsewhere, alone = matcher(f"0_{scoped_id(8, 'r')}-ab"), matcher(f"{scoped_id(7, '0_r')}-ab")
+    one, other, elsewhere, alone = matcher(0, "s"), matcher(63, "s"), matcher(1, "t"), matcher(2, None)
     assert one.siblings is other.siblings is not None
     assert elsewhere.siblings is not one.siblings
     assert alone.siblings is None
     for each in (one, other, elsewhere, alone):
         each.close()
+
+
+def test_a_constraint_that_overdrew_for_several_answers_serves_one(host: GrammarHost) -> None:
+    constraint = Constraint("ebnf", 'root ::= "for one" [a-z]*')
+    kept = host.compile(constraint, ATTACKER).result(HANG_GUARD_S)
+    siblings = Siblings(Bounds(mask_burst_s=1e-9, mask_refill_s=0.0), at_once=1)
+    first, second = (kept.matcher([EOS], ATTACKER, siblings) for _ in range(2))
+    while first.ending is None:
+        first.ask_masks([])
+        gather([first], HANG_GUARD_S)
+    assert second.ending == first.ending
+    assert ending(host.compile(constraint, NEIGHBOUR, several=True)) == first.ending
+    alone = host.compile(constraint, NEIGHBOUR).result(HANG_GUARD_S)
+    assert alone is kept, "it is not compiled once more"
+    assert ord("f") in allowed(alone.matcher([EOS], NEIGHBOUR))[0]
+
+
+def test_asking_many_takes_no_look_at_all_of_them_for_each_answer() -> None:
+    class Asked:
+        """Answers when the one before has been read, so that each is a wake-up of its own."""
+
+        siblings, looks = None, 0
+
+        def __init__(self, before: Asked | None) -> None:
+            self.read, self.write = os.pipe()
+            self.behind: Asked | None = None
+            if before is not None:
+                before.behind = self
+
+        @property
+        def ending(self) -> None:
+            Asked.looks += 1
+
+        def fileno(self) -> int:
+            return self.read
+
+        def answer(self) -> None:
+            os.write(self.write, b"!")
+
+        def take(self) -> dict[str, Any]:
+            if self.behind is not None:
+                self.behind.answer()
+            return {}
+
+    many: list[Any] = []
+    for _ in range(50):
+        many.append(Asked(many[-1] if many else None))
+    many[0].answer()
+    assert len(gather(many, HANG_GUARD_S)) == len(many)
+    assert Asked.looks <= 3 * len(many)
+    for each in many:
+        os.close(each.read)
+        os.close(each.write)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("max 100000\n", None),
+        ("150000 100000\n", 2),
+        ("50000 100000\n", 1),
+        ("-1\n 100000\n", None),
+        ("400000\n 100000\n", 4),
+        ("", None),
+    ],
+)
+def test_a_containers_cpu_quota_in_cores(text: str, cores: int | None) -> None:
+    assert cores_of_quota(text) == cores
+
+
+@pytest.mark.parametrize("quota", [["100000 100000"], ["100000", "100000"]])
+def test_cores_are_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: list[str]) -> None:
+    files = [tmp_path / str(number) for number in range(len(quota))]
+    for file, text in zip(files, quota, strict=True):
+        file.write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(grammar_host, "CPU_QUOTAS", (("/nowhere",), files))
+    assert cores() == 1
+    monkeypatch.setattr(grammar_host, "CPU_QUOTAS", (("/nowhere",),))
+    assert cores() == 8

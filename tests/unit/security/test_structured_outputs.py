@@ -130,7 +130,9 @@ def test_what_is_compiled_and_followed_is_put_down_to_who_asks(
     host = guarded._host
     assert host is not None
     compile_ = host.compile
-    monkeypatch.setattr(host, "compile", lambda constraint, caller: (asked.append(caller), compile_(constraint))[1])
+    monkeypatch.setattr(
+        host, "compile", lambda constraint, caller, **_: (asked.append(caller), compile_(constraint))[1]
+    )
     mine, nobodys = request("mine", regex="m"), request("nobodys", regex="n")
     mine.sampling_params.extra_args = {EXTRA_ARGS_KEY: {"asker": 7}}
     requests = started(guarded, mine, nobodys)

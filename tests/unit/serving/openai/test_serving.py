@@ -200,6 +200,18 @@ async def test_a_stream_has_an_event_a_round(serving):
     assert [event["choices"][0]["text"] for event in events(parts)] == ["Hel", "lo"]
 
 
+@pytest.mark.parametrize("body", [{"prompt": ["hi", "ho"]}, {"prompt": "hi", "n": 2}])
+async def test_answers_of_one_request_are_known_as_such(serving, llm, body):
+    found = []
+    for _ in range(2):
+        llm.params.clear()
+        await whole(serving, "completions", body)
+        (of_one,) = {params.extra_args["outrider"]["siblings"] for params in llm.params}
+        found.append(of_one)
+    assert found[0] != found[1]
+    assert sum(params.n for params in llm.params) == 2
+
+
 async def test_options_of_the_round_reach_the_engine(serving, llm):
     deadline = Deadline(1060.0, clock=lambda: 1000.0)
     await whole(serving, "chat", CHAT, round_options={"verification": "block"}, deadline=deadline)
