@@ -33,9 +33,9 @@ def listen_as_configured(access: ProxyAccess | None) -> Watch:
     """Before a proxy starts its servers. access None: where Serve has them listen, in plain text. Returns what counts
     their connections, once they listen. Raises ConfigError for certificates that cannot be used."""
     leans_on.LISTENING.check()
-    certificates = None if access is None else access.certificates()
-    if certificates is not None:
-        certificates.on_look = stale_gauge("certificate", certificates)
+    certificates = None
+    if access is not None and access.ssl_certfile is not None:
+        certificates = access.certificates(stale_gauge("certificate"))
     limits = doors().limits
     warn_of_few_files(limits, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     watch = Watch(doors().connections, tell_open)

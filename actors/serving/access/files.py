@@ -66,10 +66,11 @@ class Reloading(Generic[Loaded]):
         *,
         clock: Callable[[], float] = time.monotonic,
         look_every_s: float = LOOK_EVERY_S,
+        on_look: Callable[[Reloading[Loaded]], object] = lambda files: None,
     ) -> None:
-        """Raises what load raises."""
+        """on_look: called behind each look that found a change. Raises what load raises."""
         self._paths = [Path(path).expanduser() for path in paths]
-        self._load, self._clock, self._look_every_s = load, clock, look_every_s
+        self._load, self._clock, self._look_every_s, self._on_look = load, clock, look_every_s, on_look
         self._lock = threading.Lock()
         self._seen = self._signature()
         self._now = (1, load())
@@ -77,9 +78,6 @@ class Reloading(Generic[Loaded]):
         self._watched = False
         self.problem: str | None = None
         """Why the files as they are now cannot be used; None: they are in use."""
-
-        self.on_look: Callable[[], None] = lambda: None
-        """Called behind each look that found a change."""
 
         self.failures = 0
         """Changes that could not be used, since the start."""
@@ -104,6 +102,14 @@ class Reloading(Generic[Loaded]):
             return self._now
 
     def _look(self) -> None:
+        """Whatever goes wrong, the next look comes: a key that is revoked must be out."""
+        try:
+            self._reload()
+        except Exception:
+            logger.exception("looking at %s failed", ", ".join(map(str, self._paths)))
+
+    def _reload(self) -> None:
+        """What has changed."""
         seen = self._signature()  # before reading: what is written meanwhile is a change the next time
         if seen == self._seen:
             return
@@ -114,10 +120,10 @@ class Reloading(Generic[Loaded]):
             self.failures += 1
             self.problem = str(error) if isinstance(error, ConfigError) else type(error).__name__
             logger.error("not reloaded, what was read before stays in use: %s", self.problem)
-            self.on_look()
+            self._on_look(self)
             return
         self._now, self.problem = (self._now[0] + 1, value), None
-        self.on_look()
+        self._on_look(self)
         logger.info("reloaded %s", ", ".join(str(path) for path in self._paths))
 
     def _signature(self) -> list[tuple[int, ...] | None]:

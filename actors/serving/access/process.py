@@ -8,6 +8,8 @@ tokens. Where there are several of it, each holds keys to its part.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
@@ -17,16 +19,18 @@ from outrider.actors.serving.access.files import Reloading
 from outrider.actors.serving.access.guard import Guard
 from outrider.actors.serving.access.keys import KeyRing, load_keys
 from outrider.actors.serving.access.settings import proxy_access
-from outrider.actors.serving.access.tls import Certificates
 from outrider.cluster.limits import from_environment
 
 REFUSED_SECONDS_PER_MINUTE = 3.0
 """Where keys are asked for, and limits.refused_seconds_per_minute is not set."""
 
 
-def reloading_keys(path: str) -> Reloading[KeyRing]:
-    """Read by a thread: a thousand keys take a while, in which answers go on. Raises ConfigError."""
-    keys = Reloading([path], lambda: load_keys(path))
+def reloading_keys(
+    path: str, on_look: Callable[[Reloading[KeyRing]], object] = lambda files: None
+) -> Reloading[KeyRing]:
+    """Read by a thread: a thousand keys take a while, in which answers go on. on_look: see Reloading. Raises
+    ConfigError."""
+    keys = Reloading([path], lambda: load_keys(path), on_look=on_look)
     keys.watch()
     return keys
 
@@ -52,22 +56,21 @@ def proxy_guard() -> Guard | None:
 
     keys = None
     if keys_file is not None:
-        keys = reloading_keys(keys_file)
-        keys.on_look = stale_gauge("keys", keys)
+        keys = reloading_keys(keys_file, stale_gauge("keys"))
     return Guard(keys, budget=Budget(allowed_s) if allowed_s else None, on_refusal=count)
 
 
-def stale_gauge(what: str, files: Reloading[KeyRing] | Reloading[Certificates]) -> functools.partial[None]:
-    """Tells Ray's metrics whether the files on disk are in use."""
+def stale_gauge(what: str) -> Callable[[Reloading[Any]], None]:
+    """For `Reloading`: tells Ray's metrics whether the files on disk are in use."""
     description = "1 while changed files of keys or certificates cannot be used, and older ones are."
     gauge = Gauge("outrider_proxy_access_stale", description, ("files",))
     gauge.set_default_tags({"files": what})
     gauge.set(0.0)
-    return functools.partial(_tell, gauge, files)
 
+    def tell(files: Reloading[Any]) -> None:
+        gauge.set(float(files.problem is not None))
 
-def _tell(gauge: Gauge, files: Reloading[KeyRing] | Reloading[Certificates]) -> None:
-    gauge.set(float(files.problem is not None))
+    return tell
 
 
 _ingress: list[Guard] = []

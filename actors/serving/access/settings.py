@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pydantic import ValidationError
 
@@ -52,11 +52,11 @@ class ProxyAccess(Section):
     def environment(self) -> dict[str, str]:
         return {VARIABLE: self.model_dump_json(exclude_none=True)}
 
-    def certificates(self) -> Reloading[Certificates] | None:
-        """Raises ConfigError."""
+    def certificates(self, on_look: Callable[[Reloading[Certificates]], object]) -> Reloading[Certificates] | None:
+        """on_look: see Reloading. Raises ConfigError."""
         if self.ssl_certfile is None or self.ssl_keyfile is None:
             return None
-        return reloading_certificates(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        return reloading_certificates(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, on_look)
 
 
 def check_access(serving: ServingConfig) -> None:

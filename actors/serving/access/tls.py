@@ -75,10 +75,15 @@ def load_certificates(
     return found
 
 
-def reloading_certificates(certfile: str, keyfile: str, ca_certs: str | None = None) -> Reloading[Certificates]:
-    """Raises ConfigError."""
+def reloading_certificates(
+    certfile: str,
+    keyfile: str,
+    ca_certs: str | None = None,
+    on_look: Callable[[Reloading[Certificates]], object] = lambda files: None,
+) -> Reloading[Certificates]:
+    """on_look: see Reloading. Raises ConfigError."""
     paths = [path for path in (certfile, keyfile, ca_certs) if path is not None]
-    return Reloading(paths, lambda: load_certificates(certfile, keyfile, ca_certs))
+    return Reloading(paths, lambda: load_certificates(certfile, keyfile, ca_certs), on_look=on_look)
 
 
 def grpc_credentials(certificates: Reloading[Certificates]) -> grpc.ServerCredentials:

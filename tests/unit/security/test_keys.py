@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outrider.actors.serving.access import files
 from outrider.actors.serving.access.files import Reloading
 from outrider.actors.serving.access.keys import (
     MOST_KEYS,
@@ -237,9 +238,8 @@ def test_the_old_keys_are_answered_from_while_new_ones_are_read(tmp_path):
 def test_a_servers_keys_are_read_before_anybody_asks(tmp_path):
     """Else the first call after a revocation would still be let in, however late it comes."""
     path = write(tmp_path / "keys.yaml", ENTRY)
-    keys = reloading_keys(str(path))
     looked = threading.Event()
-    keys.on_look = looked.set
+    keys = reloading_keys(str(path), lambda files: looked.set())
     replace(path, "")
     assert looked.wait(HANG_GUARD_S)
     assert keys.current().find(SECRET.encode()) is None
@@ -263,6 +263,38 @@ def test_a_file_that_breaks_the_reading_is_not_the_last_one_that_is_read(tmp_pat
     assert keys.current().find(SECRET.encode())
     replace(path, "")
     until(lambda: keys.current().find(SECRET.encode()) is None)
+
+
+def test_what_is_told_of_a_look_may_fail_and_the_next_one_comes(tmp_path):
+    path = write(tmp_path / "keys.yaml", ENTRY)
+    told = []
+
+    def on_look(files: Reloading[KeyRing]) -> None:
+        told.append(files.problem)
+        raise RuntimeError
+
+    keys = Reloading([path], lambda: load_keys(path), look_every_s=0.01, on_look=on_look)
+    keys.watch()
+    replace(path, "no list")
+    until(lambda: len(told) == 1)
+    assert told[0] is not None
+    replace(path, "")
+    until(lambda: keys.current().find(SECRET.encode()) is None)
+
+
+def test_a_look_may_fail_and_the_next_one_comes(tmp_path, monkeypatch):
+    path = write(tmp_path / "keys.yaml", ENTRY)
+    keys = Reloading([path], lambda: load_keys(path), look_every_s=0.01)
+    faults = [RuntimeError(), OSError()]
+    look = files._signature_of
+    monkeypatch.setattr(files, "_signature_of", lambda path: look(path) if not faults else throw(faults.pop()))
+    keys.watch()
+    replace(path, "")
+    until(lambda: keys.current().find(SECRET.encode()) is None)
+
+
+def throw(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML without libyaml")
