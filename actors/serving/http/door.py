@@ -92,7 +92,7 @@ class HttpDoor:
         if not generates and turns.most_bytes is not None:
             most = min(most, turns.most_bytes)
         try:
-            _check_request_ids(scope)
+            _check_request_ids(scope, refuse=generates)
             body = b""
             if most and scope["method"] in _WITH_BODIES:
                 body = await _received(scope, receive, here, most)
@@ -156,14 +156,17 @@ def _peer(scope: Scope) -> str:
     return peer_of(address_of(str(client[0]), 0)) if client else ""
 
 
-def _check_request_ids(scope: Scope) -> None:
-    """As the ingress does, before Serve reads them, which takes UTF-8 alone. Raises HttpError."""
+def _check_request_ids(scope: Scope, *, refuse: bool) -> None:
+    """As the ingress does, before Serve reads them, which takes UTF-8 alone. refuse False: one that is none, such as a
+    gateway may send with a probe, is left out. Raises HttpError."""
     try:
         for name, value in scope["headers"]:
             if name == REQUEST_ID_HEADER.encode():
                 check_request_id(value.decode("latin-1"))
     except RequestError as error:
-        raise HttpError(replace(refused(error), headers=headers_before_body(scope))) from None
+        if refuse:
+            raise HttpError(replace(refused(error), headers=headers_before_body(scope))) from None
+        scope["headers"] = [field for field in scope["headers"] if field[0] != REQUEST_ID_HEADER.encode()]
 
 
 async def _received(scope: Scope, receive: Receive, here: Doors, most: int) -> bytes:

@@ -7,7 +7,12 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from ray.serve._private.http_util import parse_disconnect_disabled_header, parse_request_timeout_header
+from ray.serve._private import http_util
+from ray.serve._private.http_util import (
+    RequestIdMiddleware,
+    parse_disconnect_disabled_header,
+    parse_request_timeout_header,
+)
 from ray.serve._private.proxy import HTTPProxy
 from ray.serve._private.proxy_request_response import ASGIProxyRequest, gRPCProxyRequest, gRPCStreamingType
 from ray.serve._private.utils import DEFAULT
@@ -19,6 +24,7 @@ from tests.unit.proxy_servers import proxy_servers
 from tests.unit.scripted_proxy import Proxy
 
 GENERATE = "/outrider.v1.GenerationService/Generate"
+MADE_UP = "made up"
 JSON = (b"content-type", b"application/json")
 CONTROLS = [
     (name, value)
@@ -57,20 +63,21 @@ async def test_no_client_steers_serve_by_a_header(monkeypatch: pytest.MonkeyPatc
             assert (answer.status_code, answer.json()) == (200, {"id": "mine", "kept": "yes"})
 
 
-@pytest.mark.parametrize("sent", [[b"\xff"], [b"a b"], [b""], [b"x" * 129], [b"fine", b"\xff"]])
-async def test_a_request_id_that_is_none_is_refused_before_serve_reads_it(
+@pytest.mark.parametrize("sent", [[b"\xff"], [b"a, b"], [b""], [b"x" * 129], [b"fine", b"\xff"]])
+async def test_a_request_id_that_is_none_does_not_reach_serve(
     monkeypatch: pytest.MonkeyPatch, sent: list[bytes]
 ) -> None:
-    monkeypatch.setattr(tests.unit.proxy_servers, "_hello", reads)
+    monkeypatch.setattr(tests.unit.proxy_servers, "_hello", RequestIdMiddleware(reads))  # Serve's own is the innermost
+    monkeypatch.setattr(http_util, "generate_request_id", lambda: MADE_UP)
     async with proxy_servers(monkeypatch) as (serving, _), client(serving.http_port) as http:
         headers = [(b"x-request-id", value) for value in sent]
-        for answer in (
-            await http.get("/health", headers=headers),
-            await http.post("/v1/completions", headers=[*headers, JSON], content=b"{}"),
-        ):
-            assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == "request_id"
-            assert "connection" not in answer.headers, "the next one needs no new handshake"
+        answer = await http.post("/v1/completions", headers=[*headers, JSON], content=b"{}")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "request_id"
+        assert "connection" not in answer.headers, "the next one needs no new handshake"
+        for path in ("/health", "/metrics", "/v1/models"):
+            answer = await http.get(path, headers=[*headers, (b"x-kept", b"yes")])
+            assert (answer.status_code, answer.json()) == (200, {"id": MADE_UP, "kept": "yes"}), path
 
 
 def client(port: int) -> httpx.AsyncClient:
