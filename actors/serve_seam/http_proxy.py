@@ -211,9 +211,17 @@ class TimedProtocol(HttpToolsProtocol):
         self._lingers = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _hang_up(self) -> None:
-        """On a client to whom what has been answered is sent, and no more."""
+        """On a client to whom what has been answered is sent, and no more: nothing is generated for it while that
+        waits for its reader."""
         self._is_refused = True
         self.transport.close()
+        self._end_answer()
+
+    def _end_answer(self) -> None:
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self.flow.resume_writing()  # what waits for room is not written any more
+            self._answered.message_event.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -234,9 +242,7 @@ class TimedProtocol(HttpToolsProtocol):
         if self._lingers is not None:
             self._lingers.cancel()
         super().connection_lost(exc)
-        if self._answered is not None and self._answered is not self.cycle and not self._answered.response_complete:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
+        self._end_answer()
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete

@@ -189,6 +189,11 @@ HTTP_PROXY = Table(
         ),
         Borrowed(f"{_PROTOCOL}.flow", "reads on while they wait"),
         Borrowed("uvicorn.protocols.http.flow_control:FlowControl.resume_reading", "likewise", exactly=()),
+        Borrowed(
+            "uvicorn.protocols.http.flow_control:FlowControl.resume_writing",
+            "ends the wait to write of what is hung up on",
+            exactly=(),
+        ),
         Borrowed("uvicorn.protocols.http.flow_control:HIGH_WATER_LIMIT", "unless so much of them is there"),
         Borrowed("uvicorn.protocols.http.httptools_impl:STATUS_LINE", "first lines of answers"),
         Borrowed(f"{_PROTOCOL}.pause_writing", "overridden: the client does not read", exactly=()),

@@ -292,3 +292,21 @@ async def test_who_leaves_with_requests_behind_is_generated_for_no_more(
                 writer.transport.abort()
             while not server.left:  # noqa: ASYNC110 - likewise
                 await asyncio.sleep(0.01)
+
+
+async def test_who_is_hung_up_on_and_reads_nothing_is_generated_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though what has been answered waits for its reader."""
+    is_full, pause = asyncio.Event(), TimedProtocol.pause_writing
+
+    def pause_writing(protocol: TimedProtocol) -> None:
+        pause(protocol)
+        is_full.set()
+
+    monkeypatch.setattr(TimedProtocol, "pause_writing", pause_writing)
+    async with serving(monkeypatch, unread_timeout_s=600) as server, asyncio.timeout(30):
+        _, writer = await server.send(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nflood".encode())
+        await is_full.wait()
+        writer.write((BEHIND + b"\r\n") * (http_proxy.MOST_PIPELINED + 1))
+        while not server.left:  # noqa: ASYNC110 - the server's own count
+            await asyncio.sleep(0.01)
+        writer.transport.abort()
