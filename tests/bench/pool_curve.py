@@ -1,6 +1,6 @@
 """What one drafter gives so many targets, by simulation: seconds where the emulation takes hours.
 
-    python -m tests.bench.pool_curve --profile 70b-8b --batches 1,8 --targets 1,2,4,8
+    python -m tests.bench.pool_curve --profiles 70b-8b,70b-1b,32b-0.6b --k 4,8,6 --batches 1,8 --plot curve.png
 
 The drafter's own policy (`DraftModelStrategy`) and the targets' own (`LengthController`) play against each other on a
 clock of the simulation's own, with an emulated pair's step times and text. What is not there: vLLM, Ray, the link, and
@@ -17,6 +17,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -244,32 +245,58 @@ def best_rivals(profile: Profile, text: Text, batch: int) -> dict[str, tuple[int
     return found
 
 
+def plot(found: Mapping[tuple[str, int], Mapping[int, float]], out: Path) -> None:
+    """found: by profile and batch, of so many targets how much an accelerator gives over the sharded rival's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for (profile, batch), gains in found.items():
+        style = {"linestyle": "-" if batch == 1 else "--", "color": f"C{list(PROFILES).index(profile)}"}
+        axes.plot(list(gains), list(gains.values()), marker="o", label=f"{profile}, batch {batch}", **style)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    targets = sorted({number for gains in found.values() for number in gains})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(targets, list(map(str, targets)))
+    axes.set_xlabel("targets that share a drafter")
+    axes.set_ylabel("tokens/s per accelerator, over in-process-tp")
+    axes.legend(fontsize="small")
+    figure.savefig(out, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", choices=[*PROFILES, "all"], default="70b-8b")
+    parser.add_argument("--profiles", default="70b-8b", help=f"of {', '.join(PROFILES)}")
     parser.add_argument("--text", choices=list(TEXTS), default="stated")
     parser.add_argument("--targets", default="1,2,4,8", help="that share the drafter")
     parser.add_argument("--batches", default="1,8", help="of each target")
-    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--k", default="4", help="of each profile, or one of all: tokens drafted a round at most")
     parser.add_argument("--rounds", type=int, default=1000, help="of each target")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png")
     options = parser.parse_args()
     text = TEXTS[options.text]
-    columns = ("profile", "batch", "targets", "tok/s a target", "per acc.", "tokens a round", "of one target's",
+    columns = ("profile", "K", "batch", "targets", "tok/s a target", "per acc.", "tokens a round", "of one target's",
                "per acc. over in-process (K)", "over in-process-tp (K)")  # fmt: skip
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for name in PROFILES if options.profile == "all" else [options.profile]:
-        profile = PROFILES[name]
+    profiles = [PROFILES[name] for name in options.profiles.split(",")]
+    lengths = list(map(int, options.k.split(",")))
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for profile, k in zip(profiles, lengths * (len(profiles) if len(lengths) == 1 else 1), strict=True):
         ours, theirs = sides_of(profile)["outrider"], profile.target_accelerators
         for batch in map(int, options.batches.split(",")):
             rivals = best_rivals(profile, text, batch)
             own = 0.0
             for num_targets in map(int, options.targets.split(",")):
-                speed, tokens = simulate(profile, text, num_targets, batch, options.k, options.rounds)
+                speed, tokens = simulate(profile, text, num_targets, batch, k, options.rounds)
                 own = own or speed
                 per_accelerator = speed / ours.accelerators_of(num_targets)
-                gains = [f"{per_accelerator / (rival / theirs):.2f} ({k})" for k, rival in rivals.values()]
-                cells = [name, batch, num_targets, f"{speed:.1f}", f"{per_accelerator:.1f}", f"{tokens:.2f}"]
-                print("| " + " | ".join(map(str, [*cells, f"{speed / own:.2f}", *gains])) + " |", flush=True)
+                gains = {name: per_accelerator / (rival / theirs) for name, (_, rival) in rivals.items()}
+                found.setdefault((profile.name, batch), {})[num_targets] = gains["in-process-tp"]
+                cells = [profile.name, k, batch, num_targets, f"{speed:.1f}", f"{per_accelerator:.1f}", f"{tokens:.2f}"]
+                cells += [f"{speed / own:.2f}", *(f"{gain:.2f} ({rivals[name][0]})" for name, gain in gains.items())]
+                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    if options.plot is not None:
+        plot(found, options.plot)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ async def test_a_registry_that_stands_still_for_good_is_replaced(monkeypatch: py
 
 async def test_so_is_one_whom_nobody_new_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray says of a stopped process to who has no connection to it."""
-    ray_ = Ray(monkeypatch, stopped := Registry(ray.exceptions.ActorUnavailableError("no connection", b"id")))
+    ray_ = Ray(monkeypatch, stopped := Registry(ray.exceptions.ActorUnavailableError("no connection", bytes(16))))
     await of_lost(stopped).take()
     assert ray_.killed == [stopped]
 
