@@ -25,22 +25,28 @@ FOREIGN_EPOCH = 1_000_000
 CAPACITY = frame_capacity_words(16, K)
 
 
+def foreign_link(epoch, **changes):
+    """A target's side, of another application's secret unless given one: the invitation, and what completes it."""
+    told = {
+        "host": "127.0.0.1",
+        "backend": "gloo",
+        "capacity_words": CAPACITY,
+        "round_deadline_ms": 1000,
+        "link_deadline_ms": 20_000,
+        "vocab_size": VOCAB_SIZE,
+        "num_speculative_tokens": K,
+        "verifier_id": "test",
+        "secret": bytes(32),
+        "sealed": False,
+    }
+    return host_link(epoch=epoch, **told | changes)
+
+
 @pytest.fixture
 def second_link(pair):
     """A verifier's end of another link to the pair's live drafter, made in this process."""
-    invitation, complete = host_link(
-        host="127.0.0.1",
-        epoch=FOREIGN_EPOCH,
-        backend="gloo",
-        capacity_words=CAPACITY,
-        round_deadline_ms=1000,
-        link_deadline_ms=20_000,
-        vocab_size=VOCAB_SIZE,
-        num_speculative_tokens=K,
-        verifier_id="test",
-        secret=application_secret(pair.config.serving.app_name, HANG_GUARD_S),
-        sealed=True,
-    )
+    secret = application_secret(pair.config.serving.app_name, HANG_GUARD_S)
+    invitation, complete = foreign_link(FOREIGN_EPOCH, secret=secret, sealed=True)
     joining = pair.drafter().accept_link.remote(invitation, HANG_GUARD_S)
     link = Link(
         complete(HANG_GUARD_S),
@@ -107,19 +113,7 @@ def test_one_drafter_serves_two_links(pair, second_link):
 
 
 def test_a_link_of_another_application_is_refused(pair):
-    invitation, complete = host_link(
-        host="127.0.0.1",
-        epoch=FOREIGN_EPOCH + 1,
-        backend="gloo",
-        capacity_words=CAPACITY,
-        round_deadline_ms=1000,
-        link_deadline_ms=20_000,
-        vocab_size=VOCAB_SIZE,
-        num_speculative_tokens=K,
-        verifier_id="test",
-        secret=bytes(32),
-        sealed=False,
-    )
+    invitation, complete = foreign_link(FOREIGN_EPOCH + 1)
     with ThreadPoolExecutor(1) as pool:
         hosted = pool.submit(complete, 20.0)
         with pytest.raises(LinkError, match="test"):
@@ -130,20 +124,7 @@ def test_a_link_of_another_application_is_refused(pair):
 
 
 def test_a_target_of_another_tokenizer_is_refused_and_told_why(pair):
-    invitation, complete = host_link(
-        host="127.0.0.1",
-        epoch=FOREIGN_EPOCH + 2,
-        backend="gloo",
-        capacity_words=CAPACITY,
-        round_deadline_ms=1000,
-        link_deadline_ms=20_000,
-        vocab_size=VOCAB_SIZE,
-        num_speculative_tokens=K,
-        verifier_id="test",
-        secret=bytes(32),
-        sealed=False,
-        vocabulary=("another",),
-    )
+    invitation, complete = foreign_link(FOREIGN_EPOCH + 2, vocabulary=("another",))
     with pytest.raises(ValueError, match=r"drafter\.model: its tokenizer is not the target's"):
         ray.get(pair.drafter().accept_link.remote(invitation, 20.0), timeout=HANG_GUARD_S)
     del complete
