@@ -179,22 +179,25 @@ class DraftModelStrategy:
         return answers
 
     def delivered(self) -> list[Answer]:
-        """What is at hand goes out, or all that may get one draft more of the step that runs is kept back for it: when
-        that is soon enough for what it brings, since a target waits for all of its answers. Depends on nothing that
-        this step draws."""
+        """What is at hand goes out, but for what `_held` keeps back."""
         waiting, self._waiting = self._waiting, []
-        step, soon = self._running, set[ModelSequence]()
-        if step is not None and len(waiting) <= _MANY:
-            soon = {sequence for sequence in waiting if sequence.due and is_drafting(step, sequence)}
-        if soon and step is not None:
-            # Late by some time it is expected to take as long again.
-            left_s = abs(step.started + self._cost.expected_s(len(step.plan.rows)) - self._clock())
-            missed = left_s * sum(sequence.tokens_per_s for sequence in waiting)
-            brought = sum(self._outcomes.usual_acceptance ** (sequence.num_drafted + 1) for sequence in soon)
-            if missed * _WAIT_PRICE < brought and all(sequence.tokens_per_s for sequence in waiting):
-                waiting = [sequence for sequence in waiting if sequence not in soon]
-        answers = [sequence.answer() for sequence in waiting]
+        held = self._held(waiting)
+        answers = [sequence.answer() for sequence in waiting if sequence not in held]
         return [answer for answer in answers if answer is not None]
+
+    def _held(self, waiting: Collection[ModelSequence]) -> Collection[ModelSequence]:
+        """All that get one draft more of the step that runs, when that is soon enough for what it brings, since a
+        target waits for all of its answers; else nobody. Depends on nothing that this step draws. waiting: of one
+        target."""
+        step = self._running
+        if step is None or len(waiting) > _MANY or not all(sequence.tokens_per_s for sequence in waiting):
+            return ()
+        soon = {sequence for sequence in waiting if sequence.due and _is_drafting(step, sequence)}
+        # Late by some time it is expected to take as long again.
+        left_s = abs(step.started + self._cost.expected_s(len(step.plan.rows)) - self._clock())
+        missed = left_s * sum(sequence.tokens_per_s for sequence in waiting)
+        brought = sum(self._outcomes.usual_acceptance ** (sequence.num_drafted + 1) for sequence in soon)
+        return soon if missed * _WAIT_PRICE < brought else ()
 
     def close(self, sequence: ModelSequence) -> None:
         del self._sequences[sequence]
@@ -358,7 +361,7 @@ class DraftModelStrategy:
         sequence.dropped.clear()
 
 
-def is_drafting(step: DraftStep, sequence: ModelSequence) -> bool:
+def _is_drafting(step: DraftStep, sequence: ModelSequence) -> bool:
     """Whether the step brings a draft more than the sequence has, and it has use for one."""
     draw = step.draws.get(sequence.main)
     return draw is not None and sequence.num_drafted < sequence.num_wanted and draw == sequence.next_draw(sequence.main)

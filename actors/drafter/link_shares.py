@@ -22,7 +22,7 @@ import heapq
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
-from outrider.actors.drafter.outcomes import Frequency
+from outrider.actors.drafter.outcomes import USUAL_ACCEPTANCE, Frequency
 
 T = TypeVar("T")
 
@@ -31,9 +31,6 @@ MIN_WEIGHT = 0.25
 
 MAX_LAG_STEPS = 4.0
 """Furthest behind the clock: as many steps as a prompt may have to wait for its next chunk."""
-
-_USUAL_ACCEPTANCE = 0.7
-"""Believed of a link that has not shown its own."""
 
 
 class _Link:
@@ -48,7 +45,7 @@ class _Link:
 
     @property
     def weight(self) -> float:
-        return max(self.accepted.given(_USUAL_ACCEPTANCE), MIN_WEIGHT)
+        return max(self.accepted.given(USUAL_ACCEPTANCE), MIN_WEIGHT)
 
 
 class LinkShares:

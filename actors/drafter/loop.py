@@ -5,7 +5,8 @@ while the model works. In the order in which it happens:
 
 1. deliver: `Open` brings a prompt, in pieces; when it is whole, the strategy opens the sequence.
 2. deliver: a `Commit` extends its text. What has been drafted ahead for this outcome is the answer, sent at once,
-   whatever step runs meanwhile: a hit is answered in the time of a look-up. Else the sequence is due.
+   whatever step runs meanwhile: a hit is answered in the time of a look-up, unless the strategy finds that the step
+   that runs is worth a wait. Else the sequence is due.
 3. run: the strategy plans its most urgent work: a step over those that are due and, as far as there is room, ahead for
    the others; a piece of a prompt; or nothing, until something arrives.
 4. run: the work is executed, without the lock.

@@ -12,7 +12,9 @@ from outrider.actors.drafter.engine import Drawn
 
 _BINS = 10
 _PRIOR_WEIGHT = 8.0
-_USUAL_ACCEPTANCE = 0.7
+USUAL_ACCEPTANCE = 0.7
+"""Of a draft, believed until there is something to go by."""
+
 _FADE_AT = 2000.0
 
 
@@ -62,7 +64,7 @@ class OutcomeModel:
     @property
     def usual_acceptance(self) -> float:
         """Of any draft, whatever the confidence."""
-        return self._any_accepted.given(_USUAL_ACCEPTANCE)
+        return self._any_accepted.given(USUAL_ACCEPTANCE)
 
     def outcomes(self, reach: float, position: int, drawn: Drawn) -> list[Outcome]:
         """The alternatives at a position that verification reaches with probability `reach`."""

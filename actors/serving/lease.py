@@ -20,9 +20,6 @@ CONTROL_TIMEOUT_S = 5.0
 _REGISTRY_ATTEMPTS = 4
 _REGISTRY_PAUSE_S = 1.0
 
-_UNREACHABLE = (ray.exceptions.RayError, TimeoutError, ValueError)
-"""What asking raises; the last: Ray's, of a name that is given up between its asking and its making."""
-
 STOPPED_AFTER = 12
 """Calls in a row that a registry leaves without an answer, and is taken for stopped: a minute and more, in which one
 that has just been made has started on a busy machine, too."""
@@ -37,8 +34,11 @@ class Silence:
         self._has_judged = False
         """Since one has last answered: it may be this process that reaches none."""
 
+        self.stopped: Any = None
+        """The registry that is to be replaced."""
+
     def answered(self) -> None:
-        self._in_a_row, self._has_judged = 0, False
+        self._in_a_row, self._has_judged, self.stopped = 0, False, None
 
     def ran_out(self, registry: Any) -> bool:
         """registry: who was asked. Returns whether to put another in its place: once, until one has answered."""
@@ -46,7 +46,7 @@ class Silence:
         self._registry = registry
         if self._in_a_row < STOPPED_AFTER or self._has_judged:
             return False
-        self._has_judged = True
+        self._has_judged, self.stopped = True, registry
         return True
 
 
@@ -61,9 +61,6 @@ class Lease:
         """The search for the registry that is under way."""
 
         self._silence = Silence()
-        self._stopped: Any = None
-        """The registry that is to be replaced."""
-
         self._keeping: asyncio.Task[None] | None = None
 
     @property
@@ -77,7 +74,7 @@ class Lease:
         place."""
         try:
             await self.renew(lease_s, attempts=STOPPED_AFTER + _REGISTRY_ATTEMPTS)
-        except _UNREACHABLE as error:
+        except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("the replica starts without a registry, which is not reachable: %r", error)
 
     def keep(self) -> None:
@@ -117,7 +114,7 @@ class Lease:
                     self._registry = await self._find_registry()
                 await self._ask_to_renew(self._registry, lease_s)
                 return
-            except _UNREACHABLE:
+            except (ray.exceptions.RayError, TimeoutError):
                 if attempt == attempts - 1:
                     raise
 
@@ -128,16 +125,14 @@ class Lease:
         except (TimeoutError, ray.exceptions.ActorUnavailableError):  # the latter: a stopped one, to who is new to it
             if self._silence.ran_out(registry):
                 logger.error("the registry has left %d calls without an answer: replacing it", STOPPED_AFTER)
-                self._stopped = registry
             raise
         self._silence.answered()
-        self._stopped = None
 
     async def _find_registry(self) -> Any:
         """In a thread, one at a time: Ray waits for its GCS here, for as long as that takes to come back. Raises
         RayError or TimeoutError."""
         if self._finding is None:
-            stopped, self._stopped = self._stopped, None
+            stopped, self._silence.stopped = self._silence.stopped, None
             search: Callable[[str], Any] = get_or_create_registry
             if stopped is not None:
                 search = partial(replace_registry, stopped=stopped)
@@ -145,6 +140,8 @@ class Lease:
         finding = self._finding
         try:
             return await asyncio.wait_for(asyncio.shield(finding), CONTROL_TIMEOUT_S)
+        except ValueError as error:
+            raise TimeoutError("the registry's name was given up between its asking and its making") from error
         finally:
             if finding.done():  # what came when nobody waited any more is for who asks next
                 self._finding = None
@@ -153,6 +150,6 @@ class Lease:
         while True:
             try:
                 await self.renew(LEASE_S)
-            except _UNREACHABLE as error:
+            except (ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("registry not reachable: %s", error)
             await asyncio.sleep(LEASE_S / 6)

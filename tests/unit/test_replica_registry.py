@@ -59,7 +59,7 @@ def of_lost(registry: Registry) -> Any:
     """A lease that the replica had taken there."""
     made: Any = Lease.__new__(Lease)
     made.member, made._app_name, made._registry, made._finding = MEMBER, "app", registry, None
-    made._silence, made._stopped = Silence(), None
+    made._silence = Silence()
     return made
 
 
@@ -119,9 +119,10 @@ async def test_what_a_search_finds_when_nobody_waits_any_more_is_taken(monkeypat
     assert (gcs.asked, new.renewed) == (1, [(MEMBER, 10.0)])
 
 
-async def test_a_search_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), ValueError("no actor of that name")])
+async def test_a_search_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     new = Registry()
-    gcs = Gcs(DEAD, new)
+    gcs = Gcs(error, new)
     gcs.back.set()
     monkeypatch.setattr(lease, "get_or_create_registry", gcs.get_or_create)
     await of_lost(Registry(DEAD)).renew(10.0)

@@ -119,6 +119,32 @@ def test_few_drafts_are_not_worth_that_a_whole_batch_waits(others):
     assert set(answered) == (set(keys) if others else set())
 
 
+@pytest.mark.parametrize("size", [8, 9])
+def test_in_a_batch_of_many_nobody_waits(size):
+    bench = TimedBench(2000, max_side_branches=0)
+    keys = [(KEY[0], request) for request in range(size)]
+    for key in keys:
+        bench.open(key, [key[1], *range(10)])
+    bench.settle()
+    bench.rounds(keys, 14)
+    for key in keys:
+        assert bench.round(key) is not None
+    for _ in range(3):
+        assert not bench.step()
+    answered = []
+
+    def all_at_once():
+        for key in keys:
+            drafts, text = bench.sent[key], bench.texts[key]
+            commit = Commit(key[1], len(text), [*drafts, drawn_token(text + drafts)], 4, 1)
+            bench.strategy.strategy.commit(bench.strategy.sequences[key], commit)
+        answered.extend(bench.strategy.delivered())
+
+    bench.engine.interrupted = 0.95, all_at_once
+    bench.step()
+    assert len(answered) == (0 if size == 8 else size)
+
+
 def test_nobody_waits_for_a_step_that_does_not_draft_for_them():
     bench = TimedBench(max_side_branches=0)
     bench.open(KEY, range(10))
