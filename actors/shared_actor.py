@@ -65,8 +65,7 @@ def get_or_create(actor_class: type, name: str, *args: Any, **options: Any) -> A
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
-            scheduling_strategy=anywhere() if options else on_head(),
-            **{"num_cpus": 0, **options},
+            **({"num_cpus": 0, **anywhere(), **options} if options else on_head()),
         )
         .remote(*args)
     )

@@ -5,29 +5,25 @@ Ray's autoscaler ends no node that a living actor is on, and the head never.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-_HEAD = "node:__internal_head__"
-"""Ray's own resource of the head."""
+HEAD_RESOURCE = "node:__internal_head__"
+"""Ray's own, of the head alone: 1."""
 
-
-def on_head() -> Any:
-    """A scheduling strategy of Ray's, in the cluster that this process is connected to."""
-    return on_head_of(ray.nodes())
+_SHARE = 0.001
 
 
-def on_head_of(nodes: Iterable[Mapping[str, Any]]) -> Any:
-    """nodes: as ray.nodes() has them. Anywhere else where there is no head, or no longer."""
-    for node in nodes:
-        if node["Alive"] and _HEAD in node["Resources"]:
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-    return anywhere()
+def on_head() -> dict[str, Any]:
+    """Ray's options for such an actor, which waits for a head that is gone.
+
+    By the resource, as Serve does it for its controller: where a node is named instead, and others may do, an actor
+    lands on whichever node schedules it without having heard of the head yet.
+    """
+    return {"num_cpus": 0, "resources": {HEAD_RESOURCE: _SHARE}, **anywhere()}
 
 
-def anywhere() -> Any:
-    """But not on the bundles of the replica that happens to ask first: they go when that replica goes."""
-    return PlacementGroupSchedulingStrategy(None)
+def anywhere() -> dict[str, Any]:
+    """Ray's options of where: not on the bundles of the replica that happens to ask first, they go when that goes."""
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(None)}

@@ -114,8 +114,7 @@ def get_or_create_registry(app_name: str) -> Any:
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
-            scheduling_strategy=on_head(),
-            num_cpus=0,
+            **on_head(),
         )
         .remote()
     )

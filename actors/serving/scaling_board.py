@@ -94,8 +94,7 @@ def make_board(app_name: str) -> Any:
             name=board_name(app_name),
             namespace=NAMESPACE,
             get_if_exists=True,
-            scheduling_strategy=on_head(),
-            num_cpus=0,
+            **on_head(),
             max_restarts=-1,
         )
         .remote()
