@@ -33,14 +33,14 @@ serve: $(STAMP)  ## Serve a preset or a configuration file (CONFIG=smollm2)
 
 test: $(STAMP)  ## Unit, integration and fault tests but for exhaustive sweeps; installs Chromium for the page's where it is missing and this is root
 	@$(BIN)/python tests/install_chromium.py
-	@exec $(BIN)/python tests/run_parts.py -m "not exhaustive and not long" $(PYTEST_ARGS)
+	@exec $(BIN)/python tests/run_parts.py -m "not exhaustive" $(PYTEST_ARGS)
 
-test-all: $(STAMP)  ## The same with the exhaustive sweeps and what takes minutes for one claim; -m "not long" is what continuous integration runs
+test-all: $(STAMP)  ## The same with the exhaustive sweeps and what takes minutes for one claim
 	@$(BIN)/python tests/install_chromium.py
 	@exec $(BIN)/python tests/run_parts.py $(PYTEST_ARGS)
 
 test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
-	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive and not long" $(PYTEST_ARGS)
+	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive" $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## What one GPU can show without vLLM and Ray: kernels, draws, training, NCCL with itself
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("outrider: make test-gpu: PyTorch sees no GPU here")'

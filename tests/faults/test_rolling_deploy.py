@@ -25,7 +25,7 @@ from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine,
 from tests.stalls import Stalls
 from tests.traffic import longest_gap_s, running
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 CALLERS, ANSWER_TOKENS = 4, 120
 LONG_ANSWER_TOKENS = 900

@@ -18,7 +18,7 @@ from tests.wire import can_make_hosts
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.long,
+    pytest.mark.exhaustive,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not can_make_hosts(), reason="no right to make namespaces"),
 ]

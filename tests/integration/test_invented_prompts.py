@@ -12,7 +12,7 @@ from outrider.deploy.cli import main
 from outrider.deploy.distill.prompts import read_prompts
 from tests.tiny_models import EOS, build_learnable
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 
 def set_template(checkpoint, template):

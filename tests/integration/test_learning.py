@@ -21,7 +21,7 @@ from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, drafted, engine, living_actors, wait_until
 from tests.tiny_models import VOCAB_SIZE, build_first_layer, build_learnable
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 COLOURS = ["red", "green", "blue", "black", "white", "grey", "pink", "gold"]
 ANIMALS = ["cat", "dog", "cow", "hen", "fox", "owl", "bee", "ant", "elk", "emu"]

@@ -7,7 +7,7 @@ import pytest
 from tests.pools import PROMPT, ask_registry
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, drafted, engine, wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
