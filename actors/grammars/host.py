@@ -664,6 +664,7 @@ class Matcher:
         if self._closed:
             return
         self._closed = True
+        self._memory = None  # and its file, whoever keeps this matcher
         if self._own is not None:
             self._own.close()
         if self.siblings is not None:

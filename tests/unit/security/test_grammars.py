@@ -299,11 +299,11 @@ def test_what_nobody_has_used_for_a_minute_is_ended_with_all_that_it_held() -> N
         gc.collect()
         files = len(os.listdir("/proc/self/fd"))
         used = room(host, "ebnf", 'root ::= "used"')
+        kept = []  # as a request that has ended is, until the collector comes
         for number in range(3):
-            idle = room(host, "ebnf", f'root ::= "idle {number}"').matcher([EOS])
-            assert allowed(idle)
-            idle.close()
-            del idle
+            kept.append(room(host, "ebnf", f'root ::= "idle {number}"').matcher([EOS]))
+            assert allowed(kept[-1])
+            kept[-1].close()
         assert len(rooms_of(host)) == 4
         clock.now = IDLE_S - 1
         host.tidy()
