@@ -14,6 +14,7 @@ from outrider.actors.drafter.engine import Engine
 from outrider.actors.drafter.link_shares import LinkShares
 from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequence
 from outrider.actors.drafter.outcomes import OutcomeModel, StepCost
+from outrider.actors.drafter.pause import Pause, Pauses
 from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, StepPlanner
 from outrider.actors.drafter.sequence import Answer, SequenceKey
 from outrider.actors.drafter.strategy import S, Work
@@ -103,6 +104,7 @@ class DraftModelStrategy:
         self._outcomes = OutcomeModel(NUM_ALTERNATIVES)
         self._cost = StepCost()
         self._shares = LinkShares()
+        self._pauses = Pauses(clock)
         self._planner = StepPlanner(
             engine,
             self._sequences.keys(),
@@ -134,6 +136,7 @@ class DraftModelStrategy:
         sequence.begin(f"{link_id}-{handle}-{next(self._lives)}", self._engine.max_model_len)
         self._sequences[sequence] = None
         self._shares.opened(link_id)
+        self._pauses.end()
         if self._vocabulary is not None:
             self._vocabulary.pin(sequence.engine_id, text[:_AT_ONCE])
             if len(text) > _AT_ONCE:
@@ -182,8 +185,15 @@ class DraftModelStrategy:
         """What is at hand goes out, but for what `_held` keeps back."""
         waiting, self._waiting = self._waiting, []
         held = self._held(waiting)
-        answers = [sequence.answer() for sequence in waiting if sequence not in held]
-        return [answer for answer in answers if answer is not None]
+        answers = [answer for sequence in waiting if sequence not in held and (answer := sequence.answer()) is not None]
+        if waiting:
+            self._pauses.asked(waiting[0].key[0], missed=len(answers) < len(waiting))
+        return self._sent(answers)
+
+    def _sent(self, answers: list[Answer]) -> list[Answer]:
+        for answer in answers:
+            self._pauses.answered(answer.sequence.key[0])
+        return answers
 
     def _held(self, waiting: Collection[ModelSequence]) -> Collection[ModelSequence]:
         """All that get one draft more of the step that runs, when that is soon enough for what it brings, since a
@@ -209,6 +219,7 @@ class DraftModelStrategy:
 
     def unlink(self, link_id: int) -> None:
         self._shares.unlink(link_id)
+        self._pauses.unlink(link_id)
 
     def limit_vocabulary(self, size: int) -> None:
         if self._num_drawable is not None and size >= self._num_drawable:
@@ -238,12 +249,17 @@ class DraftModelStrategy:
         # the rest with prompts by turns.
         prefill_first = self._steps_since_prefill >= _STEPS_BETWEEN_PREFILLS if due else self._steps_since_prefill > 0
         planner = self._planner
+        is_ahead = not due and all(s.can_draft or s.retired for s in self._sequences)
+        if is_ahead and (pause := self._pauses.next(self._cost.mean_s, self._sequences)) is not None:
+            return pause, answers
         step = planner.prefill() if prefill_first else None
         if step is None:
             step = planner.drafts(due, answers) or planner.prefill() or planner.prefill(idle=True)
         if step is not None:
             drafting = any(row.draw is not None for row in step.plan.rows)
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
+            if is_ahead:
+                self._pauses.stepped(step.worth)
             step.plan.num_drawable = self._num_drawable
             if self._vocabulary is not None:
                 step.plan.vocabulary_changes = self._vocabulary.take_changes()
@@ -257,6 +273,9 @@ class DraftModelStrategy:
             del self._unstarted[work.sequence]
             return self._started(work.sequence, work.prompt, work.hashed)
         if isinstance(work, WeightsChange):
+            return []
+        if isinstance(work, Pause):
+            self._pauses.complete(work)
             return []
         assert isinstance(work, DraftStep)
         self._running = None
@@ -283,7 +302,7 @@ class DraftModelStrategy:
         if drafting:
             self._cost.observe(len(work.plan.rows), work.seconds)
             self._step_times.observe(work.seconds)
-        return answers
+        return self._sent(answers)
 
     def step_us(self) -> int:
         return int(self._cost.mean_s * 1e6)

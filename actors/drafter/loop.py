@@ -8,7 +8,7 @@ while the model works. In the order in which it happens:
    whatever step runs meanwhile: a hit is answered in the time of a look-up, unless the strategy finds that the step
    that runs is worth a wait. Else the sequence is due.
 3. run: the strategy plans its most urgent work: a step over those that are due and, as far as there is room, ahead for
-   the others; a piece of a prompt; or nothing, until something arrives.
+   the others; a piece of a prompt; a pause, where a target is about to ask; or nothing, until something arrives.
 4. run: the work is executed, without the lock.
 5. run: its results are taken, among them the answers nobody had foreseen, which are sent.
 6. deliver: a `Close`, or the end of its link, and the sequence is forgotten.

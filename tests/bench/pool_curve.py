@@ -25,6 +25,7 @@ import torch
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.drafter.model_sequence import ModelSequence
+from outrider.actors.drafter.pause import Pause
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.sequence import Answer
 from outrider.actors.round.length import Estimate, LengthController
@@ -61,6 +62,12 @@ class World:
             self.now, _, then = heapq.heappop(self._events)
             then()
         self.now = end
+
+    def pass_while(self, pause: Pause) -> None:
+        while not pause.over.is_set() and self._events and self._events[0][0] <= pause.until:
+            self.pass_to_next()
+        if not pause.over.is_set():
+            self.now = pause.until
 
     def pass_to_next(self) -> None:
         self.pass_until(self._events[0][0])
@@ -219,7 +226,10 @@ def simulate(profile: Profile, text: Text, num_targets: int, batch: int, k: int,
             if work is None:
                 world.pass_to_next()
                 continue
-            work.execute()
+            if isinstance(work, Pause):
+                world.pass_while(work)
+            else:
+                work.execute()
             hear(strategy.complete(work))
 
     for target in targets:

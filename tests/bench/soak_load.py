@@ -111,6 +111,14 @@ class Load:
             for prompt in client.prompts:
                 client.alone.append(await self._answer(client, prompt, f"alone-{client.name}"))
 
+    async def ask_beside(self) -> None:
+        """One of each of the other calls: for the first of a kind the server opens what it keeps."""
+        await self._grpc.status()
+        await self._grpc.model_info()
+        await self._grpc.server_info()
+        await self._grpc.healthy()
+        await self._grpc.abort("nobody")
+
     def start(self) -> None:
         self._over.clear()
         self._running = [asyncio.create_task(self._run(client)) for client in self.clients]
