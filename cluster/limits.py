@@ -97,12 +97,12 @@ class LimitsConfig(Section):
 
     max_sequences: int = Field(1024, ge=1)
     """Answers that an ingress has running and waiting at once: each of a request's ``n`` and of its prompts counts.
-    A request beyond it is refused like one that finds the queue full, unless it is the only one."""
+    A request beyond it is refused like one that finds the queue full; one for more than all of them, by its field."""
 
     max_tokens_in_flight: int = Field(8 << 20, ge=1)
-    """Likewise, in tokens: of prompts (text is estimated) and the longest answers that were asked for. A token counts
-    once more for each of the likeliest ones that ``logprobs`` or ``prompt_logprobs`` ask for with it, and each of
-    ``allowed_token_ids`` for one in each answer."""
+    """Likewise in tokens, but for a request that is the only one: of prompts (text is estimated) and longest answers
+    that were asked for. A token counts once more for each of the likeliest ones that ``logprobs`` or
+    ``prompt_logprobs`` ask for with it, and each of ``allowed_token_ids`` for one in each answer."""
 
     max_logprobs: int = Field(1 << 15, ge=1 << 13)
     """Log-probabilities of one request that come at once: of a prompt's tokens, and of answers that are not streamed.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from ray.serve.exceptions import BackPressureError
 
-from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest
+from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest, RequestError
 from outrider.actors.request_costs import tokens_in_flight
 from outrider.actors.serving.capacity import part_of
 from outrider.actors.serving.failures import CallFailure, Refusal, queue_full
@@ -45,10 +45,18 @@ class Admission:
 
     @contextmanager
     def hold(self, request: GenerationRequest | OpenAIRequest, key: str | None = None) -> Iterator[None]:
-        """While it runs. key: the name of the one that it came with. A request that is alone is let in however large it
-        is: it would never be otherwise. Raises BackPressureError, as Serve does for a full queue, and KeyShareTaken."""
+        """While it runs. key: the name of the one that it came with. A request that is alone is let in however many
+        tokens it may come to: it would never be otherwise. Raises BackPressureError, as Serve does for a full queue,
+        KeyShareTaken, and RequestError for more answers than there is ever room for: alone, it would keep all others
+        out."""
         sequences = request.num_answers
         tokens = tokens_in_flight(request)
+        if sequences > self._max_sequences:
+            raise RequestError(
+                "sampling.n" if isinstance(request, GenerationRequest) else "n",
+                f"asks for {sequences} answers at once, prompts times n, and there is room for {self._max_sequences}",
+                f"ask for at most {self._max_sequences}",
+            )
         free_sequences, free_tokens = self._max_sequences - self.sequences, self._max_tokens - self.tokens
         if self.sequences and (sequences > free_sequences or tokens > free_tokens):
             raise BackPressureError(num_queued_requests=self.sequences, max_queued_requests=self._max_sequences)

@@ -66,13 +66,24 @@ def test_three_hundred_and_twenty_requests_of_sixty_four_answers_do_not_get_in()
 
 
 def test_tokens_count_too_and_one_alone_always_gets_in() -> None:
-    admission = Admission(LimitsConfig(max_tokens_in_flight=1000, max_sequences=2))
+    admission = Admission(LimitsConfig(max_tokens_in_flight=1000, max_sequences=64))
     large = GenerationRequest("r", "x", sampling={"n": 64, "max_tokens": 5000})
     with admission.hold(large), pytest.raises(BackPressureError), admission.hold(large):
         pass
     small = GenerationRequest("r", "x", sampling={"max_tokens": 600})
     with admission.hold(small), pytest.raises(BackPressureError), admission.hold(small):
         pass
+
+
+def test_more_answers_than_there_is_ever_room_for_are_refused_by_their_field() -> None:
+    """Let in when nobody else is there, they would keep everybody else out."""
+    admission = Admission(LimitsConfig(max_sequences=32))
+    several = OpenAIRequest("completions", "r", {"prompt": ["a"] * 5, "n": 7})
+    for request, field in ((GenerationRequest("r", "x", sampling={"n": 33}), "sampling.n"), (several, "n")):
+        with pytest.raises(RequestError, match=r"room for 32.*at most 32") as refused, admission.hold(request):
+            pass
+        assert refused.value.field == field
+    assert admission.sequences == 0
 
 
 def test_several_ingresses_let_in_what_one_would() -> None:
