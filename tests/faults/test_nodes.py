@@ -183,6 +183,29 @@ def test_the_node_of_a_pools_drafter_goes_and_another_drafts_on(nodes: Nodes) ->
     all_draft(nodes.app)
 
 
+def test_a_drained_node_s_drafter_hands_over_before_it_ends(nodes: Nodes) -> None:
+    """Its target is linked to another one first: it is never without a link."""
+    nodes.add("drafter")
+    wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each")
+    name, (moving,) = next(iter(ask_registry(nodes.app, "drafters").items()))
+    old = name.split(":")[1]
+    drained = nodes_of("DrafterPool")[old]
+    nodes.add("drafter")
+    with load(nodes.app):
+        nodes.drain(drained)
+
+        def has_gone() -> bool:
+            link = ask_registry(nodes.app, "links")[moving]
+            assert link.state == "up", link
+            return old not in nodes_of("DrafterPool")
+
+        wait_until(has_gone, LOADED_WITHIN_S, "the old drafter's end")
+        wait_until(lambda: is_even(nodes.app), LOADED_WITHIN_S, "a drafter each again")
+    assert drained not in nodes_of("DrafterPool").values()
+    all_draft(nodes.app)
+    nodes.remove(drained)
+
+
 def test_a_drained_node_s_replica_has_one_elsewhere_first_and_ends_no_answer(nodes: Nodes) -> None:
     old, drained = nodes.a_target()
     spare = nodes.add("target")
