@@ -160,12 +160,16 @@ class Learner:
         self._last_number = 0
         self._last_verdict: Verdict | None = None
         self._since_reset = 0
+        self._to_train_on = 0.0
+        """Texts, each as often as it is still to be trained on."""
+
         self._loss = self._overlap = 0.0
 
     # From any thread.
 
     def add(self, taught: Sequence[Taught]) -> None:
         with self._lock:
+            before = self._replay.num_added
             for part in taught:
                 if int(part.ids.max()) >= self._vocab_size:
                     continue  # the drafter does not know such a token
@@ -173,6 +177,11 @@ class Learner:
                 self._replay.add(text, len(part.ids), part.prompt)
                 self._seen.texts += 1
                 self._seen.tokens += len(part.top_ids)
+            if added := self._replay.num_added - before:
+                # What is not kept any more cannot be trained on: where more comes than there is time for, what is kept
+                # has its turns, and they end when nothing more comes.
+                passes = self._settings.passes
+                self._to_train_on = min(self._to_train_on + passes * added, passes * self._replay.num_kept)
 
     @property
     def serving(self) -> Learnt:
@@ -224,6 +233,7 @@ class Learner:
             self._history.ended(REVERTED)
             self._publish(tensors, None, None, again=number)
             self._replay.forget()
+            self._to_train_on = 0.0
             self._went_back = True
             return self._last_number
 
@@ -234,8 +244,8 @@ class Learner:
         settings = self._settings
         self._follow()
         with self._lock:
-            enough = self._seen.steps * settings.batch_size < settings.passes * self._replay.num_added
-            batch = self._replay.batch(settings.batch_size) if enough else []
+            batch = self._replay.batch(settings.batch_size) if self._to_train_on > 0 else []
+            self._to_train_on -= len(batch)
         if not batch:
             return False
         self._since_reset += 1

@@ -75,6 +75,11 @@ class Replay(Generic[T]):
         while self._num_recent_tokens > self._recent_tokens and len(self._recent) > 1:
             self._num_recent_tokens -= self._recent.popleft()[1]
 
+    @property
+    def num_kept(self) -> int:
+        """Different texts that are kept now to train on, but for the general ones."""
+        return len({id(text) for text, _ in self._recent} | set(map(id, self._past.kept)))
+
     def forget(self) -> None:
         """All but the general texts, and what has been counted."""
         self._recent.clear()

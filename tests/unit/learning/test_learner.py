@@ -120,6 +120,38 @@ def test_without_texts_there_is_nothing_to_do():
     assert done == -(-made._replay.num_added // 8), "each text once, on average"
 
 
+def steps_until_it_waits(made):
+    done = 0
+    while made.work():
+        done += 1
+    return done
+
+
+def test_what_came_while_there_was_no_time_is_owed_no_turns_that_it_cannot_have():
+    """Of a long stream a few texts are kept: these are trained on as often as is asked for, not as often as all."""
+    made = learner(passes=2.0, batch_size=8, recent_tokens=1024, past_tokens=1024, steps_per_version=10_000)
+    for number in range(0, 4000, 200):
+        made.add(many(200, first=number))
+    kept = made._replay.num_kept
+    assert kept < 60 < made._replay.num_added
+    assert steps_until_it_waits(made) == -(-2 * kept // 8)
+
+
+def test_what_was_forgotten_is_owed_nothing():
+    made = learner(passes=10.0, batch_size=8, steps_per_version=10_000)
+    made.add(many(200))
+    serving = made.serving
+    with made._lock:
+        made._publish({name: tensor + 1 for name, tensor in serving.tensors.items()}, None, serving)
+    made.go_back(0)
+    assert not made.work()
+    fresh = [taught(number) for number in range(1000, 1020)]
+    made.add(fresh)
+    kept = made._replay.num_kept
+    assert 0 < kept <= 20
+    assert steps_until_it_waits(made) == -(-10 * kept // 8)
+
+
 def test_too_few_held_out_texts_decide_nothing():
     made = learner(held_out=0.01)
     made.add([one for one in many(200) if one.prompt >= 0.01 * 2**63])
