@@ -1,7 +1,8 @@
 """Whether a version of a drafter is better than another, by texts that neither was trained on. Pure.
 
 Both are scored on the same texts, so that how hard a text is cancels out: what counts is the mean of the differences
-and how sure it is. Texts are few, so the limit is Student's for one side and one in twenty.
+and how sure it is. Texts are few, so the limit is Student's for one side and one in twenty. What serves is looked back
+at time and again: there one in twenty is the chance that an equally good version is ever found worse, in all looks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 LEAST_TEXTS = 12
 """Held-out texts, of prompts of their own, without which nothing is decided."""
@@ -16,6 +18,7 @@ LEAST_TEXTS = 12
 MOST_LOST = 0.02
 """Acceptance that a version may lose, in the mean, on what came before."""
 
+_ONE_SIDE = 0.05
 _STUDENT_95 = 1.8
 """For 11 degrees of freedom, those of LEAST_TEXTS; for more it is less."""
 
@@ -49,6 +52,27 @@ class Difference:
         """Likewise."""
         return self.texts >= LEAST_TEXTS and self.mean + self.margin < 0
 
+    def is_loss_in(self, look: int) -> bool:
+        """Likewise, in the so many-th look at two versions, from 1: of the one in twenty it may use
+        1 / look / (look + 1), which makes 1 over all looks, however much their texts have in common."""
+        if self.texts < LEAST_TEXTS:
+            return False
+        limit = student_limit(_ONE_SIDE / (look * (look + 1)), self.texts - 1)
+        return self.mean + self.margin / _STUDENT_95 * limit < 0
+
+
+def student_limit(chance: float, degrees: int) -> float:
+    """What Student's t of so many degrees of freedom exceeds with that chance, by the normal one's (Abramowitz and
+    Stegun, 26.7.5): from 11 degrees on within a hundredth down to chances of one in a hundred thousand."""
+    z = NormalDist().inv_cdf(1 - chance)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -59,6 +83,7 @@ class Verdict:
     recent: Difference | None = None
     past: Difference | None = None
     general: Difference | None = None
+    past_begun: Difference | None = None
 
     @property
     def gains_and_forgets(self) -> bool:
@@ -72,14 +97,17 @@ class Verdict:
         return worse or self.reason == "not_finite" or (self.reason == "forgets" and not self.gains_and_forgets)
 
 
-def judge(recent: Difference, past: Difference, general: Difference | None = None) -> Verdict:
+def judge(
+    recent: Difference, past: Difference, general: Difference | None = None, past_begun: Difference | None = None
+) -> Verdict:
     """recent: on the latest texts. past: on a sample of all so far. general: on general ones, where there are any; of
-    these the drafter that learning began with is the other version, so that little by little nothing is lost either."""
+    these the drafter that learning began with is the other version, so that little by little nothing is lost either.
+    past_begun: the same on the sample of all so far."""
 
     def verdict(adopted: bool, reason: str) -> Verdict:
-        return Verdict(adopted, reason, recent, past, general)
+        return Verdict(adopted, reason, recent, past, general, past_begun)
 
-    before = [past] if general is None else [past, general]
+    before = [past, *(each for each in (general, past_begun) if each is not None)]
     if recent.texts < LEAST_TEXTS:
         return verdict(False, "no_texts")
     if not all(math.isfinite(each.mean) for each in (recent, *before)):

@@ -3,9 +3,9 @@
 One model in memory is trained all the time; a version is a copy of its tensors at one moment, rounded as the drafter
 holds them. Every so many steps the latest is compared with the one that serves, on texts that neither was trained on,
 and takes its place only if it is better for certain (gate.py). The one before is kept: if texts that came since say
-that it was better, it comes back; so does a former one that somebody asks for. The approach of online speculative
-decoding (Liu et al., 2310.07177), with a replay and gates, since plain online training is worse than offline training
-by a tenth to a quarter.
+for certain that it was better, it comes back; so does a former one that somebody asks for. The approach of online
+speculative decoding (Liu et al., 2310.07177), with a replay and gates, since plain online training is worse than
+offline training by a tenth to a quarter.
 """
 
 from __future__ import annotations
@@ -157,6 +157,12 @@ class Learner:
         self._went_back = False
         """Since the trainer's thread last looked."""
 
+        self._looks = 0
+        """At the version that serves and the one before it, see Difference.is_loss_in."""
+
+        self._looked_at = 0
+        """Held-out texts that had come by the last look."""
+
         self._last_number = 0
         self._last_verdict: Verdict | None = None
         self._since_reset = 0
@@ -239,6 +245,18 @@ class Learner:
 
     # The trainer's thread.
 
+    def turn(self, may_train: bool) -> bool:
+        """See work; where it may not train it looks back only, whenever so many texts have come as can decide
+        anything. What serves must not stay for want of time to make something better."""
+        if may_train and self.work():
+            return True
+        with self._lock:
+            due = self._replay.num_held_out - self._looked_at >= LEAST_TEXTS
+        if due:
+            self._look_back()
+            self._keep_scores()
+        return False
+
     def work(self) -> bool:
         """One step of training, and the comparison that is due after it. False: there is nothing to learn from now."""
         settings = self._settings
@@ -268,6 +286,7 @@ class Learner:
                 self._difference(candidate, serving.tensors, recent),
                 self._difference(candidate, serving.tensors, past),
                 self._difference(candidate, self._started_from, self._held_general) if self._held_general else None,
+                self._difference(candidate, self._started_from, past),
             )
 
         candidate = learned = self._rounded()
@@ -291,10 +310,7 @@ class Learner:
                 self._publish(candidate, verdict, serving)
             else:
                 self._seen.refused[verdict.reason] = self._seen.refused.get(verdict.reason, 0) + 1
-        self._scores.keep(
-            [each.tensors for each in (self._serving, self._previous) if each is not None] + [self._started_from],
-            [*recent, *past, *self._held_general],
-        )
+        self._keep_scores()
         if verdict.adopted:
             logger.info("version %d serves: %s", self.serving.version.number, _said(verdict))
         elif first.is_bad:
@@ -305,11 +321,15 @@ class Learner:
         """Whether texts that came since say that the version before the one that serves was better."""
         with self._lock:
             serving, previous = self._serving, self._previous
-            since = self._replay.held_recent(serving.held_out)
-        if previous is None:
-            return
+            since, num_held_out = self._replay.held_recent(serving.held_out), self._replay.num_held_out
+            if previous is None or num_held_out == self._looked_at:
+                return
+            self._looked_at = num_held_out
         difference = self._difference(serving.tensors, previous.tensors, since)
-        if not difference.is_loss:
+        if difference.texts < LEAST_TEXTS:
+            return
+        self._looks += 1
+        if not difference.is_loss_in(self._looks):
             return
         with self._lock:
             if self._serving is not serving:
@@ -319,6 +339,13 @@ class Learner:
             self._publish(previous.tensors, previous.verdict, None, again=previous.version.number)
         logger.warning("version %d is withdrawn: acceptance %+.4f", serving.version.number, difference.mean)
         self._go_back_to(previous.tensors)
+
+    def _keep_scores(self) -> None:
+        """Of what may be compared again."""
+        with self._lock:
+            versions = [each.tensors for each in (self._serving, self._previous) if each is not None]
+            texts = [*self._replay.held_recent(), *self._replay.held_past(), *self._held_general]
+        self._scores.keep([*versions, self._started_from], texts)
 
     def _follow(self) -> Learnt:
         """What serves; where somebody went back to it, training goes on from there."""
@@ -335,6 +362,7 @@ class Learner:
         version = Version(self._serving.version.learner, self._last_number)
         self._serving = Learnt(version, tensors, verdict, self._replay.num_held_out, self._seen.steps)
         self._previous = previous
+        self._looks, self._looked_at = 0, self._serving.held_out
         self._history.began(version.number, self._seen.steps, verdict, again)
         self._kept[version.number] = tensors
         for old in sorted(number for number in self._kept if number)[: -self._settings.kept_versions]:
@@ -406,7 +434,12 @@ def _text(part: Taught) -> Text:
 def _said(verdict: Verdict) -> str:
     parts = [
         f"{what} {difference.mean:+.4f} ± {difference.margin:.4f} on {difference.texts} texts"
-        for what, difference in (("recent", verdict.recent), ("past", verdict.past), ("general", verdict.general))
+        for what, difference in (
+            ("recent", verdict.recent),
+            ("past", verdict.past),
+            ("past, since learning began,", verdict.past_begun),
+            ("general", verdict.general),
+        )
         if difference is not None
     ]
     return ", ".join([verdict.reason, *parts])

@@ -128,7 +128,7 @@ class DrafterTrainer:
     def _train(self) -> None:
         while True:
             try:
-                worked = (self._idle is None or self._idle.is_now) and self._learner.work()
+                worked = self._learner.turn(may_train=self._idle is None or self._idle.is_now)
             except BaseException:
                 # What is in memory may be anything now. Drafters keep what they have until another trainer is there.
                 logger.exception("training failed; this trainer ends and will be made anew")

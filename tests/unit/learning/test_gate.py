@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from outrider.actors.learning.gate import LEAST_TEXTS, Difference, judge
+from outrider.actors.learning.gate import LEAST_TEXTS, Difference, judge, student_limit
 
 
 def shifted(by, spread=0.05, texts=40, seed=0):
@@ -53,6 +53,36 @@ def test_a_loss_is_certain_too():
     assert not Difference.of([], []).is_loss
 
 
+@pytest.mark.parametrize(("chance", "degrees", "limit"), [(0.05, 11, 1.796), (0.01, 20, 2.528), (0.0005, 95, 3.396)])
+def test_the_limit_is_student_s(chance, degrees, limit):
+    assert student_limit(chance, degrees) == pytest.approx(limit, abs=1e-3)
+
+
+def looks_until_withdrawn(worse_by, seed, looks=60, texts_each=8, kept=96, spread=0.05):
+    """At a version on the latest texts, as they come; None: it stays."""
+    chance = random.Random(seed)
+    old, new = [], []
+    for look in range(1, looks + 1):
+        for _ in range(texts_each):
+            old.append(chance.uniform(0.2, 0.8))
+            new.append(old[-1] - worse_by + chance.gauss(0, spread))
+        difference = Difference.of(new[-kept:], old[-kept:])
+        assert difference.is_loss_in(look) <= (difference.texts >= LEAST_TEXTS)
+        if difference.is_loss_in(look):
+            return look
+    return None
+
+
+def test_an_equally_good_version_is_seldom_withdrawn_however_often_it_is_looked_at():
+    """One in twenty over all looks, not in each of them."""
+    assert sum(looks_until_withdrawn(0.0, seed) is not None for seed in range(400)) < 0.05 * 400
+
+
+def test_a_worse_version_is_withdrawn_all_the_same():
+    looks = [looks_until_withdrawn(0.05, seed) for seed in range(50)]
+    assert all(look is not None and look <= 10 for look in looks), looks
+
+
 @pytest.mark.parametrize(
     ("general", "reason"),
     [(shifted(-0.05), "forgets"), (shifted(-0.005, spread=0.001), "gain"), (shifted(0.1), "gain")],
@@ -60,3 +90,9 @@ def test_a_loss_is_certain_too():
 def test_what_was_lost_on_general_texts_keeps_a_version_out(general, reason):
     """They are compared with where learning began, so a little of it, time and again, is no loss each time."""
     assert judge(shifted(0.1), shifted(0.05), general).reason == reason
+
+
+@pytest.mark.parametrize(("begun", "reason"), [(shifted(-0.05), "forgets"), (shifted(-0.01, spread=0.001), "gain")])
+def test_what_was_lost_of_the_past_since_learning_began_keeps_a_version_out(begun, reason):
+    """Ten versions may each lose a little against the one before."""
+    assert judge(shifted(0.1), NOTHING_LOST, past_begun=begun).reason == reason

@@ -258,6 +258,67 @@ def test_a_version_that_turns_out_worse_is_withdrawn():
     assert made.figures()["withdrawn"] == 1
 
 
+def test_a_version_is_withdrawn_where_there_is_no_time_to_train():
+    made = learner()
+    made.add(many())
+    work(made, 90)
+    good, steps = made.serving, made.figures()["steps"]
+    with made._lock:
+        made._publish({name: torch.randn_like(tensor) for name, tensor in good.tensors.items()}, None, good)
+    assert not made.turn(may_train=False)
+    assert made.figures()["withdrawn"] == 0, "nothing has come since"
+    made.add(many(200, first=2000))
+    assert not made.turn(may_train=False)
+    assert made.figures()["withdrawn"] == 1
+    assert all(torch.equal(made.serving.tensors[name], tensor) for name, tensor in good.tensors.items())
+    assert made.figures()["steps"] == steps
+    assert made.turn(may_train=True)
+
+
+def test_versions_are_looked_at_again_only_when_texts_have_come(monkeypatch):
+    """Each look costs certainty."""
+    made = learner()
+    serving = made.serving
+    with made._lock:
+        made._publish({name: tensor + 1 for name, tensor in serving.tensors.items()}, None, serving)
+    made._scores = Scores(lambda tensors, texts: [0.5] * len(texts))
+    for number in range(3):
+        made.add(many(200, first=1000 * number))
+        for _ in range(5):
+            made.compare()
+            made.turn(may_train=False)
+    assert made._looks == 3
+    with made._lock:
+        made._publish(serving.tensors, None, serving)
+    assert made._looks == 0
+
+
+def test_little_by_little_no_more_of_the_past_is_lost_than_at_once(monkeypatch):
+    """Each version gains on what is recent and loses a little on the past: together they lose too much."""
+    made = learner(held_out=0.5, recent_tokens=1024)
+    made.add(many(200))
+    past = {id(text) for text in made._replay.held_past()}
+    versions = [made.serving.tensors]
+
+    def acceptance(tensors, texts):
+        number = next(at for at, known in enumerate(versions) if known is tensors)
+        return [0.5 - 0.015 * number if id(text) in past else 0.5 + 0.1 * number for text in texts]
+
+    made._scores = Scores(acceptance)
+    monkeypatch.setattr("outrider.actors.learning.learner.PARTS", ())
+    monkeypatch.setattr(made._replay, "held_past", lambda: [t for t in made._replay._held_past.kept if id(t) in past])
+    monkeypatch.setattr(made._replay, "held_recent", lambda since=0: [_text(one) for one in fresh])
+    # Of a certain loss nothing is let in anyway: here it is lost in the mean.
+    monkeypatch.setattr("outrider.actors.learning.gate.Difference.is_loss", property(lambda self: False))
+    for number in range(1, 4):
+        fresh = many(20, first=1000 * number)
+        versions.append({name: tensor + 1 for name, tensor in versions[-1].items()})
+        monkeypatch.setattr(made, "_rounded", lambda: versions[-1])
+        made.compare()
+    figures = made.figures()
+    assert (figures["adopted"], figures["refused"]) == (1, {"forgets": 2})
+
+
 def test_a_token_that_the_drafter_does_not_have_is_passed_over():
     made = learner()
     wrong = taught(1)
