@@ -17,12 +17,16 @@ def whole_directory(final: Path) -> Iterator[Path]:
     work = final.with_name(final.name + UNFINISHED)
     shutil.rmtree(work, ignore_errors=True)  # of a run that was interrupted
     work.mkdir(parents=True)
-    yield work
-    for file in work.iterdir():
-        _to_disk(file)
-    _to_disk(work)
-    shutil.rmtree(final, ignore_errors=True)
-    work.replace(final)
+    try:
+        yield work
+        for file in work.iterdir():
+            _to_disk(file)
+        _to_disk(work)
+        shutil.rmtree(final, ignore_errors=True)
+        work.replace(final)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)  # on a full disk it would be in the way of everything to come
+        raise
     _to_disk(final.parent)
 
 
@@ -30,9 +34,13 @@ def whole_directory(final: Path) -> Iterator[Path]:
 def whole_file(final: Path) -> Iterator[Path]:
     """A path to write, which takes the place of ``final`` when the block ends without an exception."""
     work = final.with_name(final.name + UNFINISHED)
-    yield work
-    _to_disk(work)
-    work.replace(final)
+    try:
+        yield work
+        _to_disk(work)
+        work.replace(final)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
 
 
 def _to_disk(path: Path) -> None:

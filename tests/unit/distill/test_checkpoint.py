@@ -20,6 +20,7 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(FileNotFoundError), whole_directory(tmp_path / "d") as work:
         fill_half(work / "new")
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["old"]
+    assert [path.name for path in tmp_path.iterdir()] == ["d"], "on a full disk it would be in the way"
     with whole_directory(tmp_path / "d") as work:
         assert list(work.iterdir()) == []
         (work / "new").write_text("new")
@@ -34,6 +35,7 @@ def test_a_file_is_replaced_when_it_is_whole(tmp_path):
     with pytest.raises(FileNotFoundError), whole_file(file) as work:
         fill_half(work)
     assert file.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def save(checkpoints, step):
