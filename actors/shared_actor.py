@@ -74,7 +74,8 @@ def get_or_create(actor_class: type, name: str, *args: Any, **options: Any) -> A
 class IdleLife:
     """Of a shared actor: it ends with the last that asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_life_s: float = IDLE_LIFE_S) -> None:
+        self._idle_life_s = idle_life_s
         self._asked = time.monotonic()
         self._reaper: asyncio.Task | None = None
 
@@ -86,8 +87,8 @@ class IdleLife:
 
     async def _reap(self) -> None:
         while True:
-            await asyncio.sleep(IDLE_LIFE_S / 4)
-            if time.monotonic() - self._asked > IDLE_LIFE_S:
+            await asyncio.sleep(self._idle_life_s / 4)
+            if time.monotonic() - self._asked > self._idle_life_s:
                 os._exit(0)  # exit_actor raises, which would end this task and not the actor
 
 

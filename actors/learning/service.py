@@ -22,7 +22,7 @@ from outrider.actors.learning.learner import Learner, Learnt
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.versions import VersionStore
 from outrider.actors.observability.logs import configure as configure_logging
-from outrider.actors.shared_actor import IdleLife
+from outrider.actors.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.cluster.placement import bind_to
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
 _LOWEST_PRIORITY = 19
+_LONG_IDLE_LIFE_S = 1800.0
+"""Where what was learned is in memory alone. A sole drafter that comes back may have had to wait for a node."""
 
 
 @dataclass
@@ -69,6 +71,41 @@ class HandOut:
         return update
 
 
+class OnDisk:
+    """Versions that served, whatever becomes of this process. Any thread; counts, and never raises: learning goes on in
+    memory, whatever the disk or its library does."""
+
+    def __init__(self, learner: Learner, store: VersionStore | None) -> None:
+        """store: None: nothing is kept."""
+        self._learner, self._store = learner, store
+        self._saved = learner.serving.version
+        self.failures = 0
+
+    def save(self) -> None:
+        """What serves, where it is not there yet."""
+        serving = self._learner.serving
+        if self._store is None or serving.version == self._saved:
+            return
+        self._saved = serving.version
+        try:
+            self._store.save(serving.version.number, serving.tensors, self._learner.figures())
+        except Exception as error:  # noqa: BLE001 - see above
+            self._failed(serving.version.number, error)
+
+    def went_back(self, number: int, serving: int) -> None:
+        """See VersionStore.leave. Writing the version itself takes longer than anybody waits for an answer."""
+        if self._store is None:
+            return
+        try:
+            self._store.leave(number, serving)
+        except Exception as error:  # noqa: BLE001 - see above
+            self._failed(serving, error)
+
+    def _failed(self, number: int, error: Exception) -> None:
+        self.failures += 1
+        logger.error("drafter.learn.directory: version %d is not kept: %s", number, error)
+
+
 class DrafterTrainer:
     """Loads the draft model at construction."""
 
@@ -93,19 +130,20 @@ class DrafterTrainer:
             settings,
             dtype=fastest_dtype(device),
             kept_dtype=_written_as(base),
-            general=general_texts(settings.general, settings.max_text_tokens),
+            general=general_texts(
+                settings.general, settings.max_text_tokens, int(drafter.get_output_embeddings().weight.shape[0])
+            ),
         )
-        self._store: VersionStore | None = None
+        store: VersionStore | None = None
         if settings.directory is not None:
-            self._store = VersionStore(Path(settings.directory).expanduser(), base, settings.kept_versions)
-            self._learner.count_from(self._store.highest())
-            if (found := self._store.latest(set(self._learner.serving.tensors))) is not None:
+            store = VersionStore(Path(settings.directory).expanduser(), base, settings.kept_versions)
+            self._learner.count_from(store.highest())
+            if (found := store.latest(set(self._learner.serving.tensors))) is not None:
                 self._learner.resume(*found)
         self._hand_out = HandOut(self._learner, ray.put)
         self._idle = IdleTime() if settings.when == "idle" else None
-        self._saved = self._learner.serving.version
-        self._store_failures = 0
-        self._life = IdleLife()
+        self._on_disk = OnDisk(self._learner, store)
+        self._life = IdleLife(life_s(settings))
         threading.Thread(target=self._train, name="training", daemon=True).start()
 
     async def exchange(
@@ -115,15 +153,17 @@ class DrafterTrainer:
         self._life.asked()
         if self._idle is not None:
             self._idle.heard(drafter, idle_s)
-        return self._hand_out.exchange(held, taught, store_failures=self._store_failures)
+        return self._hand_out.exchange(held, taught, store_failures=self._on_disk.failures)
 
     async def go_back(self, number: int) -> tuple[int | None, str]:
-        """See Learner.go_back: the number under which it serves; None, and why not."""
+        """See Learner.go_back: the number under which it serves; None, and why not. A restart does not undo it."""
         self._life.asked()
         try:
-            return self._learner.go_back(number), ""
+            serving = self._learner.go_back(number)
         except ValueError as error:
             return None, str(error)
+        self._on_disk.went_back(number, serving)
+        return serving, ""
 
     def _train(self) -> None:
         while True:
@@ -133,34 +173,38 @@ class DrafterTrainer:
                 # What is in memory may be anything now. Drafters keep what they have until another trainer is there.
                 logger.exception("training failed; this trainer ends and will be made anew")
                 os._exit(1)
-            self._save()
+            self._on_disk.save()
             if not worked:
                 time.sleep(_PAUSE_S)
 
-    def _save(self) -> None:
-        serving = self._learner.serving
-        if self._store is None or serving.version == self._saved:
-            return
-        self._saved = serving.version
-        try:
-            self._store.save(serving.version.number, serving.tensors, self._learner.figures())
-        except Exception as error:  # noqa: BLE001 - learning goes on in memory, whatever the disk or its library does
-            self._store_failures += 1
-            logger.error("drafter.learn.directory: version %d is not kept: %s", serving.version.number, error)
 
-
-def general_texts(directory: str | None, max_text_tokens: int) -> list[Text]:
-    """Those that are short enough, with as many of the target's likeliest tokens as lessons have. They may be greedy or
-    drawn, so they are measured as if drawn. Raises OSError and what safetensors raises."""
+def general_texts(directory: str | None, max_text_tokens: int, vocab_size: int) -> list[Text]:
+    """Those that are short enough and that a drafter of so many tokens can read, with as many of the target's likeliest
+    tokens as lessons have. They may be greedy or drawn, so they are measured as if drawn. Raises OSError, also where
+    there is none, and what safetensors raises."""
     from outrider.actors.learning.text import read_texts
 
-    files = [] if directory is None else sorted(Path(directory).expanduser().glob("batch-*.safetensors"))
-    return [
+    if directory is None:
+        return []
+    files = sorted(Path(directory).expanduser().glob("batch-*.safetensors"))
+    texts = [
         replace(text, top_ids=text.top_ids[:, :TAUGHT_TOP], top_log_p=text.top_log_p[:, :TAUGHT_TOP])
         for file in files
         for text in read_texts(file, sample=1)
-        if len(text.ids) <= max_text_tokens
+        if len(text.ids) <= max_text_tokens and int(text.ids.max()) < vocab_size
     ]
+    if not texts:
+        found = f"none of its {len(files)} files holds a text that fits" if files else "it has no batch-*.safetensors"
+        raise FileNotFoundError(
+            f"drafter.learn.general: {directory} protects nothing on this node: {found}; give OUT/texts of `outrider "
+            "distill` on every node where the trainer may run, or leave it out"
+        )
+    return texts
+
+
+def life_s(settings: LearningConfig) -> float:
+    """How long a trainer that nobody asks stays: it holds its cores or its GPU for as long."""
+    return _LONG_IDLE_LIFE_S if settings.directory is None else IDLE_LIFE_S
 
 
 def local_copy(model: str, revision: str | None) -> Path:

@@ -6,12 +6,13 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.learning.draft_models import tensors_of
-from outrider.cluster.whole_files import whole_directory
+from outrider.cluster.whole_files import UNFINISHED, whole_directory, whole_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTE, TENSORS = "learned.json", "model.safetensors"
+LEFT = "left.json"
+"""Beside the versions: for each time that somebody went back, which base, from which number, and under which one that
+serves since. Versions between the two do not serve again."""
+
+_STALE_S = 3600.0
+"""A version that has been unfinished for so long is of a trainer that died while it wrote."""
+
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
@@ -34,6 +42,7 @@ class VersionStore:
         from safetensors.torch import save_file
 
         final = self._path(number)
+        self._sweep()
         with whole_directory(final) as work:
             for file in self._base.iterdir():
                 if file.is_file() and file.suffix not in (".safetensors", ".bin") and "index.json" not in file.name:
@@ -50,16 +59,27 @@ class VersionStore:
             shutil.rmtree(self._path(old), ignore_errors=True)
         return final
 
+    def leave(self, number: int, serving: int) -> None:
+        """Somebody went back to a version, which serves under another number since: whatever becomes of that on disk,
+        those between the two are not the latest any more. Raises OSError."""
+        entries = [*self._left(), {"base_sha256": self._base_sha256, "number": number, "serving": serving}]
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with whole_file(self._directory / LEFT) as work:
+            work.write_text(json.dumps(entries) + "\n")
+
     def highest(self) -> int:
-        """Number of what is there, whoever learned it; 0 for nothing."""
-        return max(self._numbers(), default=0)
+        """Number of what is there or was left, whoever learned it; 0 for nothing."""
+        return max([*self._numbers(), *(entry["serving"] for entry in self._left())], default=0)
 
     def latest(self, names: set[str]) -> tuple[int, dict[str, Tensor]] | None:
-        """The last that is whole and was learned from this base: its number and the named tensors."""
+        """The last that is whole, was learned from this base and was not left: its number and the named tensors."""
         from safetensors.torch import load_file
 
+        ways = [(entry["number"], entry["serving"]) for entry in self._left() if self._is_of_base(entry)]
         for number in reversed(self._numbers()):
             path = self._path(number)
+            if any(back < number < serving for back, serving in ways):
+                continue
             if not self._is_ours(number):
                 logger.warning("%s is no whole version of this drafter, and is left alone", path)
                 continue
@@ -79,10 +99,30 @@ class VersionStore:
         names = [path.name.removeprefix("version-") for path in found]
         return sorted(int(name) for name in names if name.isdigit())
 
+    def _left(self) -> list[dict[str, Any]]:
+        try:
+            entries = json.loads((self._directory / LEFT).read_text())
+            return [entry for entry in entries if int(entry["number"]) < int(entry["serving"])]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is not readable, and is left alone: %s", self._directory / LEFT, error)
+            return []
+
+    def _sweep(self) -> None:
+        for path in self._directory.glob(f"version-*{UNFINISHED}"):
+            try:
+                if time.time() - path.stat().st_mtime > _STALE_S:
+                    shutil.rmtree(path, ignore_errors=True)
+            except OSError:  # somebody else's, who is done with it
+                continue
+
+    def _is_of_base(self, note: Mapping[str, Any]) -> bool:
+        return bool(note["base_sha256"] == self._base_sha256)
+
     def _is_ours(self, number: int) -> bool:
         try:
-            note = json.loads((self._path(number) / NOTE).read_text())
-            return bool(note["base_sha256"] == self._base_sha256)
+            return self._is_of_base(json.loads((self._path(number) / NOTE).read_text()))
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

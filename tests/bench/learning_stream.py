@@ -93,7 +93,9 @@ def main() -> None:
     torch.set_num_threads(1)
     drafter = load(args.drafter, torch.float32, "cpu")
     settings = LearningConfig(**args.learn)
-    general = general_texts(args.general, settings.max_text_tokens)
+    general = general_texts(
+        args.general, settings.max_text_tokens, int(drafter.get_output_embeddings().weight.shape[0])
+    )
     learner = Learner(drafter, settings, dtype=torch.float32, kept_dtype=torch.bfloat16, general=general)
     start = learner.serving.tensors
     rows: list[dict[str, Any]] = []

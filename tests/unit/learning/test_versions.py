@@ -1,6 +1,7 @@
 """Versions on disk: whole, of this drafter, and no more than are wanted."""
 
 import json
+import os
 import resource
 import shutil
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from outrider.actors.learning.versions import NOTE, TENSORS, VersionStore, sampled_digest
+from outrider.actors.learning.versions import LEFT, NOTE, TENSORS, VersionStore, sampled_digest
 from tests.tiny_models import build_tiny_llama
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -69,7 +70,7 @@ def test_another_drafter_s_versions_are_left_alone(store, base, tmp_path, tmp_pa
     assert VersionStore(tmp_path / "versions", other, kept=2).latest({NAME}) is None
 
 
-def test_a_full_disk_leaves_what_was_there(store, base, monkeypatch):
+def test_a_full_disk_leaves_what_was_there(store, base, monkeypatch, tmp_path):
     store.save(1, changed(base, 1.0), {})
 
     def full(*args, **kwargs):
@@ -79,9 +80,49 @@ def test_a_full_disk_leaves_what_was_there(store, base, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         store.save(2, changed(base, 2.0), {})
     monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "versions").iterdir()] == ["version-000001"]
     assert store.latest({NAME})[0] == 1
     store.save(2, changed(base, 2.0), {})
     assert store.latest({NAME})[0] == 2
+
+
+def test_what_a_trainer_left_unfinished_goes_with_the_next_version(store, base, tmp_path):
+    store.save(1, changed(base, 1.0), {})
+    old, young = (tmp_path / "versions" / f"version-00000{number}.unfinished" for number in (7, 8))
+    for path in (old, young):
+        path.mkdir()
+        (path / TENSORS).write_text("half")
+    os.utime(old, (0, 0))
+    store.save(2, changed(base, 2.0), {})
+    assert not old.exists()
+    assert young.exists(), "another trainer may be at work on it"
+
+
+def test_a_way_back_outlives_a_restart_before_the_version_is_written(base, tmp_path):
+    """As the directory is when the process ends right after the answer."""
+    store = VersionStore(tmp_path / "versions", base, kept=8)
+    for number in (1, 2, 3):
+        store.save(number, changed(base, number), {})
+    store.leave(1, 4)
+    again = VersionStore(tmp_path / "versions", base, kept=8)
+    assert again.latest({NAME})[0] == 1
+    assert again.highest() == 4, "its number is taken"
+    again.save(4, changed(base, 1), {})
+    again.save(5, changed(base, 5), {})
+    assert again.latest({NAME})[0] == 5
+    again.leave(0, 6)
+    assert again.latest({NAME}) is None, "the drafter as it was loaded"
+    again.save(6, changed(base, 6), {})
+    assert again.latest({NAME})[0] == 6
+
+
+def test_another_drafter_s_way_back_is_its_own(store, base, tmp_path, tmp_path_factory):
+    other = build_tiny_llama(tmp_path_factory.mktemp("foreign") / "another one")
+    store.save(1, changed(base, 1.0), {})
+    VersionStore(tmp_path / "versions", other, kept=2).leave(0, 9)
+    assert store.latest({NAME})[0] == 1
+    (tmp_path / "versions" / LEFT).write_text("[{")
+    assert store.latest({NAME})[0] == 1
 
 
 def test_a_disk_that_is_really_full_is_an_error_of_the_disk(store, base):
