@@ -76,7 +76,7 @@ class GenerationRequest(_MayHaveDeadline):
     """Whose it is where work for strangers is shared out: the key's, else the address's; 0: nobody knows."""
 
     learns: bool = True
-    """A drafter that learns may do so from its answer."""
+    """A drafter that learns may do so from its answer, and one that remembers answers may remember it."""
 
     cache_salt: str | None = None
     """Prompts share cached blocks with prompts of the same salt only."""

@@ -336,9 +336,9 @@ class SuffixStrategy:
         return answers
 
     def _share(self, sequence: SuffixSequence, least: int) -> None:
-        """Give what is new in an answer to this drafter's own memory and to the pool, if it is enough."""
+        """Give what is new in an answer to this drafter's own memory and to the pool, if it is enough and may be."""
         start, text = sequence.num_shared, sequence.text
-        if self._answers is None or len(text) - start < least:
+        if self._answers is None or not sequence.sampling.remembered or len(text) - start < least:
             return
         context = text[max(0, start - self.limits.max_tree_depth) : start]
         part = AnswerPart(

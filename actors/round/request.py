@@ -26,7 +26,7 @@ EXTRA_ARGS_KEY = "outrider"
 - ``asker``: likewise, or a number for its address where requests need no key (``actors/grammars/turns.py``);
 - ``siblings``: of a request with several answers, the same for all of them and for no other's: they share what a
   constraint may take (``actors/grammars/host.py``);
-- ``learn``: false: no drafter learns from it;
+- ``learn``: false: no drafter learns from it, nor remembers its answer for others;
 - ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;
 - ``deadline``: its form on the way through vLLM's serving classes, within one process
@@ -87,6 +87,7 @@ class RequestSampling:
         biases, only_biased = _biases(params, vocab_size)
         return DraftSampling(
             tenant=carried(params).get("tenant", 0),
+            remembered=bool(carried(params).get("learn", True)),
             mode=self.mode,
             temperature=self.temperature,
             top_k=self.top_k,

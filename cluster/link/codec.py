@@ -13,7 +13,8 @@ request:
     Lesson     type length request | position n w | n*w ids | n*w log-probabilities, two a word
 
 seed and tenant are int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q
-probabilities are float32 bits. Of a prompt cut into pieces the one at offset 0 carries the biases, the others say
+probabilities are float32 bits. Where an answer is not to be remembered, the tenant is sent as its complement, which is
+negative. Of a prompt cut into pieces the one at offset 0 carries the biases, the others say
 only_biased 0, b 0.
 `unpack` checks what only the link knows, the vocabulary, K and the frame; the messages check the rest as they are made.
 A PayloadWriter fills a frame, and goes on in the next one when it is full.
@@ -195,7 +196,8 @@ class PayloadWriter:
 
 def _write_open(message: Open, writer: PayloadWriter) -> None:
     ids, sampling = message.token_ids, message.sampling
-    doubles = _SAMPLING.pack(sampling.seed, sampling.tenant, sampling.temperature, sampling.top_p, sampling.min_p)
+    tenant = sampling.tenant if sampling.remembered else ~sampling.tenant
+    doubles = _SAMPLING.pack(sampling.seed, tenant, sampling.temperature, sampling.top_p, sampling.min_p)
     start = 0
     while start < len(ids):
         offset = message.offset + start
@@ -291,7 +293,8 @@ def _read_open(words: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_w
         top_n=top_n,
         biases=tuple(zip(biased, biases, strict=True)),
         only_biased=bool(only_biased),
-        tenant=tenant,
+        tenant=tenant if tenant >= 0 else ~tenant,
+        remembered=tenant >= 0,
         adapter=adapter,
     )
     if capacity_words is not None and sampling.mode.samples_q:

@@ -103,6 +103,7 @@ class DraftSampling:
     biases: (token id, added to its logit) pairs, no id twice; float32 on the wire; minus infinity forbids a token.
     only_biased: every token not listed is forbidden.
     tenant: whose memory of answers the drafter may use and add to, 63 bits; 0: everybody's.
+    remembered: False: this answer is not added to it.
     adapter: number of the drafter's own LoRA adapter, counted from 1 as they are configured; 0: none.
     """
 
@@ -116,6 +117,7 @@ class DraftSampling:
     biases: tuple[tuple[int, float], ...] = ()
     only_biased: bool = False
     tenant: int = 0
+    remembered: bool = True
     adapter: int = 0
 
     def __post_init__(self) -> None:

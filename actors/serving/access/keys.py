@@ -55,7 +55,7 @@ class Key(Section):
     concurrent_requests: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
     learn: bool = True
-    """False: no drafter learns from its answers, whatever ``drafter.learn`` says."""
+    """False: no drafter is trained on its answers, or keeps them to draft for others, whatever ``drafter`` says."""
 
     @field_validator("expires", mode="before")
     @classmethod

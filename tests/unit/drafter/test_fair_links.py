@@ -228,7 +228,9 @@ def trace(seed):
         checksum = zlib.crc32(repr([told[:4] for told in answers]).encode(), checksum)
     for plan in bench.engine.plans:
         rows = [(list(row.token_ids), row.start, row.block_ids, row.draw) for row in plan.rows]
-        checksum = zlib.crc32(repr((rows, plan.restores, plan.copies)).encode(), checksum)
+        # The checksums are older than what a request says of being remembered, of which steps know nothing.
+        planned = repr((rows, plan.restores, plan.copies)).replace(", remembered=True", "")
+        checksum = zlib.crc32(planned.encode(), checksum)
     return checksum
 
 

@@ -74,6 +74,25 @@ def test_a_tenants_answers_help_its_own_requests_and_nobody_elses():
             assert told.token_ids == ([first + 3, first + 4, first + 5] if asking == answered else [])
 
 
+@pytest.mark.parametrize("tenant", [0, 7])
+def test_an_answer_that_is_not_to_be_remembered_helps_nobody(tenant):
+    """Neither here nor at other drafters, while it runs or later; it may be helped."""
+    drafter = strategy()
+    said, kept = DraftSampling(tenant=tenant), DraftSampling(tenant=tenant, remembered=False)
+    drafter.open(KEY, [1, 2, 3], 4, kept)
+    drafter.commit(KEY, commit(KEY, 3, list(range(100, 100 + PART_TOKENS)), 0))
+    drafter.work_off()
+    for number, asking in enumerate((said, kept), 1):
+        drafter.open((2, number), [7, 8], 4, asking)
+        assert drafter.commit((2, number), commit((2, number), 2, [110, 111]))[0].token_ids == []
+        drafter.close((2, number))
+    drafter.close(KEY)
+    assert drafter.take_parts() == []
+    answer_all(drafter, (1, 9), [1, 2, 3], range(50, 80), said)
+    drafter.open((2, 9), [7, 8], 4, kept)
+    assert drafter.commit((2, 9), commit((2, 9), 2, [60, 61]))[0].token_ids == [62, 63]
+
+
 def test_a_draft_ends_where_another_tenants_answer_begins():
     answers = SuffixAnswers(10, 4096, LIMITS)
     for number, tenant in enumerate((5, 6, 0, 5), 1):

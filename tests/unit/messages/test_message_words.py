@@ -108,7 +108,6 @@ def opening_words(**changes):
         ({"w10": 3}, "Open.biases"),
         ({"w11": -1}, "Open.adapter"),
         ({"w11": MAX_ADAPTERS + 1}, "Open.adapter"),
-        ({"w15": -1}, "Open.tenant"),
         ({"w17": 0x7FF80000}, "Open.temperature"),
         ({"w17": 0, "w16": 0}, "Open.temperature"),
         ({"w19": -1}, "Open.top_p"),

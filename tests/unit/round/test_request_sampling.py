@@ -173,3 +173,10 @@ def test_the_drafter_hears_of_adapters_that_it_has_itself():
 def test_a_draft_model_s_cached_prompts_are_shared_by_all_adapters():
     """It drafts without any."""
     assert tenant("one", remembers_answers=False, tenant=7) == 7
+
+
+@pytest.mark.parametrize("ours", [{}, {"tenant": 7}, {"learn": True}, {"learn": False}, {"learn": False, "tenant": 7}])
+def test_the_answer_of_who_is_not_learned_from_is_not_remembered(ours):
+    told = Request.of("a", params(extra_args=asked(**ours)), [1, 2], 2, DEPLOYMENT, "").draft_sampling
+    assert told.remembered is ours.get("learn", True)
+    assert told.tenant == ours.get("tenant", 0), "it is drafted for as others are"
