@@ -6,6 +6,7 @@ Exit status: 0 done, 1 it failed (one line on stderr says why), 130 interrupted:
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError
@@ -71,8 +72,10 @@ def _trained(args: argparse.Namespace, progress: Progress) -> Path:
         raise ConfigError("--data: no prompts; give at least one file")
     if args.answer_tokens >= args.seq_len:
         raise ConfigError(f"--answer-tokens: {args.answer_tokens} leave a prompt no room in --seq-len {args.seq_len}")
-    if args.minutes is not None and args.minutes <= 0:
-        raise ConfigError(f"--minutes: {args.minutes:g} is not above 0")
+    # Written so that NaN fails.
+    for option, value in (("--minutes", args.minutes), ("--learning-rate", args.learning_rate)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option}: {value:g} is not a finite number above 0")
     from transformers.utils import logging
 
     from outrider.deploy.distill import memory

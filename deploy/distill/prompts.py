@@ -93,11 +93,15 @@ def _decoded(line: bytes, where: str, option: str) -> str:
         raise ConfigError(
             f"{option}: {where}: not UTF-8 text ({error.reason}); remove it, or convert the file"
         ) from None
-    if any(character < " " and character != "\t" for character in text):
+    if _is_binary(text):
         raise ConfigError(f"{option}: {where}: binary (it holds control characters); remove it")
     if not text.strip():
         raise ConfigError(f"{option}: {where}: empty; remove it")
     return text
+
+
+def _is_binary(text: str, allowed: str = "\t") -> bool:
+    return any(character < " " and character not in allowed for character in text)
 
 
 def _text_prompt(line: str, where: str, option: str) -> Prompt:
@@ -107,20 +111,33 @@ def _text_prompt(line: str, where: str, option: str) -> Prompt:
 def _json_prompt(line: str, where: str, option: str) -> Prompt:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option}: {where}: not JSON ({error}); one object a line is expected") from None
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise ConfigError(f"{option}: {where}: one of the fields prompt and messages is expected")
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"].strip():
             raise ConfigError(f"{option}: {where}: prompt is no text, or empty")
+        _check_text(row["prompt"], where, option)
         return Prompt(where, (), row["prompt"])
     messages = row["messages"]
     if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
         raise ConfigError(
             f"{option}: {where}: messages is no list of objects with a role of {', '.join(ROLES)} and a text content"
         )
+    for message in messages:
+        _check_text(message["content"], where, option)
     return Prompt(where, tuple((message["role"], message["content"]) for message in messages))
+
+
+def _check_text(text: str, where: str, option: str) -> None:
+    """JSON can say what a text cannot hold. Raises ConfigError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{option}: {where}: half a character (a lone surrogate); remove it") from None
+    if _is_binary(text, allowed="\t\n\r"):
+        raise ConfigError(f"{option}: {where}: binary (it holds control characters); remove it")
 
 
 def _is_message(message: Any) -> bool:
@@ -145,7 +162,7 @@ def tokens_of(
             f"{option}: {found.where}: a chat, and the target's tokenizer has no chat template; give plain prompts"
             + (", without --chat" if chat else "")
         )
-    tokens = [_tokens_of(prompt, tokenizer, chat) for prompt in prompts]
+    tokens = [_tokens_of(prompt, tokenizer, chat, option) for prompt in prompts]
     if none := next((p for p, ids in zip(prompts, tokens, strict=True) if not ids), None):
         raise ConfigError(f"{option}: {none.where}: no token at all; remove it")
     long = [(p, len(ids)) for p, ids in zip(prompts, tokens, strict=True) if len(ids) > room]
@@ -157,11 +174,14 @@ def tokens_of(
     return tokens
 
 
-def _tokens_of(prompt: Prompt, tokenizer: Any, chat: bool) -> list[int]:
+def _tokens_of(prompt: Prompt, tokenizer: Any, chat: bool, option: str) -> list[int]:
     messages = prompt.messages or ((("user", prompt.text),) if chat else ())
     if not messages:
         return list(tokenizer(prompt.text)["input_ids"])
-    text = tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in messages], tokenize=False, add_generation_prompt=True
-    )
+    said = [{"role": role, "content": content} for role, content in messages]
+    try:
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # noqa: BLE001 - a template is a program, which raises what it likes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{option}: {prompt.where}: the chat template refuses it ({reason}); change it") from None
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -47,6 +47,11 @@ def test_json_lines_have_prompts_or_messages_gzipped_too(tmp_path):
         ("p.jsonl", '{"messages": []}\n', r"line 1: messages is no list"),
         ("p.jsonl", '{"messages": [{"role": "robot", "content": "a"}]}\n', r"line 1: messages is no list"),
         ("p.jsonl", '["a"]\n', r"line 1: one of the fields"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud800"}\n', r"p\.jsonl, line 2: half a character"),
+        ("p.jsonl", '{"messages": [{"role": "user", "content": "a\\udc00"}]}\n', r"line 1: half a character"),
+        ("p.jsonl", '{"prompt": "a\\u0000b"}\n', r"p\.jsonl, line 1: binary"),
+        ("p.jsonl", '{"messages": [{"role": "user", "content": "a\\u0000"}]}\n', r"p\.jsonl, line 1: binary"),
+        ("p.jsonl", '{"prompt": "a"}\n' + "[" * 200_000 + "\n", r"p\.jsonl, line 2: not JSON"),
         ("p.jsonl.gz", "not gzip", r"p\.jsonl\.gz is not readable"),
     ],
 )
@@ -98,3 +103,27 @@ def test_a_chat_without_a_template_is_refused():
         tokens_of([Prompt("f, line 7", (("user", "a"),))], Words(None), 9, False, "", "--data")
     with pytest.raises(ConfigError, match="without --chat"):
         tokens_of([Prompt("f, line 7", (), "a")], Words(None), 9, True, "", "--data")
+
+
+def test_json_may_hold_lines_and_tabs(tmp_path):
+    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", '{"prompt": "one\\n\\ttwo\\r\\n"}\n')).prompts
+    assert prompt.text == "one\n\ttwo\r\n"
+
+
+def test_a_chat_template_that_refuses_is_an_error_with_file_and_line():
+    class Refusing:
+        chat_template = "{{ raise_exception('roles must alternate') }}"
+
+        def apply_chat_template(self, messages, **options):
+            if len(messages) > 1:
+                raise RuntimeError("roles must alternate\nsomewhere in jinja")
+            return "text"
+
+        def __call__(self, text, **options):
+            return {"input_ids": [1, 2]}
+
+    one = Prompt("p.jsonl, line 1", (("user", "a"),))
+    two = Prompt("p.jsonl, line 2", (("user", "a"), ("user", "b")))
+    message = r"--data: p\.jsonl, line 2: the chat template refuses it \(roles must alternate\)"
+    with pytest.raises(ConfigError, match=message):
+        tokens_of([one, two], Refusing(), 100, False, "", "--data")
