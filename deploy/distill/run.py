@@ -1,7 +1,8 @@
 """`outrider distill`, from prompts to a drafter that loads: text, training, the stored form, the assembled checkpoint.
 
 Everything is in one directory: ``run.json`` (what decides the outcome; a resumed run must agree), ``texts``,
-``checkpoints``, ``progress.jsonl``, and at the end ``drafter`` (stored), ``model`` (assembled) and ``curve.png``.
+``clock.json`` (what they took), ``checkpoints``, ``progress.jsonl``, and at the end ``drafter`` (stored), ``model``
+(assembled) and ``curve.png``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from outrider.actors.learning.train import Held, Trainer
 
+_CLOCK = "clock.json"
 SAVE_EVERY_S = 60.0
 SAY_EVERY_S = 10.0
 EVALUATIONS = 16
@@ -167,9 +169,7 @@ class _Run:
         saved = self._checkpoints.latest()
         state = None if saved is None else self._checkpoints.load(saved)
         about = {} if state is None else state[2]
-        budget = None if self._settings.minutes is None else self._settings.minutes * 60
-        before_s, text_s = (float(about.get(key, 0.0)) for key in ("elapsed_s", "text_s"))
-        clock = Clock(before_s, budget, self._settings.steps, text_s)
+        clock = self._clock(about)
         device, dtype = device_of(self._settings.device), dtype_of(self._settings.dtype, self._settings.device)
         target = draft_models.load(self._target, dtype, device)
         engine = Engine(
@@ -199,13 +199,22 @@ class _Run:
         step = self._train(trainer, train, held, clock, int(about.get("step", 0)))
         return self._finish(trainer, held, clock, step, named)
 
+    def _clock(self, about: dict[str, Any]) -> Clock:
+        """As it stood at the last checkpoint, or at a later batch of text. about: the checkpoint's."""
+        file = self._settings.out / _CLOCK
+        kept = [about] + ([json.loads(file.read_text())] if file.exists() else [])
+        last = max(kept, key=lambda each: float(each.get("elapsed_s", 0.0)))
+        before_s, text_s = (float(last.get(key, 0.0)) for key in ("elapsed_s", "text_s"))
+        budget_s = None if self._settings.minutes is None else self._settings.minutes * 60
+        return Clock(before_s, budget_s, self._settings.steps, text_s)
+
     def _agree(self, decisive: dict[str, Any]) -> None:
         """Raise ConfigError where the directory is of a run with other settings."""
         file = self._settings.out / "run.json"
         decisive = json.loads(json.dumps(decisive))
         if file.exists():
             known = json.loads(file.read_text())
-            if other := [key for key in decisive if known.get(key) != decisive[key]]:
+            if other := [key for key in decisive if _nameless(known.get(key)) != _nameless(decisive[key])]:
                 shown = "; ".join(f"{key} {_short(known.get(key))}, now {_short(decisive[key])}" for key in other)
                 raise ConfigError(
                     f"--out: {self._settings.out} holds a run with other settings ({shown}); choose another directory, "
@@ -238,7 +247,7 @@ class _Run:
         self, answers: OfflineAnswers, store: TextStore, jobs: list[Job], least: int, until: float | None, clock: Clock
     ) -> None:
         """What is not there yet, but of jobs from `least` on none that would begin after `until`, of the clock."""
-        tokens = 0
+        tokens, began_s = 0, clock.elapsed_s
         for job in jobs:
             if store.has(job):
                 continue
@@ -249,6 +258,9 @@ class _Run:
             seed = None if job.sample == 0 else self._settings.seed * 1_000_003 + job.number
             made = texts_of(job, prompts, answers.of(prompts, self._settings.answer_tokens, seed))
             store.save(job, made)
+            with whole_file(self._settings.out / _CLOCK) as work:
+                now_s = clock.elapsed_s
+                work.write_text(json.dumps({"elapsed_s": now_s, "text_s": clock.text_s + now_s - began_s}) + "\n")
             tokens += sum(len(text.ids) - text.start for text in made)
             self._progress.wait("generating:", f"batch {job.number + 1} of {len(jobs)}, {tokens} tokens of answers")
 
@@ -370,9 +382,17 @@ def _decisive(
     }
 
 
+def _nameless(value: Any) -> Any:
+    """Checkpoints and files are what they hold, whatever they are called now."""
+    if isinstance(value, list):
+        return [_nameless(each) for each in value]
+    return {key: each for key, each in value.items() if key != "name"} if isinstance(value, dict) else value
+
+
 def _short(value: Any) -> str:
     if isinstance(value, dict) and "name" in value:
-        return str(value["name"])
+        digest = value.get("weights_sha256") or value.get("sha256") or ""
+        return f"{value['name']} ({digest[:8]})"
     if isinstance(value, list):
         return ", ".join(map(_short, value))
     return str(value)
