@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -93,7 +94,8 @@ class Drafter:
         self._thread = threading.Thread(target=self._run_loop, name="draft-loop", daemon=True)
         self._thread.start()
         self._longest_deadline_s = 0.0
-        watching = self._loop.at_work, lambda: self._longest_deadline_s
+        at_work = self._loop.at_work if self._learning is None else self._learning.at_work
+        watching = at_work, lambda: self._longest_deadline_s
         threading.Thread(target=end_when_hung, args=watching, name="draft-watch", daemon=True).start()
 
     @ray.method(concurrency_group="control")
@@ -172,7 +174,8 @@ class Drafter:
         model = self._strategy.model if isinstance(self._strategy, SeveralStrategy) else self._strategy
         assert isinstance(model, DraftModelStrategy)
         loop = DraftLoop(self._strategy, lessons=LessonBook(config.learn.max_text_tokens))
-        self._learning = LearningMember(RayTeacher(self._app_name, config), loop, model)
+        name = ray.get_runtime_context().get_actor_name() or secrets.token_hex(8)
+        self._learning = LearningMember(RayTeacher(self._app_name, config), loop, model, name)
         self._learning.start()
         return loop
 

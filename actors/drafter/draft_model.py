@@ -51,16 +51,20 @@ class Hashing:
         self.hashed = self.engine.hashed(self.sequence.engine_id, self.prompt, self.sequence.sampling)
 
 
+Swap = Callable[[Callable[[Mapping[str, Any]], None]], None]
+"""Told how to load tensors of the model's, by the checkpoint's names. What it raises ends the drafter."""
+
+
 @dataclass(eq=False, slots=True)
 class WeightsChange:
     """Work: another version of the model's tensors."""
 
     is_step: ClassVar[bool] = False
     engine: Engine
-    tensors: Mapping[str, Any]
+    swap: Swap
 
     def execute(self) -> None:
-        self.engine.load_weights(self.tensors)
+        self.swap(self.engine.load_weights)
 
 
 class DraftModelStrategy:
@@ -120,8 +124,8 @@ class DraftModelStrategy:
         self._waiting: list[ModelSequence] = []
         """For their answers, since the messages that are being taken."""
 
-        self._weights: Mapping[str, Any] | None = None
-        """Of the version that is to draft, where it does not yet."""
+        self._swap: Swap | None = None
+        """To the version that is to draft, where it does not yet."""
 
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
@@ -228,15 +232,15 @@ class DraftModelStrategy:
             self._vocabulary.limit(size)
         self._num_drawable = size
 
-    def change_weights(self, tensors: Mapping[str, Any]) -> None:
-        """From the next step on, draft with these tensors of the model's, by the checkpoint's names. Sequences keep the
-        KV that they have: their drafts may be a little worse until they end, and every one is verified."""
-        self._weights = tensors
+    def change_weights(self, swap: Swap) -> None:
+        """From the next step on, draft with what this loads; it takes the place of one that has not begun. Sequences
+        keep the KV that they have: their drafts may be a little worse until they end, and every one is verified."""
+        self._swap = swap
 
     def plan(self) -> tuple[Work | None, list[Answer]]:
         self._release()
-        if self._weights is not None:
-            change, self._weights = WeightsChange(self._engine, self._weights), None
+        if self._swap is not None:
+            change, self._swap = WeightsChange(self._engine, self._swap), None
             return change, []
         self._pin_more()
         if not self._hashed_last and (hashing := self._hashing()) is not None:

@@ -23,12 +23,22 @@ STEP = "step"
 """What the loop's own thread does, in DraftLoop.at_work; everything else there is a link's messages."""
 
 
+SWAP = "swap"
+"""In its place: another version of the model's weights is loaded. Links are answered meanwhile."""
+
+SWAP_PATIENCE_S = 120.0
+_DOING: Mapping[int | str, str] = {
+    STEP: "a step has been running",
+    SWAP: "another version of the weights has been loading",
+}
+
+
 class HangWatch:
     """Reads no clock but counts its own ticks: one that came late, because the process was stopped or got no core,
     counts as one, for in the meantime nobody could get on. Pure.
 
     Whatever is under way may take `_DEADLINES` link deadlines, least_patience_s, or `_LONGEST_BEFORE` times what took
-    longest lately, whichever is most.
+    longest lately, whichever is most. A swap may take SWAP_PATIENCE_S, and says nothing about how long a step may.
     """
 
     def __init__(self, tick_s: float = WATCH_EVERY_S, least_patience_s: float = LEAST_PATIENCE_S) -> None:
@@ -43,7 +53,7 @@ class HangWatch:
         before, self._standing = self._standing, {}
         self._longest *= _FADE
         for key, (number, ticks) in before.items():
-            if at_work.get(key) != number:
+            if key != SWAP and at_work.get(key) != number:
                 self._longest = max(self._longest, ticks)
         lately_s = _LONGEST_BEFORE * self._longest * self._tick_s
         patience_s = max(_DEADLINES * link_deadline_s, self._least_patience_s, lately_s)
@@ -51,9 +61,9 @@ class HangWatch:
             known, ticks = before.get(key, (number, -1))
             ticks = ticks + 1 if known == number else 0
             self._standing[key] = number, ticks
-            if ticks * self._tick_s > patience_s:
-                what = "a step has been running" if key == STEP else "messages have been waiting"
-                return f"{what} for over {patience_s:g} s"
+            limit_s = max(patience_s, SWAP_PATIENCE_S) if key == SWAP else patience_s
+            if ticks * self._tick_s > limit_s:
+                return f"{_DOING.get(key, 'messages have been waiting')} for over {limit_s:g} s"
         return None
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.learning.lessons import Taught
-from outrider.actors.learning.service import DrafterTrainer, Update
+from outrider.actors.learning.service import DrafterTrainer, Report, Update, local_copy
 from outrider.actors.learning.versions import sampled_digest
 from outrider.actors.shared_actor import Member, SharedActor, get_or_create
 from outrider.cluster.config import DraftModelConfig
@@ -41,13 +42,14 @@ FETCH_TIMEOUT_S = 120.0
 class Teacher(Protocol):
     """The trainer as a drafter sees it; may raise whatever a call to another process raises."""
 
-    def exchange(
-        self, held: tuple[str, int] | None, taught: list[Taught], drafter: str, idle_s: float | None
-    ) -> Update:
+    def exchange(self, report: Report, taught: list[Taught]) -> Update:
         """See DrafterTrainer.exchange."""
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
         """The version's tensors, by the checkpoint's names."""
+
+    def as_loaded(self, names: Collection[str]) -> Mapping[str, Tensor]:
+        """These tensors of the drafter as it was loaded."""
 
     def go_back(self, number: int) -> tuple[int | None, str]:
         """See DrafterTrainer.go_back."""
@@ -57,6 +59,7 @@ class RayTeacher:
     def __init__(self, app_name: str, config: DraftModelConfig) -> None:
         learn = config.learn
         assert learn is not None
+        self._model, self._revision = config.model, config.revision
         # Another model, or other settings, are another trainer's: one of an application before this may still be there.
         local = Path(config.model).expanduser()
         checkpoint = sampled_digest(local) if local.is_dir() else config.revision
@@ -68,16 +71,20 @@ class RayTeacher:
             start_timeout_s=START_TIMEOUT_S,
         )
 
-    def exchange(
-        self, held: tuple[str, int] | None, taught: list[Taught], drafter: str, idle_s: float | None
-    ) -> Update:
+    def exchange(self, report: Report, taught: list[Taught]) -> Update:
         """See SharedActor.call."""
-        answer: Update = self._actor.call("exchange", held, taught, drafter, idle_s)
+        answer: Update = self._actor.call("exchange", report, taught)
         return answer
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
         tensors: Mapping[str, Tensor] = ray.get(update.tensors[0], timeout=FETCH_TIMEOUT_S)
         return tensors
+
+    def as_loaded(self, names: Collection[str]) -> Mapping[str, Tensor]:
+        from outrider.actors.learning.draft_models import tensors_of
+
+        checkpoint = local_copy(self._model, self._revision)
+        return {name: tensor for name, tensor in tensors_of(checkpoint) if name in names}
 
     def go_back(self, number: int) -> tuple[int | None, str]:
         """See SharedActor.call."""
@@ -86,38 +93,86 @@ class RayTeacher:
 
 
 class LearningMember(Member):
-    def __init__(self, teacher: Teacher, loop: DraftLoop, strategy: DraftModelStrategy) -> None:
+    def __init__(
+        self, teacher: Teacher, loop: DraftLoop, strategy: DraftModelStrategy, drafter: str | None = None
+    ) -> None:
+        """drafter: the same after a restart; None: there is none."""
         super().__init__("trainer", self._once)
         self._teacher, self._loop, self._strategy = teacher, loop, strategy
-        self._name = secrets.token_hex(8)
+        self._life = secrets.token_hex(8)
+        self._name = drafter or self._life
         self._held: tuple[str, int] | None = None
         """Trainer and number of the version that was dealt with last; None: none was."""
+
+        self._taking: tuple[str, int] | None = None
+        """Likewise, of one that has been handed to the loop and is not loaded yet."""
+
+        self._tensors: Mapping[str, Tensor] | None = None
+        """What drafts; None: as it was loaded."""
 
         self._drafting = 0
         """Number of the version that drafts."""
 
+        self._refused: tuple[str, int] | None = None
+        """The last of those that `refused` counts."""
+
+        self._is_swapping = False
         self.changes = 0
         self.refused = 0
-        """Versions that cannot be what a trainer made."""
+        """Versions that cannot be what a trainer made, or could not be loaded."""
 
         self.figures: dict[str, Any] = {}
 
     def _once(self) -> bool:
-        update = self._teacher.exchange(self._held, self._loop.taught(), self._name, self._loop.idle_s())
+        report = Report(self._name, self._life, self._held, self._refused, self._loop.idle_s())
+        update = self._teacher.exchange(report, self._loop.taught())
         self.figures = update.figures
-        if update.tensors:
+        if not update.tensors:
+            self._held = update.version
+        elif update.version not in (self._taking, self._held):
             tensors = self._teacher.fetch(update)
             # A trainer never gives these out. What did is not to be believed in anything else either.
             if not tensors or not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-                self.refused += 1
+                self._refuse(update.version)
                 logger.error("version %s is refused: it holds numbers that are not finite", update.version)
             else:
-                self._loop.change(partial(self._strategy.change_weights, tensors))
-                self.changes += 1
-                self._drafting = update.version[1]
-                logger.info("drafting with version %d of trainer %s", update.version[1], update.version[0])
-        self._held = update.version
+                self._taking = update.version
+                self._loop.change(partial(self._strategy.change_weights, partial(self._swap, update.version, tensors)))
         return False
+
+    def _swap(
+        self,
+        version: tuple[str, int],
+        tensors: Mapping[str, Tensor],
+        load: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """On the loop's thread: what cannot be loaded leaves what was there before. Raises where that cannot be loaded
+        again either: nobody knows then what drafts, and the next life is not given the version a third time."""
+        self._is_swapping = True
+        try:
+            try:
+                load(tensors)
+            except Exception:
+                logger.exception("version %s cannot be loaded: what was there before is loaded again", version)
+                load(self._teacher.as_loaded(tensors.keys()) if self._tensors is None else self._tensors)
+                self._refuse(version)
+                return
+            self._tensors, self._drafting, self._held = tensors, version[1], version
+            self.changes += 1
+            logger.info("drafting with version %d of trainer %s", version[1], version[0])
+        finally:
+            self._is_swapping = False
+
+    def _refuse(self, version: tuple[str, int]) -> None:
+        self.refused += 1
+        self._refused = self._held = version
+
+    def at_work(self) -> dict[int | str, int]:
+        """See DraftLoop.at_work; a swap is told apart from a step. Takes no lock."""
+        at_work = self._loop.at_work()
+        if self._is_swapping and STEP in at_work:
+            at_work[SWAP] = at_work.pop(STEP)
+        return at_work
 
     def go_back(self, number: int) -> tuple[int | None, str]:
         """For all drafters of the trainer's, this one too, with the next exchange. See Teacher."""

@@ -40,6 +40,19 @@ _LONG_IDLE_LIFE_S = 1800.0
 """Where what was learned is in memory alone. A sole drafter that comes back may have had to wait for a node."""
 
 
+@dataclass(frozen=True)
+class Report:
+    """What a drafter says of itself. drafter: the same after a restart, unlike life. held: the version that it has
+    dealt with last, by trainer and number; None: it drafts as it was loaded. refused: likewise, the last that it could
+    not load. idle_s: see IdleTime.heard."""
+
+    drafter: str
+    life: str
+    held: tuple[str, int] | None = None
+    refused: tuple[str, int] | None = None
+    idle_s: float | None = None
+
+
 @dataclass
 class Update:
     """version: trainer and number of what is to serve. tensors: a reference to them, in a list lest Ray fetch it, where
@@ -50,25 +63,66 @@ class Update:
     tensors: list[Any] = field(default_factory=list)
 
 
+_MOST_DEATHS = 2
+"""Lives of a drafter that may end while it takes a version: once may have had any reason."""
+
+
+@dataclass
+class _Taking:
+    """A version that a drafter was given, and has not said yet that it drafts with. deaths: lives that ended so."""
+
+    version: tuple[str, int]
+    life: str
+    deaths: int = 0
+
+
 class HandOut:
-    """What drafters bring and take."""
+    """What drafters bring and take. A version that a drafter could not load is not given to it again, nor one that has
+    ended it `_MOST_DEATHS` times: it would meet it at each restart."""
 
     def __init__(self, learner: Learner, put: Callable[[dict[str, Tensor]], Any]) -> None:
         """put: a reference to tensors, as Update has it."""
         self._learner, self._put = learner, put
         self._last: tuple[Learnt, Any] | None = None
+        self._taking: dict[str, _Taking] = {}
+        """By drafter."""
 
-    def exchange(self, held: tuple[str, int] | None, taught: list[Taught], **figures: Any) -> Update:
-        """held: what the drafter drafts with; None: the model as it was loaded. figures: beside the learner's."""
+        self._barred: dict[str, tuple[str, int]] = {}
+        """By drafter: the last version that it is not to be given."""
+
+    def exchange(self, report: Report, taught: list[Taught], **figures: Any) -> Update:
+        """figures: beside the learner's."""
         self._learner.add(taught)
         serving = self._learner.serving
         version = (serving.version.learner, serving.version.number)
         update = Update(version, {**self._learner.figures(), **figures})
-        if held != version and not (held is None and version[1] == 0):
+        self._hear(report)
+        held = report.held
+        if held != version and not (held is None and version[1] == 0) and self._barred.get(report.drafter) != version:
             if self._last is None or self._last[0] is not serving:
                 self._last = serving, self._put(dict(serving.tensors))
             update.tensors = [self._last[1]]
+            taking = self._taking.get(report.drafter)
+            if taking is None or taking.version != version:
+                self._taking[report.drafter] = _Taking(version, report.life)
         return update
+
+    def _hear(self, report: Report) -> None:
+        if report.refused is not None:
+            self._barred[report.drafter] = report.refused
+        taking = self._taking.get(report.drafter)
+        if taking is None:
+            return
+        if report.held == taking.version:
+            del self._taking[report.drafter]
+        elif report.life != taking.life:
+            taking.life, taking.deaths = report.life, taking.deaths + 1
+            if taking.deaths >= _MOST_DEATHS:
+                logger.error(
+                    "drafter %s has ended %d times on version %s", report.drafter, taking.deaths, taking.version
+                )
+                self._barred[report.drafter] = taking.version
+                del self._taking[report.drafter]
 
 
 class OnDisk:
@@ -146,14 +200,12 @@ class DrafterTrainer:
         self._life = IdleLife(life_s(settings))
         threading.Thread(target=self._train, name="training", daemon=True).start()
 
-    async def exchange(
-        self, held: tuple[str, int] | None, taught: list[Taught], drafter: str, idle_s: float | None
-    ) -> Update:
+    async def exchange(self, report: Report, taught: list[Taught]) -> Update:
         """See HandOut and IdleTime.heard."""
         self._life.asked()
         if self._idle is not None:
-            self._idle.heard(drafter, idle_s)
-        return self._hand_out.exchange(held, taught, store_failures=self._on_disk.failures)
+            self._idle.heard(report.drafter, report.idle_s)
+        return self._hand_out.exchange(report, taught, store_failures=self._on_disk.failures)
 
     async def go_back(self, number: int) -> tuple[int | None, str]:
         """See Learner.go_back: the number under which it serves; None, and why not. A restart does not undo it."""

@@ -131,7 +131,7 @@ SUFFIX = (
 LEARNING = (
     MetricSpec("outrider:drafter_version", "gauge", "Version that drafts; 0 is the drafter as it was loaded."),
     MetricSpec("outrider:drafter_version_changes_total", "counter", "Versions that this drafter has taken."),
-    MetricSpec("outrider:drafter_refused_versions_total", "counter", "Versions that it did not take: not finite."),
+    MetricSpec("outrider:drafter_refused_versions_total", "counter", "Versions that it could not load, or not finite."),
     MetricSpec("outrider:learning_failures_total", "counter", "Exchanges with the trainer that failed."),
     MetricSpec("outrider:learning_dropped_texts_total", "counter", "Texts that no trainer fetched in time."),
     MetricSpec("outrider:learning_tokens_total", "counter", "Tokens of answers that the trainer was given."),

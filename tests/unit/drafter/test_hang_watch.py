@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from outrider.actors.drafter.hang_watch import STEP, HangWatch
+from outrider.actors.drafter.hang_watch import STEP, SWAP, SWAP_PATIENCE_S, HangWatch
 
 TICK_S = 0.25
 PROCESS = """
@@ -62,6 +62,17 @@ def test_steps_that_grow_longer_are_measured_by_those_before():
     assert run_steps([least, 3 * least, 13 * least]) == 2
     assert run_steps([3 * least]) == 0
     assert run_steps([least, *[0] * 5000, 3 * least]) == 5001, "that was long ago"
+
+
+def test_a_swap_has_a_limit_of_its_own_and_gives_steps_no_longer_one():
+    watch = HangWatch(TICK_S)
+    most = int(SWAP_PATIENCE_S / TICK_S)
+    reasons = [watch.tick({SWAP: 7}, 0.09) for _ in range(most + 2)]
+    assert reasons[:-1] == [None] * (most + 1)
+    assert reasons[-1] == "another version of the weights has been loading for over 120 s"
+    reasons = [watch.tick({STEP: 8}, 0.09) for _ in range(22)]
+    assert reasons[:21] == [None] * 21
+    assert reasons[21] == "a step has been running for over 5 s"
 
 
 def test_links_are_watched_one_by_one():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.learning import LearningMember
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.learning.lessons import LessonBook
@@ -26,10 +27,12 @@ class PlayedTrainer:
         self.heard, self.held, self.told = [], [], []
         self.fails = False
 
-    def exchange(self, held, taught, drafter, idle_s):
-        self.told.append((drafter, idle_s))
+    def exchange(self, report, taught):
+        self.told.append((report.drafter, report.idle_s))
+        self.refused = report.refused
         if self.fails:
             raise ConnectionError("gone")
+        held = report.held
         self.held.append(held)
         self.heard += taught
         new = held != self.version and not (held is None and self.version[1] == 0)
@@ -37,6 +40,9 @@ class PlayedTrainer:
 
     def fetch(self, update):
         return update.tensors[0]
+
+    def as_loaded(self, names):
+        return {name: torch.zeros(2) for name in names}
 
     def go_back(self, number):
         self.version, self.weights = ("t1", self.version[1] + 1), {"w": torch.full((2,), float(number))}
@@ -161,6 +167,79 @@ def test_a_version_that_cannot_be_is_refused(drafting, bad):
     assert drafting.engine.loaded == []
     assert drafting.member.refused == 1
     assert drafting.member.status()["version"] == 0, "what drafts, not what was offered"
+
+
+class Choosy(MemoryEngine):
+    """Takes no version of these numbers."""
+
+    def __init__(self, *numbers):
+        super().__init__()
+        self.numbers = numbers
+
+    def load_weights(self, tensors):
+        super().load_weights(tensors)
+        if float(tensors["w"][0]) in self.numbers:
+            raise RuntimeError("out of memory")
+
+
+def choosy(*numbers):
+    made = Drafting()
+    made.strategy._engine = made.engine = Choosy(*numbers)
+    return made
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0], ids=["as it was loaded", "a version"])
+def test_what_cannot_be_loaded_leaves_what_was_there_before(first):
+    drafting = choosy(2.0)
+    for number in (1, 2, 2, 3) if first else (2, 2, 3):
+        drafting.trainer.version, drafting.trainer.weights = ("t1", number), {"w": torch.full((2,), float(number))}
+        drafting.member.exchange()
+        drafting.work_off()
+    loaded = [float(each["w"][0]) for each in drafting.engine.loaded]
+    assert loaded == ([1.0, 2.0, 1.0, 3.0] if first else [2.0, 0.0, 3.0]), (
+        "not offered again, and the next one is taken"
+    )
+    status = drafting.member.status()
+    assert (status["version"], status["refused"], status["changes"]) == (3, 1, 2 if first else 1)
+    assert drafting.trainer.refused == ("t1", 2)
+
+
+def test_a_drafter_that_cannot_go_back_either_ends():
+    drafting = choosy(2.0, 0.0)
+    drafting.trainer.version, drafting.trainer.weights = ("t1", 2), {"w": torch.full((2,), 2.0)}
+    drafting.member.exchange()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drafting.work_off()
+
+
+def test_a_version_that_is_not_loaded_yet_is_fetched_once(drafting):
+    fetched = []
+    drafting.trainer.fetch = lambda update: fetched.append(1) or update.tensors[0]
+    drafting.trainer.version, drafting.trainer.weights = ("t1", 1), {"w": torch.ones(2)}
+    for _ in range(3):
+        drafting.member.exchange()
+    assert drafting.trainer.held == [None] * 3, "it does not draft with it"
+    assert drafting.member.status()["version"] == 0
+    drafting.work_off()
+    drafting.member.exchange()
+    assert (len(fetched), drafting.trainer.held[-1]) == (1, ("t1", 1))
+
+
+def test_a_swap_is_no_step_to_who_looks_for_hangs():
+    seen = []
+
+    class Watched(MemoryEngine):
+        def load_weights(self, tensors):
+            seen.append(drafting.member.at_work())
+
+    drafting = Drafting()
+    drafting.strategy._engine = Watched()
+    drafting.loop._at_work[STEP] = 7
+    drafting.trainer.version, drafting.trainer.weights = ("t1", 1), {"w": torch.ones(2)}
+    drafting.member.exchange()
+    drafting.work_off()
+    assert seen == [{SWAP: 7}]
+    assert drafting.member.at_work() == {STEP: 7}
 
 
 def test_a_way_back_is_the_trainer_s_and_comes_with_the_next_exchange(drafting):

@@ -30,8 +30,8 @@ class Teacher:
         self.learner = learner(kept_versions=10)
         self._hand_out = HandOut(self.learner, lambda tensors: tensors)
 
-    def exchange(self, held, taught, drafter, idle_s):
-        return self._hand_out.exchange(held, taught)
+    def exchange(self, report, taught):
+        return self._hand_out.exchange(report, taught)
 
     def fetch(self, update):
         return update.tensors[0]
@@ -87,6 +87,10 @@ def test_two_drafters_of_a_pool_come_to_the_same_version():
     teacher.learner.add(many(400, first=5000))
     work(teacher.learner, 60)
     all_have(teacher.learner.serving.version.number)
+
+
+def load_number(number, load):
+    load({"w": torch.full((2,), float(number))})
 
 
 class SlowToLoad(MemoryEngine):
@@ -154,7 +158,7 @@ def test_a_swap_costs_each_request_one_round_at_most(misses):
                 request.round(misses=False)
             at_rest(loop)
             before = [request.without for request in requests]
-            loop.change(partial(strategy.change_weights, {"w": torch.full((2,), float(number))}))
+            loop.change(partial(strategy.change_weights, partial(load_number, number)))
             assert engine.loading.wait(SOON_S)
             for request in requests:
                 request.round(misses=misses, within_s=0.0)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from outrider.actors.learning.service import DrafterTrainer, OnDisk, general_texts, life_s
+from outrider.actors.learning.service import DrafterTrainer, HandOut, OnDisk, Report, general_texts, life_s
 from outrider.actors.learning.text import Text
 from outrider.actors.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.cluster.learning_config import LearningConfig
@@ -90,3 +90,49 @@ def test_a_trainer_outlives_a_sole_drafter_s_restart_where_its_memory_is_all_the
     assert life_s(LearningConfig()) == 1800
     assert life_s(LearningConfig(directory="/versions")) == IDLE_LIFE_S
     assert IdleLife(life_s(LearningConfig()))._idle_life_s == 1800
+
+
+class Drafters:
+    """Of one trainer, as far as it hears of them."""
+
+    def __init__(self):
+        self.learner = learner()
+        served(self.learner, 1)
+        self._hand_out = HandOut(self.learner, lambda tensors: tensors)
+
+    def offered(self, life, held=None, refused=None, drafter="one"):
+        """Number of the version that is given to it; None: none is."""
+        update = self._hand_out.exchange(Report(drafter, life, held, refused), [])
+        return update.version[1] if update.tensors else None
+
+    @property
+    def version(self):
+        return self.learner.serving.version.learner, self.learner.serving.version.number
+
+
+def test_a_version_that_ends_a_drafter_time_and_again_is_not_given_to_it_again():
+    drafters = Drafters()
+    assert [drafters.offered("a"), drafters.offered("a")] == [1, 1], "it may still be loading"
+    assert drafters.offered("b") == 1, "once may have had any reason"
+    assert drafters.offered("c") is None
+    assert drafters.offered("c", held=drafters.version) is None
+    assert drafters.offered("x", drafter="another") == 1
+    served(drafters.learner, 1)
+    assert drafters.offered("c", held=("t", 1)) == 2
+
+
+def test_a_drafter_that_ends_when_it_has_the_version_is_given_it_again():
+    drafters = Drafters()
+    for life in "abcdef":
+        assert drafters.offered(life) == 1
+        assert drafters.offered(life, held=drafters.version) is None
+
+
+def test_a_version_that_a_drafter_could_not_load_is_not_given_to_it_again():
+    drafters = Drafters()
+    assert drafters.offered("a") == 1
+    assert drafters.offered("a", held=drafters.version, refused=drafters.version) is None
+    assert drafters.offered("b") is None
+    assert drafters.offered("b", drafter="another") == 1
+    served(drafters.learner, 1)
+    assert drafters.offered("b") == 2
