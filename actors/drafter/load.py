@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,26 +97,38 @@ def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:
 
 
 def _vocabulary(config: DraftModelConfig, engine: DraftEngine, num_common_tokens: int | None) -> DraftVocabulary | None:
-    """What the output head is cut to; None: it stays whole. Raises ConfigError for more than there is to cut to."""
+    """What the output head is cut to, which it is then; None: it stays whole. Raises ConfigError for more than there is
+    to cut to."""
     size = config.draft_vocab_size
+    if size == 0 or (size is None and config.tensor_parallel_size > 1):
+        return None
+    vocabulary = vocabulary_to_cut_to(size, config.model, engine.vocab_size, engine.end_token_ids, num_common_tokens)
+    if vocabulary is not None:
+        engine.cut_head(vocabulary.token_ids)
+    return vocabulary
+
+
+def vocabulary_to_cut_to(
+    size: int | None, model: str, vocab_size: int, end_token_ids: Iterable[int], num_common_tokens: int | None
+) -> DraftVocabulary | None:
+    """Of a draft model of so many tokens, on one rank; None: none. size: as drafter.draft_vocab_size. Raises
+    ConfigError for more than there is to cut to."""
     if size == 0:
         return None
-    most = min(engine.vocab_size, num_common_tokens or engine.vocab_size)
+    most = min(vocab_size, num_common_tokens or vocab_size)
     try:
-        own = [token for token in trained_on(config.model) if token < most]
+        own = [token for token in trained_on(model) if token < most]
     except ValueError as error:
         raise ConfigError(f"drafter.model: {error}; assemble the drafter again: outrider distill --assemble") from None
     if size is None:
-        is_big = engine.vocab_size >= 2 * _CUT_VOCAB_SIZE
-        if config.tensor_parallel_size > 1 or not (own or is_big):
+        is_big = vocab_size >= 2 * _CUT_VOCAB_SIZE
+        if not (own or is_big):
             return None
         size = min(max(len(own), _LEAST_CUT) if own else _CUT_VOCAB_SIZE, most)
     if size > most:
-        has = f"the model has {most} tokens" if most == engine.vocab_size else f"{most} are the target's, too"
+        has = f"the model has {most} tokens" if most == vocab_size else f"{most} are the target's, too"
         raise ConfigError(f"drafter.draft_vocab_size: {size}, {has}; set fewer, or 0 for all")
-    vocabulary = DraftVocabulary(engine.vocab_size, size, always=engine.end_token_ids, at_first=own)
-    engine.cut_head(vocabulary.token_ids)
-    return vocabulary
+    return DraftVocabulary(vocab_size, size, always=end_token_ids, at_first=own)
 
 
 def warm_up(strategy: DraftStrategy[Any]) -> None:

@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.0, metavar="T", help="above 0: answers drawn at T are measured too (0)"
     )
     parser.add_argument("--k", type=positive, metavar="K", help=f"drafts a round (the preset's, or {DEFAULT_K})")
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        metavar="V",
+        help="cut the drafter's head to V tokens, 0: not at all (as it is served: the preset's, or the default)",
+    )
     parser.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="of an answer (128)")
     parser.add_argument("--seed", type=int, default=0, help="of draws")
     parser.add_argument("--target-ms", type=float, metavar="MS", help="a step of the target's, for expected speed-ups")
@@ -73,6 +79,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--preset: it has a target and a drafter; leave TARGET and DRAFTER out")
     if args.temperature < 0:
         raise ConfigError(f"--temperature: {args.temperature:g} is below 0")
+    if args.draft_vocab_size is not None and args.draft_vocab_size < 0:
+        raise ConfigError(f"--draft-vocab-size: {args.draft_vocab_size} is below 0")
     if (args.target_ms is None) != (args.draft_ms is None):
         raise ConfigError("--target-ms and --draft-ms: give both, or neither")
     if args.target_ms is not None and (args.target_ms <= 0 or args.draft_ms < 0):
@@ -97,7 +105,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     memory.keep_large_blocks()
     drafter: Path | LookUp
     beside: tuple[str, ...] = ()
-    k = args.k
+    k, device, cut_to = args.k, device_of(args.device), args.draft_vocab_size
     if args.preset is None:
         target, drafter = locate(args.target, "TARGET"), locate(args.drafter, "DRAFTER")
     else:
@@ -108,6 +116,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             isinstance(of_config, CoLocatedConfig) and of_config.method == "draft_model"
         ):
             drafter = locate(str(of_config.model), "--preset")
+            cut_to = _cut_to(of_config) if cut_to is None else cut_to
             beside = tuple(of_config.beside) if isinstance(of_config, DraftModelConfig) else ()
         else:
             drafter = look_up_of(of_config)
@@ -123,8 +132,17 @@ def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         max_tokens=args.max_tokens,
         seed=args.seed,
         times=None if args.target_ms is None else StepTimes(args.target_ms, args.draft_ms),
-        device=device_of(args.device),
+        device=device,
         dtype=dtype_of(args.dtype, args.device),
         beside=beside,
+        draft_vocab_size=0 if cut_to is None and device != "cpu" else cut_to,
     )
     return measure(settings, progress)
+
+
+def _cut_to(drafter: DraftModelConfig | CoLocatedConfig) -> int | None:
+    """As drafter.draft_vocab_size has it. In the target's own engine the head is whole, and by default on several
+    ranks."""
+    if not isinstance(drafter, DraftModelConfig):
+        return 0
+    return 0 if drafter.draft_vocab_size is None and drafter.tensor_parallel_size > 1 else drafter.draft_vocab_size

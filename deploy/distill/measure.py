@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from outrider.actors.drafter.vocabulary import DraftVocabulary
+
 TOGETHER = 16
 TOP_N = 64
 """Tokens of q that travel to the verifier, as DraftSampling.top_n has it."""
@@ -62,6 +64,9 @@ class Settings:
     dtype: torch.dtype
     beside: tuple[str, ...] = ()
     """Look-ups beside a draft model: of BESIDE."""
+
+    draft_vocab_size: int | None = None
+    """What a draft model's output head is cut to, as drafter.draft_vocab_size has it."""
 
 
 @dataclass
@@ -132,6 +137,7 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
     look_ups: dict[str, dict[str, ByMode]] = {name: {} for name in settings.beside}
     together: dict[str, ByMode] = {}
     answers = answered = 0
+    head: CutHead | None = None
     for temperature in (0.0,) if settings.temperature == 0 else (0.0, settings.temperature):
         texts = []
         for prompt, answer in _answers(target, tokens, settings, temperature):
@@ -142,7 +148,8 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
             assert not isinstance(settings.drafter, Path)
             modes = {"greedy" if temperature == 0 else "sampled": _looked_up(texts, settings.drafter, settings.k)}
         else:
-            modes = _walked(target, drafter, texts, settings, temperature)
+            head = _cut_head(target, drafter, settings)
+            modes = _walked(target, drafter, head, texts, settings, temperature)
             for name in settings.beside:
                 look_ups[name]["sampled" if temperature else "greedy"] = _looked_up(texts, BESIDE[name], settings.k)
             if settings.beside:
@@ -165,6 +172,7 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
         "chat": settings.chat,
         "seed": settings.seed,
         "dtype": str(settings.dtype).removeprefix("torch."),
+        "draft_vocabulary": None if head is None else head.document(),
         "modes": _documents(found, settings.times),
         "look_ups": {name: _documents(modes, None) for name, modes in look_ups.items()},
         "together": _documents(together, settings.times),
@@ -190,6 +198,11 @@ def table(report: dict[str, Any]) -> str:
         f"{report['answers']} answers, {report['tokens']} tokens; acceptance_rate {report['acceptance_rate']:.3f} "
         f"({report['mode']}, K = {report['k']})"
     ]
+    if (cut := report["draft_vocabulary"]) is not None:
+        lines.append(
+            f"output head cut to {cut['size']} tokens, as when served; {cut['missed']} of {cut['tokens']} tokens of "
+            "the answers were not in it"
+        )
     for mode, found in report["modes"].items():
         positions = "  ".join("  -  " if share is None else f"{share:.3f}" for share in found["by_position"])
         lines.append(f"{mode}: by position {positions}")
@@ -294,11 +307,13 @@ def _seed(settings: Settings, index: int) -> int:
 def _walked(
     target: PreTrainedModel,
     drafter: PreTrainedModel,
+    head: CutHead | None,
     texts: Sequence[tuple[list[int], list[int]]],
     settings: Settings,
     temperature: float,
 ) -> dict[str, ByMode]:
-    """A draft model's rounds. q of rejection is the drafter's TOP_N likeliest tokens, as it is when served."""
+    """A draft model's rounds. q of rejection is the drafter's TOP_N likeliest tokens, of those that its head is cut to,
+    as it is when served."""
     import torch
 
     from outrider.actors.verification.coupled import coupled_choice
@@ -314,6 +329,8 @@ def _walked(
         tokens = torch.tensor(answer[1:])
         with torch.inference_mode():
             theirs = drafter(ids).logits[0, rows].float().cpu()
+            if head is not None:
+                head.cut(theirs, index, prompt, answer)
             if not temperature:
                 same = (theirs.argmax(-1) == tokens).float().tolist()
                 found["greedy"].walk(same, same)
@@ -328,6 +345,50 @@ def _walked(
         same = (drafted == tokens).float().tolist()
         found["coupled"].walk(same, same)
     return found
+
+
+class CutHead:
+    """A draft model's output head along answers, as it is cut when served: the vocabulary follows the text, and the
+    answers come one after the other."""
+
+    def __init__(self, vocabulary: DraftVocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def cut(self, logits: torch.Tensor, key: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """In place: minus infinity for what is not in it. logits: float32 [N, V], for the answer's tokens but the
+        first. A draft is drawn before the tokens of its own round are known, but those before it are accepted drafts
+        there, so they are in it anyway."""
+        import torch
+
+        vocabulary = self._vocabulary
+        vocabulary.pin(key, prompt)
+        outside: torch.Tensor | None = None
+        for row, token in zip(logits, answer[:-1], strict=True):
+            vocabulary.observe([token])
+            if vocabulary.take_changes() or outside is None:
+                outside = torch.ones(len(row), dtype=torch.bool)
+                outside[vocabulary.token_ids] = False
+            row.masked_fill_(outside, float("-inf"))
+        vocabulary.observe(answer[-1:])
+        vocabulary.unpin(key)
+
+    def document(self) -> dict[str, Any]:
+        """missed: tokens of the answers that were not in it when they came."""
+        vocabulary = self._vocabulary
+        return {"size": len(vocabulary), "tokens": vocabulary.num_observed, "missed": vocabulary.num_missed}
+
+
+def _cut_head(target: PreTrainedModel, drafter: PreTrainedModel, settings: Settings) -> CutHead | None:
+    """As a deployment that has just started has it; None: it is whole. Raises ConfigError."""
+    from outrider.actors.drafter.load import vocabulary_to_cut_to
+
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (drafter, target)]
+    ends = sorted(end_tokens(drafter))
+    vocabulary = vocabulary_to_cut_to(settings.draft_vocab_size, str(settings.drafter), sizes[0], ends, min(sizes))
+    if vocabulary is None:
+        return None
+    vocabulary.limit(min(sizes))
+    return CutHead(vocabulary)
 
 
 def rejection(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
