@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = 0x4F555452
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 HEADER_WORDS = 16
 LENGTH_WORD = 5
 TAG_WORDS = slice(8, 12)
