@@ -1,4 +1,5 @@
 """What ``outrider doctor`` looks at: packages, checkpoints, and the machine. Nothing is started, fetched or changed.
+What it asks of vLLM is in doctor_vllm.
 
 Of what is installed: versions, builds, and packages that break the others. Of checkpoints: that they are there, whole,
 readable, and made for each other. Of the machine: cores, memory, ports, limits, and what earlier runs left behind.
@@ -18,16 +19,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 from safetensors import SafetensorError, safe_open
 
-from outrider.actors.serve_seam import leans_on as serve_names
 from outrider.actors.serving.access.settings import check_access
 from outrider.actors.vllm_seam import leans_on as vllm_names
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
-from outrider.cluster.engine_args import RUN_HERE
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import available_cores, preload_libraries
 from outrider.cluster.vocabulary import read_vocabulary
@@ -37,7 +35,7 @@ from outrider.deploy.ports import settle_ports
 from outrider.deploy.processes import SHARED_MEMORY, mapped_shared_memory, shared_memory_entries
 from outrider.deploy.server import OBJECT_STORE_BYTES
 
-RAY, VLLM_MINOR, TORCH_OF_CPU = "2.60.0", vllm_names.PROJECT.written_for, "2.13"
+RAY, VLLM_MINOR = "2.60.0", vllm_names.PROJECT.written_for
 """What Outrider is written against (pyproject.toml)."""
 
 LEAST_PYTHON = (3, 11)
@@ -190,87 +188,6 @@ def _torch_companions(torch: str, version: Version, requires: Callable[[str], li
             )
         ]
     return [ok("torch companions", "none that could break transformers")]
-
-
-ASKING_TIMEOUT_S = 300.0
-_ASK_SEAMS = """
-import json
-from outrider.actors.serve_seam import leans_on as serve
-from outrider.actors.vllm_seam import leans_on as vllm
-print(json.dumps([problem for table in (*serve.TABLES, *vllm.TABLES) for problem in table.problems()]))
-"""
-
-
-def check_seams() -> list[Finding]:
-    """Whether vLLM and Ray Serve have the names that Outrider extends them by. In a process of its own, which imports
-    both: seconds."""
-    subject = "internals"
-    try:
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK_SEAMS], capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return [fail(subject, f"importing vLLM and Ray Serve takes over {ASKING_TIMEOUT_S:g} s", "make setup")]
-    if asked.returncode != 0:
-        said = asked.stderr.strip().splitlines()
-        return [fail(subject, said[-1] if said else f"importing vLLM ended with {asked.returncode}", "make setup")]
-    problems: list[str] = json.loads(asked.stdout.splitlines()[-1])
-    versions = f"vLLM {vllm_names.PROJECT.written_for} and Ray {serve_names.PROJECT.written_for}"
-    if problems:
-        return [fail(subject, problem, f"install {versions}") for problem in problems]
-    names = sum(len(table.names) for table in (*serve_names.TABLES, *vllm_names.TABLES))
-    return [ok(subject, f"{names} entries of what Outrider extends in {versions} are there")]
-
-
-_ASK_ENGINE_ARGS = """
-import json, sys
-from outrider.actors.vllm_seam.engine_args_schema import checked
-from outrider.cluster.config_section import ConfigError
-try:
-    checked(sys.argv[1], json.loads(sys.argv[2]))
-except ConfigError as error:
-    print(json.dumps(str(error)))
-else:
-    print("null")
-"""
-
-
-def ask_vllm(subject: str, code: str, *args: str) -> Any:
-    """What Python code prints as JSON in a process of its own, which imports vLLM; a Finding where it does not."""
-    try:
-        asked = subprocess.run(
-            [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return fail(subject, f"importing vLLM takes over {ASKING_TIMEOUT_S:g} s", "make setup")
-    if asked.returncode != 0:
-        said = asked.stderr.strip().splitlines()
-        return fail(subject, said[-1] if said else f"asking vLLM ended with {asked.returncode}", "make setup")
-    return json.loads(asked.stdout.splitlines()[-1])
-
-
-def check_engine_args(engine: EngineConfig) -> list[Finding]:
-    """What ``engine_args`` hold: whether the installed vLLM takes it, by its own types, and what of it has never been
-    run. In a process of its own, which imports vLLM: seconds."""
-    given, subject = engine.engine_args, f"{engine.side}.engine_args"
-    if not given:
-        return []
-    problem = ask_vllm(subject, _ASK_ENGINE_ARGS, engine.side, json.dumps(given, default=str))
-    if isinstance(problem, Finding):
-        return [problem]
-    if problem is not None:
-        problem, _, fix = problem.partition("; ")
-        return [fail(subject, problem, fix)]
-    findings = [ok(subject, ", ".join(f"{name}: {value}" for name, value in given.items()))]
-    if never := [name for name in given if name not in RUN_HERE[engine.side]]:
-        findings.append(
-            warn(
-                subject,
-                f"{', '.join(never)}: passed on to vLLM, and never run under Outrider's tests",
-                "compare answers with and without it before you rely on it (docs/engine-args.md)",
-            )
-        )
-    return findings
 
 
 def check_checkpoints(config: OutriderConfig) -> list[Finding]:

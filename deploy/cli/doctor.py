@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
-from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
+from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.device_defaults import choices
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.deploy.app import describe, engine_on_gpu
@@ -20,17 +21,15 @@ from outrider.deploy.doctor import (
     Finding,
     Level,
     check_checkpoints,
-    check_engine_args,
     check_machine,
     check_packages,
-    check_seams,
     fail,
     judged,
     ok,
     warn,
     worst,
 )
-from outrider.deploy.doctor_parsers import check_parsers
+from outrider.deploy.doctor_vllm import check_vllm
 from outrider.deploy.preset import Overrides, preset_names, resolve_config
 
 
@@ -67,14 +66,9 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
         gpu = engine_on_gpu()
     except ConfigError:
         return findings  # said above: there is no vLLM
-    findings += check_seams()
-    for engine in (config.target, config.drafter):
-        if isinstance(engine, EngineConfig):
-            findings += check_engine_args(engine)
     found = check_checkpoints(config)
+    findings += check_vllm(config, parsers=worst(found) is not Level.FAIL and Path(config.target.model).is_dir())
     findings += found
-    if worst(found) is not Level.FAIL:
-        findings += check_parsers(config)
     findings += check_method(config, gpu)
     findings += shown_choices(config, gpu)
     findings += check_machine(config, gpu)

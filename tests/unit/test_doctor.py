@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.cluster.config import parse_config
-from outrider.deploy import doctor
+from outrider.deploy import doctor, doctor_vllm
 from outrider.deploy.cli import main
 from outrider.deploy.cli.doctor import check_method, render, shown_choices
 from outrider.deploy.doctor import Level, check_checkpoints, check_files, fail, judged, ok, warn, weight_files, worst
-from outrider.deploy.doctor_parsers import check_parsers
+from outrider.deploy.doctor_vllm import check_vllm
 from tests.tiny_models import build_tiny_llama
 
 GIB = 1 << 30
@@ -35,6 +36,16 @@ def checkpoint(tmp_path: Path) -> Path:
     (directory / "tokenizer.json").write_text("{}")
     save_file({"weight": torch.zeros(4, 4)}, directory / "model.safetensors")
     return directory
+
+
+@pytest.fixture
+def asked_here(monkeypatch):
+    """vLLM, which this process has imported or imports once, answers here in place of one that imports it each time."""
+    monkeypatch.setattr(
+        doctor_vllm,
+        "ask_vllm",
+        lambda *question: json.loads(json.dumps(doctor_vllm.answers(*question))),
+    )
 
 
 def config(model: Any = "org/m", **sections: Any) -> Any:
@@ -288,33 +299,38 @@ def test_the_whole_command_on_a_small_checkpoint(checkpoint, tmp_path, capsys, o
     assert "  moe_backend: passed on to vLLM, and never run" in never_run
     (internals,) = (line for line in printed.splitlines() if "  internals  " in line)
     assert internals.startswith("OK")
+    (parsers,) = (line for line in printed.splitlines() if "  openai parsers  " in line)
+    assert parsers.startswith("FAIL"), "config.json says nothing of the kind of model"
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_engine_arguments_are_held_against_the_installed_vllm():
     """What the check without vLLM leaves to it, such as names of its own enumerations in its own configurations."""
     target = {"engine_args": {"compilation_config": {"mode": "FAST"}}}
-    (finding,) = doctor.check_engine_args(config(target=target).target)
+    internals, finding = check_vllm(config(target=target), parsers=False)
+    assert (internals.subject, internals.level) == ("internals", Level.OK)
     assert (finding.subject, finding.level) == ("target.engine_args", Level.FAIL)
     assert finding.text.startswith("target.engine_args.compilation_config.mode: ")
     assert finding.fix == "change or remove it"
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_the_parsers_that_would_be_chosen_are_shown(tmp_path):
     model = build_tiny_llama(tmp_path / "tiny")
     template = "{% if tools %}<tool_call> <function-name> <args-json-object>{% endif %}"
-    chosen, none = check_parsers(config(model, openai={"chat_template": template}))
+    _, chosen, none = check_vllm(config(model, openai={"chat_template": template}), parsers=True)
     assert (chosen.subject, chosen.level) == ("openai.tool_call_parser", Level.OK)
     assert chosen.text.startswith("hermes (by the model's family")
     assert (none.subject, none.text.split()[0]) == ("openai.reasoning_parser", "none")
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_a_parser_that_vllm_has_not_fails(tmp_path):
     model = build_tiny_llama(tmp_path / "tiny")
-    (finding,) = check_parsers(config(model, openai={"reasoning_parser": "nothing"}))
+    _, finding = check_vllm(config(model, openai={"reasoning_parser": "nothing"}), parsers=True)
     assert finding.level is Level.FAIL
     assert finding.text.startswith("openai.reasoning_parser: ")
     assert "null" in finding.fix
-    assert check_parsers(config("org/elsewhere")) == []
 
 
 def test_weights_are_not_looked_for_where_none_are_read(checkpoint):
@@ -337,8 +353,8 @@ def test_positions_that_are_overridden_are_those_that_count(checkpoint):
 def test_a_vllm_without_the_names_that_are_extended_fails(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    findings = doctor.check_seams()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    findings = check_vllm(config(), parsers=False)
     assert {finding.level for finding in findings} == {Level.FAIL}
     assert "vllm.v1.worker.gpu_model_runner does not exist" in [finding.text for finding in findings]
     assert not [finding.text for finding in findings if "ray." in finding.text and "vllm" not in finding.text]
@@ -347,7 +363,7 @@ def test_a_vllm_without_the_names_that_are_extended_fails(tmp_path, monkeypatch)
 def test_a_vllm_that_cannot_be_imported_fails_with_what_it_says(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libtorch.so is not there')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (finding,) = doctor.check_seams()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (finding,) = check_vllm(config(), parsers=False)
     assert finding.level is Level.FAIL
     assert "libtorch.so is not there" in finding.text
