@@ -53,6 +53,7 @@ def test_nothing_is_named_by_its_folder():
     assert named == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_wheel_has_what_the_checkout_has(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]

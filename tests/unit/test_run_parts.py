@@ -27,13 +27,12 @@ def test_the_first_half_is_of_things_that_exist() -> None:
     assert all((tests / "integration" / folder).is_dir() for folder in conftest.FOLDERS)
 
 
-@pytest.mark.parametrize("unit", [PASSES, FAILS])
-def test_the_status_and_the_last_lines(tmp_path: Path, unit: str) -> None:
+def test_the_status_and_the_last_lines(tmp_path: Path) -> None:
     """test_draft_engine.py is one of the first half's files."""
     for path, source in (
         ("pytest.ini", "[pytest]\nmarkers =\n    exhaustive\n"),
         ("tests/conftest.py", (Path(run_parts.__file__).parent / "conftest.py").read_text()),
-        ("tests/unit/test_unit.py", unit),
+        ("tests/unit/test_unit.py", FAILS),
         ("tests/integration/test_draft_engine.py", PASSES),
         ("tests/integration/test_cli.py", PASSES),
         ("tests/faults/test_registry.py", PASSES),
@@ -45,9 +44,9 @@ def test_the_status_and_the_last_lines(tmp_path: Path, unit: str) -> None:
         [sys.executable, run_parts.__file__, "-p", "no:cacheprovider"],
         cwd=tmp_path, env=NO_OTHER_PLUGINS, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == int(unit is FAILS), done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     of_unit, first, second = done.stdout.splitlines()[-3:]
-    assert re.match(rf"unit tests: +1 {'failed' if unit is FAILS else 'passed'} in ", of_unit)
+    assert re.match("unit tests: +1 failed in ", of_unit)
     assert re.match("served tests, half 1: +1 passed, 3 deselected in ", first)
     assert re.match("served tests, half 2: +3 passed, 1 deselected in ", second)
     reports = [line for line in done.stdout.splitlines() if line.startswith("===") and " in " in line]
@@ -67,12 +66,3 @@ def test_an_empty_part_is_no_failure_but_a_killed_one_is(
     left = list(results)
     monkeypatch.setattr(run_parts, "run", lambda jobs, _: {name: (left.pop(0), "summary") for name in jobs})
     assert run_parts.main([]) == status
-
-
-def test_no_test_at_all_is_no_success(tmp_path: Path) -> None:
-    (tmp_path / "tests" / "unit").mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, run_parts.__file__, "--only", "unit"],
-        cwd=tmp_path, env=NO_OTHER_PLUGINS, capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
