@@ -44,10 +44,6 @@ class StopSignal:
         """From now on signals interrupt nothing: cleaning up must run to its end."""
         self._interrupts = False
 
-    @property
-    def requested(self) -> bool:
-        return self._event.is_set()
-
     def pressed(self, timeout_s: float) -> bool:
         """Sleep. Returns whether a signal has come since `hold`: whoever sends it does not want to wait."""
         return self._again.wait(timeout_s)
@@ -244,10 +240,7 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
 
 def shared_memory_entries() -> set[str]:
     """Names that exist in /dev/shm now."""
-    try:
-        return {entry.name for entry in SHARED_MEMORY.iterdir()}
-    except FileNotFoundError:
-        return set()
+    return set(_inodes())
 
 
 def remove_shared_memory(names: Iterable[str]) -> list[str]:

@@ -13,6 +13,9 @@ Counted = Callable[[str, int], None]
 """(what is being done, bytes done so far)."""
 
 
+_REPEAT_EVERY_S = 5.0
+
+
 class Progress:
     """Says what is going on: ``say`` once, ``wait`` repeatedly while one thing lasts, ``counting`` around what has a
     known size."""
@@ -20,11 +23,9 @@ class Progress:
     def __init__(
         self,
         stream: TextIO | None = None,
-        repeat_every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
-        self._repeat_every_s = repeat_every_s
         self._clock = clock
         self._start = clock()
         self._last_at = 0.0
@@ -52,7 +53,7 @@ class Progress:
 
         detail may change all the time, as a count of bytes does.
         """
-        if step != self._step or self._clock() - self._last_at >= self._repeat_every_s:
+        if step != self._step or self._clock() - self._last_at >= _REPEAT_EVERY_S:
             self.say(f"{step} {detail}".rstrip())
             self._step = step
 

@@ -138,17 +138,3 @@ def _threshold_by_bins(logits: Tensor, below: Tensor, threshold: Tensor, top_p: 
     inside_weight = weight[inside][order]
     kept = before[reached] + inside_weight.cumsum(0) - inside_weight < aim
     return values[(kept & (inside_weight > 0)).nonzero()[-1]].squeeze(0)
-
-
-def constrain_logits(logits: Tensor, constraints: Constraints) -> Tensor:
-    """log p up to a constant per row: logits / temperature, -inf where masked. logits: float32 [R, V], unchanged."""
-    scaled = logits / constraints.temperature.unsqueeze(1)
-    if not constraints.any:
-        return scaled
-    threshold = thresholds(logits, logits.amax(-1), constraints)
-    return scaled.masked_fill_(logits < threshold.unsqueeze(1), -math.inf)
-
-
-def processed_probs(logits: Tensor, constraints: Constraints) -> Tensor:
-    """p itself: float32 [R, V]. For tests and reports; the kernels never need all of it."""
-    return constrain_logits(logits, constraints).softmax(-1)

@@ -3,7 +3,7 @@
     word  0  magic             word  4  kind (FrameKind)
     word  1  protocol version  word  5  payload length, words
     word  2  epoch             word  6  work_us: the sender's compute time for this frame
-    word  3  sequence          word  7  flags, 0 for now
+    word  3  sequence          word  7  0, kept for flags
     words 8 to 11  zero, or a keyed MAC on the wire (`cluster/link/authentication.py`)
     words 12 to 14 zero        word 15  crc32 over words 0 to 14 and the payload, unsigned, the MAC taken for zero
 
@@ -53,7 +53,6 @@ class Frame(NamedTuple):
     kind: FrameKind
     sequence: int
     work_us: int
-    flags: int
     payload: np.ndarray
     """int32 [payload words]"""
 
@@ -76,7 +75,6 @@ def encode(
     kind: FrameKind,
     payload: np.ndarray = _NO_PAYLOAD,
     work_us: int = 0,
-    flags: int = 0,
 ) -> int:
     """Write a frame into the int32 buffer `into` [capacity words]; return the words in use.
 
@@ -92,10 +90,10 @@ def encode(
     work_us = min(max(work_us, 0), MAX_INT31)
     try:
         _HEADER.pack_into(
-            into, 0, MAGIC, PROTOCOL_VERSION, epoch, sequence, kind, words, work_us, flags, 0, 0, 0, 0, 0, 0, 0, 0
+            into, 0, MAGIC, PROTOCOL_VERSION, epoch, sequence, kind, words, work_us, 0, 0, 0, 0, 0, 0, 0, 0, 0
         )
     except struct.error as error:
-        raise FrameError(f"header: epoch {epoch}, sequence {sequence} or flags {flags}: {error}") from None
+        raise FrameError(f"header: epoch {epoch} or sequence {sequence}: {error}") from None
     into.view(np.uint32)[_CHECKSUM_WORD] = _checksum(into, used)
     return used
 
@@ -108,7 +106,7 @@ def decode(buffer: np.ndarray, expected_epoch: int, expected_sequence: int | Non
     """
     if len(buffer) < HEADER_WORDS:
         raise FrameError(f"length: a buffer of {len(buffer)} words cannot hold a header")
-    magic, version, epoch, sequence, kind, words, work_us, flags, *_, checksum = _HEADER.unpack_from(buffer)
+    magic, version, epoch, sequence, kind, words, work_us, *_, checksum = _HEADER.unpack_from(buffer)
     if magic != MAGIC:
         raise FrameError(f"magic: found {magic & 0xFFFFFFFF:#010x}, expected {MAGIC:#010x}")
     if version != PROTOCOL_VERSION:
@@ -125,7 +123,7 @@ def decode(buffer: np.ndarray, expected_epoch: int, expected_sequence: int | Non
         raise FrameError(f"kind: {kind} is none of {', '.join(f'{k.name}={k:d}' for k in FrameKind)}")
     if expected_sequence is not None and sequence != expected_sequence:
         raise FrameError(f"sequence: found {sequence}, expected {expected_sequence}")
-    return Frame(_KINDS[kind], sequence, work_us, flags, buffer[HEADER_WORDS:used])
+    return Frame(_KINDS[kind], sequence, work_us, buffer[HEADER_WORDS:used])
 
 
 def _checksum(buffer: np.ndarray, used: int) -> int:

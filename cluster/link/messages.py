@@ -217,10 +217,6 @@ class Commit:
         return len(self.token_ids) - 1
 
     @property
-    def next_token(self) -> int:
-        return self.token_ids[-1]
-
-    @property
     def committed_len(self) -> int:
         """Tokens committed now: what Proposals answering this are based on."""
         return self.base_committed_len + len(self.token_ids)

@@ -111,7 +111,7 @@ def host_link(
     return invitation, complete
 
 
-def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float, device: str | None = None) -> Transport:
+def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float) -> Transport:
     """Drafter's side: answer an invitation. secret: of the application. Raises LinkError when the verifier is not there
     in time or does not hold the secret, and for frames without a MAC from another machine."""
     _check_device(invitation)
@@ -126,7 +126,7 @@ def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float, devic
         store = _client(host, port, deadline - time.monotonic())
     except (OSError, RuntimeError) as error:
         raise LinkError(f"{_who(invitation)}: no answer at {host}:{port}: {_first_line(error)}") from error
-    return _connect(store, DRAFTER_RANK, invitation, secret, local_host, deadline - time.monotonic(), device)
+    return _connect(store, DRAFTER_RANK, invitation, secret, local_host, deadline - time.monotonic(), None)
 
 
 def _check_device(invitation: LinkInvitation) -> None:

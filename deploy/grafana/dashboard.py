@@ -39,8 +39,8 @@ def quantiles(histogram: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def mean(histogram: str, by: str = "") -> str:
-    return f"sum{by}(rate({histogram}_sum{{$of}}[$rate])) / sum{by}(rate({histogram}_count{{$of}}[$rate]))"
+def mean(histogram: str) -> str:
+    return f"sum(rate({histogram}_sum{{$of}}[$rate])) / sum(rate({histogram}_count{{$of}}[$rate]))"
 
 
 def ratio(above: str, below: str) -> str:

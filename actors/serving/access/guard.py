@@ -232,10 +232,6 @@ class Guard:
         self._second, self._lines, self._unsaid = 0, 0, 0
 
     @property
-    def asks_for_keys(self) -> bool:
-        return self._keys is not None
-
-    @property
     def charges(self) -> bool:
         return self._budget is not None
 

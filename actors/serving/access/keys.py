@@ -95,15 +95,15 @@ def new_secret() -> str:
     return PREFIX + secrets.token_urlsafe(32)
 
 
-def load_keys(path: str | Path, field: str = FIELD) -> KeyRing:
+def load_keys(path: str | Path) -> KeyRing:
     """Raises ConfigError naming field, file, entry and the fix."""
-    data = read_file(field, path, private=True)
+    data = read_file(FIELD, path, private=True)
     try:
         return KeyRing(parse_keys(data.decode()))
     except ConfigError as error:
-        raise ConfigError(f"{field}: {path}: {error}") from None
+        raise ConfigError(f"{FIELD}: {path}: {error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{field}: {path}: is no text; write it with: outrider keys new NAME") from None
+        raise ConfigError(f"{FIELD}: {path}: is no text; write it with: outrider keys new NAME") from None
 
 
 def parse_keys(text: str) -> list[Key]:

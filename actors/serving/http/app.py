@@ -159,9 +159,8 @@ def add_route_patterns(
     deployments: Sequence[DeploymentHandle],
     broadcast: Broadcast,
     own_text: Callable[[], Awaitable[str]],
-    metrics: IngressMetrics = METRICS,
 ) -> None:
-    """deployments: whose replicas offer ``metrics_text``. own_text: what ingresses count. metrics: of this one."""
+    """deployments: whose replicas offer ``metrics_text``. own_text: what ingresses count."""
 
     async def ask(deployment: DeploymentHandle) -> list[Scraped]:
         try:
@@ -181,7 +180,7 @@ def add_route_patterns(
         return Response(await application.text(), headers={"content-type": CONTENT_TYPE})
 
     app.add_middleware(TraceRequests)
-    app.add_middleware(CountRequests, metrics=metrics)
+    app.add_middleware(CountRequests, metrics=METRICS)
 
 
 class CountRequests:

@@ -485,10 +485,10 @@ class EventStream(StreamingResponse):
     """Closes its generator however the response ends. Serve cancels the task of a client that has left, often while
     the generator waits for nothing; unclosed it would hold its request in the engine until it is collected."""
 
-    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str] | None = None) -> None:
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
         # No transformation, no buffering: proxies on the way would hold back rounds.
-        kept = {"cache-control": "no-store, no-transform", "x-accel-buffering": "no", **(headers or {})}
-        super().__init__(events, headers=kept, media_type="text/event-stream")
+        headers = {"cache-control": "no-store, no-transform", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from outrider.actors.verification.constraints import PREFIX, Constraints, constrain_logits, processed_probs
+from outrider.actors.verification.constraints import PREFIX, Constraints
+from tests.unit.verification.whole_rows import constrain_logits, processed_probs
 
 
 def constraints(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Constraints:

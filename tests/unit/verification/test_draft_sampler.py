@@ -5,12 +5,12 @@ import torch
 
 from outrider.actors.verification import torch_kernel
 from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
-from outrider.actors.verification.constraints import constrain_logits
 from outrider.actors.verification.draft_sampler import greedy_in_numpy, greedy_in_torch, sample_drafts
 from outrider.actors.verification.noise import gumbel
 from outrider.actors.verification.search import TokenSubset, likeliest, search_maxima
 from outrider.cluster.modes import Mode
 from tests.unit.verification.toy_target import plain_constraints
+from tests.unit.verification.whole_rows import constrain_logits
 
 
 def test_drafts_are_distributed_as_the_q_that_is_sent():

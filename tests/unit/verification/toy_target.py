@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.actors.verification.batch import Sampling, VerificationBatch, VerificationResult
-from outrider.actors.verification.constraints import Constraints, processed_probs
+from outrider.actors.verification.constraints import Constraints
 from outrider.actors.verification.draft_sampler import DraftSample, sample_drafts
 from outrider.cluster.modes import Mode
+from tests.unit.verification.whole_rows import processed_probs
 
 V = 5
 K = 2
