@@ -247,7 +247,6 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         target: DeploymentHandle,
         served_model_name: str,
         num_speculative_tokens: int,
-        vocab_size: int | None = None,
         max_retries: int = 1,
         capacity: Capacity | None = None,
         *,
@@ -261,7 +260,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         lora: LoraConfig | None = None,
         waiting: WaitingRoom | None = None,
     ) -> None:
-        """num_speculative_tokens: K, 0 without a drafter. vocab_size None: the target checks token ids. max_retries:
+        """num_speculative_tokens: K, 0 without a drafter. max_retries:
         how often a request is sent again whose replica is lost before there is any output. capacity: requests that
         targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
         None: the defaults. keys_file: whose keys calls need; None: none. isolates_tenants: caches are a key's own.
@@ -279,7 +278,6 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         self._served = ServedModel(
             served_model_name,
             num_speculative_tokens,
-            vocab_size,
             self._limits,
             () if lora is None else lora.fixed_names,
         )
@@ -405,7 +403,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     ) -> pb.DetokenizeResponse:
         with answering(grpc_context, "Detokenize"):
             check_model(request, self._served)
-            ids = to_token_ids(request, self._served.vocab_size, self._limits)
+            ids = to_token_ids(request, self._limits)
             text = await _within(
                 self._limits.control_timeout_s, self._target.detokenize.remote(ids, request.skip_special_tokens)
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +109,6 @@ class ServedModel:
     num_speculative_tokens: int
     """K; 0: served without a drafter."""
 
-    vocab_size: int | None = None
-    """None: not known here, the target checks token ids."""
-
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     adapters: tuple[str, ...] | None = ()
     """That requests may name; None: not known here, the target checks names."""
@@ -133,7 +130,7 @@ def to_generation_request(
     check_model(message, served)
     _check_chars(message, served.limits.max_prompt_chars)
     text, token_ids, chat = _prompt(message, served)
-    sampling = to_sampling(message.sampling, served.vocab_size, served.limits)
+    sampling = to_sampling(message.sampling, served.limits)
     _check_costs(sampling, 0 if token_ids is None else len(token_ids), served.limits)
     in_one_piece = isinstance(message, pb.GenerateRequest)
     if in_one_piece:
@@ -206,7 +203,6 @@ def _prompt(
     token_ids = tuple(message.token_ids.ids)
     if not token_ids:
         raise RequestError("token_ids", "the prompt is empty", "send at least one token id")
-    check_vocabulary("token_ids", token_ids, served.vocab_size)
     return None, token_ids, None
 
 
@@ -259,15 +255,12 @@ def _deadline(message: GenerationMessage, limits: LimitsConfig, clock: Callable[
     return Deadline.after(message.timeout_ms / 1000, clock)
 
 
-def to_sampling(
-    sampling: pb.SamplingParameters, vocab_size: int | None, limits: LimitsConfig | None = None
-) -> dict[str, Any]:
-    """Keyword arguments for the fields the client set, and those that have a default of the deployment's. vocab_size
-    None: token ids are not checked. limits None: the defaults.
+def to_sampling(sampling: pb.SamplingParameters, limits: LimitsConfig) -> dict[str, Any]:
+    """Keyword arguments for the fields the client set, and those that have a default of the deployment's. Whether token
+    ids are in the vocabulary the target knows.
 
     Raises RequestError naming the first field that is wrong.
     """
-    limits = limits or LimitsConfig()
     _check_listed(sampling, limits)
     chosen: dict[str, Any] = {}
     for name in RANGES:
@@ -287,10 +280,9 @@ def to_sampling(
             chosen[name] = texts
     for name in _TOKEN_IDS:
         if token_ids := list(getattr(sampling, name)):
-            check_vocabulary(f"sampling.{name}", token_ids, vocab_size)
             chosen[name] = token_ids
     if sampling.logit_bias:
-        chosen["logit_bias"] = _logit_bias(sampling, vocab_size)
+        chosen["logit_bias"] = _logit_bias(sampling)
     if sampling.HasField("structured_outputs"):
         chosen["structured_outputs"] = _structured_outputs(sampling.structured_outputs)
     if "max_tokens" in chosen:
@@ -312,9 +304,8 @@ def _check_listed(sampling: pb.SamplingParameters, limits: LimitsConfig) -> None
         check_list(f"sampling.{name}", getattr(sampling, name), most, most_chars)
 
 
-def _logit_bias(sampling: pb.SamplingParameters, vocab_size: int | None) -> dict[int, float]:
+def _logit_bias(sampling: pb.SamplingParameters) -> dict[int, float]:
     field = "sampling.logit_bias"
-    check_vocabulary(field, sampling.logit_bias, vocab_size)
     for token_id, bias in sampling.logit_bias.items():
         if not -100 <= bias <= 100:
             raise RequestError(field, f"{bias} for token {token_id} is out of range", "send numbers from -100 to 100")
@@ -438,17 +429,7 @@ def to_tokenize_request(message: pb.TokenizeRequest, limits: LimitsConfig) -> To
     )
 
 
-def to_token_ids(message: pb.DetokenizeRequest, vocab_size: int | None, limits: LimitsConfig) -> tuple[int, ...]:
+def to_token_ids(message: pb.DetokenizeRequest, limits: LimitsConfig) -> tuple[int, ...]:
     """Raises RequestError."""
     check_list("token_ids", message.token_ids, limits.max_detokenize_ids)
-    check_vocabulary("token_ids", message.token_ids, vocab_size)
     return tuple(message.token_ids)
-
-
-def check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int | None) -> None:
-    """Ids are unsigned in the schema, so only the upper end can be wrong. Raises RequestError."""
-    if vocab_size is None:
-        return
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            raise RequestError(field, f"{token_id} is not in the vocabulary", f"send ids from 0 to {vocab_size - 1}")

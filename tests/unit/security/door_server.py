@@ -49,7 +49,7 @@ class Proxy:
     def make_handler(self, method: str, kind: gRPCStreamingType) -> Any:
         async def unary(request: Any, context: Any) -> bytes:
             try:
-                to_generation_request(sent_on(request), ServedModel("m", 4, 1000, from_environment()), request_id="r")
+                to_generation_request(sent_on(request), ServedModel("m", 4, from_environment()), request_id="r")
             except RequestError as error:
                 context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
                 context.set_details(str(error))

@@ -103,7 +103,7 @@ class Clock:
 
 def grpc_request(limits: LimitsConfig, **fields: Any) -> GenerationRequest:
     message = pb.GenerateRequest(text="x", **fields)
-    return to_generation_request(message, ServedModel("m", 4, 100, limits), request_id="r", clock=Clock())
+    return to_generation_request(message, ServedModel("m", 4, limits), request_id="r", clock=Clock())
 
 
 def http_request(limits: LimitsConfig, headers: dict[str, str] | None = None, **body: Any) -> OpenAIRequest:

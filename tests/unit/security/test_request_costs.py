@@ -51,7 +51,7 @@ def grpc(message: Any = None, *, stream: bool = False, **sampling: Any) -> Gener
     message = message or pb.GenerateRequest(text="x", sampling=pb.SamplingParameters(**sampling))
     if stream:
         message = pb.GenerateStreamRequest.FromString(message.SerializeToString())
-    return to_generation_request(message, ServedModel("m", 4, 100, LIMITS), request_id="r")
+    return to_generation_request(message, ServedModel("m", 4, LIMITS), request_id="r")
 
 
 def tokenize(**body: Any) -> OpenAIRequest:

@@ -13,13 +13,12 @@ from outrider.actors.serving.grpc.validation import (
     check_model,
     to_chat_prompt,
     to_generation_request,
-    to_token_ids,
     to_tokenize_request,
 )
 from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 
-SERVED = ServedModel("pair", 4, 100)
+SERVED = ServedModel("pair", 4)
 LIMITS = LimitsConfig()
 
 
@@ -112,13 +111,6 @@ def test_a_long_text_is_not_tokenized() -> None:
         to_tokenize_request(pb.TokenizeRequest(text=longest + "y"), limits)
     with pytest.raises(RequestError, match=r"^chat: has 2009 characters"):
         to_tokenize_request(pb.TokenizeRequest(chat=chat(("user", longest), ("user", "y"))), limits)
-
-
-def test_ids_to_detokenize_are_in_the_vocabulary() -> None:
-    assert to_token_ids(pb.DetokenizeRequest(token_ids=[1, 99]), 100, LIMITS) == (1, 99)
-    assert to_token_ids(pb.DetokenizeRequest(token_ids=[2**32 - 1]), None, LIMITS) == (2**32 - 1,)
-    with pytest.raises(RequestError, match=r"^token_ids: 100 is not in the vocabulary"):
-        to_token_ids(pb.DetokenizeRequest(token_ids=[1, 100]), 100, LIMITS)
 
 
 @pytest.mark.parametrize("message", [pb.TokenizeRequest(model="x"), pb.DetokenizeRequest(model="x")])

@@ -29,7 +29,7 @@ from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
 
 NUM_REQUESTS = 10_000
-SERVED = ServedModel("pair", 8, VOCAB_SIZE)
+SERVED = ServedModel("pair", 8)
 MAX_LEN = 64
 
 KIND = FieldDescriptor
@@ -178,7 +178,7 @@ async def test_tokens_to_detokenize_are_taken_or_refused_by_name(tokens: PromptT
     taken = 0
     for message in requests(pb.DetokenizeRequest):
         try:
-            await tokens.detokenize(to_token_ids(message, None, LimitsConfig()), message.skip_special_tokens)
+            await tokens.detokenize(to_token_ids(message, LimitsConfig()), message.skip_special_tokens)
         except RequestError:
             continue
         taken += 1
