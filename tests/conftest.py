@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,11 +35,26 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-DEPLOYMENTS = (
-    "pair", "ngram_pair", "small_kv", "co_located", "two_replicas", "both_tp2",
-    "no_drafter", "wide_target", "wide_drafter", "target_tp2", "drafter_tp2", "pool", "adapters", "adapters_tp2",
-    "stages", "several", "pictures", "pictures_mrope",
-)  # fmt: skip
+DEPLOYMENTS = {
+    "pair": "Target and draft model, one rank each.",
+    "ngram_pair": "Target and ngram drafter, with deadlines short enough to see pass.",
+    "small_kv": "The pair with so little KV cache that a few long requests fill it, on either side.",
+    "co_located": "A target whose own engine drafts, by vLLM's draft_model.",
+    "two_replicas": "Two replicas with suffix drafters and room for few requests.",
+    "both_tp2": "A target of two ranks, a drafter of two.",
+    "no_drafter": "The target alone: no drafter is configured.",
+    "wide_target": "A target whose vocabulary is padded further than its drafter's.",
+    "wide_drafter": "A drafter whose vocabulary is padded further than its target's.",
+    "target_tp2": "A target of two ranks, a drafter of one.",
+    "drafter_tp2": "A target of one rank, a drafter of two.",
+    "pool": "Two targets that share two draft models.",
+    "adapters": "A target with three adapters, and room for one more, and a draft model with one of these.",
+    "adapters_tp2": "A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter.",
+    "stages": "A target of two pipeline stages with two ranks each and little KV cache, a drafter of one rank.",
+    "several": "A draft model with both look-ups beside it.",
+    "pictures": "A target that sees pictures, and a text draft model, which lacks the tokens that stand for them.",
+    "pictures_mrope": "A target of two ranks that sees pictures, with positions in three dimensions, a suffix drafter.",
+}
 """Fixtures that need the shared cluster, in the order in which their tests run. Each takes a minute to start."""
 
 FOLDERS = ("ingress", "page")
@@ -86,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def turn(item: pytest.Item) -> int:
         if (name := room(item)) in DEPLOYMENTS:
-            return 2 + DEPLOYMENTS.index(name)
+            return 2 + list(DEPLOYMENTS).index(name)
         return int("deployments" in fixtures(item))
 
     for item in items:
@@ -118,100 +133,15 @@ def deployments(models: Models, request: pytest.FixtureRequest) -> Iterator[Depl
     assert len(ties) <= MOST_TIES, f"too many near-ties to be chance: {ties}"
 
 
-@pytest.fixture
-def pair(deployments: Deployments) -> Deployment:
-    """Target and draft model, one rank each."""
-    return deployments.use("pair")
+def _of(name: str, what: str) -> Any:
+    def use(deployments: Deployments) -> Deployment:
+        return deployments.use(name)
+
+    use.__doc__ = what
+    return pytest.fixture(use)
 
 
-@pytest.fixture
-def ngram_pair(deployments: Deployments) -> Deployment:
-    """Target and ngram drafter, with deadlines short enough to see pass."""
-    return deployments.use("ngram_pair")
-
-
-@pytest.fixture
-def small_kv(deployments: Deployments) -> Deployment:
-    """The pair with so little KV cache that a few long requests fill it, on either side."""
-    return deployments.use("small_kv")
-
-
-@pytest.fixture
-def no_drafter(deployments: Deployments) -> Deployment:
-    """The target alone: no drafter is configured."""
-    return deployments.use("no_drafter")
-
-
-@pytest.fixture
-def co_located(deployments: Deployments) -> Deployment:
-    """A target whose own engine drafts, by vLLM's draft_model."""
-    return deployments.use("co_located")
-
-
-@pytest.fixture
-def several(deployments: Deployments) -> Deployment:
-    """A draft model with both look-ups beside it."""
-    return deployments.use("several")
-
-
-@pytest.fixture
-def two_replicas(deployments: Deployments) -> Deployment:
-    """Two replicas with suffix drafters and room for few requests."""
-    return deployments.use("two_replicas")
-
-
-@pytest.fixture
-def both_tp2(deployments: Deployments) -> Deployment:
-    """A target of two ranks, a drafter of two."""
-    return deployments.use("both_tp2")
-
-
-@pytest.fixture
-def pool(deployments: Deployments) -> Deployment:
-    """Two targets that share two draft models."""
-    return deployments.use("pool")
-
-
-@pytest.fixture
-def adapters(deployments: Deployments) -> Deployment:
-    """A target with three adapters, and room for one more, and a draft model with one of these."""
-    return deployments.use("adapters")
-
-
-@pytest.fixture
-def adapters_tp2(deployments: Deployments) -> Deployment:
-    """A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter."""
-    return deployments.use("adapters_tp2")
-
-
-@pytest.fixture
-def pictures(deployments: Deployments) -> Deployment:
-    """A target that sees pictures, and a text draft model, which lacks the tokens that stand for them."""
-    return deployments.use("pictures")
-
-
-@pytest.fixture
-def pictures_mrope(deployments: Deployments) -> Deployment:
-    """A target of two ranks that sees pictures, with positions in three dimensions, and a suffix drafter."""
-    return deployments.use("pictures_mrope")
-
-
-@pytest.fixture
-def wide_target(deployments: Deployments) -> Deployment:
-    """A target whose vocabulary is padded further than its drafter's."""
-    return deployments.use("wide_target")
-
-
-@pytest.fixture
-def wide_drafter(deployments: Deployments) -> Deployment:
-    """A drafter whose vocabulary is padded further than its target's."""
-    return deployments.use("wide_drafter")
-
-
-@pytest.fixture
-def target_tp2(deployments: Deployments) -> Deployment:
-    """A target of two ranks, a drafter of one."""
-    return deployments.use("target_tp2")
+globals().update({name: _of(name, what) for name, what in DEPLOYMENTS.items()})
 
 
 @pytest.fixture(scope="session")
@@ -220,15 +150,3 @@ def plain_vllm(models: Models) -> Callable[..., list[list[int]]]:
     from tests.plain_engine import greedy_tokens
 
     return partial(greedy_tokens, models.target)
-
-
-@pytest.fixture
-def stages(deployments: Deployments) -> Deployment:
-    """A target of two pipeline stages with two ranks each and little KV cache, a drafter of one rank."""
-    return deployments.use("stages")
-
-
-@pytest.fixture
-def drafter_tp2(deployments: Deployments) -> Deployment:
-    """A target of one rank, a drafter of two."""
-    return deployments.use("drafter_tp2")
