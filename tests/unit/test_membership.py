@@ -13,6 +13,7 @@ from outrider.cluster.membership import (
     Verifier,
     fingerprint,
 )
+from tests.clock import Clock
 
 
 def grant(members, verifier, unreachable=(), last_epoch=0, now=0.0):
@@ -311,13 +312,6 @@ def test_who_uses_a_drafter():
     members.links["r1"] = LinkReport("up", 1, "D1")
     members.links["r2"] = LinkReport("down", 1, "D1")
     assert members.users("D1") == ["r1"]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 from outrider.actors.observability.start_up import StartUp, stages_in
 from outrider.deploy.progress import Progress
+from tests.clock import Clock
 
 LIGHT = (
     "outrider.deploy.cli.serve",
@@ -54,17 +55,9 @@ def test_the_check_above_sees_a_heavy_import() -> None:
     assert heavy_after("import outrider.cluster.link.transport") == ["torch"]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize("form", ["%(levelname)s %(message)s", '{"level": "INFO", "message": "%(message)s"}'])
 def test_a_replicas_stages_are_read_back_from_its_log(form: str) -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), Clock(100.0)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter(form))
     logger = logging.Logger("start-up")
@@ -79,7 +72,7 @@ def test_a_replicas_stages_are_read_back_from_its_log(form: str) -> None:
 
 
 def test_progress_tells_a_stage_when_it_is_done_and_not_one_that_failed() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), Clock(100.0)
     progress = Progress(stream, clock=clock)
     with progress.stage("Ray started"):
         clock.now += 7.26

@@ -20,6 +20,7 @@ from outrider.deploy.client.attempts import (
 from outrider.deploy.client.calls import Call, generate, status
 from outrider.deploy.client.error import OutriderError
 from outrider.v1 import generation_pb2 as pb
+from tests.clock import Clock
 
 UNAVAILABLE, FULL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 LOST = OutriderError(grpc.StatusCode.UNAVAILABLE, "lost", retry_after_s=1.0)
@@ -153,17 +154,9 @@ def test_what_is_no_load_report_says_nothing() -> None:
     assert requests_held([(LOAD_REPORT, pb.LoadReport(application_utilization=0.5).SerializeToString())]) is None
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 def attempts(call: Call, clock: Clock, *, retries: int = 5, balancer: Balancer | None = None) -> Attempts:
@@ -175,12 +168,12 @@ def test_a_retry_has_what_is_left_of_the_time(clock: Clock) -> None:
     trying = attempts(call, clock)
     assert trying.begin() == (0, 10.0)
     assert call.request.timeout_ms == 10_000
-    clock.now_s += 4.0
+    clock.now += 4.0
     assert trying.failed(LOST, None) == 1.0
-    clock.now_s += 1.0
+    clock.now += 1.0
     assert trying.begin() == (0, 5.0)
     assert call.request.timeout_ms == 5_000
-    clock.now_s += 4.5
+    clock.now += 4.5
     assert trying.failed(LOST, None) is None, "half a second is left, and the server wants one"
 
 

@@ -26,19 +26,13 @@ from outrider.cluster.link.messages import (
     SparseQ,
 )
 from outrider.cluster.modes import Mode
+from tests.clock import Clock
 from tests.unit.drafter.scripted_strategy import FORESEEN, SOON_S, FakeStrategy, Sink
 from tests.unit.drafting_engine import MemoryEngine
 
 pytestmark = pytest.mark.timeout(30)
 
 BIASED = DraftSampling(Mode.REJECTION, temperature=1.0, biases=((1, 2.0),))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

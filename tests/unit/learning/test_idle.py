@@ -1,17 +1,11 @@
 """When a drafter's cores may be trained on."""
 
 from outrider.actors.learning.idle import FORGOTTEN_S, MOMENT_S, IdleTime
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.clock import Clock
 
 
 def test_all_drafters_have_to_be_idle_for_a_moment():
-    clock = Clock()
+    clock = Clock(100.0)
     idle = IdleTime(clock)
     assert idle.is_now, "there is none"
     idle.heard("a", MOMENT_S)
@@ -24,7 +18,7 @@ def test_all_drafters_have_to_be_idle_for_a_moment():
 
 
 def test_a_drafter_that_is_gone_holds_nobody_up():
-    clock = Clock()
+    clock = Clock(100.0)
     idle = IdleTime(clock)
     idle.heard("a", None)
     clock.now += FORGOTTEN_S - 0.1

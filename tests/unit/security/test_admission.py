@@ -19,6 +19,7 @@ from outrider.actors.serving.shared_poll import APART_S, SharedPoll
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.cluster.limits import LIMITS_VARIABLE, LimitsConfig, from_environment
 from outrider.v1 import generation_pb2 as pb
+from tests.clock import Clock
 
 
 def openai(endpoint: Any = "completions", **body: Any) -> OpenAIRequest:
@@ -94,21 +95,14 @@ def test_several_ingresses_let_in_what_one_would() -> None:
             pass
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def grpc_request(limits: LimitsConfig, **fields: Any) -> GenerationRequest:
     message = pb.GenerateRequest(text="x", **fields)
-    return to_generation_request(message, ServedModel("m", 4, limits), request_id="r", clock=Clock())
+    return to_generation_request(message, ServedModel("m", 4, limits), request_id="r", clock=Clock(100.0))
 
 
 def http_request(limits: LimitsConfig, headers: dict[str, str] | None = None, **body: Any) -> OpenAIRequest:
     return to_openai_request(
-        "chat", body, headers or {}, num_speculative_tokens=4, request_id="r", limits=limits, clock=Clock()
+        "chat", body, headers or {}, num_speculative_tokens=4, request_id="r", limits=limits, clock=Clock(100.0)
     )
 
 
@@ -170,7 +164,7 @@ def test_proxies_read_them_from_their_environment(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_all_who_ask_at_once_share_one_poll_that_is_no_older_than_their_question() -> None:
-    asked, clock, go = 0, Clock(), asyncio.Event()
+    asked, clock, go = 0, Clock(100.0), asyncio.Event()
 
     async def ask() -> int:
         nonlocal asked
@@ -192,7 +186,7 @@ async def test_all_who_ask_at_once_share_one_poll_that_is_no_older_than_their_qu
     go.set()
     assert set((await asyncio.gather(*callers, return_exceptions=True))[1:]) == {1}
     assert set(await asyncio.gather(*later)) == {2}
-    clock.now_s += APART_S
+    clock.now += APART_S
     failed = await asyncio.gather(*(poll() for _ in range(2)), return_exceptions=True)
     assert [type(error) for error in failed] == [ConnectionError] * 2
     assert asked == 3

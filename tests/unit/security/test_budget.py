@@ -21,6 +21,7 @@ from outrider.actors.serving.access.guard import (
     need_of_rpc,
 )
 from outrider.actors.serving.access.keys import Key, KeyRing, hash_of, new_secret
+from tests.clock import Clock
 
 CODE = grpc.StatusCode
 GENERATE = GRPC_CALLS["/outrider.v1.GenerationService/Generate"]
@@ -28,17 +29,9 @@ STATUS = GRPC_CALLS["/outrider.v1.GenerationService/GetServerStatus"]
 ONE = Payer("key", "one")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(50.0)
 
 
 def test_a_minutes_worth_at_once_and_then_as_much_as_comes_back(clock):
@@ -51,13 +44,13 @@ def test_a_minutes_worth_at_once_and_then_as_much_as_comes_back(clock):
     assert budget.wait_s(ONE) == pytest.approx(2.5)
     assert budget.wait_s(Payer("key", "other")) == 0
     assert budget.wait_s(Payer("address", "one")) == 0, "an address that is called like a key"
-    clock.now_s += 2.4
+    clock.now += 2.4
     assert budget.wait_s(ONE) == pytest.approx(0.1)
-    clock.now_s += 0.2
+    clock.now += 0.2
     assert budget.wait_s(ONE) == 0
     budget.charge(ONE, 0.1)
     assert budget.wait_s(ONE) > 0
-    clock.now_s += 3600
+    clock.now += 3600
     assert budget.wait_s(ONE) == 0
     assert len(budget) == 0, "who owes nothing is forgotten"
     budget.charge(ONE, 3.05)
@@ -69,7 +62,7 @@ def test_nobody_is_locked_out_for_longer_than_a_minute(clock):
     for _ in range(100):
         budget.charge(ONE, 2.0)
     assert budget.wait_s(ONE) == pytest.approx(60)
-    clock.now_s += 61
+    clock.now += 61
     assert budget.wait_s(ONE) == 0
 
 
@@ -84,7 +77,7 @@ def test_so_many_are_remembered_and_those_who_owe_most_above_all(clock):
 
 def test_what_a_call_costs(clock):
     bill = Bill(is_whole=False, clock=clock)
-    clock.now_s += 30  # for its body, and for its turn
+    clock.now += 30  # for its body, and for its turn
     assert bill.cost_s() == BASE_S
     bill.received(3 << 20, is_whole=False)
     assert not bill.is_whole
@@ -93,12 +86,12 @@ def test_what_a_call_costs(clock):
     bill.answered()
     assert bill.cost_s() == pytest.approx(BASE_S + 4 * MIB_S)
     bill.handed_on()
-    clock.now_s += 0.25
+    clock.now += 0.25
     bill.answered()
-    clock.now_s += 30
+    clock.now += 30
     assert bill.cost_s() == pytest.approx(BASE_S + 4 * MIB_S + 0.25)
     bill.handed_on()
-    clock.now_s += 30
+    clock.now += 30
     bill.answered()
     assert bill.cost_s() == pytest.approx(BASE_S + 4 * MIB_S + MOST_HANDLER_S)
 
@@ -183,7 +176,7 @@ def test_a_key_pays_for_its_own_calls_wherever_it_is(keyed, clock, caplog):
     assert keyed.ask(None) == "NO_KEY"
     for _ in range(100):  # what it costs to be refused for it is not charged
         assert keyed.ask(KEYED) == "REFUSED_TOO_OFTEN"
-    clock.now_s += 12.1
+    clock.now += 12.1
     assert keyed.ask(KEYED) == ""
 
 
@@ -260,5 +253,5 @@ def test_without_keys_the_address_pays(clock, first, second, same):
         assert rig.ask(None, first, bad=True) == ""
     assert (rig.ask("Bearer of-no-use", second) == "REFUSED_TOO_OFTEN") == same
     assert rig.ask(None, first, need=OPEN) == ""
-    clock.now_s += 61
+    clock.now += 61
     assert rig.ask(None, first) == ""

@@ -42,6 +42,7 @@ from outrider.actors.grammars.host import (
 from outrider.actors.request_ids import scoped_id
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam.structured_outputs import GuardedStructuredOutputs
+from tests.clock import Clock
 from tests.security_vocabulary import EOS, serialised, vocabulary
 
 HANG_GUARD_S = 400.0
@@ -322,14 +323,6 @@ def test_what_nobody_has_used_for_a_minute_is_ended_with_all_that_it_held() -> N
         until(lambda: len(os.listdir("/proc/self/fd")) <= files)
     finally:
         host.close()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def children_of(pid: str) -> set[str]:

@@ -26,6 +26,7 @@ from outrider.actors.serving.access.keys import (
 )
 from outrider.actors.serving.access.process import reloading_keys
 from outrider.cluster.config_section import ConfigError
+from tests.clock import Clock
 
 HANG_GUARD_S = 60.0
 SECRET = new_secret()
@@ -147,20 +148,12 @@ def test_a_file_that_is_not_there_or_is_no_file_is_refused(tmp_path):
         load_keys(tmp_path / "binary")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def reloading(path: Path, clock: Clock) -> Reloading[KeyRing]:
     return Reloading([path], lambda: load_keys(path), clock=clock)
 
 
 def test_a_change_is_seen_at_the_next_look_and_not_before(tmp_path):
-    path, clock = write(tmp_path / "keys.yaml", ENTRY), Clock()
+    path, clock = write(tmp_path / "keys.yaml", ENTRY), Clock(100.0)
     keys = reloading(path, clock)
     write(path, "")
     assert keys.current().find(SECRET.encode())
@@ -170,7 +163,7 @@ def test_a_change_is_seen_at_the_next_look_and_not_before(tmp_path):
 
 
 def test_what_cannot_be_used_leaves_the_old_keys_and_says_so_until_it_is_mended(tmp_path, caplog):
-    path, clock = write(tmp_path / "keys.yaml", ENTRY), Clock()
+    path, clock = write(tmp_path / "keys.yaml", ENTRY), Clock(100.0)
     keys = reloading(path, clock)
     for number, spoil in enumerate(
         (lambda: write(path, ENTRY + ENTRY), lambda: path.chmod(0o666), path.unlink, lambda: write(path, "- [")), 1
@@ -192,7 +185,7 @@ def test_what_cannot_be_used_leaves_the_old_keys_and_says_so_until_it_is_mended(
 
 
 def test_a_file_replaced_by_renaming_is_a_change(tmp_path):
-    path, clock = write(tmp_path / "keys.yaml", ENTRY), Clock()
+    path, clock = write(tmp_path / "keys.yaml", ENTRY), Clock(100.0)
     keys = reloading(path, clock)
     found = path.stat()
     fresh = write(tmp_path / "fresh", ENTRY.replace("ci", "cj"))

@@ -11,14 +11,7 @@ from outrider.actors.serving.connections import peer_of_call
 from outrider.actors.serving.gate import Doors, Room
 from outrider.actors.serving.lanes import CALL_BYTES, MOST_WAITING, SHARE_OF_ONE, Lane, LaneFull
 from outrider.cluster.limits import LimitsConfig
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.clock import Clock
 
 
 async def test_callers_have_their_turns_one_after_the_other() -> None:
@@ -157,7 +150,7 @@ async def test_turns_a_second() -> None:
         await lane.take("a")
     with pytest.raises(LaneFull, match=r"within 0\.01 s; ask less often"):
         await lane.take("a")
-    clock.now_s = 0.35
+    clock.now = 0.35
     for _ in range(3):
         await lane.take("a")
     with pytest.raises(LaneFull):

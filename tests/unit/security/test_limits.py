@@ -8,14 +8,7 @@ import pytest
 
 from outrider.actors.serving.access.keys import Key, hash_of
 from outrider.actors.serving.access.limits import LimitReached, Limits
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def key(name: str = "ci", **limits: int) -> Key:
@@ -28,7 +21,7 @@ def ask(limits: Limits, of: Key) -> None:
 
 
 def test_a_minutes_requests_at_once_and_then_one_after_the_other():
-    clock = Clock()
+    clock = Clock(50.0)
     limits, ci = Limits(clock), key(requests_per_minute=30)
     for _ in range(30):
         ask(limits, ci)
@@ -51,7 +44,7 @@ def test_a_minutes_requests_at_once_and_then_one_after_the_other():
 
 
 def test_so_many_at_once_and_no_more_however_they_end():
-    limits, ci = Limits(Clock()), key(concurrent_requests=2)
+    limits, ci = Limits(Clock(50.0)), key(concurrent_requests=2)
     with ExitStack() as running:
         for _ in range(2):
             running.enter_context(limits.running(ci, generates=True))
@@ -64,7 +57,7 @@ def test_so_many_at_once_and_no_more_however_they_end():
 
 
 def test_tokens_are_counted_when_they_exist_and_made_up_for():
-    clock = Clock()
+    clock = Clock(50.0)
     limits, ci = Limits(clock), key(tokens_per_minute=600)
     ask(limits, ci)
     limits.count_tokens(ci, 599)
@@ -84,7 +77,7 @@ def test_tokens_are_counted_when_they_exist_and_made_up_for():
 
 
 def test_one_keys_use_is_not_anothers():
-    limits = Limits(Clock())
+    limits = Limits(Clock(50.0))
     one, other = key("one", requests_per_minute=1), key("other", requests_per_minute=1)
     ask(limits, one)
     with pytest.raises(LimitReached):
@@ -93,7 +86,7 @@ def test_one_keys_use_is_not_anothers():
 
 
 def test_a_refused_request_costs_nothing():
-    clock = Clock()
+    clock = Clock(50.0)
     limits, ci = Limits(clock), key(requests_per_minute=1, concurrent_requests=1)
     with limits.running(ci, generates=True):
         for _ in range(5):
@@ -104,7 +97,7 @@ def test_a_refused_request_costs_nothing():
 
 
 def test_a_limit_that_was_changed_holds_at_once():
-    limits = Limits(Clock())
+    limits = Limits(Clock(50.0))
     for _ in range(5):
         ask(limits, key(requests_per_minute=100))
     ask(limits, key(requests_per_minute=2))
@@ -115,7 +108,7 @@ def test_a_limit_that_was_changed_holds_at_once():
 
 
 def test_several_processes_keep_a_limit_between_them():
-    clock = Clock()
+    clock = Clock(50.0)
     limits, ci = Limits(clock, parts=2), key(requests_per_minute=30, concurrent_requests=3, tokens_per_minute=100)
     with ExitStack() as running:
         for _ in range(2):

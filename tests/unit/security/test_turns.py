@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from outrider.actors.grammars.turns import MOST_RECORDS, Turn, Turns
+from tests.clock import Clock
 
 BOMBER, OTHER, THIRD = 1, 2, 3
 LONGEST_S, BUDGET_S = 2.0, 20.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def turns(clock: Clock | None = None) -> Turns[str]:

@@ -16,6 +16,7 @@ from outrider.actors.serve_seam.autoscaling import REPORT_LASTS_S, LatestReports
 from outrider.actors.serving.autoscaling import Report
 from outrider.cluster.config import ConfigError
 from outrider.cluster.scaling_config import AutoscalingConfig
+from tests.clock import Clock
 
 DEPLOYMENT = DeploymentID("Target", "app")
 A, B = ReplicaID("a", DEPLOYMENT), ReplicaID("b", DEPLOYMENT)
@@ -26,13 +27,6 @@ FULL = Report(16, 40, 16, 20_000, 500, 1000, 0.5, 50)
 
 def series(report: Report, *, at_s: float) -> dict[str, list[TimeStampedValue]]:
     return {name: [TimeStampedValue(at_s, getattr(report, name))] for name in Report.__dataclass_fields__}
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Board:
@@ -62,7 +56,7 @@ class Controller:
         )
         self.target = self.state.register(info, 0)
         # It comes out of a pickle, as in the controller.
-        self.policy._board, self.policy._clock = self.board, self.clock = Board(), Clock()
+        self.policy._board, self.policy._clock = self.board, self.clock = Board(), Clock(100.0)
 
     @property
     def policy(self) -> TargetScaling:
@@ -71,12 +65,12 @@ class Controller:
     def seconds(self, number: int, reports: dict[ReplicaID, Report | None]) -> set[int]:
         decided = set()
         for _ in range(number):
-            self.clock.now_s += 1
+            self.clock.now += 1
             self.state.update_running_replica_ids(list(reports))
             for replica, report in reports.items():
                 if report is not None:
-                    metrics = series(report, at_s=self.clock.now_s)
-                    sent = ReplicaMetricReport(replica_id=replica, timestamp=self.clock.now_s, metrics=metrics)
+                    metrics = series(report, at_s=self.clock.now)
+                    sent = ReplicaMetricReport(replica_id=replica, timestamp=self.clock.now, metrics=metrics)
                     self.state.record_request_metrics_for_replica(sent)
             self.target = self.state.get_decision_num_replicas(self.target)
             decided.add(self.target)

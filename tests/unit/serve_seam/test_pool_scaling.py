@@ -15,16 +15,10 @@ from outrider.actors.serve_seam import pool_scaling
 from outrider.actors.serve_seam.pool_scaling import SAID_LATELY_S, PoolScaling, RegistryCalls, serve_pool_autoscaling
 from outrider.cluster.membership import Work
 from outrider.cluster.scaling_config import PoolScalingConfig
+from tests.clock import Clock
 
 DEPLOYMENT = DeploymentID("DrafterPool", "app")
 IDLE, GOOD = Work(), Work(1, 60.0, 40.0)
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Said:
@@ -50,13 +44,13 @@ class Controller:
         )
         self.target = self.state.register(info, 0)
         policy: PoolScaling = self.state._policy.__wrapped__  # out of a pickle, as in the controller
-        self.said, self.clock = Said(), Clock()
+        self.said, self.clock = Said(), Clock(100.0)
         policy._registry, policy._clock = self.said, self.clock  # type: ignore[assignment]
 
     def seconds(self, number: int, work: list[Work] | None) -> int:
         self.said.work_now = work
         for _ in range(number):
-            self.clock.now_s += 1
+            self.clock.now += 1
             self.state.update_running_replica_ids([ReplicaID(str(n), DEPLOYMENT) for n in range(self.target)])
             self.target = self.state.get_decision_num_replicas(self.target)
         return self.target

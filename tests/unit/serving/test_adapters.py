@@ -18,6 +18,7 @@ from outrider.actors.serving.openai.errors import HttpError
 from outrider.cluster.adapters import AdapterError
 from outrider.cluster.lora_config import LoraConfig
 from outrider.cluster.registry import Registry
+from tests.clock import Clock
 
 
 class Loaded:
@@ -58,13 +59,6 @@ def handle(registry: Any) -> Any:
             return SimpleNamespace(future=lambda: answer)
 
     return SimpleNamespace(**{name: Method(name) for name in ("adapters", "add_adapter", "remove_adapter")})
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -5,23 +5,17 @@ from __future__ import annotations
 import pytest
 
 from outrider.actors.vllm_seam.work_meter import HALF_LIFE_S, WINDOW_S, WorkMeter
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.clock import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 def work(meter: WorkMeter, clock: Clock, seconds: float, tokens_a_step: int, step_s: float = 0.1) -> None:
     for _ in range(round(seconds / step_s)):
-        clock.now_s += step_s
+        clock.now += step_s
         meter.stepped(tokens_a_step, (), busy=True)
 
 
@@ -31,7 +25,7 @@ def test_what_is_done_a_second_is_measured_while_there_is_work(clock: Clock) -> 
     work(meter, clock, 20, 40)
     assert meter.tokens_per_s == pytest.approx(400, rel=0.1)
     meter.stepped(0, (), busy=False)
-    clock.now_s += 100_000
+    clock.now += 100_000
     assert meter.tokens_per_s == pytest.approx(400, rel=0.1), "a night without work says nothing about the rate"
 
 
@@ -56,7 +50,7 @@ def test_a_rate_counts_from_where_work_began(clock: Clock) -> None:
     meter = WorkMeter(clock)
     work(meter, clock, 1, 0)
     meter.stepped(0, (), busy=False)
-    clock.now_s += WINDOW_S / 2
+    clock.now += WINDOW_S / 2
     work(meter, clock, 3, 100)
     assert meter.tokens_per_s == pytest.approx(1000, rel=0.1)
 
