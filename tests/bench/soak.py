@@ -43,8 +43,8 @@ from tests.bench.soak_load import (
 )
 from tests.bench.soak_report import GRAMMARS, Phase, Sample, Soak, Turn, phases, report, told
 from tests.certificates import Authority
+from tests.outrider_serve import Served, outrider_serve
 from tests.reference import Reference
-from tests.security.outrider_serve import Served, outrider_serve
 from tests.serving import K, Models, build_models, engine
 from tests.tiny_models import EOS
 

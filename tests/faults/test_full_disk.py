@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from outrider.deploy.client.sync_client import OutriderClient
-from tests.integration.test_cli import ENDS_WITHIN_S, LINE
+from tests.outrider_serve import ENDS_WITHIN_S, outrider_serve
 from tests.reference import Reference
-from tests.serving import HANG_GUARD_S, Models, engine
+from tests.serving import HANG_GUARD_S, Models
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
@@ -97,33 +95,15 @@ class Server:
 def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not can_mount():
         pytest.skip("may not mount anything here")
-    directory = tmp_path_factory.mktemp("full")
-    config = directory / "config.yaml"
-    config.write_text(yaml.safe_dump({"target": engine(models.target), "drafter": {"method": "ngram"}}))
     disk = tempfile.mkdtemp(dir="/tmp")  # not pytest's own: sockets want short paths
-    serve = [sys.executable, "-m", "outrider.deploy.cli", "serve", str(config), "--grpc-port", "0", "--http-port", "0"]
-    errors = (directory / "stderr").open("w+")
-    process = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", MOUNT, "sh", disk, SHARED, *serve],
-        stdout=subprocess.PIPE, stderr=errors, text=True, cwd=Path(__file__).parents[2],
-        env={**os.environ, "RAY_TMPDIR": disk},
-    )  # fmt: skip
-    assert process.stdout is not None
+    mounted = ["unshare", "--mount", "sh", "-c", MOUNT, "sh", disk, SHARED]
     try:
-        line = process.stdout.readline()
-        found = LINE.fullmatch(line)
-        assert found, f"{line!r}; {(directory / 'stderr').read_text()[-2000:]}"
-        client = OutriderClient(found["grpc"])
-        yield Server(process, disk, client, f"http://{found['http']}", Reference(models.target))
-        client.close()
+        with (
+            outrider_serve(models, tmp_path_factory.mktemp("full"), {"RAY_TMPDIR": disk}, mounted) as served,
+            OutriderClient(served.grpc) as client,
+        ):
+            yield Server(served.process, disk, client, f"http://{served.http}", Reference(models.target))
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(ENDS_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        errors.close()
         shutil.rmtree(disk, ignore_errors=True)
 
 

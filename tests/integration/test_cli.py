@@ -8,94 +8,49 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.processes import shared_memory_entries
+from tests.outrider_serve import ENDS_WITHIN_S, Served, command, outrider_serve, write_config
 from tests.reference import Reference
 from tests.serving import HANG_GUARD_S, Models, engine, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 STARTS_WITHIN_S = 900.0
-ENDS_WITHIN_S = 240.0
 REFUSES_WITHIN_S = 300.0
 PROMPT = "to be or not to be, that is the question: to be or not to be"
-LINE = re.compile(r"outrider: serving (?P<model>\S+) grpc=(?P<grpc>\S+:\d+) http=(?P<http>\S+:\d+)\n")
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "outrider.deploy.cli", *arguments]
-
-
-def write_config(directory: Path, models: Models, **changes: Any) -> Path:
-    """A configuration file of a tiny target and an ngram drafter. changes: sections to merge in."""
-    tree: dict[str, Any] = {"target": engine(models.target), "drafter": {"method": "ngram"}}
-    for section, values in changes.items():
-        tree[section] = values if section not in tree or "method" in values else {**tree[section], **values}
-    path = directory / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    line: str
-    address: str
-    shared_memory_before: set[str]
-
-    def tree(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
 
 
 @pytest.fixture(scope="module")
-def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("serve")
-    before = shared_memory_entries()
-    errors = (directory / "stderr").open("w+")
-    path = write_config(directory, models, speculation={"adaptive": False})
-    process = subprocess.Popen(
-        command("serve", str(path), "--grpc-port", "0", "--http-port", "0"),
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()  # at its end, too, when the server fails; pytest's timeout guards the wait
-        found = LINE.fullmatch(line)
-        assert found, f"{line!r}; {(directory / 'stderr').read_text()[-2000:]}"
-        yield Server(process, line, found["grpc"], before)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(ENDS_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        errors.close()
+def shared_memory_before() -> set[str]:
+    return shared_memory_entries()
 
 
-def generate(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def server(
+    models: Models, tmp_path_factory: pytest.TempPathFactory, shared_memory_before: set[str]
+) -> Iterator[Served]:
+    with outrider_serve(models, tmp_path_factory.mktemp("serve"), speculation={"adaptive": False}) as served:
+        yield served
+
+
+def generate(server: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command("generate", "--address", server.address, *arguments),
+        command("generate", "--address", server.grpc, *arguments),
         capture_output=True, text=True, timeout=300, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
 
 
-def test_generate_json_prints_one_object_with_every_documented_key(server: Server, models: Models) -> None:
+def test_generate_json_prints_one_object_with_every_documented_key(server: Served, models: Models) -> None:
     done = generate(server, "--json", "--temperature", "0", "--max-tokens", "64", PROMPT)
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)
@@ -120,7 +75,7 @@ def test_generate_json_prints_one_object_with_every_documented_key(server: Serve
     assert speculative["num_spec_steps"] == sum(speculative["acceptance_histogram"]) > 0
 
 
-def test_generate_without_speculation_says_the_same(server: Server) -> None:
+def test_generate_without_speculation_says_the_same(server: Served) -> None:
     options = ("--json", "--temperature", "0", "--max-tokens", "32")
     drafted = json.loads(generate(server, *options, PROMPT).stdout)
     plain = json.loads(generate(server, *options, "--no-speculation", PROMPT).stdout)
@@ -128,21 +83,21 @@ def test_generate_without_speculation_says_the_same(server: Server) -> None:
     assert plain["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
 
 
-def test_generate_streams_text_to_stdout_and_statistics_to_stderr(server: Server) -> None:
+def test_generate_streams_text_to_stdout_and_statistics_to_stderr(server: Served) -> None:
     done = generate(server, "--temperature", "0", "--max-tokens", "32", PROMPT)
     assert done.returncode == 0
     assert len(done.stdout) == 33, "32 one-byte tokens and the end of the line"
     assert "tok/s" in done.stderr
 
 
-def test_a_bad_request_is_one_line(server: Server) -> None:
+def test_a_bad_request_is_one_line(server: Served) -> None:
     done = generate(server, "--temperature", "-1", PROMPT)
     assert (done.returncode, done.stdout) == (1, "")
     assert "sampling.temperature" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_ray_s_dashboard_listens_on_this_machine_alone(server: Server) -> None:
+def test_ray_s_dashboard_listens_on_this_machine_alone(server: Served) -> None:
     commands = []
     for process in server.tree():
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
@@ -151,7 +106,7 @@ def test_ray_s_dashboard_listens_on_this_machine_alone(server: Server) -> None:
     assert [part for part in dashboard if part.startswith("--host=")] == ["--host=127.0.0.1"]
 
 
-def test_it_outlives_serve_s_controller(server: Server) -> None:
+def test_it_outlives_serve_s_controller(server: Served) -> None:
     controller = the_controller(server)
     assert controller is not None
     controller.kill()
@@ -161,7 +116,7 @@ def test_it_outlives_serve_s_controller(server: Server) -> None:
         return found is not None and found.pid != controller.pid
 
     wait_until(another, HANG_GUARD_S, "another controller")
-    with OutriderClient(server.address) as client:
+    with OutriderClient(server.grpc) as client:
         assert client.generate(PROMPT, max_tokens=4, temperature=0.0, timeout_s=HANG_GUARD_S).token_ids
     assert server.process.poll() is None
 
@@ -183,7 +138,7 @@ def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return left
 
 
-def the_controller(server: Server) -> psutil.Process | None:
+def the_controller(server: Served) -> psutil.Process | None:
     for process in server.tree():
         with suppress(psutil.Error):
             if "ServeController" in "".join(process.cmdline()):
@@ -191,11 +146,11 @@ def the_controller(server: Server) -> psutil.Process | None:
     return None
 
 
-def test_sigterm_ends_it_cleanly(server: Server) -> None:
+def test_sigterm_ends_it_cleanly(server: Served) -> None:
     """Last of those that use the server. A request is under way, and delays the end little."""
     processes = server.tree()
     assert len(processes) > 5
-    with OutriderClient(server.address) as client:
+    with OutriderClient(server.grpc) as client:
         stream = client.stream(PROMPT, temperature=0.0)
         next(stream)
         server.process.send_signal(signal.SIGTERM)
@@ -206,7 +161,7 @@ def test_sigterm_ends_it_cleanly(server: Server) -> None:
     assert server.process.stdout.read() == "", "one line on stdout, no more"
     assert still_running(processes) == []
     pids = {str(process.pid) for process in processes} | {str(server.process.pid)}
-    left = shared_memory_entries() - server.shared_memory_before
+    left = shared_memory_entries() - shared_memory_before
     assert {name for name in left if pids & set(re.findall(r"\d+", name))} == set()
 
 

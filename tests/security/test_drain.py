@@ -21,9 +21,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.ports import pick_free_port
+from outrider.deploy.server import WORKER_NICENESS
 from outrider.v1 import generation_pb2 as pb
-from tests.integration.test_cli import ENDS_WITHIN_S
-from tests.security.outrider_serve import Served, outrider_serve
+from tests.outrider_serve import ENDS_WITHIN_S, Served, outrider_serve
 from tests.serving import HANG_GUARD_S, Models, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -81,7 +81,9 @@ def server(
     models: Models, tmp_path_factory: pytest.TempPathFactory, admin_port: int, compiled: Path
 ) -> Iterator[Served]:
     directory, serving = tmp_path_factory.mktemp("drain"), {"drain_s": HANG_GUARD_S, "admin_port": admin_port}
-    with outrider_serve(models, directory, {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}, serving=serving) as served:
+    # How its processes give way, which it sets by itself, is under test.
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), WORKER_NICENESS[0]: None}
+    with outrider_serve(models, directory, environment, serving=serving) as served:
         yield served
 
 
