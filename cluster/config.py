@@ -531,6 +531,11 @@ class OutriderConfig(Section):
         return self
 
     @property
+    def drafter_model(self) -> str | None:
+        """Checkpoint of the draft model or heads; None where the method has none of its own."""
+        return self.drafter.model if isinstance(self.drafter, DraftModelConfig | CoLocatedConfig) else None
+
+    @property
     def served_model_name(self) -> str:
         return self.serving.served_model_name or Path(self.target.model.rstrip("/")).name
 

@@ -116,7 +116,7 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
 def _compare_models(config: OutriderConfig) -> None:
     """Raises ConfigError. A checkpoint that only another node has cannot be read: then nothing but tokenizers is
     compared, when a target links to a drafter (cluster/vocabulary.py)."""
-    models = (config.target.model, getattr(config.drafter, "model", None) or config.target.model)
+    models = (config.target.model, config.drafter_model or config.target.model)
     if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
         logger.warning(
             "%s is not on this node: models are not compared, but for tokenizers when a drafter is linked to; run "

@@ -186,7 +186,7 @@ def _torch_companions(torch: str, version: Version, requires: Callable[[str], li
 def check_checkpoints(config: OutriderConfig) -> list[Finding]:
     """Files of every checkpoint, then what they say against the configuration and each other."""
     findings = check_files("target", config.target.model, has_weights=_reads_weights(config.target))
-    model = drafter_model(config)
+    model = config.drafter_model
     if model is not None:
         has_weights = not isinstance(config.drafter, EngineConfig) or _reads_weights(config.drafter)
         findings += check_files("drafter", model, needs_tokenizer=False, has_weights=has_weights)
@@ -204,12 +204,6 @@ def check_checkpoints(config: OutriderConfig) -> list[Finding]:
             )
         )
     return findings
-
-
-def drafter_model(config: OutriderConfig) -> str | None:
-    """Checkpoint of the draft model or heads; None where the method has none of its own."""
-    model: str | None = getattr(config.drafter, "model", None)
-    return model
 
 
 def _reads_weights(engine: EngineConfig) -> bool:
@@ -299,7 +293,7 @@ def check_cores(config: OutriderConfig, gpu: bool) -> list[Finding]:
 def memory_needed(config: OutriderConfig) -> tuple[int, list[str]]:
     """Bytes that all replicas take on CPU, and what of it is not known."""
     parts: list[tuple[str, str, EngineConfig]] = [("target.model", config.target.model, config.target)]
-    if (model := drafter_model(config)) is not None:
+    if (model := config.drafter_model) is not None:
         drafter = config.drafter
         parts.append(("drafter.model", model, drafter if isinstance(drafter, EngineConfig) else config.target))
     needed, unknown = 0, []

@@ -80,16 +80,10 @@ def models_to_fetch(preset: str, overrides: Overrides) -> list[str]:
     """Models of a preset that have no local copy yet and that no override replaces."""
     config = resolve_config(preset)
     used = [config.target.model] if overrides.target is None else []
-    if (drafter_model := _drafter_model(config)) is not None and overrides.drafter is None:
+    if (drafter_model := config.drafter_model) is not None and overrides.drafter is None:
         used.append(drafter_model)
     # The path of a copy stands here in place of the hub id of a model that has been fetched.
     return [BY_HUB_ID[model].name for model in used if model in BY_HUB_ID]
-
-
-def _drafter_model(config: OutriderConfig) -> str | None:
-    """Checkpoint of the draft model or heads; None where the method has none of its own."""
-    drafter = config.drafter
-    return drafter.model if isinstance(drafter, DraftModelConfig | CoLocatedConfig) else None
 
 
 def _presets() -> Any:
@@ -97,7 +91,7 @@ def _presets() -> Any:
 
 
 def _apply(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -> None:
-    if overrides.drafter is not None and _drafter_model(config) is None:
+    if overrides.drafter is not None and config.drafter_model is None:
         method = f"is of method {config.drafter.method}" if config.drafter else "section is missing"
         raise ConfigError(
             f"drafter: --drafter names a draft model, but the drafter {method} and has no model; "
@@ -126,7 +120,7 @@ def _use_fetched_copies(tree: dict[str, Any]) -> None:
 def _locate_checkpoints(config: OutriderConfig) -> OutriderConfig:
     target = config.target.model_copy(update={"model": _locate(config.target.model, "target.model", "--target")})
     drafter = config.drafter
-    if isinstance(drafter, DraftModelConfig | CoLocatedConfig) and (model := _drafter_model(config)) is not None:
+    if isinstance(drafter, DraftModelConfig | CoLocatedConfig) and (model := config.drafter_model) is not None:
         drafter = drafter.model_copy(update={"model": _locate(model, "drafter.model", "--drafter")})
     return config.model_copy(update={"target": target, "drafter": drafter})
 

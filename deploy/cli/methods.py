@@ -113,7 +113,7 @@ def _places(target: TargetConfig, config: OutriderConfig | None, among: Sequence
     places = [Path(place).expanduser() for place in among]
     if missing := [str(place) for place in places if not place.is_dir()]:
         raise ConfigError(f"--among: {missing[0]} is no directory")
-    if config is not None and (model := getattr(config.drafter, "model", None)) and Path(model).is_dir():
+    if config is not None and (model := config.drafter_model) and Path(model).is_dir():
         places.append(Path(model))
     if Path(target.model).is_dir():
         places.append(Path(target.model).resolve().parent)
@@ -128,7 +128,7 @@ def _configured(config: OutriderConfig | None, target: TargetConfig, known: Chec
     """What is to be said of the configured method with the configured checkpoint, and no other."""
     if config is None or config.drafter is None:
         return None
-    model = getattr(config.drafter, "model", None)
+    model = config.drafter_model
     own = candidates(target.model, [Path(model)]) if model and Path(model).is_dir() else []
     # A pool's drafter is judged as one beside its target: the same actor, with the same needs.
     key = (config.drafter.method, "co_located" if config.co_located is not None else "with_target")
