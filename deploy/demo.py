@@ -6,11 +6,9 @@ Exit code 0 only when the answers came, and no process and no shared-memory segm
 from __future__ import annotations
 
 import os
-import selectors
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +18,8 @@ from typing import TextIO
 
 import psutil
 
+from outrider.deploy.bench.machine import BenchError
+from outrider.deploy.bench.sides import ServerProcess
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.processes import SharedMemoryWatch, adopt_orphans, descendants, describe, end_descendants
 from outrider.deploy.progress import Progress
@@ -40,7 +40,6 @@ weather in a big green book. When spring comes, the first boat brings him letter
 MAX_TOKENS = 160
 PAIRS = 3
 START_LIMIT_S = 300.0
-STOP_LIMIT_S = 90.0
 MAX_WIDTH = 88
 
 _ACCEPTED, _DIM, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
@@ -66,38 +65,40 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     adopt_orphans()
     memory = SharedMemoryWatch()
-    server: subprocess.Popen[str] | None = None
+    server = ServerProcess(PRESET, "--dtype", DTYPE)
+    limit = time.monotonic() + START_LIMIT_S
+
+    def waiting() -> None:
+        memory.note()
+        if time.monotonic() > limit:
+            raise DemoError(f"the server was not ready after {START_LIMIT_S:.0f} s")
+
     owned: list[psutil.Process] = []
     code = 0
     try:
-        command = [sys.executable, "-m", "outrider.deploy.cli", "serve", PRESET, "--dtype", DTYPE]
-        command += ["--grpc-port", "0", "--http-port", "0"]
-        progress.say(f"starting: outrider {' '.join(command[3:])}")
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        line = _first_line(server, memory)
-        print(line, flush=True)
-        address = line.partition("grpc=")[2].split()[0]
+        progress.say(f"starting: outrider serve {PRESET} --dtype {DTYPE}")
+        address = server.start(waiting)
+        print(server.line, flush=True)
         with OutriderClient(address) as client:
             show(client, progress)
             print(round_summary(client.status()), flush=True)
         owned = descendants()
         memory.note()
-    except (DemoError, OutriderError) as error:
+    except (DemoError, BenchError, OutriderError) as error:
         print(f"outrider: demo: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         code = 130
     finally:
-        if server is not None:
-            progress.say("shutting down")
-            _stop(server)
+        progress.say("shutting down")
+        server.stop()
     left = _left_behind(owned, memory)
     for item in left:
         print(f"outrider: demo: left behind: {item}", file=sys.stderr)
     end_descendants(grace_s=0.0)
     if left:
         return 1
-    if server is not None and code == 0:
+    if code == 0:
         progress.say(f"the server is down: its {len(owned)} processes are gone, and no shared-memory segment is left")
         print(next_commands(), flush=True)
     return code
@@ -289,32 +290,6 @@ def next_commands() -> str:
     ]
     width = max(len(command) for command, _ in rows)
     return "\nNext:\n" + "\n".join(f"  {command:<{width}}  # {what}" for command, what in rows)
-
-
-def _first_line(server: subprocess.Popen[str], memory: SharedMemoryWatch) -> str:
-    """The server's one line on stdout. Its progress goes to our stderr meanwhile."""
-    assert server.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(server.stdout, selectors.EVENT_READ)
-        limit = time.monotonic() + START_LIMIT_S
-        while not selector.select(5.0):
-            if time.monotonic() > limit:
-                raise DemoError(f"the server was not ready after {START_LIMIT_S:.0f} s")
-            memory.note()
-    line = server.stdout.readline().strip()
-    if not line:
-        raise DemoError(f"the server ended with exit code {server.wait()} before it could answer")
-    return line
-
-
-def _stop(server: subprocess.Popen[str]) -> None:
-    if server.poll() is None:
-        server.send_signal(signal.SIGINT)
-    try:
-        server.wait(STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 def _left_behind(owned: list[psutil.Process], memory: SharedMemoryWatch) -> list[str]:

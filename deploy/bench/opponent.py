@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.placement import available_cores, plan_cores, preload_libraries
 from outrider.deploy.bench.arguments import Load, with_cores
@@ -240,7 +242,9 @@ def start_server(stage: Stage, config: OutriderConfig, what: str, name: str) -> 
     """name: of its directory in the run's scratch. Raises BenchError, OutriderError."""
     directory = stage.scratch / name
     directory.mkdir()
-    server = ServerProcess(config, directory, stage.args.verbose)
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    server = ServerProcess(str(path), *(["--verbose"] if stage.args.verbose else []))
     stage.close.append(server.stop)
     stage.progress.say(f"starting {what}")
     client = OutriderClient(server.start(lambda: stage.waiting("")))

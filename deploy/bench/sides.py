@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-import yaml
 
 from outrider.cluster.config import DraftModelConfig, OutriderConfig
 from outrider.cluster.placement import thread_environment
@@ -57,30 +56,17 @@ OnProgress = Callable[[int, int], None]
 
 
 class ServerProcess:
-    """start once, stop once. The server's progress goes to our stderr."""
+    """``outrider serve``, on free ports: start once, stop once. Its progress goes to our stderr."""
 
-    def __init__(self, config: OutriderConfig, directory: Path, verbose: bool = False) -> None:
-        """directory: where its configuration file is written."""
-        self._path = directory / "config.yaml"
-        self._path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-        self._verbose = verbose
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = [*arguments, "--grpc-port", "0", "--http-port", "0"]
         self._process: subprocess.Popen[str] | None = None
+        self.line = ""
+        """What it says on stdout when it can answer."""
 
     def start(self, waiting: Callable[[], None]) -> str:
         """Return its gRPC address when it can answer. waiting: called now and then meanwhile. Raises BenchError."""
-        command = [
-            sys.executable,
-            "-m",
-            "outrider.deploy.cli",
-            "serve",
-            str(self._path),
-            "--grpc-port",
-            "0",
-            "--http-port",
-            "0",
-        ]
-        if self._verbose:
-            command.append("--verbose")
+        command = [sys.executable, "-m", "outrider.deploy.cli", "serve", *self._arguments]
         # Its own session: an interrupt at the terminal is ours to pass on, in order.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert self._process.stdout is not None
@@ -88,12 +74,10 @@ class ServerProcess:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not selector.select(START_POLL_S):
                 waiting()
-        line = self._process.stdout.readline()
-        if "grpc=" not in line:
-            raise BenchError(
-                f"our side: the server ended with exit code {self._process.wait()}; its last line says why"
-            )
-        return line.partition("grpc=")[2].split()[0]
+        self.line = self._process.stdout.readline().strip()
+        if "grpc=" not in self.line:
+            raise BenchError(f"the server ended with exit code {self._process.wait()}; its last line says why")
+        return self.line.partition("grpc=")[2].split()[0]
 
     def processes(self) -> list[psutil.Process]:
         """Its own and those below it."""
