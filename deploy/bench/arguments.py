@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
+from outrider.deploy.argument_types import address, positive
 from outrider.deploy.bench.load import Ask, Dataset
 
 SIDES = ("plain", "vllm")
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = ours.add_mutually_exclusive_group(required=True)
     which.add_argument("--preset", metavar="NAME", help="serve this preset while the benchmark runs")
     which.add_argument("--config", metavar="FILE", help="likewise, a YAML file")
-    which.add_argument("--address", metavar="HOST:PORT", type=_address, help="ask this server; none is started")
+    which.add_argument("--address", metavar="HOST:PORT", type=address, help="ask this server; none is started")
     ours.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
     ours.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
     ours.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of target and draft model")
@@ -85,17 +86,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dataset", metavar="FILE", type=Path, required=True,
                        help="JSONL with a field prompt, .gz or not")  # fmt: skip
-    group.add_argument("--prompts", metavar="N", type=_positive, help="use N of them, evenly spread (default: all)")
-    group.add_argument("--concurrency", metavar="C", type=_positive, default=1, help="requests under way (default: 1)")
+    group.add_argument("--prompts", metavar="N", type=positive, help="use N of them, evenly spread (default: all)")
+    group.add_argument("--concurrency", metavar="C", type=positive, default=1, help="requests under way (default: 1)")
     group.add_argument("--temperature", metavar="T", type=_temperature, default=0.0,
                        help="0 is greedy (default); above, prompt number i gets seed S + i on both sides")  # fmt: skip
-    group.add_argument("--max-tokens", metavar="N", type=_positive, default=128, help="of an answer (default: 128)")
+    group.add_argument("--max-tokens", metavar="N", type=positive, default=128, help="of an answer (default: 128)")
     group.add_argument("--ignore-eos", action="store_true", help="answers of exactly --max-tokens tokens")
     group.add_argument("--verification", choices=("rejection", "block", "coupled"),
                        help="of our side (default: the deployment's, coupled for what has a seed)")  # fmt: skip
-    group.add_argument("--repeats", metavar="R", type=_positive, default=1, help="passes over the prompts (default: 1)")
+    group.add_argument("--repeats", metavar="R", type=positive, default=1, help="passes over the prompts (default: 1)")
     group.add_argument("--seed", metavar="S", type=_seed, default=0, help="(default: 0)")
-    group.add_argument("--chunk", metavar="N", type=_positive,
+    group.add_argument("--chunk", metavar="N", type=positive,
                        help="prompts a turn, at most (default: 2 x C, at least 4)")  # fmt: skip
 
 
@@ -171,22 +172,8 @@ def _against(text: str) -> str:
     return text
 
 
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return text
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
-    return number
-
-
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
+    return tuple(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
 def _temperature(text: str) -> float:

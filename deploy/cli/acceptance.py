@@ -12,8 +12,9 @@ from typing import Any
 
 from outrider.actors.learning.rounds import StepTimes
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig
+from outrider.deploy.argument_types import positive
 from outrider.deploy.bench.plot import check_plot
-from outrider.deploy.cli.models import add_device_arguments, exit_status, positive
+from outrider.deploy.cli.models import add_device_arguments, exit_status
 from outrider.deploy.preset import resolve_config
 from outrider.deploy.progress import Progress
 

@@ -10,7 +10,8 @@ import math
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError
-from outrider.deploy.cli.models import add_device_arguments, exit_status, positive
+from outrider.deploy.argument_types import positive
+from outrider.deploy.cli.models import add_device_arguments, exit_status
 from outrider.deploy.progress import Progress
 
 DEFAULT_MINUTES = 30.0

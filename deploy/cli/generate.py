@@ -24,6 +24,7 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from outrider.deploy.argument_types import address
 from outrider.deploy.cli import fail
 from outrider.deploy.cli.connection import add_connection_arguments, tls_of
 from outrider.deploy.client.request import GenerationOptions
@@ -42,7 +43,7 @@ _OPTIONS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Ranges are the server's to check, so that there is one answer to them."""
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
-    parser.add_argument("--address", metavar="HOST:PORT", type=_address, default=DEFAULT_ADDRESS,
+    parser.add_argument("--address", metavar="HOST:PORT", type=address, default=DEFAULT_ADDRESS,
                         help="gRPC address of the server (default: %(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object when the answer is complete")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
@@ -296,10 +297,3 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, such as 17=-2.5") from None
-
-
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return text

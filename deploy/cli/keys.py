@@ -19,6 +19,7 @@ from pathlib import Path
 from outrider.actors.serving.access.files import read_file
 from outrider.actors.serving.access.keys import MOST_KEYS, SCOPES, Key, as_entry, hash_of, new_secret, parse_keys
 from outrider.cluster.config_section import ConfigError
+from outrider.deploy.argument_types import positive
 from outrider.deploy.cli import fail
 
 FILE_VARIABLE = "OUTRIDER_KEYS_FILE"
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--expires", metavar="WHEN", type=_expires,
                      help="90d, 12h, 4w, 1y from now, or a time such as 2027-01-01 (default: never)")  # fmt: skip
     for limit in ("requests-per-minute", "concurrent-requests", "tokens-per-minute"):
-        new.add_argument(f"--{limit}", metavar="N", type=_positive, help="at most (default: any number)")
+        new.add_argument(f"--{limit}", metavar="N", type=positive, help="at most (default: any number)")
     new.add_argument("--no-learn", action="store_true", help="no drafter learns from the answers to this key")
     shown = commands.add_parser("list", help="what the file says of each key")
     revoke = commands.add_parser("revoke", help="take a key out of the file")
@@ -194,9 +195,3 @@ def _expires(text: str) -> datetime:
     if at <= now:
         raise argparse.ArgumentTypeError(f"{text!r} is past")
     return at
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)

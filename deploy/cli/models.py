@@ -20,14 +20,6 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="the whole traceback when it fails")
 
 
-def positive(text: str) -> int:
-    """An argument's type."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
-
-
 def exit_status(command: str, work: Callable[[], None], *, interrupted: str = "interrupted", verbose: bool) -> int:
     """Of a command that does this work: what goes wrong is one line on stderr. interrupted: what that says of it."""
     try:

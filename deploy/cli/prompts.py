@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outrider.deploy.cli.models import add_device_arguments, exit_status, positive
+from outrider.deploy.argument_types import positive
+from outrider.deploy.cli.models import add_device_arguments, exit_status
 from outrider.deploy.progress import Progress
 
 
