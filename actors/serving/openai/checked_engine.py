@@ -142,11 +142,18 @@ class CheckedEngine:
         """Raises VLLMValidationError for one that has been unloaded."""
         with ExitStack() as stack:
             if self._adapters is not None:
-                try:
+                with in_vllms_words("model"):
                     stack.enter_context(self._adapters.using(lora_request))
-                except RequestError as error:
-                    raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter="model") from None
             yield
+
+
+@contextmanager
+def in_vllms_words(parameter: str | None = None) -> Iterator[None]:
+    """Raises VLLMValidationError in place of RequestError. parameter None: the field that this names."""
+    try:
+        yield
+    except RequestError as error:
+        raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=parameter or error.field) from None
 
 
 def check_for_ranks(params: SamplingParams) -> None:
@@ -164,19 +171,15 @@ def check_constraint(params: SamplingParams, mode: Mode) -> None:
     if structured is None or structured.all_constraints_none():
         return
     by_tools = mode == "json" and structured.structural_tag is not None
-    try:
+    with in_vllms_words():
         checked(structured, CONSTRAINT, "all" if by_tools else mode)
-    except RequestError as error:
-        raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
 
 
 def check_logprobs(prompt: Any, params: SamplingParams, limits: LimitsConfig) -> None:
     """prompt: as vLLM's renderer leaves it. Raises VLLMValidationError."""
     ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else ()
-    try:
+    with in_vllms_words():
         check_prompt_logprobs("prompt_logprobs", len(ids), params.prompt_logprobs, limits, params.n)
-    except RequestError as error:
-        raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
 
 
 def end_in_one_piece(params: SamplingParams, limits: LimitsConfig) -> None:
@@ -188,10 +191,8 @@ def end_in_one_piece(params: SamplingParams, limits: LimitsConfig) -> None:
 
 def check_for_co_located(params: SamplingParams, method: str) -> None:
     """Raises VLLMValidationError for what vLLM's own drafting would ignore or die of."""
-    try:
+    with in_vllms_words():
         check_co_located_params(params, method, on_gpu=on_gpu())
-    except RequestError as error:
-        raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
 
 
 def check_reasons(output: RequestOutput, params: SamplingParams, deadline: Deadline | None) -> None:
