@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import ray
 
+from outrider.actors.serving.answers import answer_within
 from outrider.cluster.adapters import AdapterError
 
 logger = logging.getLogger("ray.serve.outrider.target")
@@ -108,7 +109,7 @@ def asked_of(registry: Callable[[], Any], within_s: float) -> Ask:
 
     async def ask(known: dict[str, str] | None) -> Mapping[str, str]:
         answer = registry().adapters.remote(known)
-        named: Mapping[str, str] = await asyncio.wait_for(asyncio.wrap_future(answer.future()), within_s)
+        named: Mapping[str, str] = await answer_within(answer, within_s)
         return named
 
     return ask

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from outrider.actors.serving.answers import answer_within
 from outrider.cluster.membership import Member
 from outrider.cluster.registry import LEASE_S, LOADING_LEASE_S, get_or_create_registry, replace_registry
 
@@ -92,8 +93,7 @@ class Lease:
         may be lost."""
         self._stop_keeping()
         with suppress(ray.exceptions.RayError, TimeoutError):
-            left = self._registry.leave.remote(self.member.replica)
-            await asyncio.wait_for(asyncio.wrap_future(left.future()), CONTROL_TIMEOUT_S)
+            await answer_within(self._registry.leave.remote(self.member.replica), CONTROL_TIMEOUT_S)
 
     def _stop_keeping(self) -> None:
         if self._keeping is not None:
@@ -102,7 +102,7 @@ class Lease:
     async def drain(self) -> list[str]:
         """See Registry.drain. Raises RayError or TimeoutError."""
         answer = self._registry.drain.remote(self.member.replica)
-        users: list[str] = await asyncio.wait_for(asyncio.wrap_future(answer.future()), CONTROL_TIMEOUT_S)
+        users: list[str] = await answer_within(answer, CONTROL_TIMEOUT_S)
         return users
 
     async def renew(self, lease_s: float, attempts: int = _REGISTRY_ATTEMPTS) -> None:
@@ -121,7 +121,7 @@ class Lease:
     async def _ask_to_renew(self, registry: Any, lease_s: float) -> None:
         answer = registry.renew.remote(self.member, lease_s)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(answer.future()), CONTROL_TIMEOUT_S)
+            await answer_within(answer, CONTROL_TIMEOUT_S)
         except (TimeoutError, ray.exceptions.ActorUnavailableError):  # the latter: a stopped one, to who is new to it
             if self._silence.ran_out(registry):
                 logger.error("the registry has left %d calls without an answer: replacing it", STOPPED_AFTER)

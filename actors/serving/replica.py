@@ -42,6 +42,7 @@ from outrider.actors.replica_calls import (
 from outrider.actors.serve_seam.living import lives
 from outrider.actors.serve_seam.replica_log import serve_log_kept
 from outrider.actors.serving.adapters import RunTimeAdapters, asked_of
+from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
 from outrider.actors.serving.ways_out import WaysOut
@@ -206,8 +207,7 @@ class Target:
         link = (await self._verifier_status())["link"]
         try:
             actor = await find_actor(link["drafter"])
-            answer = asyncio.wrap_future(actor.go_back.remote(version).future())
-            serving, problem = await asyncio.wait_for(answer, CONTROL_TIMEOUT_S)
+            serving, problem = await answer_within(actor.go_back.remote(version), CONTROL_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
             raise ConnectionError(f"drafter {link['drafter']!r} or its trainer does not answer: {error}") from None
         if serving is None:

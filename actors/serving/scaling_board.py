@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from outrider.actors.serving.answers import answer_within
 from outrider.cluster.head import on_head
 from outrider.cluster.placement import NAMESPACE
 
@@ -130,4 +131,4 @@ class Teller:
         if self._board is None:  # in a thread: Ray waits for its GCS here
             self._board = await asyncio.to_thread(find_board, self._app_name)
         answer = self._board.tell.remote(self._ingress, self._refused())
-        self._hear(await asyncio.wait_for(asyncio.wrap_future(answer.future()), _ANSWER_WITHIN_S))
+        self._hear(await answer_within(answer, _ANSWER_WITHIN_S))

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import PlainTextResponse, Response
 
 from outrider.actors.replica_calls import Broadcast, RequestError, shown
+from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.http.body import read_json_object
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure
 from outrider.cluster.adapters import AdapterError, beneath
@@ -95,7 +96,7 @@ class AdapterCalls:
     async def _ask_registry(self, method: str, *args: str) -> Any:
         try:
             answer = getattr(self._registry(), method).remote(*args)
-            return await asyncio.wait_for(asyncio.wrap_future(answer.future()), _REGISTRY_WITHIN_S)
+            return await answer_within(answer, _REGISTRY_WITHIN_S)
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
             logger.warning("the registry does not answer: %s", error)
             raise HttpError(HttpFailure(503, "the registry does not answer; retry")) from None
