@@ -30,7 +30,7 @@ from outrider.deploy.client.calls import (
     Stubs,
     may_be_absent,
 )
-from outrider.deploy.client.error import OutriderError, error_of_status
+from outrider.deploy.client.error import Failed, OutriderError, closed
 from outrider.deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions
 from outrider.v1 import generation_pb2 as pb
 
@@ -165,7 +165,7 @@ class AsyncOutriderClient(AsyncMethods):
         async def ask(server: int) -> bool | OutriderError:
             try:
                 return (await self._once(server, calls.abort(request_id, timeout_s), timeout_s))[0].aborted
-            except _Failed as failed:
+            except Failed as failed:
                 return await self._explained(failed.failure, server)
 
         answers = await asyncio.gather(*map(ask, range(len(self._servers.addresses))))
@@ -183,7 +183,7 @@ class AsyncOutriderClient(AsyncMethods):
         async def serves(server: int) -> bool:
             try:
                 return calls.serves((await self._once(server, calls.health(timeout_s), timeout_s))[0])
-            except _Failed as failed:
+            except Failed as failed:
                 if calls.means_not_serving(failed.failure):
                     return False
                 raise failed.failure from None
@@ -210,7 +210,7 @@ class AsyncOutriderClient(AsyncMethods):
                 server, left_s = attempts.begin()
                 try:
                     response, trailing = await self._once(server, call, left_s)
-                except _Failed as failed:
+                except Failed as failed:
                     delay_s = attempts.failed(failed.failure, failed.trailing)
                     if delay_s is None:
                         raise await self._explained(failed.failure, server) from None
@@ -229,7 +229,7 @@ class AsyncOutriderClient(AsyncMethods):
 
     def _send(self, server: int, call: Call[Any], timeout_s: float | None) -> Any:
         if self._closed:
-            raise _closed()
+            raise closed()
         if not self._channels:  # not before: a channel belongs to the loop that runs when it is made
             self._channels = [self._servers.channel(number, grpc.aio) for number in range(len(self._servers.addresses))]
             self._stubs = [Stubs(channel) for channel in self._channels]
@@ -237,15 +237,15 @@ class AsyncOutriderClient(AsyncMethods):
         return method(call.request, timeout=timeout_s, metadata=self._servers.metadata)
 
     async def _once(self, server: int, call: Call[Response], timeout_s: float | None) -> tuple[Response, Any]:
-        """(response, trailing metadata). Raises _Failed."""
+        """(response, trailing metadata). Raises Failed."""
         sent = self._send(server, call, timeout_s)
         try:
             return await sent, await sent.trailing_metadata()
         except grpc.aio.AioRpcError as error:
-            raise _Failed(error, call) from None
+            raise Failed(error, call.request_id) from None
         except asyncio.CancelledError:
             if self._closed and not _task_is_cancelled():
-                raise _closed() from None
+                raise closed() from None
             raise
 
     async def _explained(self, error: OutriderError, server: int) -> OutriderError:
@@ -272,7 +272,7 @@ class _Rounds(AsyncCompletionStream):
             try:
                 message = await self._call.read()
             except grpc.aio.AioRpcError as error:
-                failed = _Failed(error, self._pending)
+                failed = Failed(error, self._pending.request_id)
                 delay_s = self._attempts.failed(failed.failure, failed.trailing, final=self._settled)
                 if delay_s is None:
                     self._settled = True
@@ -287,7 +287,7 @@ class _Rounds(AsyncCompletionStream):
                 if self._closed:
                     raise StopAsyncIteration from None
                 if self._client._closed:
-                    raise _closed() from None
+                    raise closed() from None
                 raise
             else:
                 if message is grpc.aio.EOF:
@@ -312,19 +312,6 @@ class _Rounds(AsyncCompletionStream):
     def _open(self) -> None:
         self._server, left_s = self._attempts.begin()
         self._call = self._client._send(self._server, self._pending, left_s)
-
-
-class _Failed(Exception):
-    """One attempt that failed, with what the server sent at its end."""
-
-    def __init__(self, error: grpc.aio.AioRpcError, call: Call[Any]) -> None:
-        self.trailing = error.trailing_metadata()
-        self.failure = error_of_status(error.code(), error.details(), self.trailing, call.request_id)
-        super().__init__(self.failure)
-
-
-def _closed() -> OutriderError:
-    return OutriderError(grpc.StatusCode.CANCELLED, "the client was closed")
 
 
 def _task_is_cancelled() -> bool:

@@ -87,6 +87,20 @@ def error_of_status(
     )
 
 
+class Failed(Exception):
+    """One attempt that failed, with what the server sent at its end."""
+
+    def __init__(self, error: Any, request_id: str | None) -> None:
+        """error: gRPC's, of either kind of client."""
+        self.trailing = error.trailing_metadata()
+        self.failure = error_of_status(error.code(), error.details(), self.trailing, request_id)
+        super().__init__(self.failure)
+
+
+def closed() -> OutriderError:
+    return OutriderError(grpc.StatusCode.CANCELLED, "the client was closed")
+
+
 def _details(status: str | bytes | None) -> list[Any]:
     if not isinstance(status, bytes):
         return []

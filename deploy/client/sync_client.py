@@ -31,7 +31,7 @@ from outrider.deploy.client.calls import (
     Stubs,
     may_be_absent,
 )
-from outrider.deploy.client.error import FieldViolation, OutriderError, error_of_status
+from outrider.deploy.client.error import Failed, FieldViolation, OutriderError, closed
 from outrider.deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions, build_request
 from outrider.v1 import generation_pb2 as pb
 
@@ -72,12 +72,11 @@ class CompletionStream(Iterator[pb.GenerateStreamResponse]):
             except grpc.RpcError as error:
                 if self._closed.is_set():
                     raise StopIteration from None
-                failure = _failure(error, self._pending)
-                trailing = self._call.trailing_metadata()
-                delay_s = self._attempts.failed(failure, trailing, final=self._settled)
+                failed = Failed(error, self._pending.request_id)
+                delay_s = self._attempts.failed(failed.failure, failed.trailing, final=self._settled)
                 if delay_s is None:
                     self._settled = True
-                    raise self._client._explained(failure, self._server) from None
+                    raise self._client._explained(failed.failure, self._server) from None
                 if self._closed.wait(delay_s):
                     raise StopIteration from None
                 self._open()
@@ -191,7 +190,7 @@ class OutriderClient:
             try:
                 if self._once(server, call, call.timeout_s)[0].aborted:
                     return True
-            except _Failed as failed:
+            except Failed as failed:
                 failure = self._explained(failed.failure, server)
         if failure is not None:
             raise failure
@@ -241,7 +240,7 @@ class OutriderClient:
             return method(call.request, timeout=timeout_s, metadata=self._servers.metadata)
         except ValueError:
             if self._closed.is_set():  # gRPC's word for a closed channel
-                raise _closed() from None
+                raise closed() from None
             raise
 
     def _unary(self, call: Call[Response]) -> Response:
@@ -251,7 +250,7 @@ class OutriderClient:
                 server, left_s = attempts.begin()
                 try:
                     response, trailing = self._once(server, call, left_s)
-                except _Failed as failed:
+                except Failed as failed:
                     delay_s = attempts.failed(failed.failure, failed.trailing)
                     if delay_s is None or self._closed.wait(delay_s):
                         raise self._explained(failed.failure, server) from None
@@ -262,14 +261,14 @@ class OutriderClient:
             attempts.abandoned()  # interrupted
 
     def _once(self, server: int, call: Call[Response], timeout_s: float | None) -> tuple[Response, Any]:
-        """(response, trailing metadata). Raises _Failed."""
+        """(response, trailing metadata). Raises Failed."""
         sent = self._send(self._stubs[server].method(call.rpc).future, call, timeout_s)
         try:
             return sent.result(), sent.trailing_metadata()
         except grpc.RpcError as error:
-            raise _Failed(_failure(error, call), sent.trailing_metadata()) from None
+            raise Failed(error, call.request_id) from None
         except grpc.FutureCancelledError:
-            raise _closed() from None
+            raise closed() from None
         finally:
             sent.cancel()  # an interrupted wait must not leave the server working; no effect on a finished call
 
@@ -277,7 +276,7 @@ class OutriderClient:
         call = calls.health(timeout_s)
         try:
             return calls.serves(self._once(server, call, timeout_s)[0])
-        except _Failed as failed:
+        except Failed as failed:
             if calls.means_not_serving(failed.failure):
                 return False
             raise failed.failure from None
@@ -293,19 +292,3 @@ class OutriderClient:
         except grpc.FutureTimeoutError:
             return False
         return True
-
-
-class _Failed(Exception):
-    """One attempt that failed, with what the server sent at its end."""
-
-    def __init__(self, failure: OutriderError, trailing: Any) -> None:
-        super().__init__(failure)
-        self.failure, self.trailing = failure, trailing
-
-
-def _closed() -> OutriderError:
-    return OutriderError(grpc.StatusCode.CANCELLED, "the client was closed")
-
-
-def _failure(error: Any, call: Call[Any]) -> OutriderError:
-    return error_of_status(error.code(), error.details(), error.trailing_metadata(), call.request_id)
