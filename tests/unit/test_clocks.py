@@ -22,7 +22,9 @@ ALLOWED = {
 
 
 def reads(path: Path) -> set[str]:
-    found = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    last = {name.rpartition(".")[2] for name in READS}
+    nodes = ast.walk(ast.parse(path.read_text()))
+    found = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and node.attr in last}
     return {name for name in found for read in READS if name == read or name.endswith(f".{read}")}
 
 

@@ -121,7 +121,9 @@ def test_of_those_that_have_lost_their_drafter_the_heaviest_is_assigned_one_firs
 
 
 @pytest.mark.parametrize("num_drafters", range(1, 6))
-@pytest.mark.parametrize("num_targets", range(1, 11))
+@pytest.mark.parametrize(
+    "num_targets", [*range(1, 9), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (9, 10))]
+)
 def test_targets_that_do_as_much_are_shared_out_by_number(num_targets, num_drafters):
     """Wherever they began."""
     names = [f"D{n}" for n in range(num_drafters)]
@@ -369,7 +371,9 @@ def what_moves_lower(members, fingerprint):
     return unevenness(TOLERANCE * fair), distance, unevenness(fair), rtt_us
 
 
-@pytest.mark.parametrize("first", range(0, 600, 60))
+@pytest.mark.parametrize(
+    "first", [0, 60, *(pytest.param(first, marks=pytest.mark.exhaustive) for first in range(120, 600, 60))]
+)
 def test_moves_end_and_leave_even_shares_while_loads_stay(first):
     for seed in range(first, first + 60):
         members, verifiers = anything(seed)

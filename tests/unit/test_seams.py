@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from outrider.actors.serve_seam import leans_on as serve_names
@@ -18,10 +19,11 @@ NEITHER_S = ("_replace", "_exit", "_Options", "_ArgumentGroup", "_MutuallyExclus
 """Public in spite of their names, of named tuples and os; torch's ProcessGroupGloo; argparse's types."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("actors", "cluster", "deploy"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            yield str(file.relative_to(ROOT)), ast.parse(file.read_text())
+@cache
+def modules() -> dict[str, ast.Module]:
+    """By path."""
+    files = [file for folder in ("actors", "cluster", "deploy") for file in sorted((ROOT / folder).rglob("*.py"))]
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -42,7 +44,7 @@ def dotted(node: ast.expr) -> str:
 def test_vllm_is_imported_where_it_is_extended_and_by_its_own_serving_classes():
     wrong = [
         f"{path}: {name}"
-        for path, tree in modules()
+        for path, tree in modules().items()
         for name in imported(tree)
         if name.split(".")[0] == "vllm" and not path.startswith(USES_VLLM)
     ]
@@ -51,7 +53,7 @@ def test_vllm_is_imported_where_it_is_extended_and_by_its_own_serving_classes():
 
 def test_ray_and_serve_privates_are_used_in_one_package():
     wrong = []
-    for path, tree in modules():
+    for path, tree in modules().items():
         used = [*imported(tree), *(dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))]
         private = [name for name in used if name.startswith(("ray.", "serve.")) and "._" in name]
         if private and not path.startswith(USES_SERVE_PRIVATES):
@@ -85,7 +87,7 @@ def foreign_privates(path: str, tree: ast.Module, ours: set[str]) -> Iterator[st
 
 
 def test_private_attributes_of_others_are_touched_by_the_seams_alone_and_listed():
-    trees = dict(modules())
+    trees = modules()
     ours = {name for tree in trees.values() for name in own_names(tree)}
     listed = {
         name.replace(":", ".").rpartition(".")[2]
@@ -104,7 +106,7 @@ def test_private_attributes_of_others_are_touched_by_the_seams_alone_and_listed(
 def test_classes_are_rewritten_in_the_seams_alone():
     wrong = [
         path
-        for path, tree in modules()
+        for path, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
         if not path.startswith(("actors/vllm_seam/", "actors/serve_seam/"))
