@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from prompt_files import prompts
+from outrider.deploy.bench.load import read_dataset
 
 MODES = ("rejection", "block", "coupled")
 TEMPERATURES = (1.0, 0.7)
@@ -35,7 +35,8 @@ def served(args: argparse.Namespace) -> dict[str, Any]:
     from outrider.deploy.client.sync_client import OutriderClient
 
     rows = []
-    chosen = prompts(args.dataset, args.count)
+    dataset = read_dataset(args.dataset)
+    chosen = [dataset.prompts[index] for index in dataset.spread(args.count)]
     with OutriderClient(args.address) as client, ThreadPoolExecutor(len(MODES) * len(TEMPERATURES)) as pool:
         k = client.status().num_speculative_tokens
 

@@ -21,13 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from outrider.deploy.bench.load import read_dataset
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from tests.bench.ablation import add_contenders, contenders, merged
 from tests.bench.emulated_speed import environment, numbers, working_directory
 from tests.bench.emulation import served
 from tests.bench.emulation.paired import Interval, ratio_of_pairs
-from tests.bench.prompt_files import prompts
 
 COUNTS = (
     "rounds", "drafted_rounds", "drafted", "accepted", "late_rounds", "main_line_hits", "side_branch_hits", "misses"
@@ -141,7 +141,8 @@ def main() -> None:
             served.wait_until_drafting(clients[server.name], max(args.concurrency))
         print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
         turns = sum(concurrency * args.prompts * (pairs + 1) for concurrency, _, pairs in cells)
-        texts = iter(prompts(args.dataset, turns))
+        dataset = read_dataset(args.dataset)
+        texts = iter([dataset.prompts[index] for index in dataset.spread(turns)])
         for concurrency, max_tokens, pairs in cells:
             found: dict[str, list[Turn]] = {name: [] for name in clients}
             for pair in range(pairs + 1):
