@@ -146,7 +146,7 @@ def the_controller(server: Served) -> psutil.Process | None:
     return None
 
 
-def test_sigterm_ends_it_cleanly(server: Served) -> None:
+def test_sigterm_ends_it_cleanly(server: Served, shared_memory_before: set[str]) -> None:
     """Last of those that use the server. A request is under way, and delays the end little."""
     processes = server.tree()
     assert len(processes) > 5

@@ -21,7 +21,7 @@ from outrider.cluster.config import ServingConfig
 from outrider.cluster.limits import LIMITS_VARIABLE, LimitsConfig
 from outrider.deploy.ports import pick_free_port
 from outrider.deploy.probe import Probe
-from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K, stand_in_target
+from tests.integration.ingress.stand_in_target import K, stand_in_target
 from tests.serving import wait_until
 
 MODEL = "pair"
@@ -58,7 +58,6 @@ def served(meeting_point: Path, limits: LimitsConfig | None = None, **settings: 
             stand_in_target(str(meeting_point)),
             MODEL,
             K,
-            VOCAB_SIZE,
             broadcast=broadcast,
             docs=serving.docs,
             keys_file=access.keys_file,

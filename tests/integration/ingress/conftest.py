@@ -11,7 +11,7 @@ from ray import serve
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.deploy.client.sync_client import OutriderClient
-from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K, stand_in_target
+from tests.integration.ingress.stand_in_target import K, stand_in_target
 from tests.serving import Deployments
 
 
@@ -24,7 +24,7 @@ def meeting_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(meeting_point: Path, deployments: Deployments) -> Iterator[str]:
     port = deployments.cluster()
     front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
-    app = front.bind(stand_in_target(str(meeting_point)), "pair", K, VOCAB_SIZE, broadcast=broadcast)
+    app = front.bind(stand_in_target(str(meeting_point)), "pair", K, broadcast=broadcast)
     serve.run(app, name="outrider")
     yield f"127.0.0.1:{port}"
     serve.delete("outrider")

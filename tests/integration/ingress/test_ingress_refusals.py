@@ -13,7 +13,7 @@ from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.integration.ingress.calls import failure, reason
-from tests.integration.ingress.stand_in_target import VOCAB_SIZE, K
+from tests.integration.ingress.stand_in_target import K
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,7 +33,6 @@ def test_a_request_no_token_can_be_chosen_for_says_so(client: OutriderClient, wa
     [
         ("text", "", {}),
         ("token_ids", [], {}),
-        ("token_ids", [VOCAB_SIZE], {}),
         ("sampling.temperature", "go", {"temperature": -1.0}),
         ("sampling.temperature", "go", {"temperature": math.nan}),
         ("sampling.top_p", "go", {"top_p": 0.0}),
@@ -41,7 +40,6 @@ def test_a_request_no_token_can_be_chosen_for_says_so(client: OutriderClient, wa
         ("sampling.min_p", "go", {"min_p": 1.5}),
         ("sampling.n", "go", {"n": 2, "temperature": 0.0}),
         ("sampling.logprobs", "go", {"logprobs": 21}),
-        ("sampling.allowed_token_ids", "go", {"allowed_token_ids": [VOCAB_SIZE]}),
         ("sampling.structured_outputs.json", "go", {"json_schema": "{"}),
         ("sampling.structured_outputs", "go", {"regex": "a", "verification": "rejection"}),
         ("speculation.num_speculative_tokens", "go", {"num_speculative_tokens": K + 1}),

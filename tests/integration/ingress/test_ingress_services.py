@@ -24,7 +24,7 @@ from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 from tests.integration.ingress.calls import failure, reason, wait_for
-from tests.integration.ingress.stand_in_target import HANG_GUARD_S, VOCAB_SIZE, K
+from tests.integration.ingress.stand_in_target import HANG_GUARD_S, K
 
 STATUS = {
     "methods": ["ngram"],
@@ -142,7 +142,6 @@ def test_tokens_and_text_are_asked_of_the_target(address: str) -> None:
             (stub.Tokenize, pb.TokenizeRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), "chat"),
             (stub.Tokenize, pb.TokenizeRequest(), "prompt"),
             (stub.Tokenize, pb.TokenizeRequest(model="another", text="a"), "model"),
-            (stub.Detokenize, pb.DetokenizeRequest(token_ids=[VOCAB_SIZE]), "token_ids"),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 ask(request)

@@ -16,7 +16,7 @@ from outrider.actors.serve_seam.stopping import is_stopping
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.calls import failure, wait_for
-from tests.integration.ingress.stand_in_target import HANG_GUARD_S, VOCAB_SIZE, K, stand_in_target
+from tests.integration.ingress.stand_in_target import HANG_GUARD_S, K, stand_in_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ def second(address: str, meeting_point: Path) -> Iterator[OutriderClient]:
         graceful_shutdown_timeout_s=HANG_GUARD_S, graceful_shutdown_wait_loop_s=0.1,
     )  # fmt: skip
     target = stand_in_target(str(meeting_point))
-    app = front.bind(target, "pair", K, VOCAB_SIZE, broadcast=broadcast, is_stopping=is_stopping)
+    app = front.bind(target, "pair", K, broadcast=broadcast, is_stopping=is_stopping)
     serve.run(app, name=APP, route_prefix="/second")
     with OutriderClient(address, application=APP) as client:
         yield client
