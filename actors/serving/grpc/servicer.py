@@ -247,10 +247,10 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         target: DeploymentHandle,
         served_model_name: str,
         num_speculative_tokens: int,
-        max_retries: int = 1,
-        capacity: Capacity | None = None,
         *,
         broadcast: Broadcast,
+        max_retries: int = 1,
+        capacity: Capacity | None = None,
         keys_file: str | None = None,
         isolates_tenants: bool = False,
         limits: LimitsConfig | None = None,
@@ -260,15 +260,14 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         lora: LoraConfig | None = None,
         waiting: WaitingRoom | None = None,
     ) -> None:
-        """num_speculative_tokens: K, 0 without a drafter. max_retries:
-        how often a request is sent again whose replica is lost before there is any output. capacity: requests that
-        targets and queue hold together, which proxies are told; None: unknown. broadcast: asks all replicas. limits
-        None: the defaults. keys_file: whose keys calls need; None: none. isolates_tenants: caches are a key's own.
-        is_stopping: whether Serve takes this replica down. autoscaled: what was refused is to be told, on the event
-        loop that this is made on. num_ingresses: replicas of this deployment, which share limits out. lora: the
-        target's adapters. waiting: for whom no node has room; None: not known.
-
-        Raises ConfigError for a file of keys that cannot be used."""
+        """num_speculative_tokens: K, 0 without a drafter. max_retries: how often a request is sent again whose replica
+        is lost before there is any output. capacity: requests that targets and queue hold together, which proxies
+        are told; None: unknown. broadcast: asks all replicas. limits None: the defaults. keys_file: whose keys
+        calls need; None: none. isolates_tenants: caches are a key's own. is_stopping: whether Serve takes this
+        replica down. autoscaled: what was refused is to be told, on the event loop that this is made on.
+        num_ingresses: replicas of this deployment, which share limits out. lora: the target's adapters. waiting:
+        for whom no node has room; None: not known. Raises ConfigError for a file of keys that cannot be used.
+        """
         DRAIN.watch(is_stopping)
         guard_ingress(keys_file, num_ingresses)
         self._target, self._broadcast = target, broadcast
