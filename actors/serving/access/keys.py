@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, date, datetime, time
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -60,7 +61,10 @@ class Key(Section):
     @field_validator("expires", mode="before")
     @classmethod
     def _midnight(cls, value: Any) -> Any:
-        """A date alone is its first moment, UTC."""
+        """A date alone, quoted or not, is its first moment, UTC."""
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = date.fromisoformat(value)
         if isinstance(value, date) and not isinstance(value, datetime):
             return datetime.combine(value, time(), UTC)
         return value

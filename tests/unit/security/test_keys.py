@@ -73,6 +73,7 @@ def test_an_entry_written_is_the_entry_read():
     ("written", "meant"),
     [
         ("2031-05-01", datetime(2031, 5, 1, tzinfo=UTC)),
+        ("'2031-05-01'", datetime(2031, 5, 1, tzinfo=UTC)),
         ("2031-05-01T12:00:00Z", datetime(2031, 5, 1, 12, tzinfo=UTC)),
         ("2031-05-01T12:00:00+02:00", datetime(2031, 5, 1, 10, tzinfo=UTC)),
     ],
