@@ -14,6 +14,7 @@ import ray
 from transformers import AutoModelForCausalLM
 
 from outrider.actors.learning.lessons import Taught
+from outrider.actors.learning.service import Report
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.client.error import OutriderError
@@ -161,7 +162,7 @@ def test_wrong_labels_are_learned_by_nobody(learning: Deployment) -> None:
 
     def compared(lessons: list[Taught]) -> int:
         """Versions, by the time that it was told these."""
-        figures = ray.get(trainer.exchange.remote(None, lessons, "played", None)).figures
+        figures = ray.get(trainer.exchange.remote(Report("played", "its only life"), lessons)).figures
         return int(figures["adopted"] + sum(figures["refused"].values()))
 
     enough = 3 + compared(with_wrong_labels(answers(learning), 8))
