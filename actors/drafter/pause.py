@@ -111,13 +111,18 @@ class Pauses:
 
     def next(self, step_s: float, sequences: Iterable[ModelSequence]) -> Pause | None:
         """Instead of a step ahead, which would take step_s. sequences: all of them."""
-        expected = [(at, link_id) for link_id, rounds in self._links.items() if (at := rounds.asks_at) is not None]
+        now = self._clock()
+        expected = [
+            (at, link_id)
+            for link_id, rounds in self._links.items()
+            if (at := rounds.asks_at) is not None and now < at + rounds.spread_s.value
+        ]
         if not expected or not self._worth.is_known:
             return None
         asks_at, link_id = min(expected)
         rounds = self._links[link_id]
-        left_s, spread_s = asks_at - self._clock(), rounds.spread_s.value
-        if not -spread_s < left_s < _LATEST * step_s or spread_s > _SPREAD * step_s:
+        left_s, spread_s = asks_at - now, rounds.spread_s.value
+        if left_s >= _LATEST * step_s or spread_s > _SPREAD * step_s:
             return None
         pace = sum(sequence.tokens_per_s for sequence in sequences if sequence.key[0] == link_id)
         brought = rounds.missed.value * (step_s - left_s) * pace

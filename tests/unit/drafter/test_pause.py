@@ -63,6 +63,16 @@ def test_who_does_not_ask_when_expected_is_waited_for_once():
     assert rig.before(0.3 * STEP_S) is not None, "with the next answer it begins anew"
 
 
+def test_a_target_that_has_nothing_to_ask_for_keeps_nobody_from_pausing_for_another():
+    rig = Rig(links=(LINK, OTHER_LINK))
+    for _ in range(3):
+        rig.pauses.asked(OTHER_LINK, missed=True)
+        rig.pauses.answered(OTHER_LINK)
+        rig.now += ROUND_S
+    rig.now -= 0.3 * STEP_S
+    assert rig.next().link_id == OTHER_LINK
+
+
 def test_where_rounds_are_unlike_one_another_nobody_waits():
     rig = Rig()
     for number in range(20):
