@@ -158,6 +158,7 @@ class DraftModelStrategy:
     ) -> list[Answer]:
         """instead: asked when the sequence has the commit and could be drafted for: drafts of somebody else's to answer
         with, from which the model then drafts ahead; None: the model's own."""
+        self._pauses.asked(sequence.key[0])
         overtaken, base = sequence.due, sequence.committed_len
         answers = [sequence.drafts([], origin=DraftOrigin.NONE)] if overtaken and sequence.can_draft else []
         if sequence.sent is not None:
@@ -191,7 +192,7 @@ class DraftModelStrategy:
         held = self._held(waiting)
         answers = [answer for sequence in waiting if sequence not in held and (answer := sequence.answer()) is not None]
         if waiting:
-            self._pauses.asked(waiting[0].key[0], missed=len(answers) < len(waiting))
+            self._pauses.looked(waiting[0].key[0], missed=len(answers) < len(waiting))
         return self._sent(answers)
 
     def _sent(self, answers: list[Answer]) -> list[Answer]:

@@ -85,10 +85,9 @@ class Pauses:
     def answered(self, link_id: int) -> None:
         self._links.setdefault(link_id, Rounds()).answered_at = self._clock()
 
-    def asked(self, link_id: int, missed: bool) -> None:
-        """missed: what is at hand is not all that it asks for."""
+    def asked(self, link_id: int) -> None:
+        """Of each of a round's commits: what the first says is how long the target verified."""
         rounds = self._links.setdefault(link_id, Rounds())
-        rounds.missed.add(missed)
         if rounds.answered_at is not None:
             took_s = self._clock() - rounds.answered_at
             if rounds.verify_s.is_known:
@@ -96,6 +95,10 @@ class Pauses:
             rounds.verify_s.add(took_s)
             rounds.answered_at = None
         self.end()
+
+    def looked(self, link_id: int, missed: bool) -> None:
+        """missed: what is at hand is not all that it asks for."""
+        self._links[link_id].missed.add(missed)
 
     def unlink(self, link_id: int) -> None:
         self._links.pop(link_id, None)

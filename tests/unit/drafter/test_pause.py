@@ -6,8 +6,11 @@ import pytest
 
 from outrider.actors.drafter import pause as pause_module
 from outrider.actors.drafter.pause import Pauses
+from outrider.cluster.link.messages import Commit
 from tests.bench.emulation.profiles import PROFILES, TEXTS
 from tests.bench.pool_curve import simulate
+from tests.unit.drafter.draft_bench import KEY
+from tests.unit.drafter.test_worth import TimedBench
 
 LINK, OTHER_LINK = 1, 2
 STEP_S, ROUND_S = 6e-3, 25e-3
@@ -21,7 +24,8 @@ class Rig:
         self.pauses.stepped(worth)
         for _ in range(20):
             for link in links:
-                self.pauses.asked(link, missed)
+                self.pauses.asked(link)
+                self.pauses.looked(link, missed)
                 self.pauses.answered(link)
             self.now += verify_s
 
@@ -47,7 +51,7 @@ def test_it_is_over_when_the_target_asks():
     rig = Rig()
     pause = rig.before(0.3 * STEP_S)
     assert not pause.over.is_set()
-    rig.pauses.asked(LINK, missed=False)
+    rig.pauses.asked(LINK)
     assert pause.over.is_set()
     pause.execute()  # at once, though the clock stands still
 
@@ -58,7 +62,7 @@ def test_who_does_not_ask_when_expected_is_waited_for_once():
     rig.now = pause.until
     rig.pauses.complete(pause)
     assert rig.next() is None
-    rig.pauses.asked(LINK, missed=True)
+    rig.pauses.asked(LINK)
     rig.pauses.answered(LINK)
     assert rig.before(0.3 * STEP_S) is not None, "with the next answer it begins anew"
 
@@ -66,7 +70,7 @@ def test_who_does_not_ask_when_expected_is_waited_for_once():
 def test_a_target_that_has_nothing_to_ask_for_keeps_nobody_from_pausing_for_another():
     rig = Rig(links=(LINK, OTHER_LINK))
     for _ in range(3):
-        rig.pauses.asked(OTHER_LINK, missed=True)
+        rig.pauses.asked(OTHER_LINK)
         rig.pauses.answered(OTHER_LINK)
         rig.now += ROUND_S
     rig.now -= 0.3 * STEP_S
@@ -76,10 +80,10 @@ def test_a_target_that_has_nothing_to_ask_for_keeps_nobody_from_pausing_for_anot
 def test_where_rounds_are_unlike_one_another_nobody_waits():
     rig = Rig()
     for number in range(20):
-        rig.pauses.asked(LINK, missed=True)
+        rig.pauses.asked(LINK)
         rig.pauses.answered(LINK)
         rig.now += ROUND_S * (1 + number % 2)
-    rig.pauses.asked(LINK, missed=True)
+    rig.pauses.asked(LINK)
     rig.pauses.answered(LINK)
     assert rig.before(0.3 * STEP_S) is None
 
@@ -110,3 +114,21 @@ def test_one_target_s_rounds_bring_more_by_it(monkeypatch):
     with_pauses = tokens_a_round()
     monkeypatch.setattr(pause_module, "_PRICE", 0.0)
     assert with_pauses > 1.01 * tokens_a_round()
+
+
+def test_a_round_that_somebody_else_s_drafts_answer_says_nothing_of_how_long_a_target_verifies():
+    """Else two rounds would count as one, and as rounds unlike one another."""
+    bench = TimedBench()
+    bench.open(KEY, range(10))
+    bench.settle()
+    bench.rounds([KEY], 14)
+    rounds = bench.strategy._pauses._links[KEY[0]]
+    before = rounds.verify_s.value
+    sequence, text = bench.strategy.sequences[KEY], bench.texts[KEY]
+    for _ in range(2):
+        commit = Commit(KEY[1], len(text), [7], 4, 4)
+        text.append(7)
+        assert bench.strategy.strategy.commit(sequence, commit, instead=lambda: [1, 2])
+        assert rounds.answered_at is None
+        bench.engine.now += 10.0
+    assert rounds.verify_s.value < 2 * before
