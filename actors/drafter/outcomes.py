@@ -95,7 +95,7 @@ class OutcomeModel:
         return min(probability / max(1 - drawn.confidence, 1e-6), 0.95)
 
 
-_FADE = 0.98
+_FADE, _FORGET = 0.98, 0.995
 _MIN_SHARE, _MAX_SHARE = 0.004, 0.2
 _PRIOR_SHARE = 0.02
 
@@ -106,6 +106,10 @@ class StepCost:
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
+        self.row_share = _PRIOR_SHARE
+        """What one more row adds, as a share of a step: a row that is worth less than this share of what all of the
+        step's rows are worth costs more than it brings. While all steps have as many rows it says nothing new, and is
+        taken for less and less: else who once thought rows dear would never add one again to find out."""
 
     def observe(self, rows: int, seconds: float) -> None:
         self._weight = self._weight * _FADE + 1
@@ -113,6 +117,12 @@ class StepCost:
         self._seconds = self._seconds * _FADE + seconds
         self._rows_squared = self._rows_squared * _FADE + rows * rows
         self._product = self._product * _FADE + rows * seconds
+        variance = self._rows_squared * self._weight - self._rows**2
+        if self.mean_s <= 0 or variance < 0.05 * self._weight**2:
+            share = self.row_share * _FORGET
+        else:
+            share = (self._product * self._weight - self._rows * self._seconds) / variance / self.mean_s
+        self.row_share = min(max(share, _MIN_SHARE), _MAX_SHARE)
 
     @property
     def mean_s(self) -> float:
@@ -122,14 +132,3 @@ class StepCost:
     def expected_s(self, rows: int) -> float:
         """Of a step with so many rows; 0 before the first."""
         return self.mean_s * (1 + self.row_share * (rows - self._rows / self._weight)) if self._weight else 0.0
-
-    @property
-    def row_share(self) -> float:
-        """What one more row adds, as a share of a step: a row that is worth less than this share of what all of the
-        step's rows are worth costs more than it brings."""
-        mean = self.mean_s
-        variance = self._rows_squared * self._weight - self._rows**2
-        if mean <= 0 or variance < 0.05 * self._weight**2:
-            return _PRIOR_SHARE
-        slope = (self._product * self._weight - self._rows * self._seconds) / variance
-        return min(max(slope / mean, _MIN_SHARE), _MAX_SHARE)

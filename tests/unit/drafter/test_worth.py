@@ -3,6 +3,7 @@
 import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.outcomes import StepCost
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.cluster.link.messages import Commit, DraftOrigin
 from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
@@ -183,6 +184,25 @@ def test_rows_go_in_as_long_as_each_brings_more_than_it_holds_up():
         ordered = sorted(chosen, reverse=True) + sorted(left, reverse=True)
         best = max(rate(mains, num_sequences, ordered[:rows]) for rows in range(len(ordered) + 1))
         assert rate(mains, num_sequences, ordered[: len(chosen)]) > 0.99 * best
+
+
+@pytest.mark.parametrize("true_share", [0.005, 0.03])
+def test_what_a_row_costs_is_tried_again_where_all_steps_have_as_many(true_share):
+    """Who takes a row for dear adds none, so all steps are alike and say nothing: it must not stay so for ever."""
+    cost, most_worth, added = StepCost(), 0.02, []
+    for rows, seconds in ((32, 1.0), (64, 10.0)):  # a stall of the machine
+        cost.observe(rows, seconds)
+    assert cost.row_share > 2 * most_worth
+    for _ in range(2000):
+        sides = int(min(most_worth / cost.row_share, 4)) if most_worth > cost.row_share else 0
+        added.append(sides)
+        cost.observe(32 + sides, 1.0 + true_share * sides)
+    assert sum(added[:100]) == 0
+    if true_share < most_worth:
+        assert cost.row_share == pytest.approx(true_share, rel=0.3)
+        assert sum(added[-100:]) > 100
+    else:
+        assert 0 < sum(added[-500:]) < 150, "now and then one"
 
 
 def rate(mains, num_mains, sides):
