@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="R", help="the highest (0.001)")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="texts a step (8)")
+    parser.add_argument(
+        "--bits", type=int, choices=(8, 16), default=16, help="a stored value: 8 halves the file, not what is loaded (16)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     add_device_arguments(parser)
 
@@ -103,5 +106,6 @@ def _trained(args: argparse.Namespace, progress: Progress) -> Path:
         seed=args.seed,
         device=args.device,
         dtype=args.dtype,
+        bits=args.bits,
     )
     return distill(settings, progress)

@@ -69,6 +69,8 @@ class Settings:
     seed: int
     device: str
     dtype: str
+    bits: int = 16
+    """Of a stored matrix's value: 16 or 8."""
 
 
 @dataclass
@@ -343,6 +345,7 @@ class _Run:
             "layers_of_target": self._layers,
             "held_out": {"answers": len(held), "k": len(last["by_position"]), "first": rows[0], "last": last},
             "dtype": self._settings.dtype,
+            "bits": self._settings.bits,
             "machine": machine(()),
             "versions": versions(),
         }
@@ -355,6 +358,7 @@ class _Run:
             trainer.state()[0],
             made,
             None if named is None else named.tolist(),
+            self._settings.bits,
         )
         stored.assemble(out / "drafter", self._target, out / "model", self._base_checkpoint, self._reference)
         if can_draw():

@@ -1,7 +1,7 @@
 """A drafter as it is kept: what was trained, and a reference to the target for the rest.
 
-``drafter.safetensors`` holds the trained tensors; ``drafter.json`` the drafter's config.json, digests of the target's
-tensors and vocabulary, and how it was made. `assemble` puts both together to a checkpoint that vLLM, and so our drafter
+``drafter.safetensors`` holds the trained tensors, matrices in 8 bits where that was asked for; ``drafter.json`` the
+drafter's config.json, digests of the target's tensors and vocabulary, and how it was made. `assemble` puts both together to a checkpoint that vLLM, and so our drafter
 actor, loads as any other. A drafter of another target is refused by its digest: it would load, and draft what nobody
 accepts.
 """
@@ -27,13 +27,19 @@ from outrider.deploy.models.store import read_manifest, write_manifest
 if TYPE_CHECKING:
     import torch
 
-FORMAT = "outrider-drafter-1"
+FORMAT = "outrider-drafter-2"
+_READABLE = (FORMAT, "outrider-drafter-1")
+"""The first one had no matrices in 8 bits."""
+
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """What an assembled drafter has from the target as it is."""
+
+_SCALE = ".scale"
+"""Of a matrix in 8 bits, beside it under its name: float32 [rows]. A value is its row's scale x the int8."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,10 @@ def store(
     trained: Mapping[str, torch.Tensor],
     made: Mapping[str, Any],
     draft_vocabulary: Sequence[int] | None = None,
+    bits: int = 16,
 ) -> None:
-    """Write a stored drafter. trained: float32; it is kept in the type that the base has."""
+    """Write a stored drafter. trained: float32; it is kept in the type that the base has, matrices as int8 if bits is
+    8."""
     import torch
     from safetensors.torch import save_file
 
@@ -78,11 +86,7 @@ def store(
     kept = dtypes.get("model.norm.weight", torch.bfloat16)
     borrowed = [name for name in dtypes if not name.startswith("model.layers.") and name not in trained]
     with whole_directory(out) as work:
-        save_file(
-            {name: tensor.detach().to("cpu", kept).contiguous() for name, tensor in trained.items()},
-            work / TENSORS,
-            metadata={"format": "pt"},
-        )
+        save_file(_packed(trained, kept, bits), work / TENSORS, metadata={"format": "pt"})
         description = Description(
             target,
             base,
@@ -101,8 +105,8 @@ def read(stored: Path) -> Description:
     file = stored / DESCRIPTION
     try:
         document = json.loads(file.read_text())
-        if document.pop("format", None) != FORMAT:
-            raise ConfigError(f"{file}: its format is not {FORMAT}; it was made by another version, train again")
+        if document.pop("format", None) not in _READABLE:
+            raise ConfigError(f"{file}: its format is not {' or '.join(_READABLE)}; it was made by another version, train again")
         target, base = (Reference(**document.pop(key)) for key in ("target", "base"))
         return Description(target, base, **document)
     except (FileNotFoundError, NotADirectoryError):
@@ -141,7 +145,7 @@ def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, fo
     if description.config.get("tie_word_embeddings"):
         borrowed.pop(HEAD, None)
     with whole_directory(out) as work:
-        tensors = {**borrowed, **load_file(stored / TENSORS)}
+        tensors = {**borrowed, **_unpacked(load_file(stored / TENSORS), description.config["dtype"])}
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             work / "model.safetensors",
@@ -155,6 +159,34 @@ def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, fo
                 shutil.copyfile(target / name, work / name)
         made_for = {**asdict(description.target), "shapes_sha256": shapes_digest(target)}
         write_manifest(work, {DRAFTER_OF: made_for, "tensors_sha256": description.tensors_sha256})
+
+
+def _packed(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bits: int) -> dict[str, torch.Tensor]:
+    """Matrices [rows, columns] as int8, each row over its largest value, to the nearest, if bits is 8; else in dtype."""
+    import torch
+
+    packed = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().float().cpu()
+        if bits == 8 and value.dim() == 2:
+            scale = value.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+            packed[name + _SCALE] = scale
+            packed[name] = (value / scale[:, None]).round().to(torch.int8)
+        else:
+            packed[name] = value.to(dtype).contiguous()
+    return packed
+
+
+def _unpacked(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    import torch
+
+    return {
+        name: tensor
+        if tensor.dtype != torch.int8
+        else (tensor * tensors[name + _SCALE][:, None]).to(getattr(torch, dtype))
+        for name, tensor in tensors.items()
+        if not name.endswith(_SCALE)
+    }
 
 
 def _check(what: str, wanted: Reference, found: Reference, checkpoint: Path, stored: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.bench.domain_prompts import DOMAINS, prompts
 
-MATHS, OF_A_DOMAIN, CODE = 1600, 400, 1800
+MATHS, OF_A_DOMAIN, CODE = 4500, 400, 3000
 HEAD_CHARS = (60, 450)
 """Of a function's head with its docstring: about 15 to 150 tokens."""
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider.actors.drafter.vocabulary import trained_on
-from outrider.actors.learning.draft_models import freeze, load
+from outrider.actors.learning.draft_models import freeze, load, tensors_of
 from outrider.cluster.config import ConfigError
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.distill.models import (
@@ -70,6 +70,25 @@ def test_assembled_it_is_a_checkpoint_of_the_trained_and_the_targets_tensors(sto
     assert trained_on(str(out)) == [3, 5]
     documents = [json.loads((path / "config.json").read_text()) for path in (target, out)]
     check_vocabularies(*documents, (read_vocabulary(str(target)), read_vocabulary(str(out))))
+
+
+def test_in_8_bits_a_matrix_takes_half_and_is_off_by_half_a_step_of_its_row_at_most(stored, target, tmp_path):
+    reference, whole = Reference.of(target), load_file(stored / TENSORS)
+    config = config_of_layers(check_architecture(target, "TARGET"), [0])
+    matrix = "model.layers.0.mlp.up_proj.weight"
+    whole[matrix][0] = 0
+    store(tmp_path / "stored", reference, reference, target, config, whole, {"steps": 0}, bits=8)
+    kept = load_file(tmp_path / "stored" / TENSORS)
+    assert kept[matrix].dtype == torch.int8 and kept["model.norm.weight"].dtype == torch.bfloat16
+    assert (tmp_path / "stored" / TENSORS).stat().st_size < 0.6 * (stored / TENSORS).stat().st_size
+    assemble(tmp_path / "stored", target, tmp_path / "model")
+    assembled = load_file(tmp_path / "model" / "model.safetensors")
+    assert assembled.keys() < dict(tensors_of(target)).keys()
+    assert torch.equal(assembled["model.norm.weight"], whole["model.norm.weight"])
+    before, after = whole[matrix].float(), assembled[matrix].float()
+    assert not after[0].any()
+    step = before.abs().amax(1, keepdim=True) / 127
+    assert ((before - after).abs() <= step / 2 + before.abs() / 256).all()
 
 
 def test_assembling_takes_the_place_of_an_assembled_drafter_and_of_nothing_else(stored, target, tmp_path):
