@@ -274,7 +274,7 @@ def round_summary(status: pb.GetServerStatusResponse) -> str:
     return (
         f"A round takes {median.period_ms:.1f} ms (median of {median.samples}): target step {median.target_ms:.1f}, "
         f"waiting for drafts {median.wait_ms:.1f},\nall else {median.other_ms:.1f}. A draft step takes "
-        f"{median.draft_ms:.2f} ms, the link's round trip {link.rtt_us / 1e3:.2f} ms.\n"
+        f"{status.rounds.draft_step_ms:.2f} ms, the link's round trip {link.rtt_us / 1e3:.2f} ms.\n"
     )
 
 
