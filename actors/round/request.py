@@ -25,7 +25,7 @@ EXTRA_ARGS_KEY = "outrider"
 - ``caller``: whose request it is, a number for an API key, where requests need one (``actors/round/scheduling.py``);
 - ``asker``: likewise, or a number for its address where requests need no key (``actors/grammars/turns.py``);
 - ``siblings``: of a request with several answers, the same for all of them and for no other's: they share what a
-  constraint may take (``actors/grammars/host.py``);
+  constraint may take (``actors/grammars``);
 - ``learn``: false: no drafter learns from it, nor remembers its answer for others;
 - ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;

@@ -1,4 +1,4 @@
-"""vLLM's structured output, with the grammars in processes of their own (outrider.actors.grammars.host).
+"""vLLM's structured output, with the grammars in processes of their own (outrider.actors.grammars).
 
 In the replica `checked` looks at a request's constraint, in vLLM's stead: what does so there compiles half of it on the
 event loop. In the engine's process `GuardedStructuredOutputs` is vLLM's StructuredOutputManager, whose grammars are
@@ -26,16 +26,10 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark, strip_speculative_padding
 
 from outrider.actors.grammars.bounds import FIX, Bounds, Ending, Mode, check_kind, check_size
-from outrider.actors.grammars.host import (
-    Constraint,
-    ConstraintEnded,
-    GrammarHost,
-    Matcher,
-    Room,
-    Siblings,
-    gather,
-)
+from outrider.actors.grammars.host import Constraint, GrammarHost
+from outrider.actors.grammars.matching import Matcher, Siblings, gather
 from outrider.actors.grammars.refusals import REFUSALS, refused
+from outrider.actors.grammars.rooms import ConstraintEnded, Room
 from outrider.actors.replica_calls import TooManyRefused
 from outrider.actors.round.request import carried
 from outrider.actors.vllm_seam import leans_on

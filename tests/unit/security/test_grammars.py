@@ -23,25 +23,15 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-import outrider.actors.grammars.host as grammar_host
 from outrider.actors.grammars.bounds import Bounds, Ending
-from outrider.actors.grammars.host import (
-    IDLE_S,
-    NICENESS,
-    SUSPECTS_NICENESS,
-    Constraint,
-    ConstraintEnded,
-    GrammarHost,
-    Matcher,
-    Room,
-    Siblings,
-    cores,
-    cores_of_quota,
-    gather,
-)
+from outrider.actors.grammars.host import IDLE_S, NICENESS, SUSPECTS_NICENESS, Constraint, GrammarHost
+from outrider.actors.grammars.matching import Matcher, Siblings, gather
+from outrider.actors.grammars.rooms import ConstraintEnded, Room
 from outrider.actors.request_ids import scoped_id
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam.structured_outputs import GuardedStructuredOutputs
+from outrider.cluster import cores as machine
+from outrider.cluster.cores import cores, cores_of_quota
 from tests.clock import Clock
 from tests.security_vocabulary import EOS, serialised, vocabulary
 
@@ -543,7 +533,7 @@ def test_cores_are_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch, tmp_p
     for file, text in zip(files, quota, strict=True):
         file.write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    monkeypatch.setattr(grammar_host, "CPU_QUOTAS", (("/nowhere",), files))
+    monkeypatch.setattr(machine, "CPU_QUOTAS", (("/nowhere",), files))
     assert cores() == 1
-    monkeypatch.setattr(grammar_host, "CPU_QUOTAS", (("/nowhere",),))
+    monkeypatch.setattr(machine, "CPU_QUOTAS", (("/nowhere",),))
     assert cores() == 8
