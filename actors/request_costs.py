@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest, RequestError, check_list
+from outrider.actors.openai_calls import OpenAIRequest
+from outrider.actors.replica_calls import GenerationRequest, RequestError
+from outrider.actors.request_checks import check_list
 from outrider.cluster.limits import LimitsConfig
 
 USUAL_ANSWER_TOKENS = 1024

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 from ray.serve.exceptions import BackPressureError
 
-from outrider.actors.replica_calls import GenerationRequest, OpenAIRequest, RequestError
+from outrider.actors.openai_calls import OpenAIRequest
+from outrider.actors.replica_calls import GenerationRequest, RequestError
 from outrider.actors.request_costs import tokens_in_flight
 from outrider.actors.serving.capacity import part_of
 from outrider.actors.serving.failures import CallFailure, Refusal, queue_full

@@ -32,14 +32,8 @@ from ray.exceptions import (
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
 
-from outrider.actors.replica_calls import (
-    ReplicaLost,
-    RequestError,
-    RequestIdInUse,
-    SamplingFailed,
-    TooManyRefused,
-    check_request_id,
-)
+from outrider.actors.replica_calls import ReplicaLost, RequestError, RequestIdInUse, SamplingFailed, TooManyRefused
+from outrider.actors.request_checks import check_request_id
 
 logger = logging.getLogger("ray.serve.outrider.serving")
 

@@ -25,18 +25,16 @@ from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.observability.start_up import StartUp
+from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed
 from outrider.actors.replica_calls import (
     GenerationRequest,
     ModelInfo,
-    OpenAIHead,
-    OpenAIRequest,
     ReplicaLost,
     ReplicaReply,
     RequestError,
     RoundOutput,
     TokenizeRequest,
     Tokens,
-    TokensUsed,
     sign,
 )
 from outrider.actors.serve_seam.living import lives

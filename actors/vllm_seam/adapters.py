@@ -17,7 +17,7 @@ from typing import Protocol
 
 from vllm.lora.request import LoRARequest
 
-from outrider.actors.replica_calls import unknown_adapter
+from outrider.actors.request_checks import unknown_adapter
 from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter, fingerprint
 from outrider.cluster.config import ConfigError, LoraConfig
 

@@ -32,8 +32,8 @@ from outrider.actors.replica_calls import (
     TokenLogprob,
     TokenLogprobs,
     Usage,
-    shortened,
 )
+from outrider.actors.request_checks import shortened
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.request_ids import scoped_id, unscoped
 from outrider.actors.round.origins import RoundLog, TakenRounds

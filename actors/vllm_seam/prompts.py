@@ -20,8 +20,8 @@ from outrider.actors.replica_calls import (
     RequestError,
     TokenizeRequest,
     Tokens,
-    shortened,
 )
+from outrider.actors.request_checks import shortened
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 

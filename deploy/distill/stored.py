@@ -1,9 +1,9 @@
 """A drafter as it is kept: what was trained, and a reference to the target for the rest.
 
 ``drafter.safetensors`` holds the trained tensors, matrices in 8 bits where that was asked for; ``drafter.json`` the
-drafter's config.json, digests of the target's tensors and vocabulary, and how it was made. `assemble` puts both together to a checkpoint that vLLM, and so our drafter
-actor, loads as any other. A drafter of another target is refused by its digest: it would load, and draft what nobody
-accepts.
+drafter's config.json, digests of the target's tensors and vocabulary, and how it was made. `assemble` puts both
+together to a checkpoint that vLLM, and so our drafter actor, loads as any other. A drafter of another target is refused
+by its digest: it would load, and draft what nobody accepts.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def read(stored: Path) -> Description:
     try:
         document = json.loads(file.read_text())
         if document.pop("format", None) not in _READABLE:
-            raise ConfigError(f"{file}: its format is not {' or '.join(_READABLE)}; it was made by another version, train again")
+            raise ConfigError(
+                f"{file}: its format is not {' or '.join(_READABLE)}; it was made by another version, train again"
+            )
         target, base = (Reference(**document.pop(key)) for key in ("target", "base"))
         return Description(target, base, **document)
     except (FileNotFoundError, NotADirectoryError):
@@ -162,7 +164,7 @@ def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, fo
 
 
 def _packed(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bits: int) -> dict[str, torch.Tensor]:
-    """Matrices [rows, columns] as int8, each row over its largest value, to the nearest, if bits is 8; else in dtype."""
+    """If bits is 8, matrices as int8, to the nearest, each row by its largest value; all else in dtype."""
     import torch
 
     packed = {}

@@ -34,13 +34,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "actors.shared_actor": {"cluster"},
     "actors.learning": {"actors.shared_actor", "actors.observability", "cluster"},
-    "actors.replica_calls": {"actors.request_ids", "actors.round", "cluster"},
-    "actors.request_costs": {"actors.replica_calls", "cluster"},
-    "actors.grammars": {"actors.replica_calls"},
+    "actors.replica_calls": {"actors.request_ids"},
+    "actors.openai_calls": {"actors.replica_calls"},
+    "actors.request_checks": {"actors.replica_calls", "cluster"},
+    "actors.request_costs": {"actors.replica_calls", "actors.openai_calls", "actors.request_checks", "cluster"},
+    "actors.grammars": {"actors.replica_calls", "cluster"},
 }
 """By room: the rooms it may import, besides itself. A room is a package, or a module that stands between packages."""
 
-_CALLS = {"actors.replica_calls", "actors.request_costs", "actors.request_ids", "actors.grammars"}
+_CALLS = {
+    "actors.replica_calls",
+    "actors.openai_calls",
+    "actors.request_checks",
+    "actors.request_costs",
+    "actors.request_ids",
+    "actors.grammars",
+}
 _ENGINE = {*_CALLS, "actors.drafter", "actors.round", *MAY_IMPORT["actors.round"]}
 _SERVING = {*_CALLS, "actors.round", "actors.observability", "cluster", "v1"}
 MAY_IMPORT |= {

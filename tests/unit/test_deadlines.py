@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from outrider.actors.replica_calls import Deadline, GenerationRequest, OpenAIRequest
+from outrider.actors.openai_calls import OpenAIRequest
+from outrider.actors.replica_calls import Deadline, GenerationRequest
 from outrider.actors.round.scheduling import Deadlines
 
 

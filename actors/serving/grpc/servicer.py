@@ -37,9 +37,9 @@ from outrider.actors.replica_calls import (
     RequestError,
     RequestIdInUse,
     RoundOutput,
-    check_request_id,
     sign,
 )
+from outrider.actors.request_checks import check_request_id
 from outrider.actors.serving.access.calls import let_in
 from outrider.actors.serving.access.guard import CALLER, key_of_caller
 from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of

@@ -18,13 +18,15 @@ from google.protobuf import struct_pb2
 
 from outrider.actors.grammars.bounds import MAX_CONSTRAINT_BYTES
 from outrider.actors.replica_calls import (
-    RANGES,
     ChatMessage,
     ChatPrompt,
     Deadline,
     GenerationRequest,
     RequestError,
     TokenizeRequest,
+)
+from outrider.actors.request_checks import (
+    RANGES,
     check_chars,
     check_list,
     check_max_tokens,

@@ -15,7 +15,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import PlainTextResponse, Response
 
-from outrider.actors.replica_calls import Broadcast, RequestError, shown
+from outrider.actors.replica_calls import Broadcast, RequestError
+from outrider.actors.request_checks import shown
 from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.http.body import read_json_object
 from outrider.actors.serving.openai.errors import HttpError, HttpFailure

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.actors.replica_calls import RequestError, check_request_id
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.request_checks import check_request_id
 from outrider.actors.serving.access.calls import headers_before_body
 from outrider.actors.serving.access.guard import caller_at, key_of_caller, need_of_http
 from outrider.actors.serving.connections import address_of, peer_of

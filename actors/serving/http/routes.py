@@ -34,17 +34,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from outrider.actors.observability.logs import note_request
-from outrider.actors.replica_calls import (
-    GENERATING,
-    Broadcast,
-    Deadline,
-    Endpoint,
-    OpenAIHead,
-    OpenAIRequest,
-    ReplicaReply,
-    RequestError,
-    TokensUsed,
-)
+from outrider.actors.openai_calls import GENERATING, Endpoint, OpenAIHead, OpenAIRequest, TokensUsed
+from outrider.actors.replica_calls import Broadcast, Deadline, ReplicaReply, RequestError
 from outrider.actors.serving.access.guard import CALLER, Caller, key_of_caller
 from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.admission import Admission

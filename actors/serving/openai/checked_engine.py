@@ -20,7 +20,8 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.grammars.bounds import FIX, Ending, Mode
 from outrider.actors.grammars.refusals import REFUSALS
-from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TokensUsed, TooManyRefused
+from outrider.actors.openai_calls import TokensUsed
+from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TooManyRefused
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.request_ids import scoped_id
 from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling

@@ -12,14 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.actors.observability.tracing import TRACE_HEADERS
-from outrider.actors.replica_calls import (
-    BESIDE_MESSAGES,
-    GENERATING,
+from outrider.actors.openai_calls import BESIDE_MESSAGES, GENERATING, Endpoint, OpenAIRequest, num_chars, pictures_in
+from outrider.actors.replica_calls import Deadline, RequestError
+from outrider.actors.request_checks import (
     RANGES,
-    Deadline,
-    Endpoint,
-    OpenAIRequest,
-    RequestError,
     check_chars,
     check_list,
     check_max_tokens,
@@ -30,8 +26,6 @@ from outrider.actors.replica_calls import (
     check_seeds,
     check_timeout,
     check_verification_under_grammar,
-    num_chars,
-    pictures_in,
 )
 from outrider.actors.request_costs import (
     check_conversation,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import grpc
 from starlette.responses import JSONResponse
 
-from outrider.actors.replica_calls import Endpoint, RequestError
+from outrider.actors.openai_calls import Endpoint
+from outrider.actors.replica_calls import RequestError
 from outrider.actors.serving import failures
 from outrider.actors.serving.access.guard import Refused
 from outrider.actors.serving.failures import RETRY_AFTER_S, CallFailure, cause_of

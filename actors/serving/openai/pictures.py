@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from outrider.actors.replica_calls import Endpoint, RequestError, picture_in
+from outrider.actors.openai_calls import Endpoint, picture_in
+from outrider.actors.replica_calls import RequestError
 from outrider.cluster.multimodal_config import MultimodalConfig
 from outrider.cluster.pictures import PictureError, check_url
 

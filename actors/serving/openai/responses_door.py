@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outrider.actors.replica_calls import RequestError, shown
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.request_checks import shown
 from outrider.actors.serving.openai.fields import Rules, Works, held_against
 from outrider.actors.serving.openai.responses_fields import (
     INCLUDED,

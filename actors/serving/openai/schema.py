@@ -23,7 +23,8 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
-from outrider.actors.replica_calls import RequestError, shortened
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.request_checks import shortened
 from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Refused, Rules
 from outrider.actors.serving.openai.responses_fields import RESPONSES
 from outrider.cluster.modes import BY_NAME

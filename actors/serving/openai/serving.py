@@ -34,18 +34,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from outrider.actors.grammars.bounds import check_kind
-from outrider.actors.replica_calls import (
-    OF_THE_CALLER,
-    OpenAIHead,
-    OpenAIRequest,
-    ReplicaLost,
-    RequestError,
-    TokensUsed,
-    chars_beside,
-    num_chars,
-    shortened,
-    shown,
-)
+from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed, chars_beside, num_chars
+from outrider.actors.replica_calls import OF_THE_CALLER, ReplicaLost, RequestError
+from outrider.actors.request_checks import shortened, shown
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out

@@ -14,14 +14,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from outrider.actors.replica_calls import (
-    BYTES_PER_TOKEN,
-    GENERATING,
-    GenerationRequest,
-    OpenAIRequest,
-    spoken,
-    spoken_in_response,
-)
+from outrider.actors.openai_calls import GENERATING, OpenAIRequest, spoken, spoken_in_response
+from outrider.actors.replica_calls import BYTES_PER_TOKEN, GenerationRequest
 
 USUAL_ANSWER_TOKENS = 256
 """Expected of an answer whose length is not limited, and the most that is expected of one that is."""

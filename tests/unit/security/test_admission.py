@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from ray.serve.exceptions import BackPressureError
 
-from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, OpenAIRequest, RequestError
+from outrider.actors.openai_calls import OpenAIRequest
+from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, RequestError
 from outrider.actors.request_costs import USUAL_ANSWER_TOKENS
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.grpc.validation import ServedModel, to_generation_request

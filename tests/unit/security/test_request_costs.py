@@ -14,15 +14,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
-from outrider.actors.replica_calls import (
-    Endpoint,
-    GenerationRequest,
-    OpenAIRequest,
-    RequestError,
-    TokenizeRequest,
-    TokenLogprob,
-    TokenLogprobs,
-)
+from outrider.actors.openai_calls import Endpoint, OpenAIRequest
+from outrider.actors.replica_calls import GenerationRequest, RequestError, TokenizeRequest, TokenLogprob, TokenLogprobs
 from outrider.actors.request_costs import MAX_ALLOWED_OF_ALL_ANSWERS as MANY_ALLOWED
 from outrider.actors.request_costs import MAX_LISTED_OF_ALL_ANSWERS, MAX_MESSAGES, MAX_TOOLS, USUAL_ANSWER_TOKENS
 from outrider.actors.serving.admission import Admission

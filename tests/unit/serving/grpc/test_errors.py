@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from outrider.actors.replica_calls import RequestError, check_request_id
+from outrider.actors.replica_calls import RequestError
+from outrider.actors.request_checks import check_request_id
 from outrider.actors.serving.failures import REQUEST_ID_METADATA, failure_of
 
 

@@ -12,7 +12,8 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
-from outrider.actors.replica_calls import OpenAIHead, OpenAIRequest, ReplicaLost
+from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest
+from outrider.actors.replica_calls import ReplicaLost
 from outrider.actors.serving.access.guard import CALLER, Caller
 from outrider.actors.serving.access.keys import Key, hash_of
 from outrider.actors.serving.admission import Admission

@@ -11,7 +11,9 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.replica_calls import Deadline, TokensUsed, unknown_adapter
+from outrider.actors.openai_calls import TokensUsed
+from outrider.actors.replica_calls import Deadline
+from outrider.actors.request_checks import unknown_adapter
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.checked_engine import TALLY, CheckedEngine, Tally
 

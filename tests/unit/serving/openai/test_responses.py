@@ -12,7 +12,8 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.replica_calls import Deadline, OpenAIRequest, ReplicaLost, TokensUsed
+from outrider.actors.openai_calls import OpenAIRequest, TokensUsed
+from outrider.actors.replica_calls import Deadline, ReplicaLost
 from outrider.actors.serving.openai.door import to_openai_request
 from outrider.actors.serving.openai.responses import ResponsesServing
 from outrider.actors.serving.openai.serving import OpenAIServing

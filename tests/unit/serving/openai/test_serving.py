@@ -16,7 +16,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from outrider.actors.grammars.bounds import Ending
-from outrider.actors.replica_calls import Deadline, OpenAIHead, OpenAIRequest, ReplicaLost, TokensUsed
+from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed
+from outrider.actors.replica_calls import Deadline, ReplicaLost
 from outrider.actors.serving.openai.serving import OpenAIServing
 from outrider.cluster.config import ConfigError, parse_config
 from tests.serving import CHAT_TEMPLATE

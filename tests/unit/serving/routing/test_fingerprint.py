@@ -2,7 +2,8 @@
 
 import pytest
 
-from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, OpenAIRequest
+from outrider.actors.openai_calls import OpenAIRequest
+from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest
 from outrider.actors.serving.routing.request_profile import (
     MAX_BYTES,
     USUAL_ANSWER_TOKENS,

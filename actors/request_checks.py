@@ -1,0 +1,155 @@
+"""The rules that a request is held against whichever API it comes by, and a client's words in a refusal.
+
+Each raises RequestError with the field as that API calls it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.actors.replica_calls import RequestError
+from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.modes import check_exact_under_grammar
+
+MAX_N = 64
+"""Answers of one prompt."""
+
+RANGES: dict[str, tuple[float, float, str]] = {
+    "n": (1, MAX_N, f"1 to {MAX_N}, or leave it out"),
+    "temperature": (0, 2, "a number from 0 (greedy) to 2"),
+    # Beyond these the scaled logits leave float32, and no token can be chosen.
+    "repetition_penalty": (0.01, 100, "a number from 0.01 to 100 (1 is off)"),
+}
+"""Sampling parameters whose least and most, and how a refusal puts them, are our own and not vLLM's."""
+
+_MOST_OF_A_PROBLEM = 300
+_MOST_NAMED = 20
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+def check_request_id(request_id: str) -> None:
+    """Ids travel in log lines and gRPC metadata, which carry visible ASCII only. Raises RequestError."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise RequestError(
+            "request_id",
+            f"{shown(request_id)} is not usable as an id",
+            "send 1 to 128 printable ASCII characters without spaces, or leave it out",
+        )
+
+
+def check_range(field: str, name: str, value: float) -> None:
+    """name: of RANGES. field: what the API calls it. Raises RequestError."""
+    least, most, allowed = RANGES[name]
+    if not least <= value <= most:  # NaN compares false with everything, so it is refused too
+        raise RequestError(field, f"{value} is out of range", f"send {allowed}")
+
+
+def check_seeds(field: str, seed: int, n: int) -> None:
+    """Each of n answers has a seed of its own, counted up. Raises RequestError."""
+    if seed < -1 <= seed + n - 1:
+        raise RequestError(
+            field, f"{seed} counted up for n = {n} meets -1, which is no seed", "send a seed of 0 or more"
+        )
+
+
+def check_chars(field: str, chars: int, most: int) -> None:
+    """Raises RequestError."""
+    if chars > most:
+        raise RequestError(field, f"has {chars} characters", f"send {most} at most")
+
+
+def check_list(field: str, values: Any, most: int, most_chars: int | None = None) -> None:
+    """values: a list of a request's, of texts where they have a most_chars. What is none is somebody else's to refuse.
+    Raises RequestError."""
+    if not isinstance(values, str) and len(values) > most:
+        raise RequestError(field, f"{len(values)} are too many", f"send at most {most}")
+    if most_chars is None:
+        return
+    for text in [values] if isinstance(values, str) else values:
+        if isinstance(text, str) and len(text) > most_chars:
+            raise RequestError(field, f"holds {len(text)} characters in one", f"send at most {most_chars} in each")
+
+
+MAX_REPEATED_PATTERN = 64
+"""Tokens: the longest pattern that repetition_detection looks for."""
+
+MAX_REPEATED_TOKENS = 512
+"""Of a pattern and its repetitions together. vLLM looks at each token of an answer, in the engine's step, while
+everybody waits: some 0.6 ms at these two, where a pattern of 4,000 tokens takes 400."""
+
+
+def check_repetition(field: str, asked: dict[str, Any]) -> None:
+    """asked: repetition_detection as it was sent, for whose numbers vLLM would take texts, too. Raises RequestError."""
+    for name, value in asked.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise RequestError(f"{field}.{name}", "is no whole number", "send one, or leave it out")
+    size, count = (asked.get(name) or 0 for name in ("max_pattern_size", "min_count"))
+    if size > MAX_REPEATED_PATTERN:
+        raise RequestError(
+            f"{field}.max_pattern_size", f"{size} is too long a pattern", f"send {MAX_REPEATED_PATTERN} at most"
+        )
+    if size * count > MAX_REPEATED_TOKENS:
+        problem = f"{count} repetitions of {size} tokens are too many to look for"
+        fix = f"send {MAX_REPEATED_TOKENS // size} at most, or a smaller max_pattern_size"
+        raise RequestError(f"{field}.min_count", problem, fix)
+
+
+def check_max_tokens(field: str, max_tokens: int, limits: LimitsConfig) -> None:
+    """Raises RequestError."""
+    if limits.greatest_max_tokens is not None and max_tokens > limits.greatest_max_tokens:
+        raise RequestError(
+            field, f"{max_tokens} is above what this deployment answers", f"send 1 to {limits.greatest_max_tokens}"
+        )
+
+
+def check_timeout(field: str, timeout_ms: int, limits: LimitsConfig) -> None:
+    """Raises RequestError."""
+    if timeout_ms > (most := int(limits.greatest_timeout_s * 1000)):
+        raise RequestError(field, f"{timeout_ms} is above what this deployment waits", f"send 1 to {most} milliseconds")
+
+
+def check_num_speculative_tokens(wanted: int, *, enabled: bool, most: int) -> None:
+    """enabled: whether the request wants drafts at all. most: K, 0 without a drafter. Raises RequestError."""
+    field = "speculation.num_speculative_tokens"
+    if wanted == 0:
+        raise RequestError(
+            field, "0 does not switch speculation off", "send speculation.enabled = false and leave this out"
+        )
+    if most == 0:
+        raise RequestError(field, "this deployment has no drafter", "leave it out")
+    if wanted > most:
+        raise RequestError(
+            field, f"{wanted} is above what this deployment drafts a round", f"send 1 to {most}, or leave it out"
+        )
+    if not enabled:
+        raise RequestError(field, "is given, but speculation.enabled is false", "leave one of the two out")
+
+
+def unknown_adapter(field: str, name: str, names: Sequence[str]) -> RequestError:
+    """names: of those that there are."""
+    if not names:
+        return RequestError(field, f"{shown(name)} is not known: there are no adapters", "leave it out")
+    listed = ", ".join(map(repr, names[:_MOST_NAMED])) + (", …" if len(names) > _MOST_NAMED else "")
+    return RequestError(field, f"{shown(name)} is not known here", f"send one of {listed}, or leave it out")
+
+
+def check_verification_under_grammar(field: str, asked: str | None) -> None:
+    """asked: by a request with structured output. field: the one that an API blames. Raises RequestError."""
+    try:
+        check_exact_under_grammar(asked)
+    except ValueError as error:
+        fix = "ask for coupled verification, or leave speculation.verification out"
+        raise RequestError(field, str(error), fix) from None
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """A client's own text, short enough for a sentence."""
+    return repr(text if len(text) <= limit else text[:limit] + "…")
+
+
+def shortened(text: str) -> str:
+    """What somebody else's error says, on one line that a client may read."""
+    text = " ".join(text.split()).rstrip(".")
+    return text if len(text) <= _MOST_OF_A_PROBLEM else text[:_MOST_OF_A_PROBLEM] + "…"
