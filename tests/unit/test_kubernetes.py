@@ -7,13 +7,16 @@ ray-operator/apis/ray/v1 of KubeRay 1.7.0, and pod templates and services in the
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -190,6 +193,35 @@ def test_every_document_fits_its_schema(document: Tree) -> None:
         check_kuberay(document, KUBERAY[document["kind"]], document["kind"])
     else:
         check_kubernetes(document)
+
+
+def crd_schema(kind: str) -> Tree:
+    """Of KubeRay's own definition of the kind, as JSON Schema has it: unknown fields are errors, as under kubectl."""
+    file = Path(os.environ["KUBERAY_CRDS"]) / f"ray.io_{kind.lower()}s.yaml"
+    (served,) = [each for each in yaml.safe_load(file.read_text())["spec"]["versions"] if each["name"] == "v1"]
+    return closed(served["schema"]["openAPIV3Schema"])
+
+
+def closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return [closed(each) for each in schema] if isinstance(schema, list) else schema
+    found = {name: closed(inner) for name, inner in schema.items() if name != "format"}
+    if found.pop("x-kubernetes-int-or-string", False):
+        found.pop("type", None)
+    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+@pytest.mark.skipif("KUBERAY_CRDS" not in os.environ, reason="KUBERAY_CRDS names no folder with KubeRay's CRDs")
+@pytest.mark.parametrize("document", [each for each in ALL if each.values[0]["kind"] in KUBERAY])
+def test_kuberays_own_definitions_take_them(document: Tree) -> None:
+    """The folder is helm-chart/kuberay-operator/crds of github.com/ray-project/kuberay, which no package carries."""
+    check = jsonschema.Draft202012Validator(crd_schema(document["kind"]))
+    assert not [f"{error.json_path}: {error.message}" for error in check.iter_errors(document)]
+    document = copy.deepcopy(document)
+    document["spec"]["rayversion"] = "2.60.0"
+    assert not check.is_valid(document)
 
 
 @pytest.mark.parametrize("wrong", ["headGroupSpecs", "serveServices", "rayversion"])
