@@ -39,6 +39,9 @@ WARM_UP = 0.05
 """Share of the training in which the rate rises."""
 
 MAX_GRADIENT = 1.0
+_DRAWN = 8
+"""Times as many texts as a batch has, to choose it from."""
+
 OWN_SHARE = 0.25
 """Of the steps: on the drafter's own tokens too, with a quarter of the texts, since the target judges them anew."""
 
@@ -105,6 +108,8 @@ class Trainer:
         their answers are all that is learned from."""
         self.drafter, self.target, self._recipe, self._dtype = drafter, target, recipe, dtype
         self._device = drafter.device
+        if self._device.type == "cpu" and not recipe.own_share:  # with it there are masks that this does not take
+            drafter.set_attn_implementation("eager")  # torch's fused one takes far longer backwards there
         self._head: Tensor = drafter.get_output_embeddings().weight
         self.named_ids = named_ids
         self._vocab_size = self._head.shape[0]
@@ -115,7 +120,7 @@ class Trainer:
         """Steps whose gradient was not finite: one such update would leave a drafter of nothing else."""
 
         self.optimizer = torch.optim.AdamW(
-            self.trained.values(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            self.trained.values(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
     def step(self, number: int, rate: float, texts: Sequence[Text]) -> tuple[float, float]:
@@ -124,7 +129,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(chance.getrandbits(62))
         own = chance.random() < self._recipe.own_share
         size = min(max(self._recipe.batch_size // (4 if own else 1), 1), len(texts))
-        batch = [texts[index] for index in chance.sample(range(len(texts)), size)]
+        batch = alike(texts, size, chance)
         ids = self._draft_ids(None if own else batch, generator)
         self.drafter.train()
         for group in self.optimizer.param_groups:
@@ -210,10 +215,10 @@ class Trainer:
 
     def _predicting(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
         """The drafter's hidden states [P, H] that predict the answers' tokens, and the target's likeliest there."""
-        ids, mask = padded(texts, self._pad)
+        ids, _ = padded(texts, self._pad)  # nothing sees the padding, which is behind; without a mask it is faster
         rows, places = answer_positions(texts)
         with self._precision():
-            states = self.drafter.model(ids.to(self._device), attention_mask=mask.to(self._device)).last_hidden_state
+            states = self.drafter.model(ids.to(self._device), use_cache=False).last_hidden_state
         return states[rows.to(self._device), places.to(self._device)], *self._tops(texts)
 
     def _tops(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
@@ -284,6 +289,14 @@ class Trainer:
                 probabilities.append(log_p.gather(1, tokens.flatten()[:, None]).exp().view_as(tokens))
         top_ids = torch.cat([top.indices for top in tops])
         return top_ids, torch.cat([top.values for top in tops]), torch.stack(probabilities, -1)
+
+
+def alike(texts: Sequence[Text], size: int, chance: random.Random) -> Sequence[Text]:
+    """So many of the texts, of nearly one length, so that little of a batch is padding; any of them is as likely."""
+    drawn = chance.sample(range(len(texts)), min(_DRAWN, len(texts) // size) * size)
+    ordered = sorted(drawn, key=lambda index: len(texts[index].ids))
+    start = chance.randrange(len(drawn) // size) * size
+    return [texts[index] for index in ordered[start : start + size]]
 
 
 def vocabulary_for(

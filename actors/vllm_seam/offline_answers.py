@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from types import TracebackType
 
-TOGETHER = 64
+TOGETHER = 256
 """Sequences that run at once."""
 
 _BLOCK_TOKENS = 128

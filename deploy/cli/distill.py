@@ -51,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=16,
         help="of a stored value: 8 halves the file alone (16)",
     )
+    parser.add_argument(
+        "--own-share",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="of the steps, on the drafter's own tokens (0.25)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     add_device_arguments(parser)
 
@@ -84,6 +91,8 @@ def _trained(args: argparse.Namespace, progress: Progress) -> Path:
     for option, value in (("--minutes", args.minutes), ("--learning-rate", args.learning_rate)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option}: {value:g} is not a finite number above 0")
+    if not 0 <= args.own_share <= 1:
+        raise ConfigError(f"--own-share: {args.own_share:g} is not in 0 to 1")
     from transformers.utils import logging
 
     from outrider.deploy.distill import memory
@@ -110,6 +119,7 @@ def _trained(args: argparse.Namespace, progress: Progress) -> Path:
         seed=args.seed,
         device=args.device,
         dtype=args.dtype,
+        own_share=args.own_share,
         bits=args.bits,
     )
     return distill(settings, progress)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from outrider.actors.learning.train import Held, Trainer
 
 _CLOCK = "clock.json"
+OWN_SHARE = 0.25
+"""Of the steps: on the drafter's own tokens too."""
+
 SAVE_EVERY_S = 60.0
 SAY_EVERY_S = 10.0
 EVALUATIONS = 16
@@ -69,6 +72,7 @@ class Settings:
     seed: int
     device: str
     dtype: str
+    own_share: float = OWN_SHARE
     bits: int = 16
     """Of a stored matrix's value: 16 or 8."""
 
@@ -193,7 +197,8 @@ class _Run:
         named = vocabulary_for(train, self._settings.draft_vocab_size, drafter, target)
         if state is not None and "draft_vocabulary" in about:
             named = torch.tensor(about["draft_vocabulary"])
-        recipe = Recipe(self._settings.seed, self._settings.learning_rate, self._settings.batch_size)
+        settings = self._settings
+        recipe = Recipe(settings.seed, settings.learning_rate, settings.batch_size, settings.own_share)
         trainer = Trainer(drafter, target, draft_models.freeze(drafter, dtype), recipe, dtype, named)
         if state is not None:
             trainer.restore(state[0], state[1])
@@ -375,7 +380,7 @@ def _decisive(
 ) -> dict[str, Any]:
     keys = (
         "layers", "seq_len", "answer_tokens", "samples", "chat", "draft_vocab_size", "learning_rate", "batch_size",
-        "seed",
+        "seed", "own_share",
     )  # fmt: skip
     data = [{"name": file.path.name, "sha256": file.sha256, "prompts": len(file.prompts)} for file in files]
     return {

@@ -1,6 +1,8 @@
 """A training step on tiny models, and the draft vocabulary."""
 
 import dataclasses
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.actors.learning import train
 from outrider.actors.learning.draft_models import freeze
 from outrider.actors.learning.text import TOP, Text
-from outrider.actors.learning.train import Recipe, Trainer, draft_vocabulary
+from outrider.actors.learning.train import Recipe, Trainer, alike, draft_vocabulary
 from outrider.deploy.distill.models import from_layers
 
 VOCAB, END = 64, 63
@@ -49,6 +51,22 @@ def texts(target):
             Text(number, 0, ids, len(prompt), torch.stack([i for _, i in tops]), torch.stack([p for p, _ in tops]))
         )
     return made
+
+
+@pytest.mark.parametrize("number", [8, 20, 200])
+def test_a_batch_is_of_one_length_nearly_and_all_texts_are_as_likely(number):
+    lengths = torch.randperm(number, generator=torch.Generator().manual_seed(1)) + 5
+    texts = [Text(i, 0, torch.zeros(int(n)), 0, torch.zeros(0), torch.zeros(0)) for i, n in enumerate(lengths)]
+    chance, drawn, spans = random.Random(0), Counter(), []
+    for _ in range(4000):
+        batch = alike(texts, 8, chance)
+        assert len({text.prompt for text in batch}) == 8
+        drawn.update(text.prompt for text in batch)
+        spans.append(max(len(text.ids) for text in batch) - min(len(text.ids) for text in batch))
+    expected = 4000 * 8 / number
+    assert all(abs(drawn[index] - expected) < 6 * expected**0.5 for index in range(number))
+    if number == 200:
+        assert sum(spans) / len(spans) < number / 6
 
 
 def trainer(target, **changes):
