@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 TOGETHER = 256
-"""Sequences that run at once."""
+"""Sequences that are asked for at once."""
+
+_FEWEST, _KV_BYTES = 64, 4 << 30
+"""Of these so many run at once, or as many more as so much KV cache is enough for."""
 
 _BLOCK_TOKENS = 128
 """The most that a sequence's last KV block leaves unused."""
@@ -50,14 +53,23 @@ class Engine:
     ends: tuple[int, ...]
 
     @property
+    def at_once(self) -> int:
+        """Sequences that run."""
+        return min(max(_KV_BYTES // self._sequence_bytes, _FEWEST), TOGETHER)
+
+    @property
     def kv_cache_bytes(self) -> int:
         """For as many whole sequences as run at once."""
+        return (self.at_once + 1) * self._sequence_bytes
+
+    @property
+    def _sequence_bytes(self) -> int:
         config = self.document
         heads = int(config["num_attention_heads"])
         size = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         a_token = 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * size
         width = {"float32": 4}.get(self.dtype, 2)
-        return (TOGETHER + 1) * (self.max_model_len + _BLOCK_TOKENS) * a_token * width
+        return (self.max_model_len + _BLOCK_TOKENS) * a_token * width
 
 
 class OfflineAnswers:
@@ -121,7 +133,7 @@ def _serve(pipe: Connection, engine: Engine) -> None:
             model=engine.checkpoint,
             dtype=engine.dtype,
             max_model_len=engine.max_model_len,
-            max_num_seqs=TOGETHER,
+            max_num_seqs=engine.at_once,
             max_logprobs=engine.top,
             kv_cache_memory_bytes=engine.kv_cache_bytes,
             enable_prefix_caching=False,  # a batch must not depend on those before it

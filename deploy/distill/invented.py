@@ -20,7 +20,7 @@ from outrider.deploy.distill import models
 from outrider.deploy.progress import Progress
 
 _MARK = "OUTRIDERMARK"
-_AT_ONCE = 4 * TOGETHER
+_AT_ONCE = TOGETHER
 _LEAST_TOKENS = 4
 _LINES = str.maketrans("\n\t", "  ")
 _TRIES = 8

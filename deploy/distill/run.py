@@ -234,7 +234,7 @@ class _Run:
     def _texts(self, engine: Engine, clock: Clock) -> tuple[list[Text], list[Text]]:
         """Those to train on, and those that acceptance is measured on."""
         store = TextStore(self._settings.out / "texts")
-        jobs = plan(len(self._prompts), self._held_out, self._settings.samples, 2 * TOGETHER, self._settings.seed)
+        jobs = plan(len(self._prompts), self._held_out, self._settings.samples, TOGETHER, self._settings.seed)
         least = 1 + next(job.number for job in jobs if job.prompts[0] not in self._held_out)
         until = clock.text_until_s()
         began_s = clock.elapsed_s
