@@ -65,10 +65,11 @@ class DraftIds:
 
         logits: float32 [P, S]. A token that is not named has a meaningless value.
         """
-        named = logits[:, : self.num_named]
-        total = named.logsumexp(-1)
         if logits.shape[1] > self.num_named:
-            total = torch.logaddexp(total, logits[:, self.num_named :].logsumexp(-1) + self.log_weight)
+            stand_for = torch.zeros(logits.shape[1], device=logits.device)
+            stand_for[self.num_named :] = self.log_weight
+            logits = logits + stand_for  # in one piece: a slice's gradient is as large as the whole
+        total = logits.logsumexp(-1)
         known = top_ids < len(self.place)
         places = self.place[top_ids.clamp(max=len(self.place) - 1)].masked_fill(~known, -1)
         return logits.gather(1, places.clamp(min=0)) - total[:, None], places >= 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from outrider.actors.learning.draft_models import end_tokens
 from outrider.actors.learning.loss import DraftIds, distances, head, mixed
@@ -39,6 +40,10 @@ WARM_UP = 0.05
 """Share of the training in which the rate rises."""
 
 MAX_GRADIENT = 1.0
+_WIDTH, _POSITIONS = 32, 64
+"""What a step computes is filled up to multiples of these: kernels are made for each new shape on a CPU, and kept for
+so many of them."""
+
 _DRAWN = 8
 """Times as many texts as a batch has, to choose it from."""
 
@@ -216,6 +221,7 @@ class Trainer:
     def _predicting(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
         """The drafter's hidden states [P, H] that predict the answers' tokens, and the target's likeliest there."""
         ids, _ = padded(texts, self._pad)  # nothing sees the padding, which is behind; without a mask it is faster
+        ids = functional.pad(ids, (0, -ids.shape[1] % _WIDTH), value=self._pad)
         rows, places = answer_positions(texts)
         with self._precision():
             states = self.drafter.model(ids.to(self._device), use_cache=False).last_hidden_state
@@ -225,10 +231,13 @@ class Trainer:
         top_ids, top_log_p = (torch.cat(part) for part in zip(*((t.top_ids, t.top_log_p) for t in texts), strict=True))
         return top_ids.to(self._device), top_log_p.to(self._device)
 
-    def _terms(self, texts: Sequence[Text], ids: DraftIds) -> tuple[Tensor, Tensor]:
-        """KL and overlap [P] at every token of the answers."""
+    def _terms(self, texts: Sequence[Text], ids: DraftIds) -> tuple[Tensor, Tensor, Tensor]:
+        """KL, overlap and weight [P]: at every token of the answers, and of no weight the last one again."""
         hidden, top_ids, top_log_p = self._predicting(texts)
-        return distances(*ids.log_q(self._logits(hidden, ids), top_ids), top_log_p)
+        places = torch.arange(len(hidden) + -len(hidden) % _POSITIONS, device=self._device)
+        weight = (places < len(hidden)).float()
+        hidden, top_ids, top_log_p = (each[places.clamp(max=len(each) - 1)] for each in (hidden, top_ids, top_log_p))
+        return *distances(*ids.log_q(self._logits(hidden, ids), top_ids), top_log_p), weight
 
     def _own_terms(
         self, texts: Sequence[Text], ids: DraftIds, generator: torch.Generator
