@@ -47,9 +47,6 @@ so many of them."""
 _DRAWN = 8
 """Times as many texts as a batch has, to choose it from."""
 
-OWN_SHARE = 0.25
-"""Of the steps: on the drafter's own tokens too, with a quarter of the texts, since the target judges them anew."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -60,7 +57,8 @@ class Recipe:
     batch_size: int = 8
     """Texts a step."""
 
-    own_share: float = OWN_SHARE
+    own_share: float = 0.25
+    """Of the steps: on the drafter's own tokens too, with a quarter of the texts, since the target judges them anew."""
 
 
 @dataclass(frozen=True)

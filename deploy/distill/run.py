@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from outrider.actors.learning.train import Held, Trainer
 
 _CLOCK = "clock.json"
-OWN_SHARE = 0.25
-"""Of the steps: on the drafter's own tokens too."""
-
 SAVE_EVERY_S = 60.0
 SAY_EVERY_S = 10.0
 EVALUATIONS = 16
@@ -72,8 +69,10 @@ class Settings:
     seed: int
     device: str
     dtype: str
-    own_share: float = OWN_SHARE
-    bits: int = 16
+    own_share: float
+    """Of the steps: on the drafter's own tokens too."""
+
+    bits: int
     """Of a stored matrix's value: 16 or 8."""
 
 

@@ -79,6 +79,8 @@ def settings(target, tmp_path_factory):
         seed=0,
         device="cpu",
         dtype="float32",
+        own_share=0.25,
+        bits=16,
     )
 
 

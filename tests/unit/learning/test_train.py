@@ -69,6 +69,18 @@ def test_a_batch_is_of_one_length_nearly_and_all_texts_are_as_likely(number):
         assert sum(spans) / len(spans) < number / 6
 
 
+def test_what_a_step_is_filled_up_with_changes_nothing(target, texts, monkeypatch):
+    weights = []
+    for width, positions in ((1, 1), (32, 64)):
+        monkeypatch.setattr(train, "_WIDTH", width)
+        monkeypatch.setattr(train, "_POSITIONS", positions)
+        made = trainer(target, recipe=Recipe(own_share=0.0))
+        for number in range(3):
+            made.step(number, 1.0, texts)
+        weights.append(torch.cat([tensor.detach().flatten() for tensor in made.trained.values()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
 def trainer(target, **changes):
     drafter = from_layers(target, [0, 2])
     settings = {"recipe": Recipe(), "dtype": torch.float32, "named_ids": None, **changes}
