@@ -19,6 +19,7 @@ from outrider.deploy.demo import (
     comparison,
     next_commands,
     pieces,
+    round_summary,
     same_tokens,
     show,
 )
@@ -97,6 +98,12 @@ def test_everything_fits_a_hundred_columns() -> None:
     text = next_commands() + "\n" + comparison([answer([1], 9.0, 1)], [answer([1], 9.0, 1)], [answer([1], 10.0, 1)])
     assert max(map(len, text.splitlines())) <= 100
     assert text.count("outrider ") == 3
+
+
+def test_a_draft_step_is_what_the_drafter_says_of_it_however_seldom_anybody_waits_for_one() -> None:
+    median = pb.RoundTime(period_ms=87.0, target_ms=85.6, draft_ms=0.0, samples=512)
+    status = pb.GetServerStatusResponse(rounds=pb.RoundStatistics(median=median, draft_step_ms=19.26))
+    assert "A draft step takes 19.26 ms" in round_summary(status)
 
 
 class Fox(rpc.GenerationServiceServicer):
