@@ -54,9 +54,17 @@ def test_the_models_and_ranks_are_the_presets(preset: str) -> None:
 
 def test_ratios_are_those_of_the_emulation() -> None:
     measured = (Path(__file__).parents[2] / "docs" / "emulation.md").read_text()
-    sides = {("70b-8b", "in-process"): 0, ("70b-8b", "in-process-tp"): 1}
-    sides |= {("32b-0.6b", "in-process"): 2, ("32b-0.6b", "in-process-tp"): 3}
+    over = {
+        side: [float(re.sub(r"[*]|\(.*\)", "", cell)) for cell in row.strip("|").split("|")]
+        for side, row in re.findall(r"^\| (in-process(?:-tp)?)\b[^|]*\(K\) (\|.*)$", measured, re.M)
+    }
+    assert set(over) == {"in-process", "in-process-tp"}
     rows = table("pair | against")
-    for (profile, side), index in sides.items():
-        (line,) = re.findall(rf"^\| {side} \| {profile} \|(.*)\|$", measured, re.M)
-        assert [cell.strip().replace(" per accelerator", "") for cell in line.split("|")] == rows[index][2:]
+    assert len(rows) == 6
+    for index, row in enumerate(rows):
+        pair, side = index // 2, ("in-process", "in-process-tp")[index % 2]
+        ratios, per_accelerator = zip(*(cell.rstrip(")").split(" (") for cell in row[2:]), strict=True)
+        assert [float(ratio) for ratio in ratios] == over[side][3 * pair : 3 * pair + 3], row
+        target = 2 if pair == 2 else 4  # accelerators, and the drafter's beside them
+        for ratio, each in zip(ratios, per_accelerator, strict=True):
+            assert float(each) == pytest.approx(float(ratio) * target / (target + 1), abs=0.0101), row
