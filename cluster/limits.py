@@ -100,8 +100,8 @@ class LimitsConfig(Section):
     A request beyond it is refused like one that finds the queue full; one for more than all of them, by its field."""
 
     max_tokens_in_flight: int = Field(8 << 20, ge=1)
-    """Likewise in tokens, but for a request that is the only one: of prompts (text is estimated) and longest answers
-    that were asked for. A token counts once more for each of the likeliest ones that ``logprobs`` or
+    """Likewise in tokens, of prompts (text is estimated) and longest answers that were asked for. A request for more
+    than eight ninths of them counts for these: it gets in when little else is there. A token counts once more for each of the likeliest ones that ``logprobs`` or
     ``prompt_logprobs`` ask for with it, and each of ``allowed_token_ids`` for one in each answer."""
 
     max_logprobs: int = Field(1 << 15, ge=1 << 13)

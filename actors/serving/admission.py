@@ -18,7 +18,7 @@ from outrider.actors.replica_calls import GenerationRequest, RequestError
 from outrider.actors.request_costs import tokens_in_flight
 from outrider.actors.serving.capacity import part_of
 from outrider.actors.serving.failures import CallFailure, Refusal, queue_full
-from outrider.actors.serving.shares import Shares
+from outrider.actors.serving.shares import SHARE_OF_FREE, Shares
 from outrider.cluster.limits import LimitsConfig
 
 
@@ -40,18 +40,18 @@ class Admission:
         """num_ingresses: each lets in its part."""
         self._max_sequences = part_of(limits.max_sequences, num_ingresses)
         self._max_tokens = part_of(limits.max_tokens_in_flight, num_ingresses)
+        self._most_of_one = max(1, self._max_tokens * SHARE_OF_FREE // (SHARE_OF_FREE + 1))
         self.sequences = 0
         self.tokens = 0
         self._shares_of_sequences, self._shares_of_tokens = Shares(), Shares()
 
     @contextmanager
     def hold(self, request: GenerationRequest | OpenAIRequest, key: str | None = None) -> Iterator[None]:
-        """While it runs. key: the name of the one that it came with. A request that is alone is let in however many
-        tokens it may come to: it would never be otherwise. Raises BackPressureError, as Serve does for a full queue,
-        KeyShareTaken, and RequestError for more answers than there is ever room for: alone, it would keep all others
-        out."""
+        """While it runs. key: the name of the one that it came with. A request counts for so many tokens at most that
+        it gets in when nobody else is there, and leaves room for others. Raises BackPressureError, as Serve does for a
+        full queue, KeyShareTaken, and RequestError for more answers than there is ever room for."""
         sequences = request.num_answers
-        tokens = tokens_in_flight(request)
+        tokens = min(tokens_in_flight(request), self._most_of_one)
         if sequences > self._max_sequences:
             raise RequestError(
                 "sampling.n" if isinstance(request, GenerationRequest) else "n",
@@ -59,7 +59,7 @@ class Admission:
                 f"ask for at most {self._max_sequences}",
             )
         free_sequences, free_tokens = self._max_sequences - self.sequences, self._max_tokens - self.tokens
-        if self.sequences and (sequences > free_sequences or tokens > free_tokens):
+        if sequences > free_sequences or tokens > free_tokens:
             raise BackPressureError(num_queued_requests=self.sequences, max_queued_requests=self._max_sequences)
         parts = (
             (self._shares_of_sequences, sequences, free_sequences),

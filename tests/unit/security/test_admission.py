@@ -77,6 +77,18 @@ def test_tokens_count_too_and_one_alone_always_gets_in() -> None:
         pass
 
 
+@pytest.mark.parametrize("key", [None, "large"])
+def test_one_request_for_more_tokens_than_there_is_room_for_keeps_nobody_out(key: str | None) -> None:
+    admission = Admission(LimitsConfig(max_tokens_in_flight=9000))
+    small = GenerationRequest("r", "x", sampling={"max_tokens": 400})
+    with admission.hold(GenerationRequest("r", "x", sampling={"n": 64, "max_tokens": 5000}), key):
+        with admission.hold(small), admission.hold(small, "small"):
+            pass
+        with pytest.raises(BackPressureError), admission.hold(GenerationRequest("r", "x", sampling={"n": 2})):
+            pass
+    assert admission.tokens == 0
+
+
 def test_more_answers_than_there_is_ever_room_for_are_refused_by_their_field() -> None:
     """Let in when nobody else is there, they would keep everybody else out."""
     admission = Admission(LimitsConfig(max_sequences=32))
