@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
+import re
 import signal
 import sys
 import tempfile
@@ -105,19 +108,19 @@ class Watched:
                 samples[kind] = self._grammars()
                 continue
             processes = [psutil.Process(pid) for pid in pids]
-            files = sum(process.num_fds() for process in processes)
-            samples[kind] = Sample(sum(process.memory_info().rss for process in processes), files, len(processes))
+            opened = sum(map(_opened, pids), Counter[str]())
+            samples[kind] = Sample(sum(process.memory_info().rss for process in processes), opened, len(processes))
         return samples
 
     def _grammars(self) -> Sample:
-        memory = files = number = 0
+        memory, opened, number = 0, Counter[str](), 0
         for process in self._of_grammars():
             try:
-                memory, files = memory + process.memory_full_info().pss, files + process.num_fds()
+                memory, opened = memory + process.memory_full_info().pss, opened + _opened(process.pid)
                 number += 1
             except psutil.NoSuchProcess:
                 continue
-        return Sample(memory, files, number)
+        return Sample(memory, opened, number)
 
     def _of_grammars(self) -> list[psutil.Process]:
         keeper = psutil.Process(self.pids[GRAMMARS][0])  # the parent of the others
@@ -136,6 +139,18 @@ class Watched:
             kind = kinds.get(process.pid, "others")
             found[kind] += times.user + times.system + times.children_user + times.children_system
         return found
+
+
+def _opened(pid: int) -> Counter[str]:
+    """Its open files, by what they are without their numbers. Raises psutil.NoSuchProcess."""
+    found: Counter[str] = Counter()
+    try:
+        for each in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found[re.sub(r"\d+", "#", os.readlink(each))] += 1
+    except FileNotFoundError:
+        raise psutil.NoSuchProcess(pid) from None
+    return found
 
 
 class Attackers:

@@ -44,11 +44,15 @@ def phases(seconds: float, rows: Sequence[str] = ()) -> list[Phase]:
 @dataclass(frozen=True)
 class Sample:
     """Of one kind of process. memory: resident; of the grammars', which are forks of one another, each one's share of
-    what they have together."""
+    what they have together. opened: files by name, numbers left out."""
 
     memory: int
-    files: int
+    opened: Counter[str]
     processes: int
+
+    @property
+    def files(self) -> int:
+        return self.opened.total()
 
 
 @dataclass
@@ -126,7 +130,9 @@ class Soak:
             for kind in self.start
             if kind != GRAMMARS  # as many as constraints are kept
         }
-        more = {kind: number for kind, number in files.items() if number > 0}
+        more = {
+            kind: dict(self.end[kind].opened - self.start[kind].opened) for kind, number in files.items() if number > 0
+        }
         return [
             Goal(f"throughput beside attackers, of that alone: >= {LEAST_RATIO}", f"{self.ratio:.3f}",
                  self.ratio >= LEAST_RATIO),

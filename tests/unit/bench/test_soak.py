@@ -15,9 +15,9 @@ from tests.certificates import Authority
 
 MIB = 1 << 20
 SAMPLES = {
-    "proxy": Sample(200 * MIB, 50, 1),
-    "engine core": Sample(900 * MIB, 60, 1),
-    GRAMMARS: Sample(90 * MIB, 9, 1),
+    "proxy": Sample(200 * MIB, Counter(socket=50), 1),
+    "engine core": Sample(900 * MIB, Counter(socket=60), 1),
+    GRAMMARS: Sample(90 * MIB, Counter(pipe=9), 1),
 }
 
 
@@ -65,9 +65,9 @@ def test_a_run_like_alone_meets_every_goal() -> None:
         (a_run(load=[client(Answer("x", [1, 2, 3], "abort"))]), "legitimate requests lost"),
         (a_run(load=[Client("grpc-0", "grpc", ("x",))]), "legitimate requests lost"),
         (a_run(wrong=["token 1 is 7"]), "answers other than alone"),
-        (a_run(end={**SAMPLES, "proxy": Sample(265 * MIB, 50, 1)}), "memory of a process at the end"),
-        (a_run(end={**SAMPLES, GRAMMARS: Sample(155 * MIB, 9, 1)}), "memory of a process at the end"),
-        (a_run(end={**SAMPLES, "proxy": Sample(200 * MIB, 51, 1)}), "open files at the end"),
+        (a_run(end={**SAMPLES, "proxy": Sample(265 * MIB, Counter(socket=50), 1)}), "memory of a process at the end"),
+        (a_run(end={**SAMPLES, GRAMMARS: Sample(155 * MIB, Counter(pipe=9), 1)}), "memory of a process at the end"),
+        (a_run(end={**SAMPLES, "proxy": Sample(200 * MIB, Counter(socket=50, pipe=1), 1)}), "open files at the end"),
     ],
 )
 def test_each_goal_can_be_missed(run: Soak, goal: str) -> None:
