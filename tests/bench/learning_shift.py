@@ -2,8 +2,9 @@
 
     python -m tests.bench.learning_shift --target T --drafter D --minutes 8 --out shift
 
-Both answer the same prompts in turns, greedy, in float32: the same tokens, or it says which were not. Acceptance by
-turn, tokens a second as a ratio of pairs, and a plot. What the trainer has left of the cores it has from both alike.
+Both answer the same prompts in turns, in float32, greedy or, above temperature 0, with seeds and drafts coupled to
+them: the same tokens, or it says which were not. Acceptance by turn, tokens a second as a ratio of pairs, and a plot.
+What the trainer has left of the cores it has from both alike.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="of each domain")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--learn", type=json.loads, default={}, help="drafter.learn, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.png")
@@ -149,7 +151,7 @@ def main() -> None:
         return {
             "target": {"model": args.target, **engine},
             "drafter": drafter if learn is None else {**drafter, "learn": {"num_cpus": 0, **learn}},
-            "speculation": {"num_speculative_tokens": args.k, "adaptive": False},
+            "speculation": {"num_speculative_tokens": args.k, "adaptive": False, "verification": "coupled"},
             "serving": {"grpc_port": 0, "http_port": ports[name]},
             "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
         }
@@ -170,7 +172,10 @@ def main() -> None:
             while time.monotonic() < until:
                 asked = [texts[(at + index) % len(texts)] for index in range(args.concurrency)]
                 at += args.concurrency
-                sides = [answer(client, asked, args.concurrency, args.max_tokens, 0.0) for client in (learning, frozen)]
+                sides = [
+                    answer(client, asked, args.concurrency, args.max_tokens, args.temperature)
+                    for client in (learning, frozen)
+                ]
                 version = (
                     int(scraped(ports["learning"])["drafter_version"]) if len(pairs) % 4 == 0 else pairs[-1].version
                 )
