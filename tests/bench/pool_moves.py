@@ -36,7 +36,7 @@ TARGETS = 2
 STREAMS = 8
 SPECULATES_WITHIN_S, EVEN, SAME_ACCEPTANCE = 10.0, 1.2, 0.02
 GIVE_UP_S = 300.0
-SHARED_STEPS = 1000
+SHARED_STEPS, LEAST_STEPS = 1000, 200
 """Of the only drafter's, of which both have a share."""
 
 
@@ -125,14 +125,14 @@ def seconds_until_both_speculate(watched: Watched, after: float) -> float:
 
 
 def shares_of_the_only_drafter(watched: Watched) -> list[float]:
-    """Steps for each target, the least first, while there is one for both."""
-    before = watched.steps()
-    while watched.links() == [TARGETS]:
+    """Steps for each target, the least first, for as long as there is one for both."""
+    before, had = watched.steps(), list[float]()
+    while watched.links() == [TARGETS] and sum(had) < SHARED_STEPS:
         had = sorted(value - before.get(target, 0.0) for target, value in watched.steps().items())
-        if sum(had) >= SHARED_STEPS and len(had) == TARGETS:
-            return had
-        time.sleep(0.5)
-    raise RuntimeError("the other drafter was back before there was anything to share out; give a larger model")
+        time.sleep(0.25)
+    if sum(had) < LEAST_STEPS or len(had) != TARGETS:
+        raise RuntimeError(f"the other drafter was back after {had} steps of the only one: give a larger model")
+    return had
 
 
 def drafter_processes(root: int) -> list[psutil.Process]:
