@@ -194,8 +194,8 @@ class LinkConfig(Section):
 
     frame_mac: Literal["across_nodes", "always"] = "across_nodes"
     """Which links seal each frame with a keyed MAC, so that nobody on the way can change, add or repeat one: those
-    between two nodes, or those within one as well, where other users of the machine are not trusted. Either way both
-    ends show each other first that they are of one application."""
+    between two nodes (``across_nodes``), or those within one as well (``always``), where other users of the machine are
+    not trusted. Either way both ends show each other first that they are of one application."""
 
     @model_validator(mode="after")
     def _order(self) -> LinkConfig:
@@ -321,8 +321,8 @@ class ServingConfig(Section):
     """``/openapi.json``."""
 
     structured_output: Literal["off", "json", "all"] = "all"
-    """Constraints that requests may have: none; JSON schemas, JSON objects, choices and what tools need; or regexes,
-    grammars and structural tags as well."""
+    """Constraints that requests may have. ``off``: none; ``json``: JSON schemas, JSON objects, choices and what tools
+    need; ``all``: regexes, grammars and structural tags as well."""
 
     structured_output_compile_s: float = Field(2.0, gt=0, le=600)
     """Processor time, in seconds of one core, that compiling one constraint may take. What takes longer is refused."""

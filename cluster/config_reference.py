@@ -209,6 +209,8 @@ def _row(outcome: str, names: list[str], text: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(f"usage: python -m outrider.cluster.config_reference, which writes {PATH} and {ENGINE_ARGS_PATH}")
     for path, text in ((PATH, render()), (ENGINE_ARGS_PATH, render_engine_args())):
         path.write_text(text)
         sys.stdout.write(f"{path}\n")

@@ -229,7 +229,7 @@ def view(before: Scrape | None, now: Scrape) -> View:
     return View(
         interval_s,
         [_replica(before, now, replica) for replica in replicas],
-        changes.rate("outrider:admission_rejections_total"),
+        changes.rate("outrider:refused_generations_total"),
         _scaling(now),
         _learning(now),
     )

@@ -32,7 +32,7 @@ def main() -> None:
     tokens = tokens_of(prompts, models.load_tokenizer(args.target), room, False, "lower --max-tokens", "--dataset")
     engine = LLM(
         str(args.target), dtype=args.dtype, max_model_len=2048, kv_cache_memory_bytes=1 << 29, enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=False, per_request_spec_decode_metrics="summary",
         speculative_config={
             "method": "draft_model", "model": str(args.drafter), "num_speculative_tokens": args.k,
         },
