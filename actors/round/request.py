@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.round.length import Estimate
-from outrider.cluster.link.messages import MAX_BIASED_TOKENS, DraftSampling, Proposals
+from outrider.cluster.link.messages import MAX_BIASED_TOKENS, MAX_INT31, MAX_TOP_N, DraftSampling, Proposals
 from outrider.cluster.modes import Mode, mode_for
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class RequestSampling:
         return cls(
             mode=mode,
             temperature=0.0 if greedy else params.temperature,
-            top_k=0 if greedy else max(params.top_k, 0),
+            top_k=0 if greedy else min(max(params.top_k, 0), MAX_INT31),  # more than any vocabulary has
             top_p=1.0 if greedy else max(params.top_p, _LEAST_TOP_P),
             min_p=0.0 if greedy else params.min_p,
             seed=_as_int64(params.seed) if params.seed is not None else make_seed(),
@@ -98,6 +98,12 @@ class RequestSampling:
             biases=biases,
             only_biased=only_biased,
         )
+
+
+def check_for_ranks(params: Any) -> None:
+    """params: vLLM's SamplingParams, at the door. Raises ValueError or KeyError for what rank 0, or the drafter's link,
+    would trip over: an exception there ends the engine."""
+    RequestSampling.of(params, "coupled").drafting(params, MAX_TOP_N, MAX_INT31)
 
 
 @dataclass(slots=True, eq=False)

@@ -37,9 +37,10 @@ from outrider.actors.request_checks import shortened
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.request_ids import scoped_id, unscoped
 from outrider.actors.round.origins import RoundLog, TakenRounds
-from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
+from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
 from outrider.actors.vllm_seam.structured_outputs import checked, refusal_of
 from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.link.messages import MessageError
 
 CONSTRAINT = "sampling.structured_outputs"
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
@@ -97,8 +98,10 @@ def sampling_params(
         params = SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
     except (ValueError, TypeError, VLLMClientError) as error:
         raise refusal(error, request) from None
-    try:  # what rank 0 will make of it: an exception there would end the engine
-        RequestSampling.of(params, "coupled")
+    try:
+        check_for_ranks(params)
+    except MessageError as error:
+        raise RequestError(f"sampling.{error.field.removeprefix('Open.')}", error.problem, "change it") from None
     except (ValueError, KeyError) as error:
         raise RequestError("speculation.verification", str(error), "leave it out, or use coupled") from None
     return params

@@ -22,8 +22,9 @@ _COMMA = ord(",")
 _INT64 = range(-(2**63), 2**63)
 
 
-_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[,\[{]', re.DOTALL)
-"""A text, or what goes before a value. Possessive: nothing is kept for going back."""
+_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{]', re.DOTALL)
+"""A text, or what goes before a value. Possessive: nothing is kept for going back. A text without an end is one, too:
+else it would be looked for again from each quote in it."""
 
 
 async def read_json_object(request: Request, limits: LimitsConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -36,6 +37,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.actors.observability.logs import note_request
 from outrider.actors.openai_calls import GENERATING, Endpoint, OpenAIHead, OpenAIRequest, TokensUsed
 from outrider.actors.replica_calls import Broadcast, Deadline, ReplicaReply, RequestError
+from outrider.actors.request_costs import USUAL_ANSWER_TOKENS
 from outrider.actors.serving.access.guard import CALLER, Caller, key_of_caller
 from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.admission import Admission
@@ -251,7 +253,7 @@ async def ask(
     Raises HttpError.
     """
     note_request(request.request_id)
-    parts = _counted(_parts(target, request, max_retries, admission), CALLER.get())
+    parts = _counted(_parts(target, request, max_retries, admission), CALLER.get(), request)
     try:
         head = await anext(parts)
         assert isinstance(head, OpenAIHead)
@@ -266,14 +268,27 @@ async def ask(
 async def _counted(
     parts: AsyncGenerator[OpenAIHead | str | TokensUsed, None],
     caller: Caller | None,
+    request: OpenAIRequest,
 ) -> Parts:
-    """parts without the tokens, which the caller is charged for."""
+    """parts without the tokens, which the caller is charged for. An answer in one piece that is not waited for, or not
+    made in time, is charged as what was asked for: nobody tells what it had come to."""
+    told = given_up = False
     async with aclosing(parts):
-        async for part in parts:
-            if not isinstance(part, TokensUsed):
-                yield part
-            elif caller is not None:
-                caller.used(part.prompt, part.completion)
+        try:
+            async for part in parts:
+                if not isinstance(part, TokensUsed):
+                    given_up |= isinstance(part, OpenAIHead) and part.status == HTTPStatus.REQUEST_TIMEOUT
+                    yield part
+                    continue
+                told = True
+                if caller is not None:
+                    caller.used(part.prompt, part.completion)
+        except (GeneratorExit, asyncio.CancelledError):
+            given_up = True
+            raise
+        finally:
+            if given_up and not told and caller is not None and request.endpoint in GENERATING and not request.body.get("stream"):
+                caller.used(request.prompt_tokens, request.num_answers * (request.max_tokens or USUAL_ANSWER_TOKENS))
 
 
 async def _parts(
@@ -288,11 +303,16 @@ async def _parts(
     with nullcontext() if admission is None else admission.hold(request, key_of_caller()):
         async with aclosing(retried(send, max_retries=max_retries, request_id=request.request_id)) as stream:
             while True:
-                async with asyncio.timeout(request.seconds_left()):
+                left_s = request.seconds_left()
+                async with asyncio.timeout(None if left_s is None else left_s + _TOLD_WITHIN_S):
                     part = await anext(stream, None)
                 if part is None:
                     return
                 yield part
+
+
+_TOLD_WITHIN_S = 0.5
+"""Of a deadline, by the replica that had the request: else it never reached one."""
 
 
 async def _openai_events(parts: Parts, request: OpenAIRequest) -> AsyncGenerator[str, None]:

@@ -24,13 +24,14 @@ from outrider.actors.openai_calls import TokensUsed
 from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TooManyRefused
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.request_ids import scoped_id
-from outrider.actors.round.request import EXTRA_ARGS_KEY, RequestSampling
+from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
 from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_requests import traced_generate
 from outrider.actors.vllm_seam.structured_outputs import checked
 from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.link.messages import MessageError
 
 CONSTRAINT = "structured_outputs"
 """As vLLM calls it. A client that wrote response_format, or tools, is told of that: see serving.py."""
@@ -91,7 +92,7 @@ class CheckedEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """As AsyncLLM's. Raises VLLMValidationError at once, and not with the first output, for what the ranks could
         not take."""
-        check_for_ranks(sampling_params)
+        check_what_ranks_take(sampling_params)
         check_constraint(sampling_params, self._structured_output)
         check_logprobs(prompt, sampling_params, self._limits)
         end_in_one_piece(sampling_params, self._limits)
@@ -157,10 +158,12 @@ def in_vllms_words(parameter: str | None = None) -> Iterator[None]:
         raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=parameter or error.field) from None
 
 
-def check_for_ranks(params: SamplingParams) -> None:
-    """Raises VLLMValidationError for what rank 0 would trip over, which would end the engine."""
+def check_what_ranks_take(params: SamplingParams) -> None:
+    """Raises VLLMValidationError."""
     try:
-        RequestSampling.of(params, "coupled")
+        check_for_ranks(params)
+    except MessageError as error:
+        raise VLLMValidationError(error.problem, parameter=error.field.removeprefix("Open.")) from None
     except (ValueError, KeyError) as error:
         raise VLLMValidationError(str(error), parameter="speculation.verification") from None
 

@@ -52,8 +52,8 @@ from outrider.cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")
 
-COUNT_EVERY_TOKENS = 256
-"""A client that leaves in the middle has so many tokens at most that nobody has counted."""
+COUNT_EVERY_TOKENS = 16
+"""A client that leaves in the middle of a stream has fewer tokens than these that nobody has counted."""
 
 _ERROR_EVENT = 'data: {"error":'
 EVENTS = "text/event-stream"
@@ -120,7 +120,7 @@ class OpenAIServing:
         Raises ReplicaLost when the engine is gone before the answer has begun. Whatever else goes wrong is an answer
         too.
         """
-        tally = Tally()
+        tally, counted = Tally(), False
         TALLY.set(tally)
         try:
             result = await _within(request.seconds_left(), self._result(request))
@@ -133,9 +133,10 @@ class OpenAIServing:
         else:
             async with aclosing(_parts(result, request, self._replica_id)) as parts:
                 async for part in parts:
-                    yield part
-                    if tally.uncounted >= COUNT_EVERY_TOKENS:
+                    if isinstance(part, str) and tally.uncounted >= (COUNT_EVERY_TOKENS if counted else 1):
+                        counted = True
                         yield tally.take()
+                    yield part
             if tally.uncounted:
                 yield tally.take()
             return

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.actors.round.request import Request, RequestSampling, random_seed
-from outrider.cluster.link.messages import MAX_BIASED_TOKENS
+from outrider.actors.round.request import Request, RequestSampling, check_for_ranks, random_seed
+from outrider.cluster.link.messages import MAX_BIASED_TOKENS, MessageError
 from outrider.cluster.modes import BY_NAME, Mode, mode_for
 from tests.unit.round.scripted_link import DEPLOYMENT, asked, params
 
@@ -32,6 +32,19 @@ def test_a_seed_couples_unless_the_request_asks_for_something_else():
 @pytest.mark.parametrize("deployment", BY_NAME)
 def test_a_grammar_couples_because_the_scheduler_cuts_drafts_by_the_token(deployment):
     assert RequestSampling.of(params(structured_outputs=object()), deployment).mode is Mode.COUPLED
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**63 - 1, 10**300])
+def test_a_top_k_that_no_vocabulary_reaches_is_told_as_the_largest_there_is(top_k):
+    """An exception on rank 0 would end the engine, and the next one to which the request is sent again."""
+    sampling = RequestSampling.of(params(top_k=top_k), "rejection")
+    assert sampling.drafting(params(top_k=top_k), 64, 1000).top_k == sampling.top_k == 2**31 - 1
+    check_for_ranks(params(top_k=top_k))
+
+
+def test_the_door_refuses_what_no_frame_could_carry():
+    with pytest.raises(MessageError, match=r"Open\.biases"):
+        check_for_ranks(params(logit_bias={1: 1e300}))
 
 
 @pytest.mark.parametrize("choice", ["rejection", "block"])

@@ -4,7 +4,7 @@ import pytest
 from starlette.requests import Request
 
 from outrider.actors.replica_calls import RequestError
-from outrider.actors.serving.http.body import MAX_DEPTH, decode_json_object, read_json_object
+from outrider.actors.serving.http.body import _TOKENS, MAX_DEPTH, decode_json_object, read_json_object
 from outrider.actors.serving.openai.errors import HttpError
 from outrider.cluster.limits import LimitsConfig
 
@@ -76,6 +76,15 @@ def request(body, content_type="application/json", **headers):
 
     encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return Request({"type": "http", "method": "POST", "path": "/", "headers": encoded}, receive)
+
+
+@pytest.mark.parametrize("end", [b"", b"\\"])
+def test_a_text_without_an_end_is_gone_through_once(end):
+    """From each of its quotes anew, 131 KB of them took half a minute, and nobody else was answered."""
+    (found,) = _TOKENS.finditer(b'"' + b'\\"' * 3000 + end)
+    assert found.end() == 6001 + len(end)
+    with pytest.raises(RequestError, match=r"too many values|is not JSON"):
+        decode_json_object(b'{"prompt":"' + b'\\"' * 70_000 + end, 1 << 18)
 
 
 async def test_reads_in_chunks():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from outrider.actors.grammars.bounds import Ending
 from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed
 from outrider.actors.replica_calls import Deadline, ReplicaLost
-from outrider.actors.serving.openai.serving import OpenAIServing
+from outrider.actors.serving.openai.serving import COUNT_EVERY_TOKENS, OpenAIServing
 from outrider.cluster.config import ConfigError, parse_config
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama
@@ -152,7 +152,26 @@ async def test_what_an_answer_has_cost_is_told_at_its_end(serving, llm, endpoint
     parts = [part async for part in serving.answer(OpenAIRequest(endpoint, "r", body))]
     told = [part for part in parts if isinstance(part, TokensUsed)]
     prompt = len("user: hi\nassistant: ") if endpoint == "chat" else len("hi")
-    assert told == parts[-1:] == [TokensUsed(prompt, completion=len("Hello"))]
+    assert sum(each.prompt for each in told) == prompt
+    assert sum(each.completion for each in told) == len("Hello")
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_a_stream_is_counted_before_its_client_can_leave(serving, llm, endpoint):
+    """Whoever hangs up before the last event would have asked for nothing."""
+    llm.script = ["x" * COUNT_EVERY_TOKENS] * 4
+    body = {**(CHAT if endpoint == "chat" else {"prompt": "hi"}), "stream": True}
+    told, said = [], ""
+    async with aclosing(serving.answer(OpenAIRequest(endpoint, "r", body))) as parts:
+        async for part in parts:
+            if isinstance(part, TokensUsed):
+                told.append(part)
+            elif isinstance(part, str):
+                said += part
+                if said.count("x") > 2 * COUNT_EVERY_TOKENS:
+                    break
+    assert sum(each.prompt for each in told) > 0
+    assert sum(each.completion for each in told) >= said.count("x") - COUNT_EVERY_TOKENS
 
 
 @pytest.mark.parametrize("stream", [False, True])
