@@ -66,6 +66,15 @@ REPLICA = Table(
             "nulled: vLLM compiles half of a constraint by it, in the replica's event loop",
             read_by=("vllm.v1.engine.input_processor:InputProcessor._validate_params",),
         ),
+        Borrowed(
+            "vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar",
+            "replaced: it compiles constraints on the replica's event loop, without any bound",
+            takes=("sampling_params",),
+            read_by=(
+                "vllm.entrypoints.generate.base.protocol:validate_structural_tag_payload",
+                "vllm.parser.abstract_parser:_xgrammar_supports",
+            ),
+        ),
         Borrowed(f"{_LLM}.input_processor", "whose settings are nulled", read_by=(f"{_LLM}.add_request",)),
         Borrowed(
             f"{_LLM}.output_processor",

@@ -17,9 +17,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output import StructuredOutputManager, backend_xgrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, has_xgrammar_unsupported_json_features
 from vllm.v1.structured_output.request import get_structured_output_key
@@ -73,6 +74,32 @@ def checked(params: StructuredOutputsParams, field: str, mode: Mode) -> None:
         raise refused("invalid", field, "the grammar is empty", "send a grammar in EBNF or Lark")
     elif kind == "json_object" and not value:
         raise refused("invalid", field, "false is no constraint", "send true or leave it out")
+
+
+def leave_constraints_to_rooms() -> None:
+    """For the rest of this process: what vLLM's request models and tool parsers compile to see whether a constraint can
+    be, on the event loop and without any bound, is looked at only. `checked` and the rooms find what is wrong with it.
+    """
+    backend_xgrammar.validate_xgrammar_grammar = _looked_at
+
+
+def _looked_at(sampling_params: SamplingParams) -> None:
+    """In place of vLLM's function of that name. Raises VLLMValidationError for what a tool parser would not join with
+    its tools: what xgrammar does not know of schemas, and Lark, which is compiled when it is joined."""
+    constraint = sampling_params.structured_outputs
+    if constraint is None:
+        return
+    if constraint.json:
+        schema = constraint.json
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                raise VLLMValidationError("Invalid JSON grammar specification.") from None
+        if isinstance(schema, dict) and has_xgrammar_unsupported_json_features(schema):
+            raise VLLMValidationError("The JSON schema contains features that xgrammar does not support.")
+    elif constraint.grammar and grammar_is_likely_lark(constraint.grammar):
+        raise VLLMValidationError("A grammar in Lark is not joined with tools.")
 
 
 def kind_of(params: StructuredOutputsParams) -> str:

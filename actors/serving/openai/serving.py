@@ -47,6 +47,7 @@ from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
 from outrider.actors.vllm_seam.pictures import FIELDS
 from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
+from outrider.actors.vllm_seam.structured_outputs import leave_constraints_to_rooms
 from outrider.cluster.answer_parsers import Parsers
 from outrider.cluster.config import ConfigError, OutriderConfig
 
@@ -68,6 +69,7 @@ class OpenAIServing:
         self, llm: AsyncLLM, config: OutriderConfig, replica_id: str, adapters: Adapters | None = None
     ) -> None:
         """adapters: that ``model`` may name. Raises ConfigError for a chat template or parser that cannot be had."""
+        leave_constraints_to_rooms()
         self._config, self._replica_id = config, replica_id
         co_located = config.co_located.method if config.co_located else None
         engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output, adapters, config.limits)
