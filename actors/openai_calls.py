@@ -5,7 +5,7 @@ Free of vLLM: the ingress loads this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -109,15 +109,15 @@ BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")
 """Fields of a chat or response whose texts its template may use."""
 
 
-def num_chars(value: Any, *, keys: bool = False) -> int:
-    """Of all texts in a value of JSON. keys: of its objects' keys too."""
+def num_chars(value: Any, *, keys: bool = False, length: Callable[[str], int] = len) -> int:
+    """Of all texts in a value of JSON. keys: of its objects' keys too. length: how one is counted."""
     chars, left = 0, [value]
     while left:
         found = left.pop()
         if isinstance(found, str):
-            chars += len(found)
+            chars += length(found)
         elif isinstance(found, dict):
-            chars += sum(map(len, found)) if keys else 0
+            chars += sum(map(length, found)) if keys else 0
             left.extend(found.values())
         elif isinstance(found, list):
             left.extend(found)

@@ -54,6 +54,21 @@ def check_seeds(field: str, seed: int, n: int) -> None:
         )
 
 
+def chars_of(text: str) -> int:
+    """As texts are held against limits: its characters, or half the bytes of UTF-8 where these are more. A tokenizer
+    makes up to four tokens of a rare character."""
+    return len(text) if text.isascii() else max(len(text), len(text.encode(errors="surrogatepass")) // 2)
+
+
+TOKEN_STRS_COUNT = 8
+"""Times: characters whose tokens are to be told as texts too, each of which is an object to make, send and read."""
+
+
+def most_to_tokenize(most: int, *, token_strs: bool) -> int:
+    """Characters. most: limits.max_tokenize_chars."""
+    return most // TOKEN_STRS_COUNT if token_strs else most
+
+
 def check_chars(field: str, chars: int, most: int) -> None:
     """Raises RequestError."""
     if chars > most:
@@ -85,6 +100,9 @@ def check_repetition(field: str, asked: dict[str, Any]) -> None:
     for name, value in asked.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise RequestError(f"{field}.{name}", "is no whole number", "send one, or leave it out")
+    for name, value in asked.items():
+        if value is not None and value < 0:
+            raise RequestError(f"{field}.{name}", f"{value} is negative", "send 0 or more, or leave it out")
     size, count = (asked.get(name) or 0 for name in ("max_pattern_size", "min_count"))
     if size > MAX_REPEATED_PATTERN:
         raise RequestError(

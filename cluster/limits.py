@@ -101,8 +101,9 @@ class LimitsConfig(Section):
 
     max_tokens_in_flight: int = Field(8 << 20, ge=1)
     """Likewise in tokens, of prompts (text is estimated) and longest answers that were asked for. A request for more
-    than eight ninths of them counts for these: it gets in when little else is there. A token counts once more for each of the likeliest ones that ``logprobs`` or
-    ``prompt_logprobs`` ask for with it, and each of ``allowed_token_ids`` for one in each answer."""
+    than eight ninths of them counts for these: it gets in when little else is there. A token counts once more for each
+    of the likeliest ones that ``logprobs`` or ``prompt_logprobs`` ask for with it, and each of ``allowed_token_ids``
+    for one in each answer."""
 
     max_logprobs: int = Field(1 << 15, ge=1 << 13)
     """Log-probabilities of one request that come at once: of a prompt's tokens, and of answers that are not streamed.
@@ -131,13 +132,13 @@ class LimitsConfig(Section):
     """``stop_token_ids``, and tokens in ``logit_bias``, of one request."""
 
     max_tokenize_chars: int = Field(1 << 19, ge=1024)
-    """Characters of one call to tokenise, counted as for max_prompt_chars: half a second or so of a processor, for
-    which prompts wait to be tokenised, and 75 MiB for a moment. Texts longer than max_model_len tokens can spell are
-    refused besides."""
+    """Characters of one call to tokenise, counted as for max_prompt_chars, an eighth where the tokens' texts are asked
+    for: half a second or so of a processor, for which prompts wait to be tokenised, and 75 MiB for a moment. Texts
+    longer than max_model_len tokens can spell are refused besides."""
 
     max_prompt_chars: int = Field(1 << 21, ge=1024)
-    """Characters of one generation's prompts together, roles, names, tools and documents among them: two seconds or so
-    for which other prompts wait to be tokenised."""
+    """Characters of one generation's prompts together, roles, names, tools and documents among them, or half their
+    bytes in UTF-8 where these are more: two seconds or so for which other prompts wait to be tokenised."""
 
     max_detokenize_ids: int = Field(131072, ge=1)
     """Token ids of one call to detokenise."""

@@ -9,6 +9,7 @@ which is after they have asked for middlewares (http_proxy.py): there ours is pu
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import socket
 from functools import partial
@@ -51,6 +52,9 @@ def listen_as_configured(access: ProxyAccess | None) -> Watch:
         """Of the HTTP server."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
+            # uvicorn takes loopback's word for who a client is: whoever is on this machine would choose an address,
+            # and with it who pays for what is refused.
+            options["proxy_headers"] = "FORWARDED_ALLOW_IPS" in os.environ
             super().__init__(*args, **options)
             if certificates is not None and not self.is_ssl:
                 raise ConfigError(

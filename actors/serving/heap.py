@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import time
@@ -23,7 +24,9 @@ def return_memory(trim_every_s: float = TRIM_EVERY_S) -> bool:
     glibc maps a large block by itself, and unmaps it when it is freed; but after the first one of 8 MiB it takes all up
     to that size out of its heap, which what is small and lives on keeps from shrinking again. And a heap shrinks from
     its end only, of which each thread has one: of a burst's small blocks what lies below the last one in use stays, so
-    pages without any are looked for now and then, in a thread of its own. Returns whether the C library took it; others
+    pages without any are looked for now and then, in a thread of its own. So are objects that hold each other: of a TLS
+    connection that was pipelined on, or never ended its handshake, 150 KiB, some hundreds of which are there before
+    Python looks for any that have been there for long. Returns whether the C library took it; others
     than glibc have no such habits.
     """
     library = ctypes.CDLL(None)
@@ -40,6 +43,7 @@ def _trim(library: ctypes.CDLL, every_s: float) -> None:
         now = _resident_bytes()
         least = min(least, now)
         if now - least > TRIM_BYTES:
+            gc.collect()
             library.malloc_trim(0)  # without the interpreter's lock
 
 

@@ -125,7 +125,8 @@ class Target:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """See TargetEngine.generate. Raises ReplicaLost when the engine is gone."""
-        with request_line(logger, request.request_id), self._ways_out.hold(request.request_id, request.way_out):
+        held = self._ways_out.hold(request.request_id, request.caller, request.way_out)
+        with request_line(logger, request.request_id), held:
             if self._adapters is not None:
                 await self._adapters.find(request.adapter)
             if (drafter := self._config.co_located) is not None:
@@ -139,7 +140,8 @@ class Target:
 
     async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
         """See OpenAIServing.answer."""
-        with request_line(logger, request.request_id), self._ways_out.hold(request.request_id, request.way_out):
+        held = self._ways_out.hold(request.request_id, request.round_options.get("caller", 0), request.way_out)
+        with request_line(logger, request.request_id), held:
             if self._adapters is not None:
                 await self._adapters.find(request.adapter)
             async with aclosing(self._openai.answer(request)) as parts:

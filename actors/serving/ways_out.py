@@ -45,13 +45,14 @@ class WaysOut:
 
     def __init__(
         self,
-        abort: Callable[[str], Awaitable[bool]],
+        abort: Callable[[str, int], Awaitable[bool]],
         lives: Callable[[str], bool],
         look_s: float = LOOK_S,
     ) -> None:
-        """abort: ends a request by its id. lives: of a process as this_process names it; asked in a thread."""
+        """abort: ends a request by its id and its caller. lives: of a process as this_process names it; asked in a
+        thread."""
         self._abort, self._lives, self._look_s = abort, lives, look_s
-        self._requests: dict[str, list[str]] = {}
+        self._requests: dict[str, list[tuple[str, int]]] = {}
         """By process."""
 
         self._met: set[str] = set()
@@ -61,17 +62,19 @@ class WaysOut:
         self._looking: asyncio.Task[None] | None = None
 
     @contextmanager
-    def hold(self, request_id: str, processes: tuple[str, ...]) -> Iterator[None]:
-        """While it is answered. processes: those that its answer goes out through."""
+    def hold(self, request_id: str, caller: int, processes: tuple[str, ...]) -> Iterator[None]:
+        """While it is answered. caller: whose id it is, 0: nobody's. processes: those that its answer goes out
+        through."""
+        request = request_id, caller
         for process in processes:
-            self._requests.setdefault(process, []).append(request_id)
+            self._requests.setdefault(process, []).append(request)
         if self._requests and self._looking is None:
             self._looking = asyncio.create_task(self._look())
         try:
             yield
         finally:
             for process in processes:
-                self._requests[process].remove(request_id)
+                self._requests[process].remove(request)
                 if not self._requests[process]:
                     del self._requests[process]
 
@@ -92,6 +95,6 @@ class WaysOut:
             return
         if process not in self._met:
             return
-        for request_id in list(self._requests.get(process, ())):
+        for request_id, caller in list(self._requests.get(process, ())):
             logger.warning("%s is gone: request %s is aborted", process.split(" ")[0], request_id)
-            await self._abort(request_id)
+            await self._abort(request_id, caller)

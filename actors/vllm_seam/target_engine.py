@@ -49,6 +49,7 @@ from outrider.actors.vllm_seam.engine_requests import (
 from outrider.actors.vllm_seam.pictures import take_pictures
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
+from outrider.actors.vllm_seam.structured_outputs import leave_constraints_to_rooms
 from outrider.actors.vllm_seam.work_meter import WorkMeter
 from outrider.cluster.config import LimitsConfig, LoraConfig, MultimodalConfig
 
@@ -176,6 +177,7 @@ class TargetEngine:
         if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
             self._llm.input_processor.speculative_config = None
         self._llm.input_processor.structured_outputs_config = None  # looked at by sampling_params and CheckedEngine
+        leave_constraints_to_rooms()
         self._structured_output: Mode = structured_output
         self._limits = limits or LimitsConfig()
         self.adapters = Adapters(self._llm, self._llm.model_config.model, lora)

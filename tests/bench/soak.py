@@ -59,7 +59,8 @@ ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
 which fill up with every batch size that has not been there before and would hide what else grows."""
 
 WARM_UP_S = 10.0
-"""Of the load, all clients at once, before anything is measured."""
+"""Of the load, all clients at once, before anything is measured; then again beside all attackers, for twice as long, so
+that whatever is made or opened once, the first time that it is asked for, is there when the start is looked at."""
 
 MOST_NAMES = 40
 """Request ids of each client that a stranger guesses."""
@@ -184,6 +185,11 @@ class Attackers:
             assert process.stdout is not None
             for name, endings in json.loads(await process.stdout.readline()).items():
                 self.endings[name].update(endings)
+
+    def forget(self) -> None:
+        """What came of what has been done so far."""
+        for endings in self.endings.values():
+            endings.clear()
 
     async def leave(self) -> None:
         for process in self._processes.values():
@@ -329,11 +335,17 @@ async def soak(
         attackers = await Attackers.start(victim)
         running.start()
         await asyncio.sleep(WARM_UP_S)
-        await running.stop()
-        await running.ask_beside()
         running.pace(busy)
         watched = Watched.of(served)
-        start = watched.sample()
+        fresh = watched.sample()
+        say(f"fresh   {told(fresh)}")
+        attackers.go()
+        await asyncio.sleep(2 * WARM_UP_S)
+        await attackers.stop()
+        attackers.forget()
+        await running.stop()
+        await running.ask_beside()
+        start = await settled(watched, fresh)
         say(f"start   {told(start)}")
         running.start()
         turns, minutes = await run_turns(running, watched, attackers, planned)

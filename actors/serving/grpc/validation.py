@@ -27,6 +27,7 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.request_checks import (
     RANGES,
+    chars_of,
     check_chars,
     check_list,
     check_max_tokens,
@@ -36,6 +37,7 @@ from outrider.actors.request_checks import (
     check_seeds,
     check_timeout,
     check_verification_under_grammar,
+    most_to_tokenize,
     shown,
     unknown_adapter,
 )
@@ -170,10 +172,10 @@ def _check_chars(message: GenerationMessage | pb.TokenizeRequest, most: int) -> 
     """Of all that a tokenizer or a template would read."""
     kind = message.WhichOneof("prompt")
     if kind == "text":
-        check_chars("text", len(message.text), most)
+        check_chars("text", chars_of(message.text), most)
     elif kind == "chat":
         check_list("chat.messages", message.chat.messages, MAX_MESSAGES)
-        chars = sum(len(said.role) + len(said.content) + len(said.name) for said in message.chat.messages)
+        chars = sum(chars_of(text) for said in message.chat.messages for text in (said.role, said.content, said.name))
         check_chars("chat", chars + message.chat.chat_template_kwargs.ByteSize(), most)
 
 
@@ -422,7 +424,7 @@ def to_tokenize_request(message: pb.TokenizeRequest, limits: LimitsConfig) -> To
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError("prompt", "is missing", "send text or chat")
-    _check_chars(message, limits.max_tokenize_chars)
+    _check_chars(message, most_to_tokenize(limits.max_tokenize_chars, token_strs=message.return_token_strs))
     return TokenizeRequest(
         text=message.text if kind == "text" else None,
         chat=to_chat_prompt(message.chat) if kind == "chat" else None,

@@ -287,7 +287,8 @@ async def _counted(
             given_up = True
             raise
         finally:
-            if given_up and not told and caller is not None and request.endpoint in GENERATING and not request.body.get("stream"):
+            whole = request.endpoint in GENERATING and not request.body.get("stream")
+            if whole and given_up and not told and caller is not None:
                 caller.used(request.prompt_tokens, request.num_answers * (request.max_tokens or USUAL_ANSWER_TOKENS))
 
 

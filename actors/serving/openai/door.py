@@ -16,6 +16,7 @@ from outrider.actors.openai_calls import BESIDE_MESSAGES, GENERATING, Endpoint, 
 from outrider.actors.replica_calls import Deadline, RequestError
 from outrider.actors.request_checks import (
     RANGES,
+    chars_of,
     check_chars,
     check_list,
     check_max_tokens,
@@ -26,6 +27,7 @@ from outrider.actors.request_checks import (
     check_seeds,
     check_timeout,
     check_verification_under_grammar,
+    most_to_tokenize,
 )
 from outrider.actors.request_costs import (
     check_conversation,
@@ -130,11 +132,13 @@ def _check_chars(endpoint: Endpoint, body: Mapping[str, Any], limits: LimitsConf
     """Of all that a tokenizer or a template would read. Pictures have limits of their own."""
     if endpoint not in (*GENERATING, "tokenize"):
         return
-    most = limits.max_tokenize_chars if endpoint == "tokenize" else limits.max_prompt_chars
+    most = limits.max_prompt_chars
+    if endpoint == "tokenize":
+        most = most_to_tokenize(limits.max_tokenize_chars, token_strs=bool(body.get("return_token_strs")))
     total = 0
     for name in _PROMPTS:
         value = body.get(name)
-        total += num_chars(value, keys=name in BESIDE_MESSAGES)
+        total += num_chars(value, keys=name in BESIDE_MESSAGES, length=chars_of)
         for message in value if name in ("messages", "input") and isinstance(value, list) else ():
             total -= sum(map(len, pictures_in(message.get("content")))) if isinstance(message, dict) else 0
         check_chars(name, total, most)
@@ -149,6 +153,8 @@ def _check_numbers(body: dict[str, Any]) -> None:
             body[name] = int(value)
         elif value is not None and not isinstance(value, (int, float)):
             raise RequestError(name, "is no number", "send a number, or leave it out")
+        if isinstance(value, float) and abs(value) >= 2**63:
+            raise RequestError(name, "is too large a number", "send one of 64 bits, or leave it out")
     for name in _FLAGS:
         if isinstance(body.get(name), str):
             raise RequestError(name, "is neither true nor false", "send one of them, or leave it out")

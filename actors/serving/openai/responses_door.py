@@ -37,7 +37,7 @@ def checked_response(body: dict[str, Any]) -> dict[str, Any]:
         checked["tools"] = _each(body["tools"], "tools", _checked_tool)
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
-        if choice.get("type") not in TOOLS:
+        if not isinstance(choice.get("type"), str) or choice["type"] not in TOOLS:
             raise _not_of_a_type("tool_choice.type", choice.get("type"), TOOLS)
         held_against(TOOL_CHOICE, choice, "tool_choice")
     _check_include(body)
@@ -121,7 +121,7 @@ def _checked_message(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _is_picture(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in PICTURE_PARTS
+    return isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PICTURE_PARTS
 
 
 def _shown_part(part: dict[str, Any], where: str) -> dict[str, Any]:

@@ -47,7 +47,6 @@ from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
 from outrider.actors.vllm_seam.pictures import FIELDS
 from outrider.actors.vllm_seam.prompts import check_length, configured_chat_template
-from outrider.actors.vllm_seam.structured_outputs import leave_constraints_to_rooms
 from outrider.cluster.answer_parsers import Parsers
 from outrider.cluster.config import ConfigError, OutriderConfig
 
@@ -69,7 +68,6 @@ class OpenAIServing:
         self, llm: AsyncLLM, config: OutriderConfig, replica_id: str, adapters: Adapters | None = None
     ) -> None:
         """adapters: that ``model`` may name. Raises ConfigError for a chat template or parser that cannot be had."""
-        leave_constraints_to_rooms()
         self._config, self._replica_id = config, replica_id
         co_located = config.co_located.method if config.co_located else None
         engine: Any = CheckedEngine(llm, co_located, config.serving.structured_output, adapters, config.limits)
@@ -170,10 +168,12 @@ class OpenAIServing:
                 return json.dumps(openapi(metadata.version("outrider")))
 
     def _unknown_model(self, request: OpenAIRequest) -> ErrorResponse | None:
-        """vLLM names the model alone, and not its adapters. Without adapters it says it itself."""
+        """vLLM names the model alone, and not its adapters. Without adapters it says so itself of what would answer."""
         asked = request.body.get("model", request.body.get("id"))
         adapters = self._models.lora_requests
-        if not adapters or not isinstance(asked, str) or asked in adapters or self._models.is_base_model(asked):
+        if not isinstance(asked, str) or asked in adapters or self._models.is_base_model(asked):
+            return None
+        if not adapters and request.endpoint != "models":
             return None
         names = ", ".join([self._models.model_name(), *adapters])
         message = f"The model {shown(asked)} does not exist. Valid names: {names}."

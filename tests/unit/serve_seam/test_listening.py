@@ -17,6 +17,7 @@ import pytest
 from ray.serve._private import default_impl, http_util
 from ray.serve._private.grpc_util import start_grpc_server
 from ray.serve.config import HTTPOptions
+from starlette.responses import PlainTextResponse
 
 from outrider.actors.serve_seam.listening import listen_as_configured
 from outrider.actors.serve_seam.options import proxy_options
@@ -93,6 +94,23 @@ def _until_listening(*ports: int) -> None:
     from tests.serving import wait_until
 
     wait_until(lambda: len(listening(*ports)) == len(ports), 60, "both ports")
+
+
+@pytest.mark.parametrize(("believed", "address"), [(None, "127.0.0.1"), ("127.0.0.1", "203.0.113.7")])
+async def test_nobody_chooses_an_address_that_others_pay_for(monkeypatch, believed, address):
+    """uvicorn takes loopback's word for it by default."""
+
+    async def who(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse(scope["client"][0])(scope, receive, send)
+
+    monkeypatch.setattr("tests.unit.proxy_servers._hello", who)
+    if believed is None:
+        monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    else:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", believed)
+    async with started(monkeypatch) as server, httpx.AsyncClient(trust_env=False) as client:
+        url = f"http://127.0.0.1:{server.serving.http_port}/"
+        assert (await client.get(url, headers={"x-forwarded-for": "203.0.113.7"})).text == address
 
 
 async def test_serves_own_ports_are_found_out(monkeypatch):

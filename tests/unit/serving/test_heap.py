@@ -44,6 +44,23 @@ print(_resident_bytes() - before >> 20)
 """MiB left of 64 in small blocks that are free."""
 
 
+CYCLES = """
+import gc
+class Held:
+    def __init__(self):
+        self.me, self.block = self, bytearray(1 << 20)
+gc.disable()
+before = _resident_bytes()
+for _ in range(64):
+    Held()
+give_up = time.monotonic() + (20 if sys.argv[1] == "ours" else 0.5)
+while _resident_bytes() - before > 32 << 20 and time.monotonic() < give_up:
+    time.sleep(0.05)
+print(_resident_bytes() - before >> 20)
+"""
+"""MiB left of 64 in objects that hold themselves."""
+
+
 def printed(script: str, whose: str) -> int:
     command = [sys.executable, "-c", COMMON + script, whose]
     return int(subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout)
@@ -52,6 +69,11 @@ def printed(script: str, whose: str) -> int:
 def test_a_large_block_is_one_of_its_own_after_a_larger_one_too() -> None:
     assert printed(LARGE, "glibc's") == 0, "glibc has changed its habit: this is needed no more"
     assert printed(LARGE, "ours") == 1
+
+
+def test_objects_that_hold_each_other_go_before_there_are_many() -> None:
+    assert printed(CYCLES, "nobody's") > 32
+    assert printed(CYCLES, "ours") <= 32
 
 
 def test_pages_between_small_blocks_go_back() -> None:

@@ -24,8 +24,8 @@ class Processes:
         self.asked.append(process)
         return process in self.living
 
-    async def abort(self, request_id: str) -> bool:
-        self.aborted.append(request_id)
+    async def abort(self, request_id: str, caller: int) -> bool:
+        self.aborted.append(f"{request_id} of {caller}" if caller else request_id)
         return True
 
     async def looked(self, times: int = 2) -> None:
@@ -41,7 +41,7 @@ def test_who_has_lost_its_way_out_is_aborted_and_nobody_else(gone: str) -> None:
     async def run() -> None:
         processes = Processes("proxy", "ingress", "another proxy")
         hold = processes.ways_out.hold
-        with hold("lost", (gone,)), hold("other", ("another proxy",)):
+        with hold("lost", 0, (gone,)), hold("other", 0, ("another proxy",)):
             await processes.looked()
             assert processes.aborted == []
             processes.living.remove(gone)
@@ -51,12 +51,25 @@ def test_who_has_lost_its_way_out_is_aborted_and_nobody_else(gone: str) -> None:
     asyncio.run(run())
 
 
+def test_ids_are_each_caller_s_own() -> None:
+    async def run() -> None:
+        processes = Processes("proxy", "another proxy")
+        hold = processes.ways_out.hold
+        with hold("job-1", 7, ("proxy",)), hold("job-1", 8, ("another proxy",)):
+            await processes.looked()
+            processes.living.remove("proxy")
+            await processes.looked()
+        assert set(processes.aborted) == {"job-1 of 7"}
+
+    asyncio.run(run())
+
+
 def test_it_is_aborted_again_until_it_has_ended() -> None:
     """The first time may have been before the engine had it."""
 
     async def run() -> None:
         processes = Processes("proxy", "ingress")
-        with processes.ways_out.hold("r", ("proxy", "ingress")):
+        with processes.ways_out.hold("r", 0, ("proxy", "ingress")):
             await processes.looked()
             processes.living.remove("proxy")
             await processes.looked(3)
@@ -68,7 +81,7 @@ def test_a_process_that_was_never_seen_alive_is_not_taken_for_dead() -> None:
 
     async def run() -> None:
         processes = Processes("ingress")
-        with processes.ways_out.hold("r", ("not found", "ingress")):
+        with processes.ways_out.hold("r", 0, ("not found", "ingress")):
             await processes.looked(3)
         assert processes.aborted == []
 
@@ -79,7 +92,7 @@ def test_nothing_is_asked_when_nothing_runs_and_the_next_request_is_looked_after
     async def run() -> None:
         processes = Processes("proxy", "ingress")
         for _ in range(2):
-            with processes.ways_out.hold("r", ("proxy", "ingress")), processes.ways_out.hold("s", ("proxy",)):
+            with processes.ways_out.hold("r", 0, ("proxy", "ingress")), processes.ways_out.hold("s", 0, ("proxy",)):
                 await processes.looked(1)
             await asyncio.sleep(10 * LOOK_S)
             asked = len(processes.asked)
@@ -94,7 +107,7 @@ def test_a_look_that_fails_is_not_the_last() -> None:
     async def run() -> None:
         processes = Processes("proxy", "ingress")
         working, processes.ways_out._abort = processes.abort, fail
-        with processes.ways_out.hold("r", ("proxy", "ingress")):
+        with processes.ways_out.hold("r", 0, ("proxy", "ingress")):
             await processes.looked()
             processes.living.remove("proxy")
             await processes.looked()
@@ -111,7 +124,7 @@ def test_a_look_that_fails_is_not_the_last() -> None:
 def test_a_request_that_says_nothing_of_its_way_is_left_alone() -> None:
     async def run() -> None:
         processes = Processes()
-        with processes.ways_out.hold("r", ()):
+        with processes.ways_out.hold("r", 0, ()):
             await asyncio.sleep(10 * LOOK_S)
         assert (processes.asked, processes.aborted) == ([], [])
 

@@ -109,6 +109,13 @@ def test_a_long_text_is_not_tokenized() -> None:
     assert to_tokenize_request(pb.TokenizeRequest(text=longest), limits).text == longest
     with pytest.raises(RequestError, match=r"^text: has 2001 characters; send 2000 at most"):
         to_tokenize_request(pb.TokenizeRequest(text=longest + "y"), limits)
+    rare = "\U00010000"  # four bytes, and up to four tokens
+    assert to_tokenize_request(pb.TokenizeRequest(text=rare * 1000), limits).text == rare * 1000
+    with pytest.raises(RequestError, match=r"^text: has 2002 characters"):
+        to_tokenize_request(pb.TokenizeRequest(text=rare * 1001), limits)
+    assert to_tokenize_request(pb.TokenizeRequest(text="x" * 250, return_token_strs=True), limits).return_token_strs
+    with pytest.raises(RequestError, match=r"^text: has 251 characters; send 250 at most"):
+        to_tokenize_request(pb.TokenizeRequest(text="x" * 251, return_token_strs=True), limits)
     with pytest.raises(RequestError, match=r"^chat: has 2009 characters"):
         to_tokenize_request(pb.TokenizeRequest(chat=chat(("user", longest), ("user", "y"))), limits)
 

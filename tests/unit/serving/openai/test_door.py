@@ -124,6 +124,12 @@ def test_format_text_is_no_grammar():
         ({"repetition_detection": {"max_pattern_size": "4000"}}, "repetition_detection.max_pattern_size"),
         ({"repetition_detection": {"max_pattern_size": 4000.0}}, "repetition_detection.max_pattern_size"),
         ({"repetition_detection": {"min_count": True}}, "repetition_detection.min_count"),
+        (
+            {"repetition_detection": {"max_pattern_size": -10, "min_count": -100}},
+            "repetition_detection.max_pattern_size",
+        ),
+        ({"max_tokens": 1e300}, "max_tokens"),
+        ({"n": 1e300}, "n"),
         ({"temperature": 2.5}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"repetition_penalty": 1e30}, "repetition_penalty"),

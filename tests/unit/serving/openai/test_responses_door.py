@@ -148,6 +148,8 @@ def test_reasoning_that_says_nothing_is_left_out():
         ({"tools": TOOL}, "tools", "no array"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type", "allowed_tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function", "no field"),
+        ({"tool_choice": {"type": []}}, "tool_choice.type", "not"),
+        ({"input": [{"role": "user", "content": [{"type": []}]}]}, "input.0.content.0.type", "input_text"),
         ({"include": ["file_search_call.results"]}, "include.0", "file_search_call.results"),
         ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens", "no answer"),

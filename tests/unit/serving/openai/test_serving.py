@@ -16,11 +16,13 @@ from vllm.parser.abstract_parser import _xgrammar_supports
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.structured_output import backend_xgrammar
 
 from outrider.actors.grammars.bounds import Ending
 from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed
 from outrider.actors.replica_calls import Deadline, ReplicaLost
 from outrider.actors.serving.openai.serving import COUNT_EVERY_TOKENS, OpenAIServing
+from outrider.actors.vllm_seam.structured_outputs import leave_constraints_to_rooms
 from outrider.cluster.config import ConfigError, parse_config
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama
@@ -154,6 +156,8 @@ TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema"
 def nothing_compiles(monkeypatch):
     """In this process: 12 KB of a schema took over 6 s and 890 MiB of the replica's event loop."""
     compiled = []
+    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", backend_xgrammar.validate_xgrammar_grammar)
+    leave_constraints_to_rooms()
 
     def compile_it(*args, **options):
         compiled.append(args)
@@ -182,7 +186,7 @@ async def test_no_constraint_is_compiled_where_others_are_answered(serving, llm,
     assert head.status == 200
 
 
-@pytest.mark.usefixtures("nothing_compiles", "shared_serving")
+@pytest.mark.usefixtures("nothing_compiles")
 def test_nor_is_one_that_a_tool_parser_would_join_with_its_tools():
     assert _xgrammar_supports(StructuredOutputsParams(json={"type": "object"}))
     assert not _xgrammar_supports(StructuredOutputsParams(json={"type": "array", "uniqueItems": True}))
@@ -420,6 +424,7 @@ async def test_tokenize_models_and_schema(serving):
     assert (await whole(serving, "detokenize", {"tokens": [5000]}))[0] == 400
     assert [card["id"] for card in (await whole(serving, "models", {}))[1]["data"]] == ["tiny"]
     assert (await whole(serving, "models", {"id": "tiny"}))[1]["id"] == "tiny"
+    assert (await whole(serving, "models", {"id": "x"}))[0] == 404, "no adapter is there yet"
     assert {"/v1/completions", "/v1/responses"} <= (await whole(serving, "openapi", {}))[1]["paths"].keys()
 
 
