@@ -46,6 +46,10 @@ def reason(answer):
 EFFECTS = {
     "max_tokens": ({"max_tokens": 5}, lambda a, g: len(ids(a)) == 5),
     "top_k": ({"temperature": 1, "top_k": 1}, lambda a, g: ids(a) == g.token_ids),
+    "top_k of more than 31 bits": (
+        {"temperature": 1, "top_k": 2**31, "ignore_eos": True},
+        lambda a, g: len(ids(a)) == N,
+    ),
     "top_p": ({"temperature": 1, "top_p": 1e-6}, lambda a, g: ids(a) == g.token_ids),
     "min_p": ({"temperature": 1, "min_p": 1.0}, lambda a, g: ids(a) == g.token_ids),
     "logit_bias": ({"logit_bias": {"65": 100}}, lambda a, g: set(ids(a)) == {65}),
