@@ -239,6 +239,8 @@ class TimedProtocol(HttpToolsProtocol):
             return
         self._forget_header()
         self._forget_reader()
+        # uvicorn leaves it where a connection was reset, and with it all that there is of one, for as long as it runs.
+        self._unset_keepalive_if_required()
         if self._lingers is not None:
             self._lingers.cancel()
         super().connection_lost(exc)
