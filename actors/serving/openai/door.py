@@ -30,6 +30,7 @@ from outrider.actors.request_checks import (
     most_to_tokenize,
 )
 from outrider.actors.request_costs import (
+    MAX_STREAMED_WITH_TOOLS,
     check_conversation,
     check_in_one_piece,
     check_listed_of_answers,
@@ -164,6 +165,9 @@ def _check_costs(request: OpenAIRequest, limits: LimitsConfig) -> None:
     """Prompts of text one by one are the target's to check, which knows their tokens."""
     body, answers = request.body, request.num_answers
     check_listed_of_answers(body, answers)
+    if answers > MAX_STREAMED_WITH_TOOLS and body.get("stream") and body.get("tools"):
+        problem = f"{answers} answers at once are too many for a stream with tools"
+        raise RequestError("n", problem, f"send {MAX_STREAMED_WITH_TOOLS} at most, or stream no answer")
     prompts = request.prompts()
     if len(prompts) > 1 or isinstance(prompts[0], list):
         field = "logprobs" if body.get("prompt_logprobs") is None else "prompt_logprobs"

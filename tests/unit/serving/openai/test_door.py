@@ -145,6 +145,14 @@ def test_refused(changes, field):
     assert refused({**CHAT, **changes}).field.startswith(field)
 
 
+def test_few_answers_with_tools_are_streamed_at_once():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {**CHAT, "stream": True, "tools": tools, "n": 9}
+    assert refused(body).field == "n"
+    for other in ({"n": 8}, {"stream": False}, {"tools": []}):
+        door({**body, **other})
+
+
 def test_echo_of_several_answers_is_not_streamed():
     body = {"prompt": "a", "echo": True, "stream": True, "n": 2}
     assert refused(body, endpoint="completions").field == "echo"
