@@ -109,6 +109,7 @@ class OpenAIServing:
         )
         self._renderer = llm.renderer
         self._tokenization = ServingTokenization(self._models, renderer, **chat)
+        openapi(metadata.version("outrider"))  # made once, now: later all answers would wait for it
         logger.info("%s", described(config, self.parsers))
         for name in _STREAM_LOGGERS:
             logging.getLogger(name).addFilter(_is_news)
