@@ -55,6 +55,9 @@ from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.multimodal_config import MultimodalConfig
 from outrider.v1 import generation_pb2 as pb
 
+_TOLD_WITHIN_S = 0.5
+"""Of a deadline, by the replica that had the request: else it never reached one."""
+
 HEALTH_TIMEOUT_S = 5.0
 """A replica that is starting or stuck must not make a health check hang."""
 
@@ -310,10 +313,6 @@ async def _parts(
                 if part is None:
                     return
                 yield part
-
-
-_TOLD_WITHIN_S = 0.5
-"""Of a deadline, by the replica that had the request: else it never reached one."""
 
 
 async def _openai_events(parts: Parts, request: OpenAIRequest) -> AsyncGenerator[str, None]:

@@ -89,6 +89,14 @@ def test_what_was_counted_between_two_looks():
     assert replica.link == LinkView("up", 2, 1, pytest.approx(150))
 
 
+def test_what_proxies_refuse_counts_like_what_the_ingress_does():
+    refused = (
+        'outrider:refused_generations_total{{by="proxy"}} {} \noutrider:refused_generations_total{{by="ingress"}} 4\n'
+    )
+    looks = [parse(refused.format(proxy), at) for proxy, at in ((10, 1.0), (16, 3.0))]
+    assert view(*looks).rejected_per_s == pytest.approx(3)
+
+
 def test_an_idle_server_shows_what_it_did_since_its_start():
     (replica,) = view(NOW, NOW).replicas
     assert replica.acceptance_length == pytest.approx(1 + 80 / 30)
