@@ -1,18 +1,25 @@
 """Which nodes hold a replica: whether a cluster has room for so many, and whether each may be kept on one node.
 
-Pure. Nodes are told by their totals, whatever they run just now. What is found to be lacking is lacking for certain;
-that nothing is does not mean that Ray finds a place at once.
+Pure. Nodes are told by their totals, whatever they run just now. What is found to be lacking is lacking for certain:
+where nothing is, all have a place together, which does not mean that Ray finds it at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from outrider.cluster.config import ConfigError, NodeType
+from outrider.cluster.head import HEAD_RESOURCE
 from outrider.cluster.placement import Bundle, ReplicaPlacement
 
 _UNITS = (("GPU", "GPUs"), ("CPU", "logical CPUs"))
+
+TODAYS = "the cluster's nodes"
+"""In words."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,21 @@ class Node:
     def carries(self, labels: Mapping[str, str]) -> bool:
         return labels.items() <= self.labels.items()
 
+    def is_a(self, kind: Node) -> bool:
+        """Whether it may have come as one. The head never has."""
+        same = all(self.resources.get(name, 0.0) == count for name, count in kind.resources.items())
+        return same and self.carries(kind.labels) and HEAD_RESOURCE not in self.resources
+
     def room_for(self, unit: Unit) -> int:
         """How many it holds."""
         if not self.carries(unit.labels):
             return 0
         return min(int(self.resources.get(name, 0.0) // count) for name, count in unit.needs.items() if count)
+
+    def without(self, unit: Unit, number: int) -> Node:
+        """What is left of it beside so many."""
+        taken = {name: self.resources.get(name, 0.0) - number * count for name, count in unit.needs.items()}
+        return replace(self, resources={**self.resources, **taken})
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,31 @@ class Unit:
     def in_words(self) -> str:
         needs = " and ".join(f"{count:g} {name}s" for name, count in self.needs.items())
         return f"{needs} with {_listed(self.labels)}" if self.labels else needs
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Replicas, or drafters of a pool, that there have to be at once."""
+
+    placement: ReplicaPlacement
+    number: int
+    field: str
+    """Of the configuration: what says the number."""
+
+
+def all_there_may_be(nodes: Sequence[Node], types: Sequence[NodeType], at_most: int) -> list[Node]:
+    """Today's nodes, and those of each kind that may still come: ``max`` less those of today that are of the kind, the
+    one with most labels where a node is of several. at_most: more of a kind are of no use; as many come where its
+    ``max`` is not known."""
+    kinds = sorted(types, key=lambda kind: -len(kind.labels))
+    to_come = [math.inf if kind.max is None else kind.max for kind in kinds]
+    for node in nodes:
+        for index, kind in enumerate(kinds):
+            if to_come[index] and node.is_a(Node.of(kind)):
+                to_come[index] -= 1
+                break
+    coming = zip(kinds, to_come, strict=True)
+    return [*nodes, *(Node.of(kind) for kind, number in coming for _ in range(int(min(number, at_most))))]
 
 
 def in_words(placement: ReplicaPlacement) -> str:
@@ -83,12 +125,13 @@ def kept_together(
     placement: ReplicaPlacement,
     num_replicas: int,
     nodes: Sequence[Node],
-    types: Sequence[Node],
     *,
-    nodes_may_come: bool,
+    others_may_come: bool,
+    known: str = TODAYS,
 ) -> tuple[ReplicaPlacement, str | None]:
     """The placement with all of a replica on one node, where so many are held that way; else with its drafter wherever
-    there is room, and why. types: of nodes that may come, as far as they are known."""
+    there is room, and why. nodes: all there may be; others_may_come: and some of which nothing is known, then one that
+    holds a replica is enough. known: what the nodes are, in words."""
     if len(placement.bundles) == 1:
         return replace(placement, strategy="STRICT_PACK"), None
     apart = replace(placement, strategy="PACK")
@@ -97,10 +140,25 @@ def kept_together(
     together = replace(placement, strategy="STRICT_PACK")
     (whole,) = units_of(together)
     held = sum(node.room_for(whole) for node in nodes)
-    if any(kind.room_for(whole) for kind in types) or held >= (1 if nodes_may_come else num_replicas):
+    if held >= (1 if others_may_come else num_replicas):
         return together, None
-    known = "the cluster's nodes and serving.node_types hold" if types else "the cluster's nodes hold"
-    return apart, f"{whole.ranks} on one node need {whole.in_words} there, of which {known} {held or 'none'}"
+    return apart, f"{whole.ranks} on one node need {whole.in_words} there, of which {known} hold {held or 'none'}"
+
+
+def most_beside(other: Unit, number: int, unit: Unit, nodes: Sequence[Node]) -> int:
+    """The most of a unit that nodes hold beside so many of another; 0 where they do not hold those either.
+
+    Exact: node after node, for each number of the others that have a place so far, the most units that have one too.
+    """
+    most = np.full(number + 1, -np.inf)
+    most[0] = 0
+    for node in nodes:
+        beside = [node.without(other, there).room_for(unit) for there in range(min(node.room_for(other), number) + 1)]
+        with_node = most + beside[0]
+        for there, room in enumerate(beside[1:], start=1):
+            np.maximum(with_node[there:], most[:-there] + room, out=with_node[there:])
+        most = with_node
+    return int(max(most[number], 0))
 
 
 def check_nodes_hold_a_replica(
@@ -121,39 +179,48 @@ def check_nodes_hold_a_replica(
             )
 
 
-def check_cluster_can_hold(
-    placement: ReplicaPlacement,
-    num_replicas: int,
-    nodes: Sequence[Node],
-    pool: ReplicaPlacement | None = None,
-    num_drafters: int = 0,
+def check_all_have_a_place(
+    wanted: Sequence[Wanted], nodes: Sequence[Node], known: str = TODAYS, fix: str = "add nodes that have as much"
 ) -> None:
-    """Raise ConfigError naming what is missing, where Ray would wait for it without end.
+    """Raises ConfigError for what these nodes do not hold so many times, beside what is before it: a target and a
+    drafter, at most. known: what they are, in words."""
+    before: tuple[Unit, int] | None = None
+    for each in wanted:
+        times = _times(each.number)
+        for unit in units_of(each.placement):
+            held, beside = sum(node.room_for(unit) for node in nodes), ""
+            if before is not None and held >= each.number:
+                held = most_beside(*before, unit, nodes)
+                beside = f"beside {_times(before[1])} {before[0].ranks} "
+            if held < each.number:
+                named = each.field if each.number > 1 else f"{unit.section}.tensor_parallel_size"
+                raise ConfigError(
+                    f"{named}: {times} {unit.ranks} on one node need {unit.in_words} there, {times}, and "
+                    f"{beside}{known} hold {held or 'none'}; lower it, or {fix}"
+                )
+            before = (unit, each.number)
 
-    nodes: those that are alive. pool, num_drafters: of a pool of drafters.
+
+def check_cluster_can_hold(wanted: Sequence[Wanted], nodes: Sequence[Node]) -> None:
+    """Raises ConfigError naming what is missing, where Ray would wait for it without end.
+
+    wanted: replicas, and the drafters of a pool after them. nodes: those that are alive.
     """
+    replicas, *pool = wanted
     for resource, unit in _UNITS:
-        needed = placement.total(resource) * num_replicas
-        shared = "" if pool is None else f" and a pool of {num_drafters}"
-        if pool is not None:
-            needed += pool.total(resource) * num_drafters
+        needed = sum(each.placement.total(resource) * each.number for each in wanted)
         there = sum(node.resources.get(resource, 0.0) for node in nodes)
         if needed > there:
+            shared = "".join(f" and a pool of {each.number}" for each in pool)
+            one = replicas.number == 1
             raise ConfigError(
-                f"{_field(num_replicas)}: {num_replicas} replica{'s' if num_replicas > 1 else ''} of "
-                f"{len(placement.target_bundle_indices)} target and {len(placement.drafter_bundle_indices)} drafter "
-                f"ranks{shared} need{'' if num_replicas > 1 else 's'} {needed:g} {unit}, the cluster has {there:g}; "
-                f"{_fix(resource)}"
+                f"{'target.tensor_parallel_size' if one else replicas.field}: {replicas.number} "
+                f"replica{'' if one else 's'} of {len(replicas.placement.target_bundle_indices)} target and "
+                f"{len(replicas.placement.drafter_bundle_indices)} drafter ranks{shared} need{'s' if one else ''} "
+                f"{needed:g} {unit}, the cluster has {there:g}; {_fix(resource)}"
             )
-    check_nodes_hold_a_replica(placement, pool, nodes, "the cluster")
-    counted = [(placement, num_replicas, _field(2)), *([(pool, num_drafters, "drafter.num_drafters")] if pool else [])]
-    for group, number, named in counted:
-        for part in units_of(group):
-            if (held := sum(node.room_for(part) for node in nodes)) < number:
-                raise ConfigError(
-                    f"{named}: {number} times {part.ranks} on one node need {part.in_words} there, {number} times, and "
-                    f"the cluster's nodes hold {held}; lower it, or add nodes that have as much"
-                )
+    check_nodes_hold_a_replica(replicas.placement, pool[0].placement if pool else None, nodes, "the cluster")
+    check_all_have_a_place(wanted, nodes)
 
 
 def _contradiction(labels: Sequence[Mapping[str, str]]) -> str | None:
@@ -170,8 +237,8 @@ def _listed(labels: Mapping[str, str]) -> str:
     return " and ".join(f"{key}={value}" for key, value in labels.items())
 
 
-def _field(num_replicas: int) -> str:
-    return "serving.num_replicas" if num_replicas > 1 else "target.tensor_parallel_size"
+def _times(number: int) -> str:
+    return "1 time" if number == 1 else f"{number} times"
 
 
 def _fix(resource: str) -> str:

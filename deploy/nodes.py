@@ -5,17 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import ray
 
 from outrider.cluster.config import ConfigError, ServingConfig
-from outrider.cluster.nodes import Node, check_cluster_can_hold, check_nodes_hold_a_replica, kept_together
+from outrider.cluster.nodes import (
+    TODAYS,
+    Node,
+    Wanted,
+    all_there_may_be,
+    check_all_have_a_place,
+    check_cluster_can_hold,
+    check_nodes_hold_a_replica,
+    kept_together,
+)
 
 if TYPE_CHECKING:
     from outrider.deploy.app import ReplicaPlan
 
 logger = logging.getLogger(__name__)
+
+_ALL_THERE_MAY_BE = f"{TODAYS} and all that may come by serving.node_types"
 
 
 def living_nodes() -> list[Node]:
@@ -24,10 +35,14 @@ def living_nodes() -> list[Node]:
 
 
 def placed(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) -> ReplicaPlan:
-    """The plan with each replica on one node, drafter and all, unless no node can hold it: the log says so then."""
-    types = [Node.of(kind) for kind in serving.node_types]
+    """The plan with each replica on one node, drafter and all, unless the nodes that there may be cannot hold as many
+    as there are at least: the log says so then."""
     placement, why_not = kept_together(
-        plan.placement, serving.least_replicas, nodes, types, nodes_may_come=serving.nodes_may_come
+        plan.placement,
+        serving.least_replicas,
+        all_there_may_be(nodes, serving.node_types, serving.least_replicas),
+        others_may_come=serving.nodes_may_come and not serving.node_types,
+        known=_ALL_THERE_MAY_BE if serving.node_types else TODAYS,
     )
     if why_not is not None:
         logger.warning(
@@ -38,19 +53,24 @@ def placed(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) -> 
 
 def check_nodes(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) -> None:
     """Raises ConfigError when the nodes cannot hold what has to run at once, unless others may come; and where neither
-    they nor any that may come could ever. What autoscaling may ask for beyond that is a warning: nodes may come for it
-    then."""
+    they nor all that may come by serving.node_types could ever. What autoscaling may ask for beyond that is a warning:
+    nodes may come for it then, or the log says that none will."""
     if serving.node_types:
         known = [*nodes, *(Node.of(kind) for kind in serving.node_types)]
         check_nodes_hold_a_replica(plan.placement, plan.pool, known, "the cluster or of serving.node_types")
-    least_field, most_field = _fields(serving)
-    least = _lacking(plan, serving.least_replicas, plan.num_drafters, nodes, least_field)
-    if least is not None:
+    least, most = _wanted(plan, serving, "min"), _wanted(plan, serving, "max")
+    if (lacking := _lacking(least, nodes)) is not None:
         if not serving.nodes_may_come:
-            raise ConfigError(least)
-        logger.warning("waiting for nodes, since serving.nodes_may_come is set: %s", least)
-    elif most := _lacking(plan, serving.most_replicas, plan.num_drafters, nodes, most_field):
-        logger.warning("replicas that are called for beyond today's nodes will wait for others: %s", most)
+            raise ConfigError(lacking)
+        if (never := _never_there(least, serving, nodes)) is not None:
+            raise ConfigError(never)
+        logger.warning("waiting for nodes, since serving.nodes_may_come is set: %s", lacking)
+    if (never := _never_there(most, serving, nodes)) is not None:
+        logger.warning("what may be called for at most will never all run: %s", never)
+    elif lacking is None and (lacking := _lacking(most, nodes)) is not None:
+        logger.warning(
+            "replicas and drafters that are called for beyond today's nodes will wait for others: %s", lacking
+        )
 
 
 def can_surge(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) -> bool:
@@ -58,11 +78,11 @@ def can_surge(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) 
     room without end. Raises ConfigError where the configuration wants it and there is none."""
     if serving.surge is False:
         return False
-    field = _fields(serving)[1]
-    lacking = _lacking(plan, serving.most_replicas + 1, plan.most_drafters, nodes, field)
+    replicas, *pool = _wanted(plan, serving, "max")
+    wanted = [replace(replicas, number=replicas.number + 1), *pool]
+    lacking = _lacking(wanted, nodes)
     if serving.nodes_may_come and lacking is not None:
-        most = _most_nodes(serving)
-        lacking = None if most is None else _lacking(plan, serving.most_replicas + 1, plan.most_drafters, most, field)
+        lacking = _never_there(wanted, serving, nodes)
     if lacking is None:
         return True
     if serving.surge:
@@ -75,25 +95,52 @@ def can_surge(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) 
     return False
 
 
-def _most_nodes(serving: ServingConfig) -> list[Node] | None:
-    """That there may be; None: not known."""
-    kinds = [(Node.of(kind), kind.max) for kind in serving.node_types]
-    if not kinds or any(number is None for _, number in kinds):
-        return None
-    return [node for node, number in kinds for _ in range(number or 0)]
+def can_surge_drafters(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node], beside_replica: bool) -> bool:
+    """Whether a deploy may have one drafter of the pool more for a while. beside_replica: and one replica more, which
+    the deploy has at the same time. Where there is no room drafters are replaced in place, even with serving.surge:
+    targets serve without."""
+    if serving.surge is False:
+        return False
+    replicas, *pool = _wanted(plan, serving, "max")
+    more = [replace(each, number=each.number + 1) for each in pool]
+    wanted = [replace(replicas, number=replicas.number + beside_replica), *more]
+    lacking = _lacking(wanted, nodes)
+    if serving.nodes_may_come and lacking is not None:
+        lacking = _never_there(wanted, serving, nodes)
+    if lacking is not None:
+        logger.info("serving.surge: no room for one drafter more, so a deploy ends old ones first: %s", lacking)
+    return lacking is None
 
 
-def _fields(serving: ServingConfig) -> tuple[str, str]:
-    """What says how many replicas there are at least, and at most."""
-    if serving.autoscaling is None:
-        return "serving.num_replicas", "serving.num_replicas"
-    return "serving.autoscaling.min", "serving.autoscaling.max"
+def _wanted(plan: ReplicaPlan, serving: ServingConfig, end: Literal["min", "max"]) -> list[Wanted]:
+    """What there always is, or what autoscaling may make of it."""
+    replicas, drafters = {
+        "min": (serving.least_replicas, plan.num_drafters),
+        "max": (serving.most_replicas, plan.most_drafters),
+    }[end]
+    field = "serving.num_replicas" if serving.autoscaling is None else f"serving.autoscaling.{end}"
+    of_pool = "drafter.num_drafters" if plan.num_drafters == plan.most_drafters else f"drafter.autoscaling.{end}"
+    pool = [] if plan.pool is None else [Wanted(plan.pool, drafters, of_pool)]
+    return [Wanted(plan.placement, replicas, field), *pool]
 
 
-def _lacking(plan: ReplicaPlan, replicas: int, drafters: int, nodes: Sequence[Node], field: str) -> str | None:
-    """What the nodes lack for so many. field: where their number is said."""
+def _lacking(wanted: Sequence[Wanted], nodes: Sequence[Node]) -> str | None:
+    """What the nodes lack for it."""
     try:
-        check_cluster_can_hold(plan.placement, replicas, nodes, plan.pool, drafters)
+        check_cluster_can_hold(wanted, nodes)
     except ConfigError as error:
-        return str(error).replace("serving.num_replicas", field)
+        return str(error)
+    return None
+
+
+def _never_there(wanted: Sequence[Wanted], serving: ServingConfig, nodes: Sequence[Node]) -> str | None:
+    """What all nodes that may come lack for it; None as well where nothing is known of them."""
+    if not serving.node_types:
+        return None
+    at_most = sum(each.number * len(each.placement.bundles) for each in wanted)
+    ever = all_there_may_be(nodes, serving.node_types, at_most)
+    try:
+        check_all_have_a_place(wanted, ever, _ALL_THERE_MAY_BE, "raise serving.node_types.max")
+    except ConfigError as error:
+        return str(error)
     return None

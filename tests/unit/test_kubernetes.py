@@ -1,16 +1,15 @@
 """The manifests of deploy/kubernetes and the images of deploy/images: what can be known of them without a cluster.
 
-Kubernetes' own kinds are held against its schemas, where unknown fields are errors. KubeRay's kinds have none in any
-package; the fields that our manifests use are listed here, as RayClusterSpec and RayServiceSpec have them in
-ray-operator/apis/ray/v1 of KubeRay 1.7.0, and pod templates and services in them are held against Kubernetes' schemas.
+Each document is held against the schema of its kind, where unknown fields are errors: Kubernetes' own, and those of
+KubeRay's definitions (kuberay/README.md), in which pod templates and services are Kubernetes' again.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 import re
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,49 +47,9 @@ ENDS_WITHIN_S = 30.0
 
 Tree = dict[str, Any]
 
-# Leaves are types; a name ending in ! must be there. `labels` and the like: any key, values of this type.
-ANY_STRINGS = {"*": str}
-POD, SERVICE = "a pod template", "a service"
-CLUSTER: Tree = {
-    "rayVersion": str,
-    "authOptions": {"mode": str, "secretName": str},
-    "enableInTreeAutoscaling": bool,
-    "autoscalerOptions": {
-        "version": str,
-        "idleTimeoutSeconds": int,
-        "upscalingMode": str,
-        "resources": {"requests": ANY_STRINGS, "limits": ANY_STRINGS},
-        "securityContext": "a security context",
-        "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
-    },
-    "headGroupSpec!": {"rayStartParams!": ANY_STRINGS, "labels": ANY_STRINGS, "template!": POD},
-    "workerGroupSpecs": [
-        {
-            "groupName!": str,
-            "replicas": int,
-            "minReplicas!": int,
-            "maxReplicas!": int,
-            "idleTimeoutSeconds": int,
-            "rayStartParams!": ANY_STRINGS,
-            "labels": ANY_STRINGS,
-            "template!": POD,
-        }
-    ],
-}
-HEAD: Tree = {"apiVersion!": str, "kind!": str, "metadata!": {"name!": str, "annotations": ANY_STRINGS}}
 KUBERAY: dict[str, Tree] = {
-    "RayCluster": {**HEAD, "spec!": CLUSTER},
-    "RayService": {
-        **HEAD,
-        "spec!": {
-            "excludeHeadPodFromServeSvc": bool,
-            "upgradeStrategy": {"type": str},
-            "rayClusterDeletionDelaySeconds": int,
-            "serveService": SERVICE,
-            "serveConfigV2": str,
-            "rayClusterConfig!": CLUSTER,
-        },
-    },
+    kind: json.loads((Path(__file__).parent / "kuberay" / f"{kind.lower()}s.json").read_text())
+    for kind in ("RayCluster", "RayService")
 }
 
 
@@ -98,40 +57,25 @@ def check_kubernetes(document: Tree) -> None:
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-def check_kuberay(value: Any, allowed: Any, where: str) -> None:
-    if allowed in (POD, SERVICE, "a security context"):
-        check_kubernetes(as_document(value, allowed))
-    elif isinstance(allowed, list):
-        assert isinstance(value, list), where
-        for index, item in enumerate(value):
-            check_kuberay(item, allowed[0], f"{where}[{index}]")
-    elif isinstance(allowed, dict):
-        assert isinstance(value, dict), f"{where}: no mapping"
-        known = {name.rstrip("!"): kind for name, kind in allowed.items()}
-        missing = [name for name in allowed if name.endswith("!") and name.rstrip("!") not in value]
-        assert not missing, f"{where}: {missing} missing"
-        for name, inner in value.items():
-            assert name in known or "*" in known, (
-                f"{where}.{name}: KubeRay 1.7.0 has no such field, or it is not listed"
-            )
-            check_kuberay(inner, known.get(name, known.get("*")), f"{where}.{name}")
-    else:
-        assert type(value) is allowed, f"{where}: {value!r} is no {allowed.__name__}"
+def check_part(_: Any, kind: str, part: Tree, __: Tree) -> Iterator[jsonschema.ValidationError]:
+    """Of one of KubeRay's: Kubernetes' schemas are of whole objects."""
+    try:
+        check_kubernetes({"apiVersion": "v1", "kind": kind, **part, "metadata": {"name": "x", **part["metadata"]}})
+    except kubernetes_validate.ValidationError as error:
+        yield jsonschema.ValidationError(error.message, path=error.path)
 
 
-def as_document(value: Tree, kind: str) -> Tree:
-    """Kubernetes' schemas are of whole objects."""
-    if kind == SERVICE:
-        return {"apiVersion": "v1", "kind": "Service", **value}
-    if kind == POD:
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "x", **value["metadata"]},
-            "spec": value["spec"],
-        }
-    container = {"name": "x", "securityContext": value}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": {"containers": [container]}}
+WITH_PARTS = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"x-kubernetes-kind": check_part})
+
+
+def check_document(document: Tree) -> None:
+    if (schema := KUBERAY.get(document["kind"])) is None:
+        check_kubernetes(document)
+        return
+    assert document["apiVersion"] == "ray.io/v1"
+    check_kubernetes({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]})
+    wrong = [f"{error.json_path}: {error.message}" for error in WITH_PARTS(schema).iter_errors(document)]
+    assert not wrong, f"{document['kind']} as KubeRay defines it: {wrong}"
 
 
 def documents(folder: Path) -> Iterator[tuple[str, Tree]]:
@@ -188,55 +132,70 @@ ALL = [
 
 @pytest.mark.parametrize("document", ALL)
 def test_every_document_fits_its_schema(document: Tree) -> None:
-    if document["kind"] in KUBERAY:
-        assert document["apiVersion"] == "ray.io/v1"
-        check_kuberay(document, KUBERAY[document["kind"]], document["kind"])
-    else:
-        check_kubernetes(document)
+    check_document(document)
 
 
-def crd_schema(kind: str) -> Tree:
-    """Of KubeRay's own definition of the kind, as JSON Schema has it: unknown fields are errors, as under kubectl."""
-    file = Path(os.environ["KUBERAY_CRDS"]) / f"ray.io_{kind.lower()}s.yaml"
-    (served,) = [each for each in yaml.safe_load(file.read_text())["spec"]["versions"] if each["name"] == "v1"]
-    return closed(served["schema"]["openAPIV3Schema"])
+def test_kuberays_definitions_are_of_the_version_that_the_docs_name() -> None:
+    (version,) = re.findall(r"^\| KubeRay operator \| ([\d.]+)", (ROOT / "docs" / "kubernetes.md").read_text(), re.M)
+    for schema in KUBERAY.values():
+        assert f"KubeRay v{version} (" in schema["$comment"]
+    assert f"\n| version | {version}, commit " in (Path(__file__).parent / "kuberay" / "README.md").read_text()
 
 
-def closed(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return [closed(each) for each in schema] if isinstance(schema, list) else schema
-    found = {name: closed(inner) for name, inner in schema.items() if name != "format"}
-    if found.pop("x-kubernetes-int-or-string", False):
-        found.pop("type", None)
-    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        found.setdefault("additionalProperties", False)
-    return found
-
-
-@pytest.mark.skipif("KUBERAY_CRDS" not in os.environ, reason="KUBERAY_CRDS names no folder with KubeRay's CRDs")
-@pytest.mark.parametrize("document", [each for each in ALL if each.values[0]["kind"] in KUBERAY])
-def test_kuberays_own_definitions_take_them(document: Tree) -> None:
-    """The folder is helm-chart/kuberay-operator/crds of github.com/ray-project/kuberay, which no package carries."""
-    check = jsonschema.Draft202012Validator(crd_schema(document["kind"]))
-    assert not [f"{error.json_path}: {error.message}" for error in check.iter_errors(document)]
-    document = copy.deepcopy(document)
-    document["spec"]["rayversion"] = "2.60.0"
-    assert not check.is_valid(document)
-
-
-@pytest.mark.parametrize("wrong", ["headGroupSpecs", "serveServices", "rayversion"])
-def test_a_field_that_kuberay_does_not_have_is_found(wrong: str) -> None:
-    (service,) = installed("cpu", "RayService")
-    service["spec"]["rayClusterConfig"][wrong] = "x"
+@pytest.mark.parametrize(
+    ("where", "wrong", "value"),
+    [
+        ((), "rayversion", "2.60.0"),
+        ((), "headGroupSpecs", {}),
+        ((), "enableInTreeAutoscaling", "true"),
+        (("autoscalerOptions", "securityContext"), "runAsRoot", False),
+        (("workerGroupSpecs", 0), "maxReplicas", "4"),
+        (("headGroupSpec", "template", "spec"), "securityContexts", {}),
+        (("workerGroupSpecs", 1, "template", "spec", "containers", 0), "envs", []),
+        (("workerGroupSpecs", 1, "template"), "spek", {}),
+    ],
+)
+def test_what_neither_kuberay_nor_kubernetes_has_is_found(
+    where: tuple[str | int, ...], wrong: str, value: object
+) -> None:
+    (found,) = installed("gpu-autoscaling", "RayCluster")
+    part: Any = found["spec"]
+    for step in where:
+        part = part[step]
+    part[wrong] = value
     with pytest.raises(AssertionError, match=wrong):
-        check_kuberay(service, KUBERAY["RayService"], "RayService")
+        check_document(found)
 
 
-def test_a_field_that_kubernetes_does_not_have_is_found_inside_of_kuberays() -> None:
-    (service,) = installed("cpu", "RayService")
-    service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["securityContexts"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError, match="securityContexts"):
-        check_kuberay(service, KUBERAY["RayService"], "RayService")
+def test_a_part_that_is_missing_is_found_and_a_service_that_is_none() -> None:
+    (service,) = installed("gpu", "RayService")
+    service["spec"]["serveService"]["spec"]["portz"] = []
+    with pytest.raises(AssertionError, match="portz"):
+        check_document(service)
+    del service["spec"]["serveService"]["spec"]["portz"]
+    del service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    with pytest.raises(AssertionError, match="'headGroupSpec' is a required property"):
+        check_document(service)
+
+
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl, whose Kustomize puts overlays together, is not here"
+)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kustomize_makes_of_an_overlay_what_is_looked_at_here(overlay: str) -> None:
+    command = ["kubectl", "kustomize", str(FOLDER / "overlays" / overlay)]
+    made = list(yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    for document in made:
+        check_document(document)
+    ours = [document for _, document in documents(FOLDER / "overlays" / overlay)]
+    for document in ours:
+        if document["kind"] != "Namespace":
+            document["metadata"]["namespace"] = "outrider"
+    assert sorted(made, key=named) == sorted(ours, key=named)
+
+
+def named(document: Tree) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
 
 
 def test_every_file_belongs_to_a_kustomization() -> None:
@@ -407,7 +366,7 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
     cores = None if has_gpus else plan_cores(config, range(8))
     placement = placement_of(config, on_gpu=has_gpus, core_plan=cores)
     pool = pool_placement_of(config, on_gpu=has_gpus, core_plan=cores)
-    placement, why_not = kept_together(placement, 1, [], types, nodes_may_come=True)
+    placement, why_not = kept_together(placement, 1, types, others_may_come=False)
     apart = has_gpus and pool is None
     assert (why_not is None) == (placement.strategy == "STRICT_PACK") == (not apart), "a drafter on a node of its own"
     check_nodes_hold_a_replica(placement, pool, types, "the manifest")

@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
-from outrider.cluster.nodes import Node, check_cluster_can_hold, check_nodes_hold_a_replica, kept_together
+from outrider.cluster.config import ConfigError, NodeType, OutriderConfig, parse_config
+from outrider.cluster.head import HEAD_RESOURCE
+from outrider.cluster.nodes import (
+    Node,
+    Unit,
+    Wanted,
+    all_there_may_be,
+    check_cluster_can_hold,
+    check_nodes_hold_a_replica,
+    kept_together,
+    most_beside,
+)
 from outrider.cluster.placement import ReplicaPlacement, placement_of, pool_placement_of
+from outrider.deploy.app import ReplicaPlan
+from outrider.deploy.nodes import can_surge, check_nodes
+from outrider.deploy.nodes import placed as placed_by_plan
+
+SERVING = ("num_replicas", "autoscaling", "node_types", "surge")
 
 
 def config(
     target_ranks: int = 2,
     drafter_ranks: int = 1,
     labels: tuple[dict[str, str], dict[str, str]] = ({}, {}),
-    **drafter: Any,
+    **others: Any,
 ) -> OutriderConfig:
+    """others: of the drafter's section, or of serving's."""
     target = {"model": "t", "tensor_parallel_size": target_ranks, "node_labels": labels[0]}
     own = {"method": "draft_model", "model": "d", "tensor_parallel_size": drafter_ranks, "node_labels": labels[1]}
-    return parse_config({"target": target, "drafter": {**own, **drafter}})
+    serving = {name: others.pop(name) for name in SERVING if name in others}
+    may_come = {"nodes_may_come": True} if "node_types" in serving else {}
+    return parse_config({"target": target, "drafter": {**own, **others}, "serving": {**serving, **may_come}})
+
+
+def plan_of(config: OutriderConfig) -> ReplicaPlan:
+    pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
+    sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
+    return ReplicaPlan(placement_of(config, True), None, (), pool_placement_of(config, True), *sizes)
+
+
+def kind(gpus: float, most: int | None = None, **labels: str) -> dict[str, Any]:
+    return {"cpus": 99, "gpus": gpus, "max": most, "labels": labels}
 
 
 def node(gpus: float, cpus: float = 99.0, **labels: str) -> Node:
@@ -27,9 +60,20 @@ def node(gpus: float, cpus: float = 99.0, **labels: str) -> Node:
 
 
 def placed(
-    config: OutriderConfig, replicas: int, *nodes: Node, types: tuple[Node, ...] = (), may_come: bool = False
+    config: OutriderConfig, replicas: int, *nodes: Node, may_come: bool = False
 ) -> tuple[ReplicaPlacement, str | None]:
-    return kept_together(placement_of(config, on_gpu=True), replicas, nodes, types, nodes_may_come=may_come)
+    return kept_together(placement_of(config, on_gpu=True), replicas, nodes, others_may_come=may_come)
+
+
+def check(
+    placement: ReplicaPlacement,
+    replicas: int,
+    nodes: Sequence[Node],
+    pool: ReplicaPlacement | None = None,
+    drafters: int = 0,
+) -> None:
+    shared = [] if pool is None else [Wanted(pool, drafters, "drafter.num_drafters")]
+    check_cluster_can_hold([Wanted(placement, replicas, "serving.num_replicas"), *shared], nodes)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +91,7 @@ def test_a_replica_is_kept_on_one_node_unless_none_holds_it(nodes: list[Node], r
     placement, why_not = placed(config(), replicas, *nodes)
     assert placement.strategy == strategy
     assert (why_not is None) == (strategy == "STRICT_PACK")
-    check_cluster_can_hold(placement, replicas, nodes)
+    check(placement, replicas, nodes)
 
 
 def test_why_it_is_not_says_what_is_lacking() -> None:
@@ -58,15 +102,28 @@ def test_why_it_is_not_says_what_is_lacking() -> None:
     )
 
 
-def test_where_nodes_may_come_their_kinds_decide_or_a_node_that_is_there() -> None:
-    small, large = node(2), node(4)
-    assert placed(config(), 1, node(0), may_come=True)[0].strategy == "PACK", "nothing is known"
+def test_where_nodes_may_come_of_which_nothing_is_known_one_that_is_there_is_enough() -> None:
+    assert placed(config(), 1, node(0), may_come=True)[0].strategy == "PACK"
     assert placed(config(), 2, node(3), may_come=True)[0].strategy == "STRICT_PACK", "more like it may come"
-    assert placed(config(), 1, node(0), types=(small, large), may_come=True)[0].strategy == "STRICT_PACK"
-    placement, why_not = placed(config(), 1, node(0), types=(small, node(1)), may_come=True)
-    assert placement.strategy == "PACK"
-    assert why_not is not None
-    assert "serving.node_types hold none" in why_not
+
+
+@pytest.mark.parametrize(
+    ("types", "replicas", "strategy"),
+    [
+        ([kind(2), kind(4)], 3, "STRICT_PACK"),
+        ([kind(2), kind(1)], 1, "PACK"),
+        ([kind(2), kind(4, 2)], 2, "STRICT_PACK"),
+        ([kind(2), kind(4, 1)], 2, "PACK"),
+    ],
+)
+def test_where_kinds_of_nodes_are_known_they_decide(
+    types: list[dict[str, Any]], replicas: int, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = config(num_replicas=replicas, node_types=types)
+    found = placed_by_plan(plan_of(wanted), wanted.serving, [node(0)])
+    assert found.placement.strategy == strategy
+    assert ("and all that may come by serving.node_types hold" in caplog.text) == (strategy == "PACK")
+    check_nodes(found, wanted.serving, [node(0)])
 
 
 def test_what_is_alone_in_its_group_stays_together_whatever_there_is() -> None:
@@ -80,7 +137,7 @@ def test_target_and_drafter_that_want_nodes_of_other_labels_are_apart() -> None:
     placement, why_not = placed(apart, 1, *nodes)
     assert (placement.strategy, placement.labels) == ("PACK", ({"role": "target"}, {"role": "drafter"}))
     assert why_not == "target.node_labels and drafter.node_labels want another role each"
-    check_cluster_can_hold(placement, 1, nodes)
+    check(placement, 1, nodes)
     both = config(labels=({"zone": "a"}, {"disk": "fast"}))
     assert placed(both, 1, node(3, zone="a", disk="fast"))[0].strategy == "STRICT_PACK"
     assert placed(both, 1, node(3, zone="a"), node(3, disk="fast"))[0].strategy == "PACK"
@@ -100,12 +157,12 @@ def test_labels_that_no_node_carries_are_refused(
 ) -> None:
     placement, _ = placed(config(labels=labels), 1, *nodes)
     with pytest.raises(ConfigError, match=message):
-        check_cluster_can_hold(placement, 1, nodes)
+        check(placement, 1, nodes)
 
 
 def test_a_cluster_that_fits_exactly_is_fine() -> None:
     for nodes in ([node(3, 4)], [node(2, 3), node(1, 1)]):
-        check_cluster_can_hold(placed(config(), 1, *nodes)[0], 1, nodes)
+        check(placed(config(), 1, *nodes)[0], 1, nodes)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +176,7 @@ def test_a_cluster_that_fits_exactly_is_fine() -> None:
 )
 def test_what_a_cluster_lacks_is_named(replicas: int, only: Node, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_cluster_can_hold(placement_of(config(), on_gpu=True), replicas, [only])
+        check(placement_of(config(), on_gpu=True), replicas, [only])
 
 
 @pytest.mark.parametrize(
@@ -132,39 +189,202 @@ def test_what_a_cluster_lacks_is_named(replicas: int, only: Node, message: str) 
 )
 def test_ranks_that_no_node_holds_together_are_refused(ranks: tuple[int, int], nodes: list[Node], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_cluster_can_hold(placed(config(*ranks), 1, *nodes)[0], 1, nodes)
+        check(placed(config(*ranks), 1, *nodes)[0], 1, nodes)
 
 
 def test_ranks_of_several_stages_may_be_lowered_in_two_ways() -> None:
     target = {"model": "t", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     piped = placement_of(parse_config({"target": target}), on_gpu=True)
     with pytest.raises(ConfigError, match=r"4 target ranks on one node.*lower it or target\.pipeline_parallel_size"):
-        check_cluster_can_hold(piped, 1, [node(2, 9)] * 2)
+        check(piped, 1, [node(2, 9)] * 2)
 
 
 def test_replicas_that_nodes_hold_in_sum_only_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_replicas: 2 times 3 target ranks .* and the cluster's nodes hold 1"):
-        check_cluster_can_hold(placed(config(3, 1), 2, node(4), node(2), node(2))[0], 2, [node(4), node(2), node(2)])
+        check(placed(config(3, 1), 2, node(4), node(2), node(2))[0], 2, [node(4), node(2), node(2)])
 
 
 def test_a_pool_counts_where_the_cluster_is_looked_at() -> None:
     shared = config(1, 2, placement="pool", num_drafters=2)
     target, pool = placement_of(shared, on_gpu=True), pool_placement_of(shared, on_gpu=True)
-    check_cluster_can_hold(target, 3, [node(3), node(4)], pool, 2)
+    check(target, 3, [node(3), node(4)], pool, 2)
     with pytest.raises(ConfigError, match=r"and a pool of 2 need 7 GPUs, the cluster has 6"):
-        check_cluster_can_hold(target, 3, [node(3)] * 2, pool, 2)
+        check(target, 3, [node(3)] * 2, pool, 2)
     with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 2 drafter ranks on one node need 3 CPUs"):
-        check_cluster_can_hold(target, 3, [node(2, 2)] * 7, pool, 2)
+        check(target, 3, [node(2, 2)] * 7, pool, 2)
     with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 2 drafter ranks on one node"):
-        check_cluster_can_hold(target, 3, [node(1)] * 7, pool, 2)
+        check(target, 3, [node(1)] * 7, pool, 2)
     with pytest.raises(ConfigError, match=r"drafter\.num_drafters: 2 times 2 drafter ranks .* nodes hold 1; lower it"):
-        check_cluster_can_hold(target, 3, [node(2), *[node(1)] * 5], pool, 2)
+        check(target, 3, [node(2), *[node(1)] * 5], pool, 2)
 
 
 def test_what_no_kind_of_node_could_ever_hold_is_refused() -> None:
-    placement, _ = placed(config(4, 1), 1, types=(node(2), node(1)), may_come=True)
+    placement, _ = placed(config(4, 1), 1, node(2), node(1))
     with pytest.raises(
         ConfigError, match=r"4 target ranks .* which no node of the cluster or of serving\.node_types has"
     ):
         check_nodes_hold_a_replica(placement, None, [node(0), node(2)], "the cluster or of serving.node_types")
     check_nodes_hold_a_replica(placement, None, [node(0), node(4)], "them")
+
+
+def test_replicas_and_drafters_that_fit_one_by_one_and_not_together_are_refused() -> None:
+    shared = config(4, 3, placement="pool", num_drafters=2)
+    target, pool = placement_of(shared, on_gpu=True), pool_placement_of(shared, on_gpu=True)
+    check(target, 1, [node(4), node(4), node(3)], pool, 2)
+    with pytest.raises(
+        ConfigError,
+        match=r"drafter\.num_drafters: 2 times 3 drafter ranks .* and beside 1 time 4 target ranks the cluster's nodes "
+        r"hold 1; lower it, or add nodes",
+    ):
+        check(target, 1, [node(4), node(4), node(2)], pool, 2)
+    with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 1 time 3 drafter ranks .* hold none; lower"):
+        check(target, 1, [node(4), node(2), node(2)], pool, 1)
+    apart = replace(placement_of(config(4, 3), on_gpu=True), strategy="PACK")
+    with pytest.raises(ConfigError, match=r"num_replicas: 2 times 3 drafter .* beside 2 times 4 target .* hold 1;"):
+        check(apart, 2, [node(4), node(8), node(2)])
+
+
+def test_places_are_counted_as_by_trying_them_all() -> None:
+    dice = random.Random(1)
+    for _ in range(150):
+        nodes = [
+            Node({"GPU": dice.randint(0, 6), "CPU": dice.randint(0, 9)}, dice.choice(({}, {"zone": "a"})))
+            for _ in range(dice.randint(1, 4))
+        ]
+        one, two = (
+            Unit("target", "", {"GPU": dice.randint(0, 3), "CPU": dice.randint(1, 3)}, dice.choice(({}, {"zone": "a"})))
+            for _ in range(2)
+        )
+        number = dice.randint(0, 4)
+        tried = [sum(rooms) for rooms in trials(one, number, two, nodes)]
+        assert most_beside(one, number, two, nodes) == max(tried, default=0)
+
+
+def trials(one: Unit, number: int, two: Unit, nodes: Sequence[Node]) -> Iterator[list[int]]:
+    for shares in itertools.product(range(number + 1), repeat=len(nodes)):
+        pairs = list(zip(nodes, shares, strict=True))
+        if sum(shares) == number and all(share <= node.room_for(one) for node, share in pairs):
+            yield [node.without(one, share).room_for(two) for node, share in pairs]
+
+
+def test_many_nodes_alike_take_no_longer_than_others() -> None:
+    """Where each had to be tried with each, this would not end."""
+    one, two = Unit("target", "", {"GPU": 3.0}), Unit("drafter", "", {"GPU": 2.0})
+    assert most_beside(one, 100, two, [node(8)] * 100) == 250
+    assert most_beside(one, 200, two, [node(8)] * 100) == 100
+
+
+@pytest.mark.parametrize(
+    ("types", "nodes", "there"),
+    [
+        ([kind(4, 2)], [], [4, 4]),
+        ([kind(4, 2)], [node(4)], [4, 4]),
+        ([kind(4, 2)], [node(4), node(4), node(4)], [4, 4, 4]),
+        ([kind(4, 2)], [node(3)], [3, 4, 4]),
+        ([kind(4, 1)], [node(4, 98)], [4, 4]),
+        ([kind(4, 1)], [node(4, zone="a", arch="x")], [4]),
+        ([kind(4, 1, zone="a")], [node(4)], [4, 4]),
+        ([kind(4)], [node(4)], [4] * 6),
+        ([kind(4, 9)], [], [4] * 5),
+        ([kind(0, 1)], [node(0)], [0]),
+    ],
+)
+def test_todays_nodes_are_among_those_that_there_may_be_once(
+    types: list[dict[str, Any]], nodes: list[Node], there: list[float]
+) -> None:
+    found = all_there_may_be(nodes, [NodeType(**each) for each in types], 5)
+    assert [node.resources.get("GPU", 0) for node in found] == there
+
+
+def test_a_node_of_two_kinds_counts_as_the_one_with_more_labels() -> None:
+    types = [NodeType(**kind(4, 1)), NodeType(**kind(4, 1, zone="a"))]
+    found = all_there_may_be([node(4, zone="a")], types, 9)
+    assert [each.labels for each in found] == [{"zone": "a"}, {}]
+    found = all_there_may_be([node(4, zone="a"), node(4, zone="a")], types, 9)
+    assert len(found) == 2, "the other one has come as the kind without labels"
+
+
+def test_the_head_has_not_come_as_any_kind() -> None:
+    head = Node({"GPU": 4.0, "CPU": 99.0, HEAD_RESOURCE: 1.0})
+    assert len(all_there_may_be([head], [NodeType(**kind(4, 1))], 9)) == 2
+
+
+ONE_OF_EACH = [kind(4, 1), kind(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "message"),
+    [
+        (
+            config(4, 1, placement="pool", num_replicas=5, node_types=ONE_OF_EACH),
+            [],
+            r"serving\.num_replicas: 5 times 4 target ranks .* all that may come by serving\.node_types hold 1; "
+            r"lower it, or raise serving\.node_types\.max",
+        ),
+        (
+            config(4, 1, placement="pool", num_drafters=2, node_types=ONE_OF_EACH),
+            [],
+            r"drafter\.num_drafters: 2 times 1 drafter rank .* beside 1 time 4 target ranks .* hold 1; lower it",
+        ),
+        (
+            config(4, 1, placement="pool", autoscaling={"min": 2, "max": 9}, node_types=ONE_OF_EACH),
+            [node(4)],
+            r"serving\.autoscaling\.min: 2 times 4 target ranks .* hold 1",
+        ),
+    ],
+)
+def test_what_must_be_there_and_never_will_be_is_refused(
+    wanted: OutriderConfig, nodes: list[Node], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_nodes(plan_of(wanted), wanted.serving, nodes)
+
+
+@pytest.mark.parametrize(
+    ("types", "nodes", "waits"),
+    [
+        ([kind(4, 2), kind(1, 2)], [], True),
+        ([kind(4), kind(1, 2)], [], True),
+        (ONE_OF_EACH, [node(5), node(1, 98)], True),
+        (ONE_OF_EACH, [node(9), node(1, 98)], False),
+        ([], [], True),
+    ],
+)
+def test_what_may_still_be_there_is_waited_for(
+    types: list[dict[str, Any]], nodes: list[Node], waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = config(4, 1, placement="pool", num_replicas=2, num_drafters=2, node_types=types)
+    check_nodes(plan_of(wanted), wanted.serving, nodes)
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["waiting for nodes"] * waits
+
+
+@pytest.mark.parametrize(
+    ("scaled", "most", "message"),
+    [
+        ({"autoscaling": {"max": 9}}, 1, "serving.autoscaling.max: 9 times 4 target ranks"),
+        ({"autoscaling": {"max": 9}}, None, None),
+        ({"pool": {"min": 1, "max": 3}}, 1, "drafter.autoscaling.max: 3 times 1 drafter rank"),
+        ({"pool": {"min": 1, "max": 3}}, 2, None),
+    ],
+)
+def test_what_may_be_called_for_and_never_will_be_there_is_said_once(
+    scaled: dict[str, Any], most: int | None, message: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = {name: each for name, each in scaled.items() if name != "pool"}
+    pool = {"placement": "pool", **({"autoscaling": scaled["pool"]} if "pool" in scaled else {})}
+    drafter = {"method": "draft_model", "model": "d", **pool}
+    types = {"nodes_may_come": True, "node_types": [kind(4, most), kind(1, most)]}
+    target = {"model": "t", "tensor_parallel_size": 4}
+    wanted = parse_config({"target": target, "drafter": drafter, "serving": {**serving, **types}})
+    with caplog.at_level(logging.WARNING):
+        check_nodes(plan_of(wanted), wanted.serving, [node(4), node(1)])
+    never = [record.message for record in caplog.records if "never all run" in record.message]
+    assert len(caplog.records) == 1
+    assert len(never) == (message is not None)
+    assert message is None or message in never[0]
+
+
+@pytest.mark.parametrize(("types", "surges"), [([kind(4, 2)], True), ([kind(4, 1), kind(1)], False), ([], True)])
+def test_a_deploy_has_one_more_where_nodes_may_come_that_hold_it(types: list[dict[str, Any]], surges: bool) -> None:
+    wanted = config(3, 1, node_types=types)
+    assert can_surge(plan_of(wanted), wanted.serving, [node(4)]) is surges
