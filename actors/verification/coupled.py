@@ -1,4 +1,4 @@
-"""The token that coupled noise chooses, found without the noise of every token. For the CPU; triton_kernel.py has the
+"""The token that coupled noise chooses, found without the noise of every token. For the CPU; triton_draws.py has the
 same choice for GPUs.
 
 argmax_x(log p(x) + g(x)): see noise.py for g and where the rule comes from. The leading bits of the noise, cheap for

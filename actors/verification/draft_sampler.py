@@ -7,7 +7,7 @@ other tokens forbidden. All ids given back are token ids.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -68,21 +68,14 @@ def sample_drafts(
     if mode is Mode.GREEDY:
         return greedy_drafts(logits, subset, alternatives)
     maxima = search_maxima(logits) if logits.device.type == "cpu" else None
-    row_max = (logits if maxima is None else maxima).amax(-1)
-    threshold = thresholds(logits, row_max, constraints) if constraints.any else None
-    if mode is Mode.COUPLED:
-        noise = (seed, position)
-        return _coupled(logits, constraints.temperature, threshold, row_max, maxima, *noise, subset, alternatives)
-    drawn = truncated(logits, constraints.temperature, threshold, seed, position, round_start, n, maxima)
-    if alternatives:
-        drawn = _with_alternatives(drawn, alternatives)
-    if subset is None:
-        return drawn
-    assert drawn.q_ids is not None
-    others = drawn.alternatives
-    if others is not None:
-        others = torch.where(others < 0, -1, subset.ids[others.clamp_min(0)])
-    return replace(drawn, ids=subset.ids[drawn.ids], q_ids=subset.ids[drawn.q_ids], alternatives=others)
+    temperature, threshold = constraints.temperature, None
+    if mode is Mode.COUPLED or constraints.any:
+        row_max = (logits if maxima is None else maxima).amax(-1)
+        threshold = thresholds(logits, row_max, constraints) if constraints.any else None
+        if mode is Mode.COUPLED:
+            return _coupled(logits, temperature, threshold, row_max, maxima, seed, position, subset, alternatives)
+    noise = (seed, position, round_start)
+    return truncated(logits, temperature, threshold, *noise, n, maxima, subset, alternatives)
 
 
 def greedy_drafts(logits: Tensor, subset: TokenSubset | None = None, alternatives: int = 0) -> DraftSample:
@@ -182,13 +175,13 @@ def _triton_ranking(
     count: int,
 ) -> tuple[Tensor, Tensor]:
     """What `coupled_ranking` gives, without its host syncs: each token is taken out for the next to be found."""
-    from outrider.actors.verification import triton_kernel
+    from outrider.actors.verification import triton_draws
 
     token_ids = None if subset is None else subset.ids
     columns = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
     tokens, values = [], []
     for place in range(count):
-        chosen = triton_kernel.coupled_choice(logits, temperature, threshold, seed, position, token_ids)
+        chosen = triton_draws.coupled_choice(logits, temperature, threshold, seed, position, token_ids)
         if count == 1:
             return chosen.unsqueeze(1), logits.new_empty(len(logits), 0)
         hit = columns == chosen.unsqueeze(1)
@@ -209,11 +202,34 @@ def truncated(
     round_start: Tensor,
     n: int,
     maxima: Tensor | None = None,
+    subset: TokenSubset | None = None,
+    alternatives: int = 0,
 ) -> DraftSample:
-    """A draw from the n likeliest tokens, renormalised. With fewer than n tokens above the threshold, the others are
-    listed at probability 0. Shapes as in `sample_drafts`; temperature, threshold: float32 [M]; maxima: what
-    `search_maxima` gives, if the caller has it."""
+    """A draw from the n likeliest tokens, renormalised. Shapes as in `sample_drafts`; temperature, threshold:
+    float32 [M]; maxima: what `search_maxima` gives, if the caller has it."""
     values, q_ids = likeliest(logits, n, maxima)
+    if subset is not None:
+        q_ids = subset.ids[q_ids]
+    choice = draft_choice
+    if logits.device.type == "cuda":
+        from outrider.actors.verification import triton_draws
+
+        choice = triton_draws.draft_choice
+    return choice(values, q_ids, temperature, threshold, seed, position, round_start, alternatives)
+
+
+def draft_choice(
+    values: Tensor,
+    q_ids: Tensor,
+    temperature: Tensor,
+    threshold: Tensor | None,
+    seed: Tensor,
+    position: Tensor,
+    round_start: Tensor,
+    alternatives: int = 0,
+) -> DraftSample:
+    """A draw from q, the softmax of some logits. values: float32 [M, n], descending; q_ids: int64 [M, n], whose they
+    are. Tokens below the threshold are listed at probability 0. `triton_draws.draft_choice` is the same for a GPU."""
     scaled = values / temperature.unsqueeze(1)
     if threshold is not None:
         scaled = torch.where(values >= threshold.unsqueeze(1), scaled, -torch.inf)
@@ -221,19 +237,13 @@ def truncated(
     cumulative = q_probs.to(torch.float64).cumsum(-1)
     target = uniform64(seed, Role.DRAFT, position, round_start) * cumulative[:, -1]
     index = (cumulative <= target.unsqueeze(1)).sum(-1)
-    last = (q_probs > 0).sum(-1) - 1  # topk is in descending order, so the zeros come last
-    index = torch.minimum(index, last.clamp_min(0))
-    ids = q_ids.gather(1, index.unsqueeze(1)).squeeze(1)
-    return DraftSample(ids, q_ids, q_probs, usable=q_probs.sum(-1).isfinite())
-
-
-def _with_alternatives(drawn: DraftSample, alternatives: int) -> DraftSample:
-    q_ids, q_probs = drawn.q_ids, drawn.q_probs
-    assert q_ids is not None
-    assert q_probs is not None
-    prob = torch.where(q_ids == drawn.ids.unsqueeze(1), q_probs, 0.0).sum(-1)
-    others, confidence = _others(drawn.ids, prob, q_ids, q_probs, alternatives)
-    return replace(drawn, alternatives=others, confidence=confidence)
+    last = (q_probs > 0).sum(-1) - 1  # values are in descending order, so the zeros come last
+    index = torch.minimum(index, last.clamp_min(0)).unsqueeze(1)
+    ids = q_ids.gather(1, index).squeeze(1)
+    others = confidence = None
+    if alternatives:
+        others, confidence = _others(ids, q_probs.gather(1, index).squeeze(1), q_ids, q_probs, alternatives)
+    return DraftSample(ids, q_ids, q_probs, others, confidence, q_probs.sum(-1).isfinite())
 
 
 def _others(ids: Tensor, prob: Tensor, ranked: Tensor, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -45,10 +45,10 @@ def accept_noise(seed, position, round_start):
 
 
 @triton.jit
-def residual_noise(seed, position, round_start):
-    """float64 scalar in (0, 1)."""
+def uniform64(seed, position, role, round_start):
+    """float64 scalar in (0, 1): `noise.uniform64`."""
     block = tl.full([1], 0, tl.uint32)
-    w0, w1, _w2, _w3 = philox_words(seed, block, position, RESIDUAL, round_start)
+    w0, w1, _w2, _w3 = philox_words(seed, block, position, role, round_start)
     bits = (w0.to(tl.int64) << 20) | (w1.to(tl.int64) >> 12)
     return tl.max((bits.to(tl.float64) + 0.5) * 2.220446049250313e-16, axis=0)  # 2**-52
 
@@ -134,7 +134,7 @@ def draw_residual(
         taken = tl.where(q > 0, tl.minimum(scale * e, q * total), 0.0).to(tl.float64)
         left = tl.where(t == place // TILE, left - taken, left)
         j += 1
-    tile, u = _draw(tl.maximum(left, 0.0), mass, u, t)
+    tile, u = invert(tl.maximum(left, 0.0), mass, u, t)
 
     start = tile * TILE
     all_of_it = weight(logits, vocab_size, row, start + inside, row_max, temperature_R, threshold_R, HAS_THRESHOLD)
@@ -148,7 +148,7 @@ def draw_residual(
             taken = tl.where(q > 0, tl.minimum(scale * e, q * total), 0.0).to(tl.float64)
             left = tl.where(inside == place - start, left - taken, left)
         j += 1
-    place, u = _draw(tl.maximum(left, 0.0), all_of_it, u, inside)
+    place, u = invert(tl.maximum(left, 0.0), all_of_it, u, inside)
     return start + place
 
 
@@ -164,8 +164,8 @@ def _entry(draft, q_ids, q_probs, index, HAS_Q: tl.constexpr):
 
 
 @triton.jit
-def _draw(weights, otherwise, u, index):
-    """Inversion, as `_invert` in torch_kernel.py: the index u falls on, and how far into its share. From `otherwise`
+def invert(weights, otherwise, u, index):
+    """As `_invert` in torch_kernel.py: the index u falls on, and how far into its share. From `otherwise`
     where no weight is left. index: 0, 1, 2 and so on."""
     weights = tl.where(tl.sum(weights, axis=0) > 0, weights, otherwise)
     cumulative = tl.cumsum(weights, axis=0)
@@ -334,7 +334,7 @@ def decide(
     if row_bad:
         status = status | BAD_LOGITS
     elif sampled:
-        u = residual_noise(seed, position + accepted, position)
+        u = uniform64(seed, position + accepted, RESIDUAL, position)
         subtract = accepted < usable
         draft = tl.max(tl.full([1], -1, tl.int64), axis=0)
         if subtract:
@@ -463,31 +463,3 @@ def nucleus(logits: Tensor, weights: Tensor, aim: Tensor, rows_at_once: int = 1)
             TILE=min(TILE, triton.next_power_of_2(vocab_size)),
         )  # fmt: skip
     return found
-
-
-def coupled_choice(
-    logits: Tensor,
-    temperature: Tensor,
-    threshold: Tensor | None,
-    seed: Tensor,
-    position: Tensor,
-    token_ids: Tensor | None = None,
-) -> Tensor:
-    """What `coupled.coupled_choice` gives, without its host syncs. Shapes as there; token_ids: int64 [V], of its
-    subset. Returns int64 [R]."""
-    logits = logits.contiguous()
-    rows, vocab_size = logits.shape
-    tiles = triton.cdiv(vocab_size, TILE)
-    tile_max, tile_value = (torch.empty(rows, tiles, device=logits.device) for _ in range(2))
-    tile_token = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
-    row = torch.arange(rows, device=logits.device)
-    mode = torch.full((rows,), int(Mode.COUPLED), device=logits.device)
-    if rows:
-        scan[(rows * tiles,)](
-            logits, vocab_size, temperature, threshold, row, mode, seed, position, row, tile_max, tile_value,
-            tile_token, tiles, token_ids, HAS_THRESHOLD=threshold is not None, HAS_COUPLED=True, TILE=TILE,
-            HAS_TOKEN_IDS=token_ids is not None,
-        )  # fmt: skip
-    best = tile_value.amax(-1, keepdim=True)
-    last = vocab_size - 1 if token_ids is None else token_ids.amax().to(torch.int32)
-    return torch.where(tile_value == best, tile_token, last).amin(-1).to(torch.int64)

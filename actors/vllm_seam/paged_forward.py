@@ -43,10 +43,20 @@ class PagedForward:
         self._adapters = {adapter.lora_int_id: adapter for adapter in adapters}
         self._runner, self._num_used = runner, 0
         self._graphs = _PiecewiseGraphs(runner) if self._device.type != "cpu" else None
+        self._in_one_launch = None
+        if self._device.type == "cuda":
+            from outrider.actors.drafter.block_copies import block_copies
+
+            self._in_one_launch = block_copies(self._kv_caches, self._num_blocks, self._device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole KV blocks, (from, to) ids, in every layer."""
-        copy_kv_cache_blocks_inplace(self._kv_caches, self._num_blocks, copies)
+        """Copy whole KV blocks, (from, to) ids, in every layer. All are read before any is written: a block that one
+        copy writes may have been freed by another, which reads it."""
+        sources = {source for source, _ in copies}
+        if self._in_one_launch is not None and sources.isdisjoint(target for _, target in copies):
+            self._in_one_launch(copies)
+        else:
+            copy_kv_cache_blocks_inplace(self._kv_caches, self._num_blocks, copies)
 
     def __call__(self, rows: Sequence[StepRow]) -> Tensor:
         """Feed every row. Returns the hidden states that are drawn from, [draws, hidden size]: after the last token of

@@ -34,6 +34,8 @@ def test_what_is_there_says_so_and_computes(device):
         lambda there: there.to(torch.device("cpu"), torch.float32),
         lambda there: there.nonzero(),
         lambda there: there[there > 1],
+        lambda there: there.index_put_((there > 1,), there[:2].clone()),
+        lambda there: there.unique_consecutive(return_inverse=True),
         lambda there: torch.empty(4, dtype=torch.int64).copy_(there),
         lambda there: torch.empty(4, dtype=torch.int64).copy_(there, non_blocking=True),
         lambda there: torch.repeat_interleave(there, there),
@@ -69,6 +71,20 @@ def test_copies_from_ordinary_memory_are_waited_for(device):
     assert len(device.uploads) == 2
     pinned.to(DEVICE)
     assert len(device.uploads) == 3
+    assert torch.arange(3).pin_memory().is_pinned()
+    torch.arange(3).pin_memory().to(DEVICE, non_blocking=True)
+    assert len(device.uploads) == 3
+    torch.zeros(2, device=DEVICE).new_tensor([1, 2])
+    assert len(device.uploads) == 4
+
+
+def test_a_tensor_that_is_given_other_memory_is_there(device):
+    there, blocks = torch.zeros(6, device=DEVICE), torch.empty(0, device=DEVICE)
+    blocks.set_(there.untyped_storage())
+    blocks[2:4] = 1.0
+    assert there.tolist() == [0, 0, 1, 1, 0, 0]
+    assert there.unsqueeze_(1).shape == there.shape == (6, 1)
+    assert there.device == DEVICE
 
 
 def test_what_cuda_refuses_is_refused(device):
@@ -89,6 +105,12 @@ def test_a_copy_that_does_not_wait_is_poison_until_its_event(device):
     event.synchronize()
     assert here.tolist() == [0, 1, 2, 3]
     assert device.reads == []
+
+
+def test_what_was_sent_may_be_changed_there(device):
+    there = torch.zeros(4, pin_memory=True).to(DEVICE, non_blocking=True)
+    there += 1
+    assert there.sum().item() == 4
 
 
 def test_pinned_memory_that_is_used_again_too_early_is_told(device):

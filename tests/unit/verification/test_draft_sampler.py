@@ -1,14 +1,17 @@
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.actors.verification import torch_kernel
+from outrider.actors.verification import draft_sampler, torch_kernel
 from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
 from outrider.actors.verification.draft_sampler import greedy_in_numpy, greedy_in_torch, sample_drafts
 from outrider.actors.verification.noise import gumbel
 from outrider.actors.verification.search import TokenSubset, likeliest, search_maxima
 from outrider.cluster.modes import Mode
+from tests.counting_device import DEVICE, CountingDevice
 from tests.unit.verification.toy_target import plain_constraints
 from tests.unit.verification.whole_rows import constrain_logits
 
@@ -159,3 +162,64 @@ def test_the_likeliest_by_tiles_are_those_of_topk(n):
     assert torch.equal(values, logits.topk(n).values)
     assert torch.equal(logits.gather(1, ids), values)
     assert all(len(set(row)) == n for row in ids.tolist())
+
+
+class Launches(TorchDispatchMode):
+    """Notes what torch computes, each of it a launch or more on a GPU: neither views nor memory without values."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.names, self._inside = device, [], False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        view = any(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns)
+        if not view and not self._inside and not func.__name__.startswith("empty"):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def kernel(self, function, *arguments):
+        """A launch of a kernel that computes the same."""
+        self.names.append(function.__name__)
+        self._inside = True
+        try:
+            return self.device.kernel(function, *arguments)
+        finally:
+            self._inside = False
+
+
+@pytest.mark.parametrize("alternatives", [0, 2])
+@pytest.mark.parametrize("cut", [False, True], ids=["whole head", "cut head"])
+@pytest.mark.parametrize("mode", [Mode.REJECTION, Mode.BLOCK])
+def test_a_draw_from_q_is_topk_and_one_launch_on_a_gpu(monkeypatch, mode, cut, alternatives):
+    """Philox alone is 135 in torch."""
+    triton_draws = pytest.importorskip("outrider.actors.verification.triton_draws", exc_type=ImportError)
+    in_torch = draft_sampler.draft_choice
+    ids, logits = random_subset(1, 3000, 900, 4)
+    noise, constraints = (torch.arange(4) - 2, torch.arange(4) + 7, torch.arange(4) + 5), plain_constraints(4, 0.8)
+    expected = sample_drafts(logits, mode, constraints, *noise, 16, TokenSubset(ids) if cut else None, alternatives)
+    with CountingDevice() as device:
+        there = replace(constraints, temperature=constraints.temperature.to(DEVICE))
+        logits, noise = logits.to(DEVICE), [part.to(DEVICE) for part in noise]
+        subset = TokenSubset(ids.to(DEVICE)) if cut else None
+        with Launches(device) as launches:
+            monkeypatch.setattr(triton_draws, "draft_choice", lambda *given: launches.kernel(in_torch, *given))
+            found = sample_drafts(logits, mode, there, *noise, 16, subset, alternatives)
+        assert launches.names == ["topk.default", *["index.Tensor"][:cut], "draft_choice"]
+        assert device.reads == []
+        for field in fields(expected):
+            here, its = getattr(expected, field.name), getattr(found, field.name)
+            assert (here is None) == (its is None)
+            assert here is None or here.tolist() == its.tolist()
+
+
+def test_the_launches_of_a_draw_from_q_in_torch():
+    """What the one launch stands for."""
+    _, values = random_subset(1, 64, 16, 4)
+    rows = torch.arange(4)
+    with CountingDevice() as device:
+        values, temperature, there = values.to(DEVICE), torch.ones(4, device=DEVICE), rows.to(DEVICE)
+        with Launches(device) as launches:
+            draft_sampler.draft_choice(
+                values, there.unsqueeze(1) * values.long(), temperature, None, there, there, there
+            )
+    assert len(launches.names) > 150

@@ -39,6 +39,7 @@ def test_the_comparison_asks_torch_on_the_cpu_whatever_the_device(monkeypatch):
     device, verify = CountingDevice(), torch_kernel.verify
     monkeypatch.setattr(triton_comparison, "compare_words", lambda device: 0)
     monkeypatch.setattr(triton_comparison, "compare_choices", lambda device: 0)
+    monkeypatch.setattr(triton_comparison, "compare_draws", lambda device: 0)
     monkeypatch.setattr(triton_comparison, "compare_nucleus", lambda device: 0)
     monkeypatch.setattr(triton_comparison.triton_kernel, "verify", lambda batch: device.kernel(verify, batch))
     with device:

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.actors.verification import coupled, torch_kernel, triton_kernel
+from outrider.actors.verification import coupled, draft_sampler, torch_kernel, triton_draws, triton_kernel
 from outrider.actors.verification import noise as philox
 from outrider.actors.verification import triton_kernel as triton_noise
 from outrider.actors.verification.batch import Sampling, VerificationBatch
 from outrider.actors.verification.noise import Role
 from outrider.actors.verification.search import TokenSubset
+from outrider.cluster.config import MAX_DRAFT_TOP_N
 
 REQUESTS, N = 10, 5
 
@@ -107,14 +108,44 @@ def compare_choices(device: Device) -> int:
         threshold = None if top_p == 1.0 else row_max - 4.0
         expected = coupled.coupled_choice(logits, temperature, threshold, row_max, seed, position)
         there = [None if part is None else part.to(device) for part in (logits, temperature, threshold, seed, position)]
-        found = triton_kernel.coupled_choice(*there)
+        found = triton_draws.coupled_choice(*there)
         different += int((expected != found.cpu()).sum())
         ids = torch.randperm(3 * vocab_size, generator=generator)[:vocab_size]
         expected = coupled.coupled_choice(
             logits, temperature, threshold, row_max, seed, position, subset=TokenSubset(ids)
         )
-        found = triton_kernel.coupled_choice(*there, ids.to(device))
+        found = triton_draws.coupled_choice(*there, ids.to(device))
         different += int((expected != found.cpu()).sum())
+    return different
+
+
+def compare_draws(device: Device) -> int:
+    """The drafter's own draws from the n likeliest tokens, q and alternatives, rows without a distribution among them.
+    Returns how many rows differ: an id, or a probability by more than 1e-6."""
+    different = 0
+    rows = 10 if torch.device(device).type == "cpu" else 1000
+    for n, alternatives in ((1, 0), (5, 2), (64, 0), (20, 3), (3, 5), (MAX_DRAFT_TOP_N, 1)):
+        generator = torch.Generator().manual_seed(n)
+        values = (torch.randn(rows, n, generator=generator) * 3).sort(-1, descending=True).values
+        values[3:6, 1:] = -math.inf
+        values[6], values[7, 0], values[8, 0] = -math.inf, math.nan, math.inf
+        ids = torch.rand(rows, n, generator=generator).argsort(-1) * 1000
+        temperature = torch.rand(rows, generator=generator) + 0.1
+        seed = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+        position = torch.randint(0, 10_000, (rows,), generator=generator)
+        for threshold in (None, values[:, 0] - 3.0):
+            arguments = (values, ids, temperature, threshold, seed, position, position - position % 3)
+            expected = draft_sampler.draft_choice(*arguments, alternatives)
+            there = [None if part is None else part.to(device) for part in arguments]
+            found = triton_draws.draft_choice(*there, alternatives)
+            wrong = expected.usable != found.usable.cpu()
+            for name in ("ids", "q_ids", "q_probs", "alternatives", "confidence"):
+                here, its = getattr(expected, name), getattr(found, name)
+                assert (here is None) == (its is None)
+                if here is not None:
+                    near = (here - its.cpu()).abs() <= (1e-6 if here.is_floating_point() else 0)
+                    wrong |= expected.usable & ~near.view(rows, -1).all(-1)
+            different += int(wrong.sum())
     return different
 
 
@@ -169,6 +200,9 @@ def main(device: Device = "cpu") -> int:
         return 1
     if different := compare_choices(device):
         print(f"{different} coupled choices of the drafter differ")
+        return 1
+    if different := compare_draws(device):
+        print(f"{different} of the drafter's draws from q differ")
         return 1
     if different := compare_nucleus(device):
         print(f"{different} rows keep other tokens for top_p than ordering them does")

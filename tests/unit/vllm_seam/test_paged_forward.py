@@ -10,6 +10,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import _get_padding_mask
+from vllm.utils import torch_utils
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from outrider.actors.drafter.engine import Draw, StepRow
@@ -169,3 +170,33 @@ def test_without_adapters_vllm_s_layers_are_told_nothing(runner):
     runner.model = lambda input_ids, **_: torch.zeros(len(input_ids), 4)
     feed(PagedForward(runner), ([1, 2], 0))
     assert not hasattr(runner, "_set_active_loras")
+
+
+def test_blocks_are_copied_in_all_layers_by_one_launch_unless_one_is_read_and_written(runner, monkeypatch):
+    block_copies = pytest.importorskip("outrider.actors.drafter.block_copies", exc_type=ImportError)
+    device, launches = CountingDevice(), []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda copies, regions, **_: launches.append((grid, copies, regions))
+
+    monkeypatch.setattr(block_copies, "copy_chunk", Kernel())
+    monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
+    layers = torch.arange(3 * 4 * 16).view(3, 4, 16)
+    with device:
+        caches = runner.kv_caches = list(layers.clone().to(DEVICE))
+        runner.device = DEVICE
+        forward = PagedForward(runner)
+        device.uploads.clear()
+        forward.copy_blocks([(0, 1), (0, 3)])
+        forward.copy_blocks([(2, 1)])
+        assert (device.reads, device.uploads) == ([], [])
+        assert [(grid, copies.tolist()) for grid, copies, _ in launches] == [
+            ((2, 3, 1), [[0, 1], [0, 3]]),
+            ((1, 3, 1), [[2, 1]]),
+        ]
+        assert launches[0][2] is launches[1][2], "the device is told once where the blocks are"
+        assert launches[0][2].tolist() == [[cache.data_ptr(), 128, 128] for cache in caches]
+        forward.copy_blocks([(0, 1), (1, 2)])
+        assert len(launches) == 2
+        assert [cache.tolist() for cache in caches] == layers[:, [0, 0, 1, 3]].tolist()
