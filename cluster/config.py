@@ -176,9 +176,10 @@ class SpeculationConfig(Section):
 class LinkConfig(Section):
     """The wire between one verifier and one drafter."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: gloo. Messages are a few KB of host data, and a posted NCCL receive holds up whatever waits for the whole
-    device; nccl is there to be asked for until the two have been measured between two GPUs."""
+    backend: Literal["auto", "local", "gloo", "nccl"] = "auto"
+    """auto: local, a Unix socket, where both ends are on one machine and it reaches from one to the other, else gloo.
+    Messages are a few KB of host data, and a posted NCCL receive holds up whatever waits for the whole device; nccl is
+    there to be asked for until they have been measured between two GPUs."""
 
     round_deadline_ms: float = Field(1000.0, gt=0, allow_inf_nan=False)
     """Longest a round waits for proposals. Later ones count as none: the round decodes plainly. Left out on GPU: 250,
@@ -220,7 +221,8 @@ class NodeType(Section):
     """Labels of Ray's that it carries."""
 
     max: int | None = Field(None, ge=1, le=10_000)
-    """How many of them there are at most, today's among them (``maxReplicas`` of a worker group). None: not known."""
+    """How many of them there are at most, today's among them, but for the head (``maxReplicas`` of a worker group).
+    None: not known, so that there may be any number."""
 
 
 class ServingConfig(Section):
@@ -267,14 +269,15 @@ class ServingConfig(Section):
     being refused. What is waited for is in the status, the metrics and the log."""
 
     node_types: list[NodeType] = Field([], max_length=64)
-    """nodes_may_come: the kinds of nodes that may, e.g. ``[{cpus: 16, gpus: 4, labels: {zone: a}}]``. What neither
-    these nor today's nodes could ever hold is refused, and a replica is kept on one node where one of them holds it.
-    Empty: not known, so that nothing is refused."""
+    """nodes_may_come: the kinds of nodes that may, e.g. ``[{cpus: 16, gpus: 4, labels: {zone: a}}]``. What these and
+    today's nodes together could never hold is refused, as many replicas and drafters as there are at least, and a
+    replica is kept on one node where they hold as many that way. Empty: not known, so that nothing is refused."""
 
     surge: bool | None = None
     """Whether a deploy that changes something has each new replica ready before an old one ends, which takes room for
     one more meanwhile. False: an old one ends first, and nobody is served by the only one until the next has loaded.
-    None: where the nodes have the room. Those that may come have it where node_types do not say their ``max``."""
+    None: where the nodes have the room. Those that may come have it where node_types do not say their ``max``. A pool's
+    drafters likewise, but where there is no room for one more they are replaced in place, whatever this says."""
 
     max_ongoing_requests: int = Field(64, ge=1)
     """Requests a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""
@@ -431,11 +434,12 @@ class OutriderConfig(Section):
     @model_validator(mode="after")
     def _vocabulary_is_wide_enough(self) -> OutriderConfig:
         drafter, top_n = self.drafter, self.speculation.draft_top_n
-        if isinstance(drafter, DraftModelConfig) and 0 < (drafter.draft_vocab_size or 0) < top_n:
-            raise ValueError(
-                f"drafter.draft_vocab_size ({drafter.draft_vocab_size}) is below speculation.draft_top_n ({top_n}); "
-                "raise the first or lower the second"
-            )
+        for section, engine in drafter.models.items() if isinstance(drafter, DraftModelConfig) else ():
+            if 0 < (engine.draft_vocab_size or 0) < top_n:
+                raise ValueError(
+                    f"{section}.draft_vocab_size ({engine.draft_vocab_size}) is below speculation.draft_top_n "
+                    f"({top_n}); raise the first or lower the second"
+                )
         return self
 
     @model_validator(mode="after")
@@ -490,12 +494,12 @@ class OutriderConfig(Section):
         if isinstance(drafter, LookupConfig):
             raise ValueError(
                 f"link.backend: nccl needs a GPU at both ends, and a drafter of method {drafter.method} has none; use "
-                "gloo"
+                "auto"
             )
         if drafter.tensor_parallel_size > 1:
             raise ValueError(
                 "link.backend: nccl needs a GPU at both ends, and with drafter.tensor_parallel_size above 1 the "
-                "drafter's GPUs are its ranks', none of which holds the link; use gloo"
+                "drafter's GPUs are its ranks', none of which holds the link; use auto"
             )
         return self
 

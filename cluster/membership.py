@@ -102,6 +102,8 @@ class LinkReport:
     reconnects: int = 0
     rtt_us: float = 0.0
     last_error: str = ""
+    backend: str = ""
+    """Of a link that is up: local, gloo or nccl."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ class Member:
 
     draining: bool = False
     """It is about to go: nobody is assigned to its drafter any more."""
+
+    trouble: str = ""
+    """Why its drafter is not there yet; empty: nothing has failed."""
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ class LinkView:
     epoch: int
     reconnects: int
     rtt_us: float
+    backend: str = ""
+    """Its wire; "" where it is not up."""
 
 
 @dataclass(frozen=True)
@@ -352,6 +354,7 @@ def _link(now: Scrape, of: dict[str, str]) -> LinkView | None:
         int(now.sum("outrider:link_epoch", **of)),
         int(now.sum("outrider:link_reconnects_total", **of)),
         now.sum("outrider:link_rtt_seconds", **of) * 1e6,
+        next((labels["backend"] for labels, _ in now.of("outrider:link_backend", **of)), ""),
     )
 
 
@@ -430,7 +433,7 @@ def _median_round(median: pb.RoundTime) -> RoundView:
 
 def _status_link(link: pb.LinkStatus) -> LinkView:
     state = pb.LinkState.Name(link.state).removeprefix("LINK_STATE_").lower()
-    return LinkView(state, link.epoch, link.reconnects, link.rtt_us)
+    return LinkView(state, link.epoch, link.reconnects, link.rtt_us, link.backend)
 
 
 def _status_drafter(status: pb.GetServerStatusResponse) -> DrafterView:

@@ -59,6 +59,10 @@ class Handshake:
         """For the frames that the end in this role sends."""
         return self._derived("frames", sender, _KEY_BYTES)
 
+    def socket_word(self, role: str) -> bytes:
+        """What whoever plays this role says first on a local socket."""
+        return self._derived("local socket", role, _PROOF_BYTES)
+
     def _derived(self, use: str, role: str, size: int) -> bytes:
         derived = hashlib.blake2b(key=self.secret, digest_size=size, person=b"outrider link")
         for part in (use.encode(), role.encode(), self.invitation.encode(), *self.hellos):
@@ -92,7 +96,11 @@ class SealedTransport:
         self._transport = transport
         self._sent, self._received = _Sealer(send_key), _Sealer(receive_key)
 
-    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
+    @property
+    def backend(self) -> str:
+        return self._transport.backend
+
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None] | None:
         used = HEADER_WORDS + int(buffer[LENGTH_WORD])
         buffer[TAG_WORDS] = np.frombuffer(self._sent.next_tag(buffer, used), dtype=np.int32)
         return self._transport.start_send(buffer)

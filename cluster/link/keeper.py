@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
@@ -169,7 +169,7 @@ class LinkKeeper:
         invitation, complete = host_link(
             host=host,
             epoch=grant.epoch,
-            backend=self._backend(),
+            backend=self._config.link.backend,
             capacity_words=self._capacity_words,
             round_deadline_ms=self._config.link.round_deadline_ms,
             link_deadline_ms=self._config.link.link_deadline_ms,
@@ -206,10 +206,12 @@ class LinkKeeper:
             link.abort("start-up failed")
             raise
         reconnects = self._report.reconnects + (self._report.epoch > 0)
-        self._report = LinkReport("up", grant.epoch, grant.drafter, reconnects, times.median_us, self._given_up)
+        self._report = LinkReport(
+            "up", grant.epoch, grant.drafter, reconnects, times.median_us, self._given_up, transport.backend
+        )
         logger.info(
             "link to %s is up: epoch %d, %s, round trip median %.0f us (min %.0f, max %.0f)",
-            grant.drafter, grant.epoch, self._backend(), times.median_us, times.min_us, times.max_us,
+            grant.drafter, grant.epoch, transport.backend, times.median_us, times.min_us, times.max_us,
         )  # fmt: skip
         return link
 
@@ -306,10 +308,6 @@ class LinkKeeper:
             self._said = said
         if self._report.epoch == 0:
             self._report.last_error = said
-
-    def _backend(self) -> Literal["gloo", "nccl"]:
-        backend = self._config.link.backend
-        return "gloo" if backend == "auto" else backend
 
     @staticmethod
     def _host_towards(drafter_host: str) -> str:

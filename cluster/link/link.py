@@ -1,7 +1,8 @@
 """A link: two threads and two queues around one transport, so that nobody else ever waits on the wire.
 
 A frame that finds nothing before it is put on the wire by whoever posts it: a thread that has to be woken first would
-take longer than all the rest of a hit. What may take time, until the peer has read it, is the send thread's.
+take longer than all the rest of a hit. What may take time, until the peer has read it, is the send thread's; where the
+wire has taken all of the frame at once, that thread sleeps on.
 
 The one rule about failure: a link breaks once, for one reason, for good. From then on `broken` is that reason, `post`
 and `ping` raise LinkBroken, and `poll` hands out what had arrived whole before the break and then None, at once.
@@ -57,19 +58,28 @@ class TransportTimeout(TransportError):
 
 
 class Transport(Protocol):
-    """A wire to one peer that moves whole buffers of one agreed capacity, in order.
+    """A wire to one peer that moves frames, each as long as it is, in order.
 
-    One thread may send while another receives. Buffers are C-contiguous int32 and as long as the peer's.
-    After any TransportError, and after abort, every call raises a TransportError.
+    One thread may send while another receives. Buffers are C-contiguous int32; both ends agree on a capacity, which one
+    to receive has, and none to send exceeds. After any TransportError, and after abort, every call raises a
+    TransportError.
     """
 
-    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
-        """Begin to send, or leave all of it to the function returned; never blocks. That function, which another thread
-        may call, blocks until `buffer` may be reused. Both raise TransportClosed, the function TransportTimeout too.
+    @property
+    def backend(self) -> str:
+        """Which wire: local, gloo or nccl."""
+
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None] | None:
+        """Begin to send a frame, or leave all of it to the function returned; never blocks. That function, which
+        another thread may call, blocks until `buffer` may be reused; None says that it may be by now. Both raise
+        TransportClosed, the function TransportTimeout too.
         """
 
     def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
-        """Block until `buffer` is full. Raises TransportClosed or TransportTimeout."""
+        """Block until the next frame is at the head of `buffer`, int32 [capacity words]. Words behind it are whatever
+        they were, a longer frame before among it: the frame's own header says how long it is, and its checksum whether
+        that came. Raises TransportClosed or TransportTimeout.
+        """
 
     def abort(self) -> None:
         """Unblock both directions and free the wire. From any thread, any number of times; never raises."""
@@ -99,7 +109,8 @@ class PingStats:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Frames of every kind; bytes in use (header and payload). Each field has one writing thread."""
+    """Frames of every kind; bytes in use (header and payload). What was sent is written by whoever sends it, one at a
+    time; what was received by the receive thread."""
 
     frames_sent: int = 0
     bytes_sent: int = 0
@@ -124,11 +135,11 @@ HEARTBEAT = Outgoing(FrameKind.HEARTBEAT, NO_WORDS)
 
 
 class Begun(NamedTuple):
-    """A frame on its way. finish: blocks until the next one may begin, and raises what went wrong. nbytes: without
-    padding."""
+    """A frame on its way. finish: blocks until the next one may begin, and raises what went wrong; None when it may by
+    now. nbytes: without padding."""
 
     kind: FrameKind
-    finish: Callable[[], None]
+    finish: Callable[[], None] | None
     nbytes: int
 
 
@@ -143,6 +154,7 @@ class Sending:
     def begin(self, frame: Outgoing) -> Begun:
         """Never blocks, never raises: who finishes the frame learns of what went wrong."""
         used = 0
+        finish: Callable[[], None] | None
         try:
             used = encode(
                 self._buffer,
@@ -153,7 +165,7 @@ class Sending:
                 work_us=frame.work_us,
             )
             self._sequence = next_sequence(self._sequence)
-            finish = self._transport.start_send(self._buffer)
+            finish = self._transport.start_send(self._buffer[:used])
         except Exception as error:  # noqa: BLE001 - raised again by finish
             finish = _raising(error)
         return Begun(frame.kind, finish, 4 * used)
@@ -207,7 +219,7 @@ class Link(Generic[T]):
         # None in a queue wakes whoever waits there: the link is broken.
         self._outgoing: queue.SimpleQueue[Outgoing | Begun | None] = queue.SimpleQueue()
         self._idle = False
-        """Nothing is on its way or queued, and the send thread waits: whoever posts may send."""
+        """Nothing is on its way or queued, and the send thread waits: whoever posts may send, under the lock."""
 
         self._sending = Sending(transport, epoch, capacity_words)
         self._inbox: queue.SimpleQueue[Received[T] | None] = queue.SimpleQueue()
@@ -318,10 +330,25 @@ class Link(Generic[T]):
         # Under the lock, so that nothing is queued behind a CLOSE, where it would silently stay.
         with self._lock:
             if self._broken is None and self._ending_here is None:
-                idle, self._idle = self._idle, False
-                self._outgoing.put(self._sending.begin(item) if idle else item)
+                self._send_or_queue(item)
                 return
         raise LinkBroken(f"link {self.name}: {self._broken or self._ending_here}")
+
+    def _send_or_queue(self, item: Outgoing) -> None:
+        """Under the lock."""
+        if not self._idle:
+            self._outgoing.put(item)
+            return
+        begun = self._sending.begin(item)
+        if begun.finish is None:
+            self._count(begun)
+            return
+        self._idle = False
+        self._outgoing.put(begun)
+
+    def _count(self, sent: Begun) -> None:
+        self.counters.frames_sent += 1
+        self.counters.bytes_sent += sent.nbytes
 
     def _await_pong(self, ping: int, deadline: float, timeout_s: float) -> None:
         while True:
@@ -365,9 +392,9 @@ class Link(Generic[T]):
             if item is None:
                 return
             begun = item if isinstance(item, Begun) else self._sending.begin(item)
-            begun.finish()
-            self.counters.frames_sent += 1
-            self.counters.bytes_sent += begun.nbytes
+            if begun.finish is not None:
+                begun.finish()
+            self._count(begun)
             if begun.kind is FrameKind.CLOSE:
                 return
 

@@ -4,23 +4,35 @@ The verifier hosts a key-value store and hands out an invitation, which travels 
 Both say hello at the store first, each waiting for the other only so long, and show that they hold the application's
 secret (authentication.py); then the transport connects. When it has, the store is closed: whoever reaches it can write
 to it. torch is imported only when a link is really made, so that frames and messages stay cheap to import.
+
+Which wire it is may depend on where the two are: the verifier then listens on a local socket too, and the drafter, who
+has tried it, says at the store whether that is the one. Whoever else writes there can only have the two disagree, and
+then there is no link.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import ipaddress
+import logging
 import socket
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from outrider.cluster.link import local_transport
 from outrider.cluster.link.authentication import HELLO_NONCE_BYTES, Handshake, SealedTransport, new_hello
-from outrider.cluster.link.link import LinkError, Transport
+from outrider.cluster.link.link import LinkError, Transport, TransportError
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "local", "gloo", "nccl"]
 
 VERIFIER_RANK, DRAFTER_RANK = 0, 1
 _ROLES = ("verifier", "drafter")
@@ -28,13 +40,20 @@ _ROLES = ("verifier", "drafter")
 
 _LONGEST_ADDRESS = 255
 
+_WIRE, _NO_WIRE = "drafter/wire", "none"
+"""Key of the store, and the value of a drafter that leaves: it was to be the local socket, and cannot be."""
+
+_NOT_LOCAL = "link.backend: local is for two processes of one machine; set auto"
+
 
 @dataclass(frozen=True, slots=True)
 class LinkInvitation:
     """All a drafter has to know to join one verifier's link. Picklable."""
 
     epoch: int
-    backend: Literal["gloo", "nccl"]
+    backend: Backend
+    """auto: a local socket where both ends are on one machine and the drafter reaches it, else Gloo."""
+
     store_host: str
     store_port: int
     capacity_words: int
@@ -51,6 +70,12 @@ class LinkInvitation:
     vocabulary: tuple[str, ...] = ()
     """What the target's token ids mean (vocabulary.Marks); (): not known."""
 
+    machine: str = ""
+    """The verifier's (local_transport.machine)."""
+
+    socket_name: str = ""
+    """Of its local socket; "" where there is none."""
+
 
 CompleteLink = Callable[[float], Transport]
 """Call once with a timeout in seconds: waits for the drafter and returns the transport, or raises LinkError."""
@@ -60,7 +85,7 @@ def host_link(
     *,
     host: str,
     epoch: int,
-    backend: Literal["gloo", "nccl"],
+    backend: Backend,
     capacity_words: int,
     round_deadline_ms: float,
     link_deadline_ms: float,
@@ -78,8 +103,12 @@ def host_link(
     listens on any other interface.
     secret: of the application. sealed, vocabulary: see LinkInvitation.
     device: the CUDA device of an nccl link.
-    Drop the returned function, or let it fail, and the store is gone. Raises LinkError when `host` cannot be bound.
+    Drop the returned function, or let it fail, and the store is gone. Raises LinkError when `host` cannot be bound, and
+    for a local link where there are no local sockets.
     """
+    machine = local_transport.machine() if backend in ("auto", "local") else ""
+    if backend == "local" and not machine:
+        raise LinkError("link.backend: local needs Linux, with /proc; set auto")
     store: list[TCPStore] = [open_store(host)]
     invitation = LinkInvitation(
         epoch=epoch,
@@ -94,6 +123,8 @@ def host_link(
         verifier_id=verifier_id,
         sealed=sealed,
         vocabulary=vocabulary,
+        machine=machine,
+        socket_name=local_transport.new_name() if machine else "",
     )
 
     def complete(timeout_s: float) -> Transport:
@@ -106,7 +137,8 @@ def host_link(
             client = _client(server.host, server.port, timeout_s)
         except RuntimeError as error:
             raise LinkError(f"{_who(invitation)}: its own store does not answer: {_first_line(error)}") from error
-        return _connect(client, VERIFIER_RANK, invitation, secret, host, timeout_s, device)
+        with local_transport.listen(invitation.socket_name) if invitation.socket_name else nullcontext() as listener:
+            return _connect(client, VERIFIER_RANK, invitation, secret, host, timeout_s, device, listener)
 
     return invitation, complete
 
@@ -174,16 +206,21 @@ def _connect(
     local_host: str,
     timeout_s: float,
     device: str | None,
+    listener: socket.socket | None = None,
 ) -> Transport:
+    """listener: the verifier's local socket."""
     from torch.distributed import PrefixStore
 
     role, peer = _ROLES[rank], _ROLES[1 - rank]
     deadline = time.monotonic() + timeout_s
     store = PrefixStore(f"link/{invitation.epoch}", store)
-    transport = None
+    transport: Transport | None = None
     try:
         handshake = _meet(store, rank, invitation, secret, local_host, deadline)
-        transport = _transport(store, rank, invitation, local_host, max(deadline - time.monotonic(), 0.001), device)
+        if invitation.socket_name:
+            transport = _local_transport(store, invitation, handshake, deadline, listener)
+        if transport is None:
+            transport = _transport(store, rank, invitation, local_host, max(deadline - time.monotonic(), 0.001), device)
         # The store goes with the verifier's own end of it, so the last word there is the drafter's, who reads no more.
         if rank == VERIFIER_RANK:
             store.set(f"{role}/connected", "")
@@ -223,11 +260,59 @@ def _meet(
     return handshake
 
 
+def _local_transport(
+    store: Store, invitation: LinkInvitation, handshake: Handshake, deadline: float, listener: socket.socket | None
+) -> Transport | None:
+    """None: another wire it is. Raises LinkError where there must be none, or the local one fails."""
+    verifiers, drafters = (handshake.socket_word(role) for role in _ROLES)
+    if listener is None:
+        finish = _dial(store, invitation, drafters, verifiers, deadline)
+        if finish is None:
+            return None
+        connected = finish()
+    else:
+        store.wait([_WIRE], _until(deadline))
+        said = store.get(_WIRE).decode("ascii", "replace")
+        if said == _NO_WIRE:
+            raise LinkError(f"{_who(invitation)}: the drafter is not where it could reach a local socket; {_NOT_LOCAL}")
+        if said != "local":
+            return None
+        connected = local_transport.accept(listener, verifiers, drafters, deadline)
+    return local_transport.LocalTransport(
+        connected, invitation.capacity_words, send_timeout_s=invitation.link_deadline_ms / 1000
+    )
+
+
+def _dial(
+    store: Store, invitation: LinkInvitation, own_word: bytes, peer_word: bytes, deadline: float
+) -> Callable[[], socket.socket] | None:
+    """The drafter's side: try the verifier's local socket, and tell it which wire it is."""
+    try:
+        if invitation.machine != local_transport.machine():
+            raise TransportError("the verifier is on another machine")
+        finish = local_transport.dial(invitation.socket_name, own_word, peer_word, deadline)
+    except TransportError as error:
+        if invitation.backend == "local":
+            store.set(_WIRE, _NO_WIRE)
+            raise LinkError(f"{_who(invitation)}: {error}; {_NOT_LOCAL}") from error
+        store.set(_WIRE, "gloo")
+        if invitation.machine == local_transport.machine():
+            _say_once(f"{invitation.verifier_id} is on this machine, but {error}: Gloo carries its links")
+        return None
+    store.set(_WIRE, "local")
+    return finish
+
+
+@functools.lru_cache(maxsize=1024)
+def _say_once(text: str) -> None:
+    logger.info("%s", text)
+
+
 def _transport(
     store: Store, rank: int, invitation: LinkInvitation, local_host: str, connect_timeout_s: float, device: str | None
 ) -> Transport:
     send_timeout_s = invitation.link_deadline_ms / 1000
-    if invitation.backend == "gloo":
+    if invitation.backend in ("gloo", "auto"):
         from outrider.cluster.link.transport import GlooTransport
 
         return GlooTransport(
@@ -244,7 +329,7 @@ def _transport(
             connect_timeout_s=connect_timeout_s,
             send_timeout_s=send_timeout_s,
         )
-    raise LinkError(f"{_who(invitation)}: backend {invitation.backend!r} is neither gloo nor nccl")
+    raise LinkError(f"{_who(invitation)}: backend {invitation.backend!r} is none of auto, local, gloo and nccl")
 
 
 def _who(invitation: LinkInvitation) -> str:

@@ -1,5 +1,6 @@
-"""The wires that a link can have: Gloo and NCCL, each by process groups of its own. The only module of links that loads
-torch, which takes seconds; what a link needs from a wire is link.Transport.
+"""The wires of torch that a link can have: Gloo and NCCL, each by process groups of its own. The only module of links
+that loads torch, which takes seconds; what a link needs from a wire is link.Transport, and within a machine
+local_transport.py has one.
 
 Never torch.distributed's default group: in the target's workers that one belongs to vLLM. Gloo moves host memory over
 TCP. NCCL was never run by the authors with two GPUs: treat it as unproven. Three things are known beforehand:
@@ -53,10 +54,12 @@ class GlooTransport:
     """Both ends of a two-rank Gloo group.
 
     Gloo's own limits, found by trying (torch 2.13): a timed-out operation closes the pair, so a deadline here is
-    final; a send completes only once the peer has posted its receive; and neither `abort` nor `shutdown` of the
-    group wakes a thread that waits on it. What does wake every waiter, and shows the peer a closed connection, is
-    an operation that times out: `abort` makes one.
+    final; a send completes only once the peer has posted its receive, which may be longer and does not say by how much;
+    and neither `abort` nor `shutdown` of the group wakes a thread that waits on it. What does wake every waiter, and
+    shows the peer a closed connection, is an operation that times out: `abort` makes one.
     """
+
+    backend = "gloo"
 
     def __init__(self, store: Store, rank: int, *, local_host: str, connect_timeout_s: float, send_timeout_s: float):
         """Blocks until the peer has connected too, `connect_timeout_s` at most; raises TransportError.
@@ -133,7 +136,8 @@ def _gist(error: BaseException) -> str:
 
 
 class _OneWay:
-    """One direction: a group, a stream, a pinned host buffer and a GPU buffer, int32 [capacity words] each."""
+    """One direction: a group, a stream, a pinned host buffer and a GPU buffer, int32 [capacity words] each. NCCL wants
+    to know how long a receive is, so all of the buffer travels, be the frame as short as it may."""
 
     def __init__(self, store: Store, name: str, rank: int, device: torch.device, capacity_words: int) -> None:
         from torch.distributed import ProcessGroupNCCL
@@ -155,6 +159,8 @@ def _abort(group: Any) -> None:
 
 class NcclTransport:
     """Same contract as every Transport. Deadlines are ours: the work is polled, and a late one aborts the groups."""
+
+    backend = "nccl"
 
     def __init__(
         self,
@@ -181,7 +187,7 @@ class NcclTransport:
         """Raises TransportError where there is no CUDA. Asked before the peer is met, so that either end says this, and
         not that the other went away."""
         if not torch.cuda.is_available():
-            raise TransportError("nccl needs a CUDA device on both ends; use link.backend: gloo")
+            raise TransportError("nccl needs a CUDA device on both ends; use link.backend: auto")
 
     def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
         return functools.partial(self.send, buffer)
@@ -190,7 +196,7 @@ class NcclTransport:
         """Block until `buffer` may be reused."""
         self._check_open()
         way = self._out
-        way.on_host.copy_(torch.from_numpy(buffer))
+        way.on_host[: len(buffer)].copy_(torch.from_numpy(buffer))
         with torch.cuda.device(self._device), torch.cuda.stream(way.stream):
             way.on_gpu.copy_(way.on_host, non_blocking=True)
             self._finish(lambda: way.group.send([way.on_gpu], self._peer, 0), self._send_timeout_s, "send")

@@ -238,7 +238,8 @@ def _bar(parts: list[float]) -> str:
 
 def _link(link: LinkView) -> str:
     reconnects = f", {link.reconnects} reconnect{'s' * (link.reconnects != 1)}" if link.reconnects else ""
-    return f"link {link.state}, epoch {link.epoch}{reconnects}, round trip {link.rtt_us:.0f} us"
+    over = f" over {link.backend}" if link.backend else ""
+    return f"link {link.state}{over}, epoch {link.epoch}{reconnects}, round trip {link.rtt_us:.0f} us"
 
 
 def _drafter(drafter: DrafterView, is_pooled: bool) -> str:

@@ -106,8 +106,8 @@ def test_the_drafter_is_stopped_for_ten_seconds(ngram_pair, fault):
     [
         pytest.param(2, id="epoch", marks=pytest.mark.exhaustive),
         pytest.param(19, id="payload"),
-        # What notices each of them is shown over real Gloo in tests/integration/test_link_gloo.py; from there on it is
-        # the same way back.
+        # What notices each of them is shown over real wires in tests/integration/test_link_processes.py; from there on
+        # it is the same way back.
         pytest.param(0, id="magic", marks=pytest.mark.exhaustive),
         pytest.param(5, id="length", marks=pytest.mark.exhaustive),
         pytest.param(16, id="first payload word", marks=pytest.mark.exhaustive),

@@ -1,6 +1,6 @@
 """The other end of a link, in a process of its own.
 
-Run as a script this file is that process: it reads one JSON job a line, joins that link, echoes every frame until the
+Run as a module this file is that process: it reads one JSON job a line, joins that link, echoes every frame until the
 link breaks, and reports the reason as one JSON line.
 """
 
@@ -101,23 +101,23 @@ def peer_main():
 
 
 class Peer:
-    """The other process, and links to it."""
+    """The other process, and links to it. backend: theirs."""
 
-    def __init__(self):
-        root = Path(__file__).resolve().parents[2]
+    def __init__(self, backend="gloo"):
+        self.backend = backend
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, "-m", "tests.integration.echo_peer"],  # which makes a bare checkout importable
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(root)},
         )
         self.links = []
         self.epoch = 0
 
-    def link(self, flip_word=None, epoch_offset=0, close_after=0, sealed=False, **options):
+    def link(self, flip_word=None, epoch_offset=0, close_after=0, sealed=False, backend=None, **options):
         self.epoch += 1
-        invitation, complete = invite(self.epoch, "test", sealed=sealed)
+        invitation, complete = invite(self.epoch, "test", sealed=sealed, backend=backend or self.backend)
         job = {
             "invitation": dataclasses.asdict(invitation),
             "flip_word": flip_word,

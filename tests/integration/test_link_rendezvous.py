@@ -1,15 +1,115 @@
-"""Links that never come about: a side that stays away, a host that is not ours, NCCL without a device."""
+"""Which wire a link gets, and links that never come about: a side that stays away, a host that is not ours, NCCL
+without a device, a local socket that is elsewhere."""
 
+import logging
 import queue
 import threading
 import time
 
 import pytest
 
-from outrider.cluster.link import LinkError, join_link
+from outrider.cluster.link import LinkError, join_link, local_transport
 from tests.integration.echo_peer import CAPACITY, HANG_S, SECRET, invite
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def meet(invitation, complete, timeout_s=HANG_S):
+    """The wires, or errors, of verifier and drafter."""
+    outcomes = {}
+
+    def run(side, end):
+        try:
+            transport = end()
+            outcomes[side] = transport.backend
+            transport.abort()
+        except LinkError as error:
+            outcomes[side] = error
+
+    drafter = threading.Thread(target=run, args=("drafter", lambda: join_link(invitation, SECRET, timeout_s)))
+    drafter.start()
+    run("verifier", lambda: complete(timeout_s))
+    drafter.join()
+    return outcomes["verifier"], outcomes["drafter"]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize(("asked", "wire"), [("auto", "local"), ("local", "local"), ("gloo", "gloo")])
+def test_the_wire_within_a_machine(asked, wire, sealed):
+    assert meet(*invite(1, "near", backend=asked, sealed=sealed)) == (wire, wire)
+
+
+@pytest.fixture
+def apart(monkeypatch, tmp_path):
+    """What the drafter finds: another machine, or this one from where the verifier's socket is not to be seen."""
+
+    def set_apart(how):
+        if how == "machine":
+            boot_id = tmp_path / "boot_id"
+            boot_id.write_text("another\n")
+            monkeypatch.setattr(local_transport, "_BOOT_ID", boot_id)
+        else:
+            listen = local_transport.listen
+            monkeypatch.setattr(local_transport, "listen", lambda name: listen(f"{name}-in-another-container"))
+
+    return set_apart
+
+
+@pytest.mark.parametrize(("how", "said"), [("machine", 0), ("container", 1)])
+def test_where_the_socket_does_not_reach_it_is_gloo_and_that_is_said_once(apart, how, said, caplog):
+    caplog.set_level(logging.INFO)
+    invitations = [invite(epoch, f"far-{how}", backend="auto") for epoch in (1, 2)]
+    apart(how)
+    for invitation, complete in invitations:
+        assert meet(invitation, complete) == ("gloo", "gloo")
+    lines = [record.getMessage() for record in caplog.records if f"far-{how}" in record.getMessage()]
+    assert (
+        lines
+        == [
+            f"far-{how} is on this machine, but its local socket cannot be reached from here, as from another "
+            "container: Connection refused: Gloo carries its links"
+        ]
+        * said
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("machine", "the verifier is on another machine"), ("container", "its local socket cannot be reached from here")],
+)
+def test_a_local_link_that_cannot_be_is_refused_by_name(apart, how, reason):
+    invitation, complete = invite(1, "apart", backend="local")
+    apart(how)
+    verifier, drafter = meet(invitation, complete)
+    advice = "link.backend: local is for two processes of one machine; set auto"
+    assert str(verifier) == f"link of apart, epoch 1: the drafter is not where it could reach a local socket; {advice}"
+    assert str(drafter).startswith(f"link of apart, epoch 1: {reason}")
+    assert str(drafter).endswith(advice)
+
+
+def test_no_local_link_where_there_are_no_such_sockets(monkeypatch, tmp_path):
+    monkeypatch.setattr(local_transport, "_BOOT_ID", tmp_path / "none")
+    with pytest.raises(LinkError, match=r"link\.backend: local needs Linux"):
+        invite(1, "v", backend="local")
+    assert meet(*invite(1, "v", backend="auto")) == ("gloo", "gloo")
+
+
+def test_a_stranger_at_the_store_cannot_choose_the_wire(monkeypatch):
+    """Only have the two disagree, and then there is no link."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    dial = local_transport.dial
+
+    def slow_dial(*arguments):
+        time.sleep(1.0)  # the verifier believes the stranger meanwhile
+        return dial(*arguments)
+
+    monkeypatch.setattr(local_transport, "dial", slow_dial)
+    invitation, complete = invite(1, "v", backend="auto")
+    client = TCPStore(invitation.store_host, invitation.store_port, None, False, wait_for_workers=False)
+    PrefixStore("link/1", client).set("drafter/wire", "gloo")
+    outcomes = meet(invitation, complete, timeout_s=5.0)
+    assert [isinstance(outcome, LinkError) for outcome in outcomes] == [True, True]
 
 
 def test_verifier_whose_drafter_never_comes():
@@ -86,7 +186,7 @@ def test_nccl_without_cuda_says_so():
     with pytest.raises(LinkError, match="nccl needs a CUDA device"):
         complete(HANG_S)
     drafter.join(HANG_S)
-    assert outcome.get_nowait() == "nccl needs a CUDA device on both ends; use link.backend: gloo"
+    assert outcome.get_nowait() == "nccl needs a CUDA device on both ends; use link.backend: auto"
 
 
 @pytest.mark.gpu

@@ -181,7 +181,7 @@ def test_a_k_out_of_range_says_how_to_serve_without_speculation(k: int) -> None:
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        ({"method": "ngram"}, r"link\.backend: nccl .* method ngram has none; use gloo"),
+        ({"method": "ngram"}, r"link\.backend: nccl .* method ngram has none; use auto"),
         ({"method": "suffix"}, r"link\.backend: nccl .* method suffix has none"),
         (
             {"method": "draft_model", "model": "d", "tensor_parallel_size": 2},
@@ -193,7 +193,8 @@ def test_nccl_is_refused_where_the_drafter_has_no_gpu_of_its_own(drafter, messag
     data = {"target": {"model": "t"}, "drafter": drafter}
     with pytest.raises(ConfigError, match=f"^config: {message}"):
         parse_config({**data, "link": {"backend": "nccl"}})
-    assert parse_config({**data, "link": {"backend": "gloo"}}).link.backend == "gloo"
+    for other in ("auto", "local", "gloo"):
+        assert parse_config({**data, "link": {"backend": other}}).link.backend == other
 
 
 def test_nccl_between_two_gpus_is_taken():

@@ -17,6 +17,8 @@ SOON_S = 5.0
 class MemoryTransport:
     """One end of a pair of queues, with a Transport's contract."""
 
+    backend = "memory"
+
     def __init__(self, inbound, outbound):
         self.inbound, self.outbound = inbound, outbound
         self.closed = False
@@ -46,7 +48,7 @@ class MemoryTransport:
             raise TransportTimeout("recv timed out") from None
         if frame is None:
             raise TransportClosed("peer is gone")
-        buffer[:] = frame
+        buffer[: len(frame)] = frame
 
     def abort(self):
         self.closed = True

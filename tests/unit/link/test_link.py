@@ -49,6 +49,43 @@ def test_a_frame_that_finds_nothing_before_it_is_begun_by_whoever_posts_it(make_
         time.sleep(0.001)
 
 
+def test_a_frame_that_the_wire_takes_at_once_wakes_nobody_here(make_link):
+    """The send thread sleeps on, so that the next frame finds nothing before it either."""
+    near, far = MemoryTransport.pair()
+    begun_by = queue.SimpleQueue()
+
+    def start_send(buffer):
+        begun_by.put(threading.get_ident())
+        near.send(buffer)
+
+    near.start_send = start_send
+    a, b = make_link(near), make_link(far)
+    deadline = time.monotonic() + SOON_S
+    sent = 0
+    while begun_by.empty() or begun_by.get() != threading.get_ident():  # the send thread may still be on its way
+        assert time.monotonic() < deadline, "every frame was left to the send thread"
+        a.post([words(sent)])
+        assert b.poll(SOON_S).messages == [sent]
+        sent += 1
+        time.sleep(0.001)
+    for value in range(100):
+        a.post([words(value)])
+    assert {begun_by.get_nowait() for _ in range(100)} == {threading.get_ident()}
+    assert [b.poll(SOON_S).messages for _ in range(100)] == [[value] for value in range(100)]
+    assert a.counters.frames_sent == sent + 100
+    assert a.counters.bytes_sent == 4 * (HEADER_WORDS + 1) * (sent + 100)
+
+
+def test_only_what_is_in_use_is_sent_and_the_rest_of_a_longer_frame_is_never_delivered(pair):
+    a, b = pair()
+    sent, start_send = [], a._transport.start_send
+    a._transport.start_send = lambda buffer: (sent.append(len(buffer)), start_send(buffer))[1]
+    for length in (40, 3, 0, 48, 1):
+        a.post([words(*range(length))])
+        assert b.poll(SOON_S).messages == list(range(length))
+    assert sent == [HEADER_WORDS + length for length in (40, 3, 0, 48, 1)]
+
+
 def test_a_peer_that_does_not_read_delays_nobody_who_posts(make_link):
     near, far = MemoryTransport.pair()
     near.peer_reads.clear()

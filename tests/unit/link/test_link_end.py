@@ -41,6 +41,17 @@ def test_bad_frame_breaks_the_link_and_delivers_nothing(make_link, sent, reason)
     assert link.poll(0) is None
 
 
+def test_the_end_of_a_longer_frame_before_is_never_believed(make_link):
+    """A frame that says it is longer than what came finds the former one's words there."""
+    near, far = MemoryTransport.pair()
+    link = make_link(near)
+    far.send(frame(0, payload=[5] * 40))
+    assert link.poll(SOON_S).messages == [5] * 40
+    far.send(frame(1, payload=[6] * 40)[: HEADER_WORDS + 10])
+    assert until_broken(link).startswith("bad frame: checksum")
+    assert link.poll(0) is None
+
+
 def test_repeated_frame_breaks_the_link(make_link):
     near, far = MemoryTransport.pair()
     link = make_link(near)

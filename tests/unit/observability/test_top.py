@@ -49,6 +49,7 @@ def text(replicas="a", tokens=0, accepted=0, drafts=0, main=0, miss=0, k4=0, k0=
             f'outrider:chosen_lengths_total{{{of},k="4"}} {k4}\n'
             f'outrider:chosen_lengths_total{{{of},k="0"}} {k0}\n'
             f'outrider:link_state{{{of},state="up"}} 1\noutrider:link_state{{{of},state="down"}} 0\n'
+            f'outrider:link_backend{{{of},backend="local"}} 1\n'
             f"outrider:link_epoch{{{of}}} 2\noutrider:link_reconnects_total{{{of}}} 1\n"
             f"outrider:link_rtt_seconds{{{of}}} 0.00015\noutrider:drafter_up{{{of}}} 1\n"
             f"outrider:drafter_sequences{{{of}}} 3\n"
@@ -86,7 +87,7 @@ def test_what_was_counted_between_two_looks():
     split = replica.round
     assert (split.period_ms, split.target_ms, split.draft_ms, split.other_ms) == pytest.approx((40, 20, 10, 10))
     assert split.wait_ms == pytest.approx(12)
-    assert replica.link == LinkView("up", 2, 1, pytest.approx(150))
+    assert replica.link == LinkView("up", 2, 1, pytest.approx(150), "local")
 
 
 def test_what_proxies_refuse_counts_like_what_the_ingress_does():
@@ -129,7 +130,7 @@ def test_the_picture_has_every_number_and_keeps_to_the_width():
     assert "round 40.0 ms" in round_
     assert "target 20.0 · draft 10.0 · other 10.0 · waited 12.0" in round_
     assert round_.count("█") == 2 * round_.count("▒") == 12
-    assert link.strip() == "link up, epoch 2, 1 reconnect, round trip 150 us"
+    assert link.strip() == "link up over local, epoch 2, 1 reconnect, round trip 150 us"
     assert drafter.strip().startswith("drafter 3 sequences")
     assert all(len(line) <= 40 for line in render(shown, width=40))
 

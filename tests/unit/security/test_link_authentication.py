@@ -1,8 +1,10 @@
-"""Who may be the other end of a link, and whose frames it takes. Wires are real: a TCPStore, and Gloo on loopback."""
+"""Who may be the other end of a link, and whose frames it takes. Wires are real: a TCPStore, Gloo on loopback, and a
+local socket."""
 
 from __future__ import annotations
 
 import dataclasses
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,13 +62,13 @@ def meet(complete: Callable[[float], Transport], join: Callable[[], Transport]) 
     return outcomes
 
 
-@pytest.fixture
-def ends() -> Iterator[Callable[..., list[Any]]]:
+@pytest.fixture(params=["gloo", "local"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Any]]]:
     """Both ends of a real link on loopback."""
     made: list[Any] = []
 
     def make(**changes: Any) -> list[Any]:
-        invitation, complete = invite(**changes)
+        invitation, complete = invite(**{"backend": request.param} | changes)
         made.extend(meet(complete, lambda: join_link(invitation, SECRET, HANG_S)))
         return made[-2:]
 
@@ -78,9 +80,10 @@ def ends() -> Iterator[Callable[..., list[Any]]]:
 # The rendezvous.
 
 
-def test_a_process_without_the_secret_is_no_drafter() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_a_process_without_the_secret_is_no_drafter(backend: str) -> None:
     """It knows all of the invitation, and comes before the drafter."""
-    invitation, complete = invite()
+    invitation, complete = invite(backend=backend)
     verifier, stranger = meet(complete, lambda: join_link(invitation, new_secret(), HANG_S))
     assert "the drafter's side does not hold the application's secret" in str(verifier)
     assert "the verifier's side does not hold the application's secret" in str(stranger)
@@ -138,23 +141,31 @@ def test_what_was_shown_once_is_of_no_use_again() -> None:
     assert once.proves("drafter", once.proof("drafter"))
     assert not again.proves("drafter", once.proof("drafter"))
     assert not once.proves("drafter", once.proof("verifier"))
-    shown = [once.proof("drafter"), once.proof("verifier"), once.frame_key("drafter"), once.frame_key("verifier")]
-    assert len(set(shown)) == 4, "nor does what is shown give a key away"
+    roles = ("drafter", "verifier")
+    shown = [use(role) for use in (once.proof, once.socket_word, once.frame_key) for role in roles]
+    assert len(set(shown)) == 6, "nor does what is shown give a key away"
     assert SECRET.hex() not in repr(once)
     assert repr(SECRET) not in repr(once)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "local"])
 @pytest.mark.parametrize("sealed", [True, False])
-def test_the_rendezvous_is_closed_when_both_are_there(sealed: bool) -> None:
-    invitation, complete = invite(sealed=sealed)
+def test_the_rendezvous_is_closed_when_both_are_there(sealed: bool, backend: str) -> None:
+    """The local socket with it."""
+    invitation, complete = invite(sealed=sealed, backend=backend)
     here, there = meet(complete, lambda: join_link(invitation, SECRET, HANG_S))
     try:
         listening = {each.laddr for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
         assert (invitation.store_host, invitation.store_port) not in listening
+        assert (backend == "local") == bool(invitation.socket_name)
+        if invitation.socket_name:
+            with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as late:
+                late.connect(f"\0{invitation.socket_name}")
         finish = here.start_send(frame(0, payload=[7]))
         received = np.zeros(CAPACITY, np.int32)
         there.recv(received, HANG_S)
-        finish()
+        if finish is not None:
+            finish()
         assert decode(received, 1, 0).payload.tolist() == [7]
     finally:
         here.abort()
@@ -200,7 +211,8 @@ def test_a_repeated_frame_breaks_the_link(ends: Callable[..., list[Any]]) -> Non
     here, there = ends()
     taken = linked(here)
     buffer = frame(0, payload=[5])
-    there.start_send(buffer)()
+    if (finish := there.start_send(buffer)) is not None:
+        finish()
     assert taken.poll(SOON_S).messages == [5]
     sending = there._transport.start_send(buffer)
     assert until_broken(taken).startswith("bad frame: mac:")
@@ -254,6 +266,21 @@ def test_frames_come_in_their_order_or_not_at_all() -> None:
     receive(receiver, sealed[0])
     with pytest.raises(FrameError, match=r"^mac:"):
         receive(receiver, sealed[2])
+
+
+def test_a_frame_cut_short_is_not_completed_by_the_one_before() -> None:
+    receiver, _ = sealed_frames(0)
+    _near, sender, _ = pipe()
+    buffer, into = np.zeros(CAPACITY, np.int32), np.zeros(CAPACITY, np.int32)
+    for sequence in range(2):
+        used = encode(buffer, epoch=1, sequence=sequence, kind=FrameKind.DATA, payload=np.full(30, sequence, np.int32))
+        sender.start_send(buffer[:used])
+        receiver._transport.inbound.put(buffer[: used - 20 * sequence].copy())
+        if sequence == 0:
+            receiver.recv(into, SOON_S)
+            assert decode(into, 1, 0).payload.tolist() == [0] * 30
+    with pytest.raises(FrameError, match=r"^mac:"):
+        receiver.recv(into, SOON_S)
 
 
 def test_a_number_that_comes_round_again_is_another_number() -> None:

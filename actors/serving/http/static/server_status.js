@@ -49,6 +49,7 @@ function load(engine) {
 
 function linkTitle(link) {
   const lines = [`link ${link.epoch}, ${link.reconnects} reconnects`, `round trip ${link.rtt_us.toFixed(0)} µs`];
+  if (link.backend) lines.push(`over ${link.backend}`);
   if (link.last_error) lines.push(`last error: ${link.last_error}`);
   return lines.join("\n");
 }

@@ -1,4 +1,5 @@
-"""Links over real Gloo between two real processes: echo, damage, silence, death, and a new epoch after each."""
+"""Links between two real processes, over Gloo and over a local socket: echo, damage, silence, death, and a new epoch
+after each."""
 
 import contextlib
 import os
@@ -10,19 +11,28 @@ import time
 import numpy as np
 import pytest
 
-from outrider.cluster.link import LinkError, TransportClosed, join_link
+from outrider.cluster.link import (
+    FrameError,
+    LinkError,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+    join_link,
+)
 from outrider.cluster.link.codec import pack
-from outrider.cluster.link.frame import HEADER_WORDS
+from outrider.cluster.link.frame import HEADER_WORDS, FrameKind, decode, encode
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
 from outrider.cluster.modes import Mode
 from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, SECRET, K, Peer, invite
 from tests.stalls import Stalls
 
+BACKENDS = ("gloo", "local")
 
-@pytest.fixture(scope="module")
-def lasting_peer():
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def lasting_peer(request):
     """Survives its links: for tests that do not harm the process."""
-    peer = Peer()
+    peer = Peer(request.param)
     yield peer
     peer.end()
 
@@ -35,14 +45,31 @@ def peer(lasting_peer):
         lasting_peer.report()
 
 
-@pytest.fixture
-def mortal_peer():
-    peer = Peer()
+@pytest.fixture(params=BACKENDS)
+def mortal_peer(request):
+    peer = Peer(request.param)
     yield peer
     peer.end()
 
 
+@pytest.fixture(params=BACKENDS)
+def ends(request):
+    """Two transports that are connected, and a deadline that never comes."""
+    invitation, complete = invite(1, "test", link_deadline_ms=1e6, backend=request.param, capacity_words=LONG)
+    joined = queue.SimpleQueue()
+    threading.Thread(target=lambda: joined.put(join_link(invitation, SECRET, HANG_S))).start()
+    here = complete(HANG_S)
+    there = joined.get(timeout=HANG_S)
+    assert here.backend == there.backend == request.param
+    yield here, there
+    here.abort()
+    there.abort()
+
+
 pytestmark = pytest.mark.timeout(120)
+
+LONG = 1 << 20
+"""Words of a frame that no socket takes at once: 4 MiB."""
 
 ROUND = [
     Open(1, 3, 0, [1, 2, 3], K, DraftSampling(Mode.COUPLED, 0.7, seed=42)),
@@ -74,7 +101,7 @@ def test_echo_and_ping(peer, capsys):
         echo(link, ROUND)
     stats = link.ping(count=64)
     with capsys.disabled():
-        print(f" [{CAPACITY}-word frames, round trip through two links, µs: {stats}]", end="")
+        print(f" [{peer.backend}, round trip through two links, µs: {stats}]", end="")
     assert 0 < stats.min_us <= stats.median_us <= stats.max_us
     assert link.broken is None
 
@@ -151,6 +178,7 @@ def test_stopped_peer(mortal_peer):
 
 
 def test_killed_peer(mortal_peer):
+    """Noticed by the connection: no deadline is near."""
     reasons = queue.SimpleQueue()
     link = mortal_peer.link(on_broken=reasons.put)
     echo(link, ROUND)
@@ -182,18 +210,14 @@ def test_ended_links_leave_nothing(peer):
     peer.link()
 
 
-def test_abort_wakes_sender_and_receiver_here_and_there():
-    """Long before any deadline. The peer receives nothing and sends nothing: both our threads wait in Gloo."""
-    invitation, complete = invite(1, "test", link_deadline_ms=1e6)
-    joined = queue.SimpleQueue()
-    threading.Thread(target=lambda: joined.put(join_link(invitation, SECRET, HANG_S))).start()
-    here = complete(HANG_S)
-    there = joined.get(timeout=HANG_S)
+def test_abort_wakes_sender_and_receiver_here_and_there(ends):
+    """Long before any deadline. The peer receives nothing and sends nothing: both our threads wait on the wire."""
+    here, there = ends
     outcomes = queue.SimpleQueue()
 
     def waits(name, operation, *arguments):
         try:
-            operation(np.zeros(CAPACITY, np.int32), *arguments)
+            operation(np.zeros(LONG, np.int32), *arguments)
         except TransportClosed as error:
             outcomes.put((name, str(error)))
 
@@ -205,6 +229,86 @@ def test_abort_wakes_sender_and_receiver_here_and_there():
     there.abort()
     ended = dict(outcomes.get(timeout=HANG_S) for _ in range(2))
     assert ended == {"recv": "aborted on this side", "send": "aborted on this side"}
-    waits("peer", here.recv, 1000)
-    assert outcomes.get_nowait()[0] == "peer"
-    here.abort()
+    waits("again", there.start_send)
+    assert outcomes.get_nowait() == ("again", "aborted on this side")
+    with pytest.raises(TransportClosed):
+        here.recv(np.zeros(LONG, np.int32), 1000)
+
+
+def sends(transport, buffer):
+    """On a thread, which is returned: it ends when all of the frame is on the wire."""
+
+    def send():
+        if (finish := transport.start_send(buffer)) is not None:
+            finish()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_frames_of_all_lengths_pass_in_order(ends):
+    """Longer than what a socket holds, too, both ways at once; behind a short one stands what stood there before."""
+    lengths = [1, 3000, 0, 7, LONG - HEADER_WORDS, 1, 1000, 0]
+    rng = np.random.default_rng(0)
+    payloads = [rng.integers(0, 1000, size=length, dtype=np.int32) for length in lengths]
+    received = np.zeros(LONG, np.int32)
+    for sequence, payload in enumerate(payloads):
+        before = received.copy()
+        for sender, receiver in (ends, ends[::-1]):
+            buffer = np.zeros(LONG, np.int32)
+            used = encode(buffer, epoch=1, sequence=sequence, kind=FrameKind.DATA, payload=payload)
+            sending = sends(sender, buffer[:used])
+            receiver.recv(received, HANG_S)
+            sending.join(HANG_S)
+            assert not sending.is_alive()
+            assert np.array_equal(decode(received, 1, sequence).payload, payload)
+            assert np.array_equal(received[used:], before[used:])
+
+
+def test_a_burst_of_frames_arrives_one_by_one(ends):
+    here, there = ends
+    buffers = []
+    for sequence in range(50):
+        buffer = np.zeros(200, np.int32)
+        payload = np.full(sequence, sequence, np.int32)
+        buffers.append(buffer[: encode(buffer, epoch=1, sequence=sequence, kind=FrameKind.DATA, payload=payload)])
+
+    def burst():
+        for buffer in buffers:
+            if (finish := here.start_send(buffer)) is not None:
+                finish()
+
+    thread = threading.Thread(target=burst)
+    thread.start()
+    received = np.zeros(LONG, np.int32)
+    for sequence in range(50):
+        there.recv(received, HANG_S)
+        assert decode(received, 1, sequence).payload.tolist() == [sequence] * sequence
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+
+
+def test_the_end_of_a_longer_frame_before_is_never_believed(ends):
+    """Its words still stand there: a frame that says it is longer than what came is damaged, and called so."""
+    here, there = ends
+    received = np.zeros(LONG, np.int32)
+    buffer = np.zeros(LONG, np.int32)
+    for sequence, value in enumerate((5, 6)):
+        used = encode(buffer, epoch=1, sequence=sequence, kind=FrameKind.DATA, payload=np.full(100, value, np.int32))
+        sending = sends(here, buffer[: used - 60 * sequence])
+        there.recv(received, HANG_S)
+        sending.join(HANG_S)
+        if sequence == 0:
+            assert decode(received, 1, 0).payload.tolist() == [5] * 100
+    assert received[used - 1] == 5
+    with pytest.raises(FrameError, match=r"^checksum:"):
+        decode(received, 1, 1)
+
+
+def test_silence_ends_a_wire_for_good(ends):
+    here, _ = ends
+    with pytest.raises(TransportTimeout, match="the peer sent nothing, or did not read"):
+        here.recv(np.zeros(LONG, np.int32), 0.05)
+    with pytest.raises(TransportError):
+        here.recv(np.zeros(LONG, np.int32), HANG_S)
