@@ -25,12 +25,22 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from outrider.actors.drafter.hang_watch import STEP
-from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
 from outrider.actors.drafter.strategy import DraftStrategy
 from outrider.actors.learning.lessons import LessonBook, Taught
 from outrider.cluster.link import Link, LinkBroken
 from outrider.cluster.link.codec import pack
-from outrider.cluster.link.messages import Close, Commit, Lesson, Message, Name, Open, Proposals, ProposalStatus
+from outrider.cluster.link.messages import (
+    Ahead,
+    Close,
+    Commit,
+    Lesson,
+    Message,
+    Name,
+    Open,
+    Proposals,
+    ProposalStatus,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +48,7 @@ logger = logging.getLogger(__name__)
 class ProposalSink(Protocol):
     """Where one link's proposals go."""
 
-    def send(self, proposals: abc.Sequence[Proposals], work_us: int) -> None: ...
+    def send(self, proposals: abc.Sequence[Proposals | Ahead], work_us: int) -> None: ...
 
 
 class LinkSink:
@@ -47,7 +57,7 @@ class LinkSink:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def send(self, proposals: abc.Sequence[Proposals], work_us: int) -> None:
+    def send(self, proposals: abc.Sequence[Proposals | Ahead], work_us: int) -> None:
         with suppress(LinkBroken):
             self._link.post(pack(list(proposals), self._link.capacity_words), work_us=work_us)
 
@@ -113,7 +123,8 @@ class DraftLoop:
             work.execute()
             with self._lock:
                 self.steps += work.is_step
-                outgoing = self._outgoing(self._strategy.complete(work))
+                answers = self._strategy.complete(work)
+                outgoing = self._outgoing(answers, self._strategy.foreseen())
             _send(outgoing)
         self._at_work.pop(STEP, None)
 
@@ -155,7 +166,11 @@ class DraftLoop:
             stranger = Sequence(key)
             return [stranger.no_drafts(ProposalStatus.UNKNOWN_REQUEST, commit.base_committed_len)]
         answers = self._strategy.commit(sequence, commit)
-        sequence.asked_len, sequence.asked_at = (commit.committed_len if commit.num_wanted else None), arrived
+        is_asked = commit.num_wanted > 0 and not commit.has_drafts
+        sequence.asked_len, sequence.asked_at = (commit.committed_len if is_asked else None), arrived
+        if commit.has_drafts:
+            self.rounds += 1
+            self.drafted += commit.num_wanted
         return answers
 
     def _sequence(self, key: SequenceKey) -> Sequence:
@@ -170,15 +185,18 @@ class DraftLoop:
                 self._lessons.close(key, sequence.text, sequence.is_greedy)
             self._strategy.close(sequence)
 
-    def _outgoing(self, answers: abc.Sequence[Answer]) -> list[tuple[ProposalSink, list[Proposals], int]]:
+    def _outgoing(
+        self, answers: abc.Sequence[Answer], foreseen: abc.Sequence[Foreseen] = ()
+    ) -> list[tuple[ProposalSink, list[Proposals | Ahead], int]]:
         """What to send on each link, to be sent without the lock. The work that counts is what a target waited for."""
         now = self._clock()
-        step_us = self._strategy.step_us() if answers else 0
-        by_link: dict[int, list[Proposals]] = {}
+        step_us = self._strategy.step_us() if answers or foreseen else 0
+        by_link: dict[int, list[Proposals | Ahead]] = {}
         waited: dict[int, float] = {}
         for sequence, proposals in answers:
             link_id, _ = sequence.key
             proposals.step_us = step_us
+            by_link.setdefault(link_id, []).append(proposals)
             if proposals.status is ProposalStatus.OK:
                 self.rounds += 1
                 self.drafted += len(proposals.token_ids)
@@ -186,7 +204,9 @@ class DraftLoop:
             if over and proposals.base_committed_len == sequence.asked_len:  # else it answers one that is overtaken
                 sequence.asked_len = None
                 waited[link_id] = max(waited.get(link_id, 0.0), now - sequence.asked_at)
-            by_link.setdefault(link_id, []).append(proposals)
+        for sequence, ahead in foreseen:
+            ahead.step_us = step_us
+            by_link.setdefault(sequence.key[0], []).append(ahead)
         return [
             (sink, proposals, int(waited.get(link_id, 0.0) * 1e6))
             for link_id, proposals in by_link.items()
@@ -269,6 +289,6 @@ class DraftLoop:
         return {**self.usage(), **counted}
 
 
-def _send(outgoing: list[tuple[ProposalSink, list[Proposals], int]]) -> None:
+def _send(outgoing: list[tuple[ProposalSink, list[Proposals | Ahead], int]]) -> None:
     for sink, proposals, work_us in outgoing:
         sink.send(proposals, work_us)

@@ -18,7 +18,7 @@ import numpy as np
 
 from outrider.actors.drafter.engine import Draw, Drawn
 from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
-from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import Ahead, Commit, DraftOrigin, DraftSampling, ProposalStatus, SparseQ
 
 CATCH_UP_TOKENS = 32
 """Committed tokens a draft step may feed per sequence; further behind, it is prefill."""
@@ -174,8 +174,13 @@ class ModelSequence(Sequence):
 
     @property
     def can_draft(self) -> bool:
-        behind = self.committed_len - self.main.num_computed
-        return self.started and not self.retired and behind <= CATCH_UP_TOKENS
+        return self.will_draft_after(0)
+
+    def will_draft_after(self, num_tokens: int) -> bool:
+        """Whether it can be drafted for once so many more tokens are committed."""
+        length = self.committed_len + num_tokens
+        fits = num_tokens == 0 or length < self.max_len
+        return self.started and not self.retired and fits and length - self.main.num_computed <= CATCH_UP_TOKENS
 
     @property
     def due(self) -> bool:
@@ -278,6 +283,11 @@ class ModelSequence(Sequence):
         if commit.num_wanted == 0:
             self._answered(0)
 
+    def rouse(self, num_wanted: int, num_on_miss: int) -> None:
+        """So many drafts are wanted after all for the last commit, which wanted none: due from now on."""
+        self.num_wanted, self.num_on_miss = num_wanted, num_on_miss
+        self.sent = None
+
     def timed(self, num_tokens: int, now: float) -> None:
         """So many tokens have been committed at this time, seconds."""
         before, self._committed_at = self._committed_at, now
@@ -310,6 +320,23 @@ class ModelSequence(Sequence):
         answer = self.drafts(self.main.ids(start, start + count), q, self.origin)
         self._answered(count)
         return answer
+
+    def ahead(self, line: Line) -> Ahead | None:
+        """All the drafts that are wanted for the outcome that `line` assumes, if the last of them was drawn just now.
+        None: they are not all there, or cannot be sent before their round is known."""
+        if self.sent is None or not self.num_wanted or not self.free_of_rounds:
+            return None
+        at, origin = line.start, DraftOrigin.SIDE_BRANCH
+        if line is self.main:
+            at, origin = self.committed_len + self.sent, DraftOrigin.MAIN_LINE
+        if line.end - at - 1 != self.num_wanted:
+            return None
+        next_token, *drafts = line.ids(at, line.end)
+        return Ahead(self.key[1], self.committed_len, at, next_token, drafts, origin)
+
+    def take(self, count: int) -> None:
+        """The target has had so many of the main line's drafts since before the commit: see `ahead`."""
+        self._answered(count)
 
     def propose(self, drafts: list[int]) -> Answer:
         """The answer to the commit is these drafts of somebody else's, chosen by the text alone: q is one-hot. The main

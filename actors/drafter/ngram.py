@@ -10,7 +10,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
 from outrider.actors.drafter.strategy import Work
 from outrider.cluster.link.messages import Commit, ProposalStatus
 
@@ -156,6 +156,9 @@ class NgramStrategy:
         if sequence.num_wanted:  # whoever asked before waits for an answer from READY on
             answers.append(self._looked_up(sequence))
         return answers
+
+    def foreseen(self) -> list[Foreseen]:
+        return []
 
     def step_us(self) -> int:
         return 0

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from outrider.actors.observability import logs
-from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, Open, Proposals, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import (
+    Ahead,
+    Commit,
+    DraftOrigin,
+    DraftSampling,
+    Open,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
 from outrider.cluster.modes import Mode
 
 SequenceKey = tuple[int, int]
@@ -96,3 +105,10 @@ class Answer(NamedTuple):
 
     sequence: Sequence
     proposals: Proposals
+
+
+class Foreseen(NamedTuple):
+    """Likewise, before anybody asks."""
+
+    sequence: Sequence
+    ahead: Ahead

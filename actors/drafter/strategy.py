@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar
 
-from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
 from outrider.cluster.link.messages import Commit
 
 S = TypeVar("S", bound=Sequence)
@@ -64,6 +64,10 @@ class DraftStrategy(Protocol[S]):
 
     def complete(self, work: Work) -> list[Answer]:
         """Take the results of executed work. Returns the answers that are ready now."""
+
+    def foreseen(self) -> list[Foreseen]:
+        """What the work that was completed last has drafted for outcomes that have not come yet, to be sent at once;
+        [] where it is decided at each commit whose drafts answer it, or where no drafts are made ahead."""
 
     def step_us(self) -> int:
         """What a step takes now, microseconds; 0: not known."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, ClassVar
 
-from outrider.actors.drafter.sequence import Answer, Sequence, SequenceKey
+from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
 from outrider.actors.drafter.strategy import Work
 from outrider.actors.drafter.suffix_index import NO_PATH, Path, SuffixIndex, SuffixLimits, best_path
 from outrider.cluster.link.messages import Commit, ProposalStatus
@@ -262,6 +262,9 @@ class SuffixStrategy:
             assert self._answers is not None
             self._answers.add(self._to_learn.popleft())
             self.counted.parts_learnt += 1
+        return []
+
+    def foreseen(self) -> list[Foreseen]:
         return []
 
     def step_us(self) -> int:

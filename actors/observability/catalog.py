@@ -32,6 +32,11 @@ ROUNDS = (
         "outrider:late_rounds_total", "counter", "Rounds decoded plainly because their proposals missed the deadline."
     ),
     MetricSpec("outrider:proposals_total", "counter", "Proposals with drafts that arrived, one a request and round."),
+    MetricSpec(
+        "outrider:foreseen_total",
+        "counter",
+        "Of these, arrived before their round's outcome: the drafter was not asked.",
+    ),
     MetricSpec("outrider:proposal_bytes_total", "counter", "Bytes of the frames that carried them, headers included."),
     MetricSpec(
         "outrider:proposal_origins_total",
@@ -84,6 +89,7 @@ LENGTHS = (
 
 LINK = (
     MetricSpec("outrider:link_state", "gauge", "1 for the link's present state, 0 for the others.", ("state",)),
+    MetricSpec("outrider:link_backend", "gauge", "1 for the wire of the link that is up.", ("backend",)),
     MetricSpec("outrider:link_epoch", "gauge", "Number of the current link; every new one has a greater."),
     MetricSpec("outrider:link_reconnects_total", "counter", "Links made anew after the first."),
     MetricSpec("outrider:link_rtt_seconds", "gauge", "Median round trip of the pings when the link came up."),
@@ -107,7 +113,7 @@ DRAFTER = (
     ),
     MetricSpec("outrider:drafter_answers_total", "counter", "Commits it answered with a proposal."),
     MetricSpec("outrider:drafter_draft_tokens_total", "counter", "Draft tokens it sent."),
-    MetricSpec("outrider:drafter_step_seconds", "histogram", "Batched draft steps, without prefill."),
+    MetricSpec("outrider:drafter_step_seconds", "histogram", "Batched draft steps, without prefill.", ("method",)),
     MetricSpec("outrider:drafter_chosen_total", "counter", "Commits that each method's drafts answered.", ("method",)),
     MetricSpec(
         "outrider:drafter_judged_drafts_total", "counter", "Drafts the target judged, sent or not.", ("method",)
@@ -131,7 +137,11 @@ SUFFIX = (
 LEARNING = (
     MetricSpec("outrider:drafter_version", "gauge", "Version that drafts; 0 is the drafter as it was loaded."),
     MetricSpec("outrider:drafter_version_changes_total", "counter", "Versions that this drafter has taken."),
-    MetricSpec("outrider:drafter_refused_versions_total", "counter", "Versions that it could not load, or not finite."),
+    MetricSpec(
+        "outrider:drafter_refused_versions_total",
+        "counter",
+        "Versions that it could not load, not finite, or learned from another checkpoint.",
+    ),
     MetricSpec("outrider:learning_failures_total", "counter", "Exchanges with the trainer that failed."),
     MetricSpec("outrider:learning_dropped_texts_total", "counter", "Texts that no trainer fetched in time."),
     MetricSpec("outrider:learning_tokens_total", "counter", "Tokens of answers that the trainer was given."),
@@ -212,7 +222,12 @@ INGRESS = (
     MetricSpec(
         "outrider:autoscaling_reason", "gauge", "1 for why so many are wanted, 0 for the other reasons.", ("reason",)
     ),
-    MetricSpec("outrider:replicas_waiting", "gauge", "Replicas that no node has room for.", ("deployment",)),
+    MetricSpec(
+        "outrider:replicas_waiting",
+        "gauge",
+        "Replicas that no node has room for, or of a pool whose drafters do not load.",
+        ("deployment",),
+    ),
     MetricSpec(
         "outrider:replicas_waiting_seconds",
         "gauge",

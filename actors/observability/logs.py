@@ -19,10 +19,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.actors.request_ids import unscoped
-from outrider.cluster.config import ServingConfig
+
+if TYPE_CHECKING:  # a drafter's loop, which logs, runs without pydantic
+    from outrider.cluster.config import ServingConfig
 
 CONFIG_PATH_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 REQUEST_ID_KEY = "outrider_request_id"

@@ -289,7 +289,8 @@ class ReplicaMetrics:
 
 def add_rounds(families: Families, rounds: Mapping[str, Any]) -> None:
     """rounds: Round.metrics()."""
-    for name in ("rounds", "drafted_rounds", "late_rounds", "proposals", "proposal_bytes", "picture_requests"):
+    counted = ("rounds", "drafted_rounds", "late_rounds", "proposals", "foreseen", "proposal_bytes", "picture_requests")
+    for name in counted:
         families.add(f"outrider:{name}_total", rounds[name])
     for origin, count in ORIGINS.items():
         families.add("outrider:proposal_origins_total", rounds[count], origin=origin)
@@ -317,6 +318,8 @@ def add_link(families: Families, link: Mapping[str, Any]) -> None:
     """link: LinkKeeper.status(), whose traffic is missing before the first link."""
     for state in LINK_STATES:
         families.add("outrider:link_state", float(link["state"] == state), state=state)
+    if link["backend"]:
+        families.add("outrider:link_backend", 1.0, backend=link["backend"])
     families.add("outrider:link_epoch", link["epoch"])
     families.add("outrider:link_reconnects_total", link["reconnects"])
     families.add("outrider:link_rtt_seconds", link["rtt_us"] / 1e6)
@@ -341,7 +344,9 @@ def add_drafter(families: Families, drafter: Mapping[str, Any] | None) -> None:
     if "learning" in drafter:
         _add_learning(families, drafter["learning"])
     if "step_seconds" in drafter:
-        families.add_histogram("outrider:drafter_step_seconds", drafter["step_seconds"])
+        of_each = drafter.get("steps_of", {"draft_model": drafter["step_seconds"]})
+        for method, seconds in of_each.items():
+            families.add_histogram("outrider:drafter_step_seconds", seconds, method=method)
 
 
 def _add_learning(families: Families, learning: Mapping[str, Any]) -> None:

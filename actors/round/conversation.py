@@ -16,6 +16,7 @@ from outrider.cluster.link import HANG, Link, LinkBroken, Received
 from outrider.cluster.link.codec import pack
 from outrider.cluster.link.messages import (
     MAX_NAME_LENGTH,
+    Ahead,
     Close,
     CloseReason,
     Commit,
@@ -28,6 +29,9 @@ from outrider.cluster.link.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+_MOST_AHEAD = 128
+"""Outcomes of one round that a request keeps drafts for: more than K drafts and their alternatives make."""
 
 _MOMENT_S = 1e-3
 """So long an answer at one of two links may wait for the other."""
@@ -234,6 +238,7 @@ class Conversation:
             return
         request.handle = self._introduce(request, self._line)
         request.ready = request.awaited = request.asked = False
+        request.ahead.clear()
 
     def _introduce(self, request: Request, line: Line) -> int:
         """Returns its handle there."""
@@ -258,6 +263,7 @@ class Conversation:
         self._say_close(request.handle, reason)
         request.handle = None
         request.ready = request.awaited = request.asked = False
+        request.ahead.clear()
 
     def _say_close(self, handle: int | None, reason: CloseReason) -> None:
         for line in self._lines():
@@ -274,28 +280,45 @@ class Conversation:
         request.handle, request.ready = request.next_handle, request.next_ready
         request.next_handle, request.next_ready = None, False
         request.awaited = request.asked = False
+        request.ahead.clear()
 
-    def commit(self, request: Request, token_ids: Sequence[int], num_wanted: int, num_on_miss: int) -> None:
-        """The request's last len(token_ids) tokens were committed by a step. num_wanted, num_on_miss: as in Commit."""
+    def commit(self, request: Request, token_ids: Sequence[int], num_wanted: int, num_on_miss: int) -> Ahead | None:
+        """The request's last len(token_ids) tokens were committed by a step. num_wanted, num_on_miss: as in Commit.
+        Returns what was sent ahead for this outcome, whose drafts are the request's now; None: the drafter is asked."""
         if request.next_ready:
             self._say_close(request.handle, CloseReason.PREEMPTED)
             self._now_at_next(request)
         if request.handle is None:
             if num_wanted:
                 self.degrade(request, "no_link")
-            return
-        request.asked = num_wanted > 0
+            return None
+        base = len(request.token_ids) - len(token_ids)
+        taken = self._taken(request, base, num_wanted)
+        request.asked = num_wanted > 0 and taken is None
         leaving = self._leaving
         # The round waits for the new drafter's answers whatever the old one does.
         is_late = leaving is not None and leaving.is_late and request.handle in leaving.by_handle
         request.awaited = request.asked and request.ready and not is_late
-        base = len(request.token_ids) - len(token_ids)
         for line in self._lines():
             if request.handle in line.by_handle:
-                line.outbox.append(Commit(request.handle, base, token_ids, num_wanted, num_on_miss))
+                has_drafts = taken is not None
+                line.outbox.append(Commit(request.handle, base, token_ids, num_wanted, num_on_miss, has_drafts))
             elif request.next_handle is not None:
                 # Asked there, too: a text that nobody asks for is read when there is nothing else to do.
                 line.outbox.append(Commit(request.next_handle, base, token_ids, num_wanted, num_on_miss))
+        return taken
+
+    def _taken(self, request: Request, base: int, num_wanted: int) -> Ahead | None:
+        """What was sent ahead for what has just been committed to a text of `base` tokens, if it is all that is wanted:
+        the drafter may be about to have more."""
+        assert request.handle is not None
+        ahead = request.ahead.get((len(request.token_ids) - 1, request.token_ids[-1]))
+        request.ahead.clear()
+        if ahead is None or ahead.base_committed_len != base or not 0 < num_wanted <= len(ahead.token_ids):
+            return None
+        drafts = list(ahead.token_ids[:num_wanted])
+        request.proposal = Proposals(request.handle, len(request.token_ids), drafts, origin=ahead.origin)
+        return ahead
 
     def teach(self, request: Request, lesson: Lesson) -> None:
         """Where it is drafted for; its commits have gone there before."""
@@ -316,11 +339,17 @@ class Conversation:
         answers to last commits, with whose they are."""
         answers = []
         for message in messages:
-            if not isinstance(message, Proposals):
+            if not isinstance(message, Proposals | Ahead):
                 continue
             request = next((r for line in self._lines() if (r := line.by_handle.get(message.request))), None)
             if request is None:
-                self.stale += 1
+                self.stale += isinstance(message, Proposals)
+                continue
+            if isinstance(message, Ahead):
+                # Where a q is sampled from, verification needs it, and there is none with these.
+                wanted = message.request == request.handle and not request.sampling.mode.samples_q
+                if wanted and len(request.ahead) < _MOST_AHEAD:
+                    request.ahead[message.position, message.next_token] = message
                 continue
             if message.request == request.next_handle:
                 self._hear_from_next(request, message.status)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.round.length import Estimate
-from outrider.cluster.link.messages import MAX_BIASED_TOKENS, MAX_INT31, MAX_TOP_N, DraftSampling, Proposals
+from outrider.cluster.link.messages import MAX_BIASED_TOKENS, MAX_INT31, MAX_TOP_N, Ahead, DraftSampling, Proposals
 from outrider.cluster.modes import Mode, mode_for
 
 if TYPE_CHECKING:
@@ -153,6 +153,9 @@ class Request:
     proposal: Proposals | None = None
     """A continuation of exactly token_ids. Kept until the next commit, whatever becomes of the link: the scheduler may
     hold its drafts, and verification needs the q they were drawn from."""
+
+    ahead: dict[tuple[int, int], Ahead] = field(default_factory=dict)
+    """What the drafter has sent for outcomes of the round that is being verified, by position and next token."""
 
     teaches: bool = False
     """The drafter is told what the target thinks of its tokens (actors/round/teaching.py)."""

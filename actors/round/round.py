@@ -34,7 +34,15 @@ from outrider.actors.round.statistics import RoundStatistics, RoundTimes
 from outrider.actors.round.teaching import Teaching
 from outrider.cluster.config import LinkConfig
 from outrider.cluster.link.link import Link
-from outrider.cluster.link.messages import CloseReason, DraftOrigin, Message, Proposals, ProposalStatus, SparseQ
+from outrider.cluster.link.messages import (
+    Ahead,
+    CloseReason,
+    DraftOrigin,
+    Message,
+    Proposals,
+    ProposalStatus,
+    SparseQ,
+)
 from outrider.cluster.membership import Work
 
 logger = logging.getLogger(__name__)
@@ -233,11 +241,15 @@ class Round:
             if request.running and not request.ended:
                 going_on.append(request)
         lengths = self._guarded(self._lengths.choose, [request.estimate for request in going_on])
+        self._hear_what_came(step)
         for request, wanted in zip(going_on, lengths or [NO_DRAFTS] * len(going_on), strict=True):
             if request.max_drafts:
                 k = min(wanted.k, request.max_drafts)
                 self._wanted[k] = self._wanted.get(k, 0) + 1
-                self._drafter.commit(request, committed[request.request_id], k, min(wanted.k_miss, k))
+                ahead = self._drafter.commit(request, committed[request.request_id], k, min(wanted.k_miss, k))
+                if ahead is not None:
+                    self.statistics.count_foreseen()
+                    self._answered(request, ahead.origin, k, ahead.step_us, 0.0)
         self._drafter.flush()
 
     def take_drafts(self, step: Step, request_ids: Sequence[str]) -> list[list[int]]:
@@ -413,6 +425,13 @@ class Round:
 
     # What was heard, and what it took.
 
+    def _hear_what_came(self, step: Step) -> None:
+        """While the target verified."""
+        while (received := self._drafter.poll(0.0)) is not None:
+            self._lagging = False
+            step.draft_work_us += received.work_us
+            self._take(received.messages, received.nbytes, 0.0)
+
     def _goes_idle(self) -> None:
         """No request is left: the pause until the next one is nobody's round."""
         self.steps.clear()
@@ -425,14 +444,21 @@ class Round:
 
     def _take(self, messages: Sequence[Message], nbytes: int, waited_s: float) -> None:
         drafted = sum(bool(message.token_ids) for message in messages if isinstance(message, Proposals))
-        self.statistics.count_frame(drafted, nbytes)
+        self.statistics.count_frame(drafted, sum(isinstance(message, Ahead) for message in messages), nbytes)
         for request, answer in self._drafter.hear(messages):
             if answer.status is ProposalStatus.OK:
-                self.statistics.count_answer(answer.origin, answer.step_us)
-            if request.trace is not None:
-                request.trace.origin = answer.origin
-            observe, draft_step_s = self._lengths.observe_answer, answer.step_us / 1e6
-            self._guarded(observe, request.estimate, answer.origin, len(answer.token_ids), draft_step_s, waited_s)
+                self._answered(request, answer.origin, len(answer.token_ids), answer.step_us, waited_s)
+            else:
+                self._observe(request, answer.origin, 0, answer.step_us, waited_s)
+
+    def _answered(self, request: Request, origin: DraftOrigin, count: int, step_us: int, waited_s: float) -> None:
+        self.statistics.count_answer(origin, step_us)
+        self._observe(request, origin, count, step_us, waited_s)
+
+    def _observe(self, request: Request, origin: DraftOrigin, count: int, step_us: int, waited_s: float) -> None:
+        if request.trace is not None:
+            request.trace.origin = origin
+        self._guarded(self._lengths.observe_answer, request.estimate, origin, count, step_us / 1e6, waited_s)
 
     def _keep_time(self, step: Step) -> None:
         step.started_s = self._clock()

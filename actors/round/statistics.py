@@ -55,6 +55,9 @@ class RoundStatistics:
 
     side_branch_hits: int = 0
     misses: int = 0
+    foreseen: int = 0
+    """Hits whose drafts had arrived before their round's outcome: nobody was asked."""
+
     picture_requests: int = 0
     """Requests that came with pictures."""
 
@@ -74,11 +77,16 @@ class RoundStatistics:
             self.drafted += num_drafts
             self.accepted += num_committed - 1
 
-    def count_frame(self, num_proposals: int, nbytes: int) -> None:
-        """A frame of the drafter's arrived with so many proposals that hold drafts."""
-        if num_proposals:
-            self.proposals += num_proposals
+    def count_frame(self, num_proposals: int, num_ahead: int, nbytes: int) -> None:
+        """A frame of the drafter's arrived with so many proposals that hold drafts, and so many before their outcome:
+        of these each that is taken is a proposal, see `count_foreseen`."""
+        self.proposals += num_proposals
+        if num_proposals or num_ahead:
             self.proposal_bytes += nbytes
+
+    def count_foreseen(self) -> None:
+        self.proposals += 1
+        self.foreseen += 1
 
     def count_answer(self, origin: DraftOrigin, step_us: int) -> None:
         self.main_line_hits += origin is DraftOrigin.MAIN_LINE
@@ -105,6 +113,7 @@ class RoundStatistics:
             "main_line_hits": self.main_line_hits,
             "side_branch_hits": self.side_branch_hits,
             "misses": self.misses,
+            "foreseen": self.foreseen,
         }
 
     def histograms(self) -> dict[str, HistogramSnapshot]:

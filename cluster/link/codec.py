@@ -5,11 +5,12 @@ request:
 
     Open       type length request | prompt_len offset K mode top_n top_k only_biased b adapter | seed tenant
                temperature top_p min_p | b biased ids | b biases | token ids
-    Commit     type length request | base_committed_len num_wanted num_on_miss | token ids
+    Commit     type length request | base_committed_len num_wanted num_on_miss has_drafts | token ids
     Close      type length request | reason
     Name       type length request | n | n characters, four a word
     Proposals  type length request | base_committed_len status k n origin step_us | k token ids
                | [k*n q ids | k*n q probabilities]
+    Ahead      type length request | base_committed_len position next_token origin step_us | token ids
     Lesson     type length request | position n w | n*w ids | n*w log-probabilities, two a word
 
 seed and tenant are int64, temperature, top_p and min_p are float64, two words each, low word first; biases and q
@@ -31,6 +32,7 @@ from outrider.cluster.link.frame import HEADER_WORDS
 from outrider.cluster.link.messages import (
     MAX_BIASED_TOKENS,
     TAUGHT_TOP,
+    Ahead,
     Close,
     CloseReason,
     Commit,
@@ -49,14 +51,15 @@ from outrider.cluster.modes import Mode
 
 MIN_FRAME_WORDS = 4096
 MAX_FRAME_WORDS = 16384
-"""A frame travels whole, be it a heartbeat: what is longer goes on in the next. A longer message has longer frames."""
+"""NCCL moves a frame whole, be it a heartbeat: what is longer goes on in the next. For a longer message frames are
+longer."""
 
 _FRAME_ROUNDING_WORDS = 64
 _MIN_OPEN_CHUNK_TOKENS = 64
 """An Open starts in the rest of a frame only if this many of its tokens, or all of them, fit there."""
 
-_OPEN, _COMMIT, _CLOSE, _PROPOSALS, _NAME, _LESSON = 1, 2, 3, 4, 5, 6
-_FIXED_WORDS = {_OPEN: 22, _COMMIT: 6, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4, _LESSON: 6}
+_OPEN, _COMMIT, _CLOSE, _PROPOSALS, _NAME, _LESSON, _AHEAD = 1, 2, 3, 4, 5, 6, 7
+_FIXED_WORDS = {_OPEN: 22, _COMMIT: 7, _CLOSE: 4, _PROPOSALS: 9, _NAME: 4, _LESSON: 6, _AHEAD: 8}
 _OPEN_INTEGERS = 12
 _SAMPLING = struct.Struct("<qqddd")
 _SAMPLING_WORDS = struct.Struct("<10i")
@@ -92,9 +95,11 @@ def pack(messages: Sequence[Message], capacity_words: int) -> list[np.ndarray]:
         if isinstance(message, Commit):
             ids = message.token_ids
             head = [_COMMIT, _FIXED_WORDS[_COMMIT] + len(ids), message.request, message.base_committed_len]
-            writer.add("Commit", [*head, message.num_wanted, message.num_on_miss, *ids])
+            writer.add("Commit", [*head, message.num_wanted, message.num_on_miss, int(message.has_drafts), *ids])
         elif isinstance(message, Proposals):
             _write_proposals(message, writer)
+        elif isinstance(message, Ahead):
+            _write_ahead(message, writer)
         elif isinstance(message, Close):
             writer.add("Close", [_CLOSE, 4, message.request, message.reason])
         elif isinstance(message, Name):
@@ -132,6 +137,8 @@ def unpack(payload: np.ndarray, vocab_size: int, max_tokens_k: int, capacity_wor
             messages.append(_read_commit(head, words, vocab_size, max_tokens_k))
         elif kind == _PROPOSALS:
             messages.append(_read_proposals(head, words, vocab_size, max_tokens_k))
+        elif kind == _AHEAD:
+            messages.append(_read_ahead(head, words, vocab_size, max_tokens_k))
         elif kind == _CLOSE:
             messages.append(_read_close(head, words))
         elif kind == _NAME:
@@ -228,6 +235,25 @@ def _write_proposals(message: Proposals, writer: PayloadWriter) -> None:
         writer.add("Proposals", words, (q.ids.reshape(-1), probs.reshape(-1)))
 
 
+def _write_ahead(message: Ahead, writer: PayloadWriter) -> None:
+    ids = message.token_ids
+    head = [_AHEAD, _FIXED_WORDS[_AHEAD] + len(ids), message.request, message.base_committed_len, message.position]
+    writer.add("Ahead", [*head, message.next_token, message.origin, message.step_us, *ids])
+
+
+def _read_ahead(head: list[int], words: np.ndarray, vocab_size: int, max_tokens_k: int) -> Ahead:
+    _, length, request, base_committed_len, position, next_token, origin, step_us = head[:8]
+    fixed = _FIXED_WORDS[_AHEAD]
+    if origin not in _ORIGINS:
+        raise MessageError("Ahead.origin", f"unknown origin {origin}")
+    if length - fixed > max_tokens_k:
+        raise MessageError("Ahead.token_ids", f"{length - fixed} tokens, at most {max_tokens_k} are allowed")
+    if next_token >= vocab_size:
+        raise MessageError("Ahead.next_token", f"{next_token} is outside a vocabulary of {vocab_size}")
+    token_ids = _token_ids("Ahead.token_ids", words[fixed:], vocab_size)
+    return Ahead(request, base_committed_len, position, next_token, token_ids, _ORIGINS[origin], step_us)
+
+
 def _write_name(message: Name, writer: PayloadWriter) -> None:
     encoded = message.request_id.encode("ascii")
     padded = np.frombuffer(encoded + b"\0" * (-len(encoded) % 4), dtype=np.int32).tolist()
@@ -311,7 +337,10 @@ def _read_commit(head: list[int], words: np.ndarray, vocab_size: int, max_tokens
         raise MessageError("Commit.token_ids", f"{len(words) - fixed} tokens are over {max_tokens_k} drafts and one")
     if head[4] > max_tokens_k:
         raise MessageError("Commit.num_wanted", f"{head[4]} is over {max_tokens_k}")
-    return Commit(head[2], head[3], _token_ids("Commit.token_ids", words[fixed:], vocab_size), head[4], head[5])
+    if head[6] not in (0, 1):
+        raise MessageError("Commit.has_drafts", f"{head[6]} is neither 0 nor 1")
+    token_ids = _token_ids("Commit.token_ids", words[fixed:], vocab_size)
+    return Commit(head[2], head[3], token_ids, head[4], head[5], bool(head[6]))
 
 
 def _read_close(head: list[int], words: np.ndarray) -> Close:

@@ -1,4 +1,4 @@
-"""One frame: an int32 buffer of fixed capacity, a 16-word header and then the payload.
+"""One frame: a 16-word header and then the payload, at the head of an int32 buffer of fixed capacity.
 
     word  0  magic             word  4  kind (FrameKind)
     word  1  protocol version  word  5  payload length, words
@@ -7,8 +7,8 @@
     words 8 to 11  zero, or a keyed MAC on the wire (`cluster/link/authentication.py`)
     words 12 to 14 zero        word 15  crc32 over words 0 to 14 and the payload, unsigned, the MAC taken for zero
 
-Words beyond the payload are whatever the buffer held. How many messages a payload carries stands at its own head,
-where the codec that can check it reads it (`cluster/link/messages.py`).
+Words beyond the payload are whatever the buffer held, and most wires leave them out. How many messages a payload
+carries stands at its own head, where the codec that can check it reads it (`cluster/link/messages.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = 0x4F555452
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 HEADER_WORDS = 16
 LENGTH_WORD = 5
 TAG_WORDS = slice(8, 12)

@@ -194,6 +194,7 @@ class Commit:
     remember what was verified.
     num_wanted: drafts wanted for the next round; 0: none, and no answer. num_on_miss: if this outcome was not foreseen,
     drafts worth waiting for; with 0 such a commit is answered at once, without drafts.
+    has_drafts: the verifier has as many already, from an Ahead for this outcome, and awaits no answer.
     """
 
     request: int
@@ -201,6 +202,7 @@ class Commit:
     token_ids: Sequence[int]
     num_wanted: int
     num_on_miss: int
+    has_drafts: bool = False
 
     def __post_init__(self) -> None:
         _check_int31("Commit.request", self.request)
@@ -211,6 +213,8 @@ class Commit:
         _check_int31("Commit.num_wanted", self.num_wanted)
         if not 0 <= self.num_on_miss <= self.num_wanted:
             raise MessageError("Commit.num_on_miss", f"{self.num_on_miss} is not in 0 to {self.num_wanted} wanted")
+        if self.has_drafts and not self.num_wanted:
+            raise MessageError("Commit.has_drafts", "set, but none are wanted")
 
     @property
     def accepted_len(self) -> int:
@@ -307,6 +311,36 @@ class Proposals:
 
 
 @dataclass(slots=True)
+class Ahead:
+    """Drafts for one outcome of a round that is still being verified, so that the verifier has them when it comes out
+    so. Sent once a line's drafts are all there; only where drafts depend on text and seed alone, and their q need not
+    travel. One that is lost or comes too late costs nothing: the commit is answered.
+
+    base_committed_len: as in the Proposals that are being verified. position, next_token: the outcome: at this position
+    of the text, behind accepted drafts, the target chooses this token. token_ids: 1 to K drafts that follow it.
+    origin, step_us: as in Proposals.
+    """
+
+    request: int
+    base_committed_len: int
+    position: int
+    next_token: int
+    token_ids: Sequence[int]
+    origin: DraftOrigin
+    step_us: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int31("Ahead.request", self.request)
+        _check_int31("Ahead.base_committed_len", self.base_committed_len)
+        _check_int31("Ahead.next_token", self.next_token)
+        _check_int31("Ahead.step_us", self.step_us)
+        if not self.base_committed_len <= self.position <= MAX_INT31:
+            raise MessageError("Ahead.position", f"{self.position} is before {self.base_committed_len}")
+        if not self.token_ids:
+            raise MessageError("Ahead.token_ids", "empty: there is nothing to take")
+
+
+@dataclass(slots=True)
 class Name:
     """The id by which the engine knows a request, for the drafter's log. Sent before its Open, where logs are to have
     it.
@@ -369,7 +403,7 @@ class Lesson:
     __hash__ = None  # type: ignore[assignment]
 
 
-Message: TypeAlias = Open | Commit | Close | Proposals | Name | Lesson
+Message: TypeAlias = Open | Commit | Close | Proposals | Ahead | Name | Lesson
 
 
 def _check_int31(field: str, value: int) -> None:

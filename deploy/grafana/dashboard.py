@@ -245,6 +245,12 @@ SPECULATION = Row(
             stacked=True,
         ),
         Panel(
+            "Foreseen",
+            ((ratio("outrider:foreseen_total{$of}", "outrider:proposals_total{$of}"), "{{replica}}"),),
+            "percentunit",
+            "Proposals that had arrived before their round's outcome was known: the drafter was not asked.",
+        ),
+        Panel(
             "Chosen k",
             (("sum by (k) (rate(outrider:chosen_lengths_total{$of}[$rate]))", "k = {{k}}"),),
             "short",
@@ -325,7 +331,10 @@ LINK = Row(
     (
         Panel(
             "State",
-            (('max by (replica) (outrider:link_state{$of, state="up"})', "up {{replica}}"),),
+            (
+                ('max by (replica) (outrider:link_state{$of, state="up"})', "up {{replica}}"),
+                ("max by (replica, backend) (outrider:link_backend{$of})", "over {{backend}} {{replica}}"),
+            ),
             "bool_on_off",
         ),
         Panel(

@@ -624,20 +624,22 @@ class GateDifference(_message.Message):
     def __init__(self, mean: _Optional[float] = ..., margin: _Optional[float] = ..., texts: _Optional[int] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
-    __slots__ = ("state", "epoch", "reconnects", "drafter", "rtt_us", "last_error")
+    __slots__ = ("state", "epoch", "reconnects", "drafter", "rtt_us", "last_error", "backend")
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECONNECTS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     RTT_US_FIELD_NUMBER: _ClassVar[int]
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
     state: LinkState
     epoch: int
     reconnects: int
     drafter: str
     rtt_us: float
     last_error: str
-    def __init__(self, state: _Optional[_Union[LinkState, str]] = ..., epoch: _Optional[int] = ..., reconnects: _Optional[int] = ..., drafter: _Optional[str] = ..., rtt_us: _Optional[float] = ..., last_error: _Optional[str] = ...) -> None: ...
+    backend: str
+    def __init__(self, state: _Optional[_Union[LinkState, str]] = ..., epoch: _Optional[int] = ..., reconnects: _Optional[int] = ..., drafter: _Optional[str] = ..., rtt_us: _Optional[float] = ..., last_error: _Optional[str] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class LengthDecisions(_message.Message):
     __slots__ = ("speculating", "switches", "chosen_lengths", "probes", "step_fixed_ms", "step_per_token_ms", "step_uneven_ms", "draft_step_ms", "origins", "acceptance_by_position", "expected_rate", "expected_plain_rate")
@@ -682,7 +684,7 @@ class LengthDecisions(_message.Message):
     def __init__(self, speculating: _Optional[bool] = ..., switches: _Optional[int] = ..., chosen_lengths: _Optional[_Mapping[int, int]] = ..., probes: _Optional[int] = ..., step_fixed_ms: _Optional[float] = ..., step_per_token_ms: _Optional[float] = ..., step_uneven_ms: _Optional[float] = ..., draft_step_ms: _Optional[float] = ..., origins: _Optional[_Mapping[str, float]] = ..., acceptance_by_position: _Optional[_Iterable[float]] = ..., expected_rate: _Optional[float] = ..., expected_plain_rate: _Optional[float] = ...) -> None: ...
 
 class RoundStatistics(_message.Message):
-    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals", "proposals", "proposal_bytes", "main_line_hits", "side_branch_hits", "misses", "draft_step_ms", "lengths")
+    __slots__ = ("rounds", "drafted_rounds", "drafted", "accepted", "mean_acceptance_length", "acceptance_rate", "late_rounds", "dropped_proposals", "median", "refused_proposals", "proposals", "proposal_bytes", "main_line_hits", "side_branch_hits", "misses", "draft_step_ms", "lengths", "foreseen")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -700,6 +702,7 @@ class RoundStatistics(_message.Message):
     MISSES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    FORESEEN_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     drafted_rounds: int
     drafted: int
@@ -717,7 +720,8 @@ class RoundStatistics(_message.Message):
     misses: int
     draft_step_ms: float
     lengths: LengthDecisions
-    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ..., proposals: _Optional[int] = ..., proposal_bytes: _Optional[int] = ..., main_line_hits: _Optional[int] = ..., side_branch_hits: _Optional[int] = ..., misses: _Optional[int] = ..., draft_step_ms: _Optional[float] = ..., lengths: _Optional[_Union[LengthDecisions, _Mapping]] = ...) -> None: ...
+    foreseen: int
+    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., acceptance_rate: _Optional[float] = ..., late_rounds: _Optional[int] = ..., dropped_proposals: _Optional[int] = ..., median: _Optional[_Union[RoundTime, _Mapping]] = ..., refused_proposals: _Optional[int] = ..., proposals: _Optional[int] = ..., proposal_bytes: _Optional[int] = ..., main_line_hits: _Optional[int] = ..., side_branch_hits: _Optional[int] = ..., misses: _Optional[int] = ..., draft_step_ms: _Optional[float] = ..., lengths: _Optional[_Union[LengthDecisions, _Mapping]] = ..., foreseen: _Optional[int] = ...) -> None: ...
 
 class RoundTime(_message.Message):
     __slots__ = ("period_ms", "target_ms", "draft_ms", "wait_ms", "other_ms", "samples")

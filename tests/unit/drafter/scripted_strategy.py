@@ -69,6 +69,9 @@ class FakeStrategy:
     def _draft(self, sequence, origin):
         return sequence.drafts([sequence.committed_len, 0], self.q, origin)
 
+    def foreseen(self):
+        return []
+
     def step_us(self):
         return 1234
 

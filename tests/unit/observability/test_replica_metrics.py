@@ -68,7 +68,7 @@ DRAFTER_STATUS = {
 }
 LINK_STATUS = {
     "state": "up", "epoch": 2, "drafter": "Drafter:a", "reconnects": 1, "rtt_us": 150.0, "last_error": "",
-    "bytes_sent": 10, "bytes_received": 20, "frames_sent": 1, "frames_received": 2,
+    "backend": "local", "bytes_sent": 10, "bytes_received": 20, "frames_sent": 1, "frames_received": 2,
 }  # fmt: skip
 
 
@@ -110,6 +110,7 @@ async def test_all_that_is_reported_is_exported():
     assert sum(value for key, value in values.items() if key[0] == "outrider:chosen_lengths_total") == 4
     assert values["outrider:link_state", m, ("state", "up")] == 1
     assert values["outrider:link_state", m, ("state", "down")] == 0
+    assert values["outrider:link_backend", ("backend", "local"), m] == 1
     assert values["outrider:link_rtt_seconds", m] == pytest.approx(150e-6)
     assert values["outrider:link_bytes_total", ("direction", "received"), m] == 20
     assert values["outrider:drafter_kv_cache_usage_ratio", m] == 0.25
