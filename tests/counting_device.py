@@ -31,8 +31,12 @@ _IS = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cpu", "is_
 _READ = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
 _COUNTS = (
     Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select, Tensor.unique, torch.unique,
-    torch.equal, Tensor.equal, torch.allclose, Tensor.repeat_interleave, torch.repeat_interleave, torch.bincount,
+    Tensor.unique_consecutive, torch.unique_consecutive, torch.equal, Tensor.equal, torch.allclose,
+    Tensor.repeat_interleave, torch.repeat_interleave, torch.bincount,
 )  # fmt: skip
+_INDEXED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.index_put_, Tensor.index_put)
+_ITSELF = (Tensor.set_, Tensor.resize_, Tensor.unsqueeze_, Tensor.squeeze_)
+"""They change the tensor, not only what is in its memory."""
 
 
 class _There(Tensor):
@@ -64,6 +68,16 @@ class CountingDevice(TorchFunctionMode):
 
         self._pending: list[Callable[[], None] | None] = []
 
+    def __enter__(self) -> CountingDevice:
+        # Torch gives the tensor itself back where there is no GPU, and asks no mode.
+        Tensor.pin_memory = lambda tensor: self._pin(tensor.clone())  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        del Tensor.pin_memory
+
     def event(self) -> Event:
         return Event(self)
 
@@ -88,15 +102,19 @@ class CountingDevice(TorchFunctionMode):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
         if func in (Tensor.to, Tensor.cpu, Tensor.copy_, Tensor.cuda):
             return self._moved(func, args, kwargs)
+        if func is Tensor.is_pinned:
+            return not there and self._is_pinned(args[0])
         if kwargs.pop("pin_memory", False):
-            made = func(*args, **kwargs)
-            self._pinned[made.untyped_storage().data_ptr()] = made
-            return made
+            return self._pin(func(*args, **kwargs))
+        if func in _ITSELF and there:
+            return func(*args, **kwargs)
         if "device" in kwargs and kwargs["device"] is not None:
             there = torch.device(kwargs["device"]).type == DEVICE.type
             kwargs["device"] = "cpu"
             if there and func in (torch.tensor, torch.as_tensor):
                 self.uploads.append(name)
+        elif there and func is Tensor.new_tensor:
+            self.uploads.append(name)
         elif there:
             self._check(func, name, args, kwargs, flat)
         result = func(*tree_map(_host, args), **tree_map(_host, kwargs))
@@ -105,12 +123,12 @@ class CountingDevice(TorchFunctionMode):
         return tree_map(self._put, result)
 
     def _check(self, func: Any, name: str, args: Any, kwargs: Any, flat: list[Any]) -> None:
-        masked = func in (Tensor.__getitem__, Tensor.__setitem__) and _has_mask(args)
+        masked = func in _INDEXED and _has_mask(args)
         if func in _READ or (func in _COUNTS and "output_size" not in kwargs) or masked:
             self.reads.append(name)
             self._arrive(len(self._pending))
         elsewhere = [part for part in flat if isinstance(part, Tensor) and not isinstance(part, _There) and part.dim()]
-        if elsewhere and func in (Tensor.__getitem__, Tensor.__setitem__):
+        if elsewhere and func in _INDEXED:
             self.uploads.append(name)
         elif elsewhere:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu")
@@ -157,7 +175,8 @@ class CountingDevice(TorchFunctionMode):
             if waits or not self._is_pinned(from_):
                 self.uploads.append("copy")
             else:
-                self._pending.append(lambda: self._unchanged(from_, to.clone()))
+                sent = to.clone()  # what is there may be changed at once
+                self._pending.append(lambda: self._unchanged(from_, sent))
         return target
 
     def _unchanged(self, source: Tensor, sent: Tensor) -> None:
@@ -170,6 +189,10 @@ class CountingDevice(TorchFunctionMode):
                 work, self._pending[index] = self._pending[index], None
                 if work is not None:
                     work()
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.lora.request import LoRARequest
@@ -15,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from outrider.actors.drafter.draw import draw
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.verification.search import TokenSubset
+from outrider.actors.verification.transfer import to_device
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.paged_forward import PagedForward
 from outrider.cluster.config import ConfigError
@@ -47,10 +49,10 @@ class CutHead:
         return self._subset
 
     def replace(self, changes: Sequence[tuple[int, int]]) -> None:
-        """(slot, token id): other tokens in some places."""
+        """(slot, token id): other tokens in some places. Does not wait for a GPU."""
         if not changes:
             return
-        slots, tokens = torch.tensor(changes, dtype=torch.int64, device=self._ids.device).unbind(1)
+        slots, tokens = to_device([*np.array(changes, np.int64).T], self._ids.device)
         self._ids = self._ids.index_copy(0, slots, tokens)
         self._weight.index_copy_(0, slots, self._whole.detach()[tokens])
         self._subset = None

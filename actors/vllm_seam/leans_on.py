@@ -673,6 +673,14 @@ TARGET_RANK = Table(
             for name in ("MinTokensLogitsProcessor", "LogitBiasLogitsProcessor")
         ),
         Borrowed(
+            "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor._mask_stop_token_logits",
+            "replaced: it has the host wait for the device",
+            exactly=("logits", "logits_slice", "restore_logits_slice"),
+        ),
+        Borrowed(
+            "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.neg_inf_tensor", "what it forbids with"
+        ),
+        Borrowed(
             "vllm.v1.sample.logits_processor.interface:BatchUpdate",
             "made: every row is a request",
             exactly=("batch_size", "removed", "added", "moved"),

@@ -40,7 +40,7 @@ class TargetSampler:
             raise ValueError(f"logprobs_mode {sampler.logprobs_mode!r} is not supported; leave it at raw_logprobs")
         self._sampler, self._device = sampler, device
         self._verify = choose(device)
-        kinds: tuple[Any, ...] = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor)
+        kinds: tuple[Any, ...] = (_MinTokens, LogitBiasLogitsProcessor)
         self._processors = LogitsProcessors(kind(vllm_config, device, is_pin_memory=False) for kind in kinds)
         self._num_rows = 0
         """That they were last told of."""
@@ -142,6 +142,20 @@ class TargetSampler:
         row = torch.where(exists, batch.first_row.unsqueeze(1) + offset, 0).flatten()
         chosen = token_ids.flatten().clamp_min(0).to(torch.int64)
         return self._sampler.gather_logprobs(self._sampler.compute_logprobs(raw)[row], count, chosen)
+
+
+class _MinTokens(MinTokensLogitsProcessor):
+    """vLLM's looks at the device where a request has a grammar too; the host waits for nothing here."""
+
+    def _mask_stop_token_logits(
+        self, logits: Tensor, logits_slice: tuple[Tensor, Tensor], restore_logits_slice: tuple[Tensor, Tensor]
+    ) -> None:
+        """Forbids stop tokens, but for those of a row whose grammar allows nothing else. Slices: rows and tokens."""
+        rows, _ = restore_logits_slice
+        stops = logits[restore_logits_slice]
+        logits.index_put_(logits_slice, self.neg_inf_tensor)
+        kept = logits.amax(-1).isneginf()[rows] & stops.isfinite()
+        logits.index_put_(restore_logits_slice, torch.where(kept, stops, self.neg_inf_tensor))
 
 
 def _is_processed(requests: Sequence[Request], metadata: SamplingMetadata) -> bool:

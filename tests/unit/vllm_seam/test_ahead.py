@@ -7,7 +7,6 @@ against it.
 from __future__ import annotations
 
 import random
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,12 @@ from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, Schedule
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from outrider.actors.round.request import Deployment
 from outrider.actors.round.request import Request as RoundRequest
 from outrider.actors.vllm_seam import ahead
-from outrider.actors.vllm_seam.engine_args import target_vllm_config
-from outrider.cluster.config import parse_config
-from outrider.cluster.placement import RankPlacement
-from tests.tiny_models import build_tiny_llama
-from tests.unit.vllm_seam.book import EOS, MAX_MODEL_LEN, K, ask, make_scheduler, next_token
+from tests.unit.vllm_seam.book import EOS, MAX_MODEL_LEN, K, ahead_config, ask, make_scheduler, next_token, serve
 
 
 def step(counts: dict[str, int], slots: dict[str, int], cached: dict[str, int]) -> SchedulerOutput:
@@ -164,55 +159,7 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory):
-    config = parse_config(
-        {
-            "target": {
-                "model": str(build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")),
-                "dtype": "float32",
-                "max_model_len": MAX_MODEL_LEN,
-                "max_num_seqs": 6,
-                "max_num_batched_tokens": 48,
-                "enable_prefix_caching": False,
-            },
-            "drafter": {"method": "ngram"},
-            "speculation": {"num_speculative_tokens": K},
-            "serving": {"structured_output": "off"},
-        }
-    )
-    made = target_vllm_config(config, RankPlacement("local", ["Verifier:test"], [0], None, {}), None)
-    assert made.max_concurrent_batches == 2
-    return made
-
-
-def serve(scheduler: Any, rank: Rank, requests: list[Request], chance: random.Random, aborts: int = 0) -> Any:
-    """As vLLM's core does with two batches in its queue. Returns tokens by request, and how often one was preempted."""
-    waiting, flying, texts = deque(requests), deque[Any](), {request.request_id: [] for request in requests}
-    for _ in range(5000):
-        while waiting and (len(scheduler.requests) < 3 or chance.random() < 0.3):
-            scheduler.add_request(waiting.popleft())
-        if scheduler.has_requests():
-            scheduled = scheduler.schedule()
-            counts = dict(scheduled.num_scheduled_tokens)
-            flying.append((scheduled, SimpleNamespace(**vars(scheduled)), counts))
-            if len(flying) < 2 and (counts or scheduler.has_requests()):
-                continue
-        if not flying:
-            break
-        scheduled, told, counts = flying.popleft()
-        # The ranks have a copy of their own.
-        mine = SchedulerOutput(**vars(told))
-        mine.num_scheduled_tokens = dict(counts)
-        mine.scheduled_spec_decode_tokens = dict(told.scheduled_spec_decode_tokens)
-        output = rank.run(mine)
-        if aborts and chance.random() < 0.1 and scheduler.requests:
-            aborts -= 1
-            scheduler.finish_requests(chance.choice(list(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
-        for of_client in scheduler.update_from_output(scheduled, output).values():
-            for each in of_client.outputs:
-                texts[each.request_id] += each.new_token_ids
-    else:
-        raise AssertionError("not done after 5000 steps")
-    return texts
+    return ahead_config(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("blocks", [200, 40], ids=["room for all", "preemptions"])

@@ -37,9 +37,11 @@ def listed() -> set[str]:
 
 
 def test_what_is_overridden_is_listed():
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from outrider.actors.vllm_seam.target_runner import RoundRunner
+    from outrider.actors.vllm_seam.target_sampler import _MinTokens
     from outrider.actors.vllm_seam.target_worker import TargetWorker
 
     for ours, theirs in (
@@ -56,6 +58,7 @@ def test_what_is_overridden_is_listed():
         (target_engine._Recorder, StatLoggerBase),
         (RoundRunner, GPUModelRunner),
         (TargetWorker, worker_class()),
+        (_MinTokens, MinTokensLogitsProcessor),
     ):
         overridden = {name for name in vars(ours) if hasattr(theirs, name) and not name.startswith("__")}
         assert overridden, f"{ours.__name__} overrides nothing of {theirs.__name__}'s"

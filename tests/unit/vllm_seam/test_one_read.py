@@ -1,4 +1,5 @@
-"""A target step and a draft step have the host wait for the device once, for their results, and for nothing before."""
+"""A choice and a draw have the host wait for the device once, for their results, and for nothing before. Whole steps
+are in test_device_steps.py and test_draft_step.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.utils import torch_utils
 from vllm.v1.sample import sampler as sampler_module
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -21,8 +21,7 @@ from outrider.actors.drafter.draw import draw
 from outrider.actors.drafter.engine import Draw
 from outrider.actors.round.request import Request, RequestSampling
 from outrider.actors.round.round import Step
-from outrider.actors.verification import draft_sampler, torch_kernel
-from outrider.actors.verification.coupled import coupled_ranking
+from outrider.actors.verification import torch_kernel
 from outrider.actors.verification.search import TokenSubset
 from outrider.actors.vllm_seam import target_runner, target_sampler
 from outrider.actors.vllm_seam.target_runner import RoundRunner
@@ -30,6 +29,7 @@ from outrider.actors.vllm_seam.target_sampler import TargetSampler
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
 from tests.counting_device import DEVICE, CountingDevice
+from tests.unit.vllm_seam.draw_kernels import draw_on
 
 V, K, N = 300, 3, 5
 ALL = [*Mode]
@@ -144,19 +144,6 @@ def test_a_target_step_waits_once_for_its_tokens_and_their_status(device, modes,
     assert all(found.values())
 
 
-def test_a_step_with_biases_and_fewest_tokens_waits_once_too(device, monkeypatch):
-    requests = requests_of(ALL, logit_bias={7: 2.0, 9: -1.0}, min_tokens=3, stop_token_ids=[11])
-    logits = torch.randn(len(ALL) + K * (len(ALL) - 1), V, generator=torch.Generator().manual_seed(0))
-    expected = run_step(sampler_on(logits.device), requests, logits.clone())
-    monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
-    with device:
-        sampler, there = sampler_on(DEVICE), logits.to(DEVICE)
-        device.uploads.clear()
-        found = run_step(sampler, requests, there)
-    assert (device.reads, device.uploads) == (["copy"], [])
-    assert found == expected
-
-
 def test_a_step_with_logprobs_waits_once_too(device, monkeypatch):
     # vLLM's is compiled, which the device that counts is not for.
     monkeypatch.setattr(sampler_module, "batched_count_greater_than", lambda x, values: (x >= values).sum(-1))
@@ -177,16 +164,6 @@ def test_a_step_with_logprobs_waits_once_too(device, monkeypatch):
     assert found.logprobs.shape[1] == 3
     for mine, its in zip(expected, found, strict=True):
         np.testing.assert_array_equal(mine, its)
-
-
-def test_a_step_without_the_choice_waits_once_too(device):
-    """Tokens come by broadcast to the other ranks."""
-    runner = Runner(requests := requests_of(ALL), None, None)
-    runner.install(None)
-    runner._step = step_of(requests)
-    with device:
-        runner.sample_tokens(None)
-    assert device.reads == ["copy"]
 
 
 SAMPLINGS = [
@@ -210,20 +187,7 @@ def test_a_draft_step_waits_once_for_all_that_was_drawn(device, monkeypatch, cut
     draws = [Draw(sampling, 40 + row, 38, alternatives) for row, sampling in enumerate(samplings)]
     expected = draw(logits, draws, TokenSubset(ids) if cut else None)
 
-    def ranking(logits, temperature, threshold, seed, position, subset, count):
-        subset_ids = None if subset is None else subset.ids
-
-        def on_host(logits, temperature, threshold, seed, position, ids):
-            there = None if ids is None else TokenSubset(ids)
-            return coupled_ranking(logits, temperature, threshold, logits.amax(-1), seed, position, count, subset=there)
-
-        return device.kernel(on_host, logits, temperature, threshold, seed, position, subset_ids)
-
-    monkeypatch.setattr(draft_sampler, "_triton_ranking", ranking)
-    triton_kernel = pytest.importorskip("outrider.actors.verification.triton_kernel", exc_type=ImportError)
-    from tests.unit.verification.triton_comparison import threshold_by_order as by_order
-
-    monkeypatch.setattr(triton_kernel, "nucleus", lambda *arguments: device.kernel(by_order, *arguments))
+    draw_on(device, monkeypatch)
     with device:
         subset = TokenSubset(ids.to(DEVICE)) if cut else None
         there = logits.to(DEVICE)
