@@ -48,6 +48,9 @@ class Teacher(Protocol):
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
         """The version's tensors, by the checkpoint's names."""
 
+    def base(self) -> str:
+        """sampled_digest of the drafter's own checkpoint."""
+
     def as_loaded(self, names: Collection[str]) -> Mapping[str, Tensor]:
         """These tensors of the drafter as it was loaded."""
 
@@ -62,8 +65,8 @@ class RayTeacher:
         self._model, self._revision = config.model, config.revision
         # Another model, or other settings, are another trainer's: one of an application before this may still be there.
         local = Path(config.model).expanduser()
-        checkpoint = sampled_digest(local) if local.is_dir() else config.revision
-        told = json.dumps([config.model, checkpoint, learn.model_dump()], sort_keys=True)
+        self._base = sampled_digest(local) if local.is_dir() else None
+        told = json.dumps([config.model, self._base or config.revision, learn.model_dump()], sort_keys=True)
         name = f"Trainer:{app_name}:{hashlib.sha256(told.encode()).hexdigest()[:8]}"
         options: dict[str, Any] = {"num_cpus": learn.num_cpus, "num_gpus": learn.num_gpus, "max_concurrency": 8}
         self._actor = SharedActor(
@@ -79,6 +82,11 @@ class RayTeacher:
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
         tensors: Mapping[str, Tensor] = ray.get(update.tensors[0], timeout=FETCH_TIMEOUT_S)
         return tensors
+
+    def base(self) -> str:
+        if self._base is None:
+            self._base = sampled_digest(local_copy(self._model, self._revision))
+        return self._base
 
     def as_loaded(self, names: Collection[str]) -> Mapping[str, Tensor]:
         from outrider.actors.learning.draft_models import tensors_of
@@ -116,10 +124,13 @@ class LearningMember(Member):
         self._refused: tuple[str, int] | None = None
         """The last of those that `refused` counts."""
 
+        self._foreign: str | None = None
+        """Base of the last versions that were learned from another checkpoint."""
+
         self._is_swapping = False
         self.changes = 0
         self.refused = 0
-        """Versions that cannot be what a trainer made, or could not be loaded."""
+        """Versions that cannot be what this drafter's trainer made, or could not be loaded."""
 
         self.figures: dict[str, Any] = {}
 
@@ -130,15 +141,29 @@ class LearningMember(Member):
         if not update.tensors:
             self._held = update.version
         elif update.version not in (self._taking, self._held):
-            tensors = self._teacher.fetch(update)
-            # A trainer never gives these out. What did is not to be believed in anything else either.
-            if not tensors or not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-                self._refuse(update.version)
-                logger.error("version %s is refused: it holds numbers that are not finite", update.version)
-            else:
-                self._taking = update.version
-                self._loop.change(partial(self._strategy.change_weights, partial(self._swap, update.version, tensors)))
+            self._offered(update)
         return False
+
+    def _offered(self, update: Update) -> None:
+        """A version that is new here: what a trainer of this very checkpoint cannot have made is refused."""
+        if update.base != self._teacher.base():
+            self._refuse(update.version)
+            if update.base != self._foreign:
+                self._foreign = update.base
+                logger.error(
+                    "drafter.model: version %s is refused, and so are others like it: they were learned from another "
+                    "checkpoint (%.12s…, not %.12s…); put the same one on every node where the trainer may run",
+                    update.version, update.base, self._teacher.base(),
+                )  # fmt: skip
+            return
+        tensors = self._teacher.fetch(update)
+        # A trainer never gives these out. What did is not to be believed in anything else either.
+        if not tensors or not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            self._refuse(update.version)
+            logger.error("version %s is refused: it holds numbers that are not finite", update.version)
+            return
+        self._taking = update.version
+        self._loop.change(partial(self._strategy.change_weights, partial(self._swap, update.version, tensors)))
 
     def _swap(
         self,

@@ -3,6 +3,10 @@
 Both are scored on the same texts, so that how hard a text is cancels out: what counts is the mean of the differences
 and how sure it is. Texts are few, so the limit is Student's for one side and one in twenty. What serves is looked back
 at time and again: there one in twenty is the chance that an equally good version is ever found worse, in all looks.
+
+Against the version that serves, small losses cannot be told from none, and they add up. So the drafter that learning
+began with is the other one that a version is held against, and there the burden is the version's: not «no loss was
+found», but «with confidence no more than that was lost», however many versions lie between.
 """
 
 from __future__ import annotations
@@ -16,9 +20,14 @@ LEAST_TEXTS = 12
 """Held-out texts, of prompts of their own, without which nothing is decided."""
 
 MOST_LOST = 0.02
-"""Acceptance that a version may lose, in the mean, on what came before."""
+"""Acceptance that a version may lose on what came before: in the mean against the version that serves, with confidence
+against the drafter that learning began with."""
 
 _ONE_SIDE = 0.05
+_SINCE_BEGUN = 0.01
+"""The chance that what has lost more than that since learning began is taken for what has not, in one comparison. The
+texts are much the same every time, so it is less than one in twenty: over forty comparisons it stays below that."""
+
 _STUDENT_95 = 1.8
 """For 11 degrees of freedom, those of LEAST_TEXTS; for more it is less."""
 
@@ -48,8 +57,16 @@ class Difference:
         return self.texts >= LEAST_TEXTS and self.mean - self.margin > 0
 
     @property
+    def may_lose(self) -> float:
+        """The most that is lost, with the confidence that losses since learning began ask for; below 0: it gains.
+        Infinite for fewer than two texts."""
+        if self.texts < 2:
+            return math.inf
+        return self.margin / _STUDENT_95 * student_limit(_SINCE_BEGUN, self.texts - 1) - self.mean
+
+    @property
     def is_loss(self) -> bool:
-        """Likewise."""
+        """With confidence."""
         return self.texts >= LEAST_TEXTS and self.mean + self.margin < 0
 
     def is_loss_in(self, look: int) -> bool:
@@ -102,12 +119,16 @@ def judge(
 ) -> Verdict:
     """recent: on the latest texts. past: on a sample of all so far. general: on general ones, where there are any; of
     these the drafter that learning began with is the other version, so that little by little nothing is lost either.
-    past_begun: the same on the sample of all so far."""
+    past_begun: the same on the sample of all so far.
+
+    Whether too much may be lost since then is asked last, of what gains: before, it would keep learning from beginning,
+    since of next to no change little is certain."""
 
     def verdict(adopted: bool, reason: str) -> Verdict:
         return Verdict(adopted, reason, recent, past, general, past_begun)
 
-    before = [past, *(each for each in (general, past_begun) if each is not None)]
+    since_begun = [each for each in (general, past_begun) if each is not None]
+    before = [past, *since_begun]
     if recent.texts < LEAST_TEXTS:
         return verdict(False, "no_texts")
     if not all(math.isfinite(each.mean) for each in (recent, *before)):
@@ -116,4 +137,6 @@ def judge(
         return verdict(False, "forgets")
     if not recent.is_gain:
         return verdict(False, "no_gain")
+    if any(each.may_lose > MOST_LOST for each in since_begun):
+        return verdict(False, "forgets")
     return verdict(True, "gain")

@@ -40,7 +40,7 @@ Tensors = Mapping[str, Tensor]
 _RISE_STEPS = 20
 """Of the learning rate, at the beginning and after a way back."""
 
-PARTS = (0.6, 0.35, 0.2)
+PARTS = (0.6, 0.35, 0.2, 0.1)
 """Of the way from the version that serves to what was learned: candidates, where the whole gains and forgets."""
 
 
@@ -133,7 +133,7 @@ class Learner:
         # heart it loses, whatever it learns.
         kept_out = [text for text in general if text.held_out]
         if len(kept_out) < LEAST_TEXTS:
-            kept_out = list(general)[:: max(round(1 / settings.held_out), 2)]
+            kept_out = list(general)[:: max(min(round(1 / settings.held_out), len(general) // LEAST_TEXTS), 2)]
         self._held_general = kept_out[:HELD_TEXTS]
         held = set(map(id, self._held_general))
         self._replay: Replay[Text] = Replay(

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from outrider.actors.learning.gate import LEAST_TEXTS
 from outrider.actors.learning.idle import IdleTime
 from outrider.actors.learning.learner import Learner, Learnt
 from outrider.actors.learning.lessons import Taught
-from outrider.actors.learning.versions import VersionStore
+from outrider.actors.learning.versions import VersionStore, sampled_digest
 from outrider.actors.observability.logs import configure as configure_logging
 from outrider.actors.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.cluster.learning_config import LearningConfig
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from outrider.actors.learning.text import Text
 
 logger = logging.getLogger(__name__)
+
+LEAST_GENERAL = 2 * LEAST_TEXTS
+"""Prompts of general texts: every other one's to compare versions on, the rest to train on."""
 
 _PAUSE_S = 0.5
 _LOWEST_PRIORITY = 19
@@ -55,10 +59,11 @@ class Report:
 
 @dataclass
 class Update:
-    """version: trainer and number of what is to serve. tensors: a reference to them, in a list lest Ray fetch it, where
-    the drafter holds another version; else empty."""
+    """version: trainer and number of what is to serve. base: sampled_digest of the checkpoint that it was learned from.
+    tensors: a reference to them, in a list lest Ray fetch it, where the drafter holds another version; else empty."""
 
     version: tuple[str, int]
+    base: str
     figures: dict[str, Any]
     tensors: list[Any] = field(default_factory=list)
 
@@ -80,9 +85,9 @@ class HandOut:
     """What drafters bring and take. A version that a drafter could not load is not given to it again, nor one that has
     ended it `_MOST_DEATHS` times: it would meet it at each restart."""
 
-    def __init__(self, learner: Learner, put: Callable[[dict[str, Tensor]], Any]) -> None:
-        """put: a reference to tensors, as Update has it."""
-        self._learner, self._put = learner, put
+    def __init__(self, learner: Learner, base: str, put: Callable[[dict[str, Tensor]], Any]) -> None:
+        """base, put: the digest and a reference to tensors, as Update has them."""
+        self._learner, self._base, self._put = learner, base, put
         self._last: tuple[Learnt, Any] | None = None
         self._taking: dict[str, _Taking] = {}
         """By drafter."""
@@ -95,7 +100,7 @@ class HandOut:
         self._learner.add(taught)
         serving = self._learner.serving
         version = (serving.version.learner, serving.version.number)
-        update = Update(version, {**self._learner.figures(), **figures})
+        update = Update(version, self._base, {**self._learner.figures(), **figures})
         self._hear(report)
         held = report.held
         if held != version and not (held is None and version[1] == 0) and self._barred.get(report.drafter) != version:
@@ -194,7 +199,7 @@ class DrafterTrainer:
             self._learner.count_from(store.highest())
             if (found := store.latest(set(self._learner.serving.tensors))) is not None:
                 self._learner.resume(*found)
-        self._hand_out = HandOut(self._learner, ray.put)
+        self._hand_out = HandOut(self._learner, sampled_digest(base), ray.put)
         self._idle = IdleTime() if settings.when == "idle" else None
         self._on_disk = OnDisk(self._learner, store)
         self._life = IdleLife(life_s(settings))
@@ -233,7 +238,7 @@ class DrafterTrainer:
 def general_texts(directory: str | None, max_text_tokens: int, vocab_size: int) -> list[Text]:
     """Those that are short enough and that a drafter of so many tokens can read, with as many of the target's likeliest
     tokens as lessons have. They may be greedy or drawn, so they are measured as if drawn. Raises OSError, also where
-    there is none, and what safetensors raises."""
+    there are too few to tell a loss by, and what safetensors raises."""
     from outrider.actors.learning.text import read_texts
 
     if directory is None:
@@ -245,8 +250,13 @@ def general_texts(directory: str | None, max_text_tokens: int, vocab_size: int) 
         for text in read_texts(file, sample=1)
         if len(text.ids) <= max_text_tokens and int(text.ids.max()) < vocab_size
     ]
-    if not texts:
-        found = f"none of its {len(files)} files holds a text that fits" if files else "it has no batch-*.safetensors"
+    fitting = len({text.prompt for text in texts})
+    if fitting < LEAST_GENERAL:
+        found = (
+            f"its {len(files)} files hold texts to {fitting} prompts that fit, {LEAST_GENERAL} are needed"
+            if files
+            else "it has no batch-*.safetensors"
+        )
         raise FileNotFoundError(
             f"drafter.learn.general: {directory} protects nothing on this node: {found}; give OUT/texts of `outrider "
             "distill` on every node where the trainer may run, or leave it out"

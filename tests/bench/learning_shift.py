@@ -3,7 +3,8 @@
     python -m tests.bench.learning_shift --target T --drafter D --minutes 8 --out shift
 
 Both answer the same prompts in turns, in float32, greedy or, above temperature 0, with seeds and drafts coupled to
-them: the same tokens, or it says which were not. Acceptance by turn, tokens a second as a ratio of pairs, and a plot.
+them: the same tokens, or it says which were not. Acceptance by turn, tokens a second as a ratio of pairs, rounds
+without drafts around each change of version, and a plot.
 What the trainer has left of the cores it has from both alike.
 """
 
@@ -44,8 +45,22 @@ class Pair:
     minute: float
     domain: str
     version: int
+    """That drafts when the learning side's turn is over."""
+
     learning: Turn
     frozen: Turn
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Another version drafts than a turn before: it was taken in this turn, or after the one before.
+
+    without, frozen_without: rounds without drafts of a request of this turn, in the mean, on either side."""
+
+    minute: float
+    version: int
+    without: float
+    frozen_without: float
 
 
 def acceptance(turns: list[Turn]) -> float:
@@ -56,6 +71,43 @@ def acceptance(turns: list[Turn]) -> float:
 def length(turns: list[Turn]) -> float:
     """Tokens a drafted round."""
     return 1 + sum(t.counts["accepted"] for t in turns) / max(sum(t.counts["drafted_rounds"] for t in turns), 1)
+
+
+def without_drafts(turns: list[Turn]) -> float:
+    """Rounds of a request's, in the mean. Its first one is among them where drafts are late for it."""
+    asked = sum(len(turn.texts) for turn in turns)
+    rounds = sum(turn.counts["rounds"] - turn.counts["drafted_rounds"] for turn in turns)
+    return rounds / asked if asked else 0.0
+
+
+def swaps(pairs: list[Pair]) -> list[Swap]:
+    """Version 0 drafts before the first turn."""
+    versions_before = [0, *(pair.version for pair in pairs)]
+    return [
+        Swap(pair.minute, pair.version, without_drafts([pair.learning]), without_drafts([pair.frozen]))
+        for before, pair in zip(versions_before, pairs, strict=False)
+        if pair.version != before
+    ]
+
+
+def said_of_swaps(pairs: list[Pair]) -> list[str]:
+    """What a swap costs is what its turns have more than the others, and than the frozen side's."""
+    found = swaps(pairs)
+    minutes = {swap.minute for swap in found}
+    lines = []
+    for name, of in (
+        (f"{len(found)} turns with another version", [pair for pair in pairs if pair.minute in minutes]),
+        ("the others", [pair for pair in pairs if pair.minute not in minutes]),
+    ):
+        ours, theirs = (without_drafts([getattr(pair, side) for pair in of]) for side in ("learning", "frozen"))
+        lines.append(f"rounds without drafts a request, {name}: learning {ours:.2f}, frozen {theirs:.2f}")
+    if found:
+        most = max(found, key=lambda swap: swap.without - swap.frozen_without)
+        lines.append(
+            f"the most, version {most.version} at minute {most.minute:.1f}: learning {most.without:.2f}, "
+            f"frozen {most.frozen_without:.2f}"
+        )
+    return lines
 
 
 def rounds_a_second(turns: list[Turn]) -> list[float]:
@@ -157,7 +209,7 @@ def main() -> None:
         }
 
     pairs: list[Pair] = []
-    version = 0
+    how = args.concurrency, args.max_tokens, args.temperature
     with (
         working_directory(None) as directory,
         served.serving(config("learning", args.learn), directory, "learning") as learning,
@@ -172,13 +224,10 @@ def main() -> None:
             while time.monotonic() < until:
                 asked = [texts[(at + index) % len(texts)] for index in range(args.concurrency)]
                 at += args.concurrency
-                sides = [
-                    answer(client, asked, args.concurrency, args.max_tokens, args.temperature)
-                    for client in (learning, frozen)
-                ]
-                version = (
-                    int(scraped(ports["learning"])["drafter_version"]) if len(pairs) % 4 == 0 else pairs[-1].version
-                )
+                learned = answer(learning, asked, *how)
+                # Before the frozen side's turn: what is taken while that one answers costs no round.
+                version = int(scraped(ports["learning"])["drafter_version"])
+                sides = [learned, answer(frozen, asked, *how)]
                 minute = (time.monotonic() - started) / 60
                 pairs.append(Pair(minute, f"{number} {domain}", version, *sides))
                 if len(pairs) % WINDOW == 0:
@@ -194,6 +243,7 @@ def main() -> None:
     ratio = ratio_of_pairs(*([getattr(p, s).tokens / getattr(p, s).seconds for p in pairs] for s in ports))
     steps = ratio_of_pairs(*(rounds_a_second([getattr(p, s) for p in pairs]) for s in ports))
     print("\n".join(table(pairs, domains)))
+    print("\n".join(said_of_swaps(pairs)))
     print(f"drafted rounds a second, learning over frozen: {steps}")
     print(f"same text: {same} of {len(texts_of)}; tokens a second, learning over frozen: {ratio}; {ended}")
     document = {
@@ -201,6 +251,7 @@ def main() -> None:
         "machine": machine(()),
         "versions": versions(),
         "ended": ended,
+        "swaps": [asdict(swap) for swap in swaps(pairs)],
         "pairs": [asdict(pair) for pair in pairs],
     }
     args.out.with_suffix(".json").write_text(json.dumps(document, indent=1, default=str))

@@ -7,19 +7,29 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
+from outrider.deploy.distill.measure import Settings, measure
+from outrider.deploy.distill.prompts import read_prompts
+from outrider.deploy.progress import Progress
 from tests import tiny_heads
 from tests.reference import Reference
 from tests.serving import engine
+from tests.tiny_distilled import build_distilled
+from tests.tiny_models import build_learnable
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 40
+LONGER = 96
+"""Of answers that acceptance is measured on: what the end of an answer cuts off is little of it."""
+
 K = 3
 PROMPTS = [b"Hello world, this is", b"a", b"one two one two one two one two one two"]
 
@@ -41,6 +51,32 @@ def heads(tmp_path_factory):
     return {name: getattr(tiny_heads, f"build_{name}")(root / name) for name in names}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Distilled:
+    target: Path
+    drafter: Path
+    data: Path
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory):
+    """A target, the drafter that was trained for it, stored and assembled, and what both are asked."""
+    root = tmp_path_factory.mktemp("distilled")
+    target = build_learnable(root / "learnable")
+    drafter, data = build_distilled(root / "run", target)
+    asked = root / "asked.txt"
+    asked.write_text("".join(data.read_text().splitlines(keepends=True)[::10]))
+    return Distilled(target, drafter, asked)
+
+
 @pytest.fixture(scope="module")
 def results(models, heads, request):
     """Name -> what came out. An engine for each that a test of this run asks for, and for those that are refused."""
@@ -52,6 +88,7 @@ def results(models, heads, request):
         }
         return {"name": name, "config": config, "prompts": [list(prompt) for prompt in PROMPTS], **more}
 
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     jobs = [
         job("draft_model", {"method": "draft_model", "model": str(models.drafter)}),
         job("eagle", {"method": "eagle", "model": str(heads["eagle"])}),
@@ -74,7 +111,11 @@ def results(models, heads, request):
         # Last: it loads numba, after which making another engine in the same process fails (inspecting its modules).
         job("ngram", {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}),
     ]
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    if "distilled" in asked:
+        one = request.getfixturevalue("distilled")
+        prompts = [list(line.encode()) for line in one.data.read_text().splitlines()]
+        drafter = {"method": "draft_model", "model": str(one.drafter)}
+        jobs.insert(0, job("distilled", drafter, one.target, prompts=prompts, max_tokens=LONGER))
     jobs = [each for each in jobs if each["name"] in {*asked, *REFUSED}]
     with ThreadPoolExecutor(PROCESSES) as pool:
         parts = pool.map(run, [jobs[first::PROCESSES] for first in range(PROCESSES)])
@@ -82,9 +123,9 @@ def results(models, heads, request):
     return {line.pop("name"): line for line in lines}
 
 
-def run(jobs):
+def run(jobs, num_tokens=NUM_TOKENS):
     """One process, one engine after the other."""
-    command = [sys.executable, "tests/co_located_engines.py", json.dumps(jobs), str(NUM_TOKENS)]
+    command = [sys.executable, "tests/co_located_engines.py", json.dumps(jobs), str(num_tokens)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -126,6 +167,24 @@ def test_greedy_tokens_are_those_of_the_target_alone(results, models, heads, nam
     assert 0 <= result["accepted"] <= result["drafted"]
     if name in ACCEPTS:
         assert result["accepted"] > 0
+
+
+@pytest.mark.parametrize("name", ["distilled"])
+def test_a_distilled_drafter_is_worth_in_stock_vllm_what_was_measured(results, distilled, name):
+    """Nothing of ours is in the engine but the checkpoint that `outrider distill` stored and assembled."""
+    result = results[name]
+    assert "error" not in result, result
+    reference = Reference(distilled.target)
+    for line, answer in zip(distilled.data.read_text().splitlines(), result["tokens"], strict=True):
+        assert len(answer) == LONGER
+        reference.check(line.encode(), answer, label=name)
+    settings = Settings(
+        target=distilled.target, drafter=distilled.drafter, data=read_prompts(distilled.data), limit=None, chat=False,
+        temperature=0.0, k=K, max_tokens=LONGER, seed=0, times=None, device="cpu", dtype=torch.float32,
+    )  # fmt: skip
+    measured = measure(settings, Progress())["modes"]["greedy"]["acceptance_rate"]
+    assert measured > 0.2, "it has learned something"
+    assert abs(result["accepted"] / result["drafted"] - measured) <= 0.02, measured
 
 
 @pytest.mark.skipif(find_spec("arctic_inference") is not None, reason="arctic-inference is installed")

@@ -139,6 +139,36 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
         learning.client.revert_drafter(999)
 
 
+def test_a_trainer_that_is_stopped_costs_nothing_but_learning(learning: Deployment) -> None:
+    """A process that stands still answers nobody, and Ray does not end it."""
+    drafted(lambda: learning.client.generate(PROMPTS[0], temperature=0.0, max_tokens=48, ignore_eos=True))
+    wait_until(lambda: acceptance(answers(learning)) > KNOWS, HANG_GUARD_S, "a drafter that has learned")
+    drawn = seeded(learning)
+    (pid,) = [pid for name, pid in living_actors() if name.startswith("Trainer:")]
+    was = status(learning)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: status(learning)["failures"] > was["failures"], HANG_GUARD_S, "an exchange that fails")
+        stopped = status(learning)
+        given = answers(learning)
+        assert acceptance(given) > KNOWS, "the drafter keeps what it has"
+        assert all(answer.metrics.speculative_decoding.num_draft_tokens for answer in given)
+        assert seeded(learning) == drawn
+        now = status(learning)
+        assert (now["version"], now["changes"]) == (stopped["version"], stopped["changes"])
+        assert now["trainer"]["steps"] == stopped["trainer"]["steps"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    def learns_on() -> bool:
+        answers(learning)
+        return bool(status(learning)["trainer"]["steps"] > stopped["trainer"]["steps"])
+
+    wait_until(learns_on, HANG_GUARD_S, "a step of the trainer's")
+    assert status(learning)["trainer"]["learner"] == was["trainer"]["learner"], "the same one"
+    assert [pid for name, pid in living_actors() if name.startswith("Trainer:")] == [pid]
+
+
 def with_wrong_labels(given: list[pb.GenerateResponse], times: int) -> list[Taught]:
     """Of answers that the target gave, but with tokens that it would not have said in the places of its likeliest."""
     chance = np.random.default_rng(5)

@@ -24,6 +24,10 @@ What is 17 + 25? Show each step.
 Name three things to see in Rome.
 """
 
+FIRST_ACCEPTED = 0.42
+"""Of the drafts at a round's first position, the least: it is 0.50 for these prompts. Chats like them are what this
+drafter knows least of; the one of two layers before it had 0.35 of MT-bench's."""
+
 
 @pytest.fixture(scope="module")
 def models():
@@ -66,4 +70,4 @@ def test_it_drafts_what_the_target_says(models, tmp_path):
         dtype=torch.float32,
     )
     greedy = measure(settings, Progress())["modes"]["greedy"]
-    assert greedy["by_position"][0] > 0.35, "of what is drafted first: of its answers' usual words it knows as many"
+    assert greedy["by_position"][0] > FIRST_ACCEPTED

@@ -19,11 +19,13 @@ from tests.unit.drafter.scripted_strategy import SOON_S, Sink
 from tests.unit.drafting_engine import MemoryEngine
 
 LINK = 1
+BASE = "the drafter's own checkpoint"
 
 
 class PlayedTrainer:
     def __init__(self):
-        self.version, self.weights = ("t1", 0), {}
+        self.version, self.weights, self.learned_from = ("t1", 0), {}, BASE
+        self.fetched = 0
         self.heard, self.held, self.told = [], [], []
         self.fails = False
 
@@ -36,10 +38,14 @@ class PlayedTrainer:
         self.held.append(held)
         self.heard += taught
         new = held != self.version and not (held is None and self.version[1] == 0)
-        return Update(self.version, {"steps": 1}, [self.weights] if new else [])
+        return Update(self.version, self.learned_from, {"steps": 1}, [self.weights] if new else [])
 
     def fetch(self, update):
+        self.fetched += 1
         return update.tensors[0]
+
+    def base(self):
+        return BASE
 
     def as_loaded(self, names):
         return {name: torch.zeros(2) for name in names}
@@ -167,6 +173,27 @@ def test_a_version_that_cannot_be_is_refused(drafting, bad):
     assert drafting.engine.loaded == []
     assert drafting.member.refused == 1
     assert drafting.member.status()["version"] == 0, "what drafts, not what was offered"
+
+
+def test_a_version_that_was_learned_from_another_checkpoint_is_refused(drafting, caplog):
+    """Of the same shapes: it would load, and draft what nobody accepts. It is not even fetched."""
+    trainer, member = drafting.trainer, drafting.member
+    trainer.learned_from = "another target's drafter"
+    for number in (1, 2):
+        trainer.version, trainer.weights = ("t1", number), {"w": torch.full((2,), float(number))}
+        member.exchange()
+        member.exchange()
+        drafting.work_off()
+        assert trainer.held[-1] == ("t1", number), "it has been dealt with"
+    assert (drafting.engine.loaded, trainer.fetched) == ([], 0)
+    assert (member.refused, member.failures, member.status()["version"]) == (2, 0, 0)
+    assert trainer.refused == ("t1", 2)
+    (line,) = [record.getMessage() for record in caplog.records if "another checkpoint" in record.getMessage()]
+    assert line.startswith("drafter.model: ")
+    trainer.version, trainer.learned_from = ("t2", 1), BASE
+    member.exchange()
+    drafting.work_off()
+    assert (member.refused, member.status()["version"], len(drafting.engine.loaded)) == (2, 1, 1)
 
 
 class Choosy(MemoryEngine):

@@ -18,7 +18,7 @@ from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSamp
 from tests.unit.drafter.scripted_strategy import SOON_S, Sink
 from tests.unit.drafter.test_learning_member import Drafting, lesson, opening
 from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation
-from tests.unit.learning.test_learner import learner, many, work
+from tests.unit.learning.test_learner import learner, many, one_thread, work  # noqa: F401 - each test's
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,13 +28,16 @@ class Teacher:
 
     def __init__(self):
         self.learner = learner(kept_versions=10)
-        self._hand_out = HandOut(self.learner, lambda tensors: tensors)
+        self._hand_out = HandOut(self.learner, "base", lambda tensors: tensors)
 
     def exchange(self, report, taught):
         return self._hand_out.exchange(report, taught)
 
     def fetch(self, update):
         return update.tensors[0]
+
+    def base(self):
+        return "base"
 
     def go_back(self, number):
         return self.learner.go_back(number), ""

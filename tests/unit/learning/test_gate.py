@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from outrider.actors.learning.gate import LEAST_TEXTS, Difference, judge, student_limit
+from outrider.actors.learning.gate import LEAST_TEXTS, MOST_LOST, Difference, judge, student_limit
+from outrider.actors.learning.learner import PARTS
 
 
 def shifted(by, spread=0.05, texts=40, seed=0):
@@ -96,3 +97,55 @@ def test_what_was_lost_on_general_texts_keeps_a_version_out(general, reason):
 def test_what_was_lost_of_the_past_since_learning_began_keeps_a_version_out(begun, reason):
     """Ten versions may each lose a little against the one before."""
     assert judge(shifted(0.1), NOTHING_LOST, past_begun=begun).reason == reason
+
+
+@pytest.mark.parametrize("texts", [LEAST_TEXTS, 64])
+def test_a_loss_since_learning_began_must_be_small_for_certain(texts):
+    """In the mean it is within what may be lost, either way: how sure that is decides."""
+    unsure, sure = (Difference(-0.005, margin, texts) for margin in (0.0148, 0.009))
+    assert unsure.margin - unsure.mean < MOST_LOST, "95% is not enough"
+    for name in ("general", "past_begun"):
+        verdict = judge(shifted(0.1), NOTHING_LOST, **{name: unsure})
+        assert (verdict.reason, verdict.gains_and_forgets, verdict.is_bad) == ("forgets", True, False)
+        assert judge(shifted(0.1), NOTHING_LOST, **{name: sure}).adopted
+
+
+def test_what_is_no_gain_yet_is_trained_on_however_little_is_certain():
+    """At first next to nothing is, on either kind of texts: what was learned so far is not thrown away for it."""
+    verdict = judge(shifted(0.0), NOTHING_LOST, general=shifted(0.0, spread=0.3))
+    assert (verdict.reason, verdict.is_bad) == ("no_gain", False)
+
+
+def most_lost_while_learning(seed, drift, spread, texts, comparisons=40):
+    """A run of a learner's, as far as general texts see it. What is learned moves away from where it began, on each
+    text as much as it likes and on all texts of the world by `drift` in the end; each comparison offers it, or part of
+    the way to it from what serves. Returns how much was truly lost at the worst, and how far of the way it came."""
+    chance = random.Random(seed)
+    began = [0.5] * texts
+    ends, waves = [chance.gauss(-drift, spread) for _ in range(texts)], [0.0] * texts
+    serving, lost, way, worst = began, 0.0, 0.0, 0.0
+    for comparison in range(1, comparisons + 1):
+        far = 1 - 0.9**comparison
+        waves = [0.8 * wave + chance.gauss(0, 0.3 * spread) for wave in waves]
+        learned = [0.5 + far * (end + wave) for end, wave in zip(ends, waves, strict=True)]
+        for share in (1.0, *PARTS):
+            offered = [old + share * (new - old) for old, new in zip(serving, learned, strict=True)]
+            if far > way and judge(shifted(0.1), NOTHING_LOST, Difference.of(offered, began)).adopted:
+                serving, lost, way = offered, lost + share * (drift * far - lost), way + share * (far - way)
+                break
+        worst = max(worst, lost)
+    return worst, way
+
+
+@pytest.mark.parametrize(("drift", "spread", "texts"), [(0.03, 0.08, 24), (0.03, 0.08, 64), (0.08, 0.12, 64)])
+def test_over_a_whole_run_no_more_is_lost_and_something_is_learned(drift, spread, texts):
+    """Each version is held against where learning began, on the same texts every time. By their mean alone more than
+    may be is lost in more than every other run, and with 95% in up to one of seven."""
+    runs = [most_lost_while_learning(seed, drift, spread, texts) for seed in range(60)]
+    assert sum(worst > MOST_LOST for worst, _ in runs) <= 0.05 * len(runs)
+    assert sum(way for _, way in runs) / len(runs) > 0.1
+
+
+def test_what_costs_nothing_elsewhere_is_learned_as_good_as_whole():
+    runs = [most_lost_while_learning(seed, 0.0, 0.08, 64) for seed in range(20)]
+    assert sum(way for _, way in runs) / len(runs) > 0.7

@@ -1,16 +1,26 @@
 """The trainer's process but for Ray: what it keeps on disk, and the general texts that it reads."""
 
 import asyncio
+import resource
 
 import pytest
 import torch
 
-from outrider.actors.learning.service import DrafterTrainer, HandOut, OnDisk, Report, general_texts, life_s
+from outrider.actors.learning.service import (
+    LEAST_GENERAL,
+    DrafterTrainer,
+    HandOut,
+    OnDisk,
+    Report,
+    general_texts,
+    life_s,
+)
 from outrider.actors.learning.text import Text
+from outrider.actors.learning.versions import VersionStore
 from outrider.actors.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.cluster.learning_config import LearningConfig
 from outrider.deploy.distill.texts import Job, TextStore
-from tests.unit.learning.test_learner import learner
+from tests.unit.learning.test_learner import drafter, learner, many, one_thread  # noqa: F401 - each test's
 
 
 class PlayedStore:
@@ -66,9 +76,36 @@ def test_what_serves_is_written_once():
     OnDisk(made, None).save()
 
 
-def text(*ids):
+def test_a_disk_that_is_full_while_it_learns_costs_the_copies_there_and_nothing_else(tmp_path):
+    """The learner and the store are the real ones, and so is the limit on a file."""
+    base, versions = tmp_path / "base", tmp_path / "versions"
+    drafter().save_pretrained(base)
+    made = learner()
+    store = VersionStore(versions, base, kept=2)
+    kept, hand_out = OnDisk(made, store), HandOut(made, "base", lambda tensors: tensors)
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((base / "model.safetensors").stat().st_size // 2, hard))
+    try:
+        made.add(many())
+        while made.figures()["adopted"] < 2:
+            assert made.turn(may_train=True)
+            kept.save()
+            update = hand_out.exchange(Report("one", "a"), [], store_failures=kept.failures)
+            assert update.version[1] == made.figures()["adopted"]
+            assert bool(update.tensors) == (update.version[1] > 0), "drafters have it"
+            assert update.figures["store_failures"] == kept.failures == made.figures()["adopted"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    assert not list(versions.iterdir()), "nothing half written stays"
+    served(made, 1)
+    kept.save()
+    assert kept.failures == 2
+    assert store.latest(set(made.serving.tensors))[0] == made.serving.version.number == 3
+
+
+def text(*ids, prompt=0):
     tops = torch.zeros(len(ids) - 1, 4)
-    return Text(0, 0, torch.tensor(ids), 1, tops.long(), tops)
+    return Text(prompt, 0, torch.tensor(ids), 1, tops.long(), tops)
 
 
 def test_general_texts_that_are_not_there_are_an_error_with_the_field(tmp_path):
@@ -80,10 +117,19 @@ def test_general_texts_that_are_not_there_are_an_error_with_the_field(tmp_path):
 
 
 def test_of_general_texts_those_count_that_the_drafter_can_read(tmp_path):
-    TextStore(tmp_path).save(Job(0, 0, (0, 1, 2)), [text(1, 2, 3), text(1, 100, 3), text(*range(50))])
-    assert [each.ids.tolist() for each in general_texts(str(tmp_path), 49, 100)] == [[1, 2, 3]]
-    with pytest.raises(FileNotFoundError, match="none of its 1 files holds a text that fits"):
+    jobs = Job(0, 0, tuple(range(LEAST_GENERAL + 2)))
+    fit = [text(1, 2, 3, prompt=prompt) for prompt in range(LEAST_GENERAL)]
+    TextStore(tmp_path).save(jobs, [*fit, text(1, 100, 3), text(*range(50))])
+    assert [each.ids.tolist() for each in general_texts(str(tmp_path), 49, 100)] == [[1, 2, 3]] * LEAST_GENERAL
+    with pytest.raises(FileNotFoundError, match="its 1 files hold texts to 0 prompts that fit, 24 are needed"):
         general_texts(str(tmp_path), 49, 3)
+
+
+def test_general_texts_that_are_too_few_to_tell_a_loss_by_are_an_error(tmp_path):
+    """Of two answers to one prompt one counts: with so few nothing would ever be certain, and nothing learned."""
+    TextStore(tmp_path).save(Job(0, 0, (0, 1)), [text(1, 2, 3, prompt=n // 2) for n in range(2 * LEAST_GENERAL - 2)])
+    with pytest.raises(FileNotFoundError, match=r"drafter\.learn\.general: .* texts to 23 prompts"):
+        general_texts(str(tmp_path), 49, 100)
 
 
 def test_a_trainer_outlives_a_sole_drafter_s_restart_where_its_memory_is_all_there_is():
@@ -98,7 +144,7 @@ class Drafters:
     def __init__(self):
         self.learner = learner()
         served(self.learner, 1)
-        self._hand_out = HandOut(self.learner, lambda tensors: tensors)
+        self._hand_out = HandOut(self.learner, "base", lambda tensors: tensors)
 
     def offered(self, life, held=None, refused=None, drafter="one"):
         """Number of the version that is given to it; None: none is."""
