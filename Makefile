@@ -42,10 +42,10 @@ test-all: $(STAMP)  ## The same with the exhaustive sweeps and what takes minute
 test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
 	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive" $(PYTEST_ARGS)
 
-test-gpu: $(STAMP)  ## What one GPU can show without vLLM and Ray: kernels, draws, training, NCCL with itself
+test-gpu: $(STAMP)  ## What GPUs can show: kernels, draws, links, training, with their times; then engines, as many as GPUs allow
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("outrider: make test-gpu: PyTorch sees no GPU here")'
-	@$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
-	@$(BIN)/python -m tests.bench.verification_speed --device cuda --ours-only
+	@$(BIN)/python -m tests.gpu $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/gpu/engines $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## Ruff (rules and format) and mypy
 	$(BIN)/ruff check .

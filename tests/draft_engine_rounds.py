@@ -1,4 +1,6 @@
-"""Rounds over a real draft model's engine: `python draft_engine_rounds.py MODEL`. Prints one JSON object.
+"""Rounds over a real draft model's engine: `python draft_engine_rounds.py MODEL EAGER`. Prints one JSON object.
+
+EAGER: JSON, `enforce_eager` of the engine's section.
 
 Every commit is answered twice: by a drafter that drafts ahead, with side branches and maybe a cut vocabulary,
 and by one that drafts everything at the last moment. The verifier is played here and forces hits of both kinds, misses
@@ -102,7 +104,7 @@ def play(rng, ahead, at_once, sampling, request):
     return agree, differ, origins
 
 
-def main(model):
+def main(model, eager):
     from outrider.actors.vllm_seam.draft_engine import DraftEngine
     from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
     from outrider.cluster.config import DraftModelConfig
@@ -113,6 +115,7 @@ def main(model):
         dtype="float32",
         max_model_len=512,
         kv_cache_memory_bytes=64 << 20,
+        enforce_eager=eager,
         enable_prefix_caching=False,  # else one side would find what the other has computed
         engine_args={"num_gpu_blocks_override": NUM_BLOCKS},
     )
@@ -122,6 +125,7 @@ def main(model):
     assert engine.take_blocks(1) is None
     engine.free_blocks(all_blocks)
     limits = LookaheadLimits(max_side_branches=12)
+    engine.count_graphs()
     report = {}
     for cut in (False, True):
         vocabulary = None
@@ -144,6 +148,7 @@ def main(model):
                 "agree": agree,
                 "differ": differ,
                 "origins": origins,
+                "graphs": engine.take_graph_hits(),
                 "usage": {**strategy.usage(), "kv_cache_usage": engine.kv_cache_usage},
             }
     print(json.dumps(report), flush=True)
@@ -162,4 +167,4 @@ if __name__ == "__main__":
         "coupled": DraftSampling(Mode.COUPLED, temperature=1.0, seed=11),
         "rejection": DraftSampling(Mode.REJECTION, temperature=1.0, seed=12, top_n=16),
     }
-    main(sys.argv[1])
+    main(sys.argv[1], json.loads(sys.argv[2]))

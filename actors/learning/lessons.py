@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.cluster.learning_config import TAUGHT_AT_ONCE
 from outrider.cluster.link.messages import Lesson
 
 _IDENTITY_TOKENS = 512
@@ -51,6 +50,9 @@ class _Part:
 
 class LessonBook:
     def __init__(self, max_text_tokens: int) -> None:
+        from outrider.cluster.learning_config import TAUGHT_AT_ONCE  # a drafter that learns nothing needs no pydantic
+
+        self._taught_at_once = TAUGHT_AT_ONCE
         self._max_text_tokens = max_text_tokens
         self._parts: dict[Hashable, _Part] = {}
         self._prompts: dict[Hashable, int] = {}
@@ -77,7 +79,7 @@ class LessonBook:
         part.end = end
         part.ids.append(lesson.ids)
         part.log_p.append(lesson.log_p)
-        if part.end - part.start >= TAUGHT_AT_ONCE:
+        if part.end - part.start >= self._taught_at_once:
             self._finish(key, text, greedy)
 
     def close(self, key: Hashable, text: Sequence[int], greedy: bool) -> None:

@@ -1,6 +1,7 @@
 """``outrider doctor``: a configuration against this machine, before anything is loaded.
 
-One line for each check, OK, WARN or FAIL with what to do about it. Nothing is started, fetched or changed.
+One line for each check, OK, WARN or FAIL with what to do about it. Nothing is started, fetched or changed; with
+``--gpu`` the draft model is loaded by itself, and parts of a round are measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.device_defaults import choices
@@ -29,25 +31,45 @@ from outrider.deploy.doctor import (
     warn,
     worst,
 )
+from outrider.deploy.doctor_gpu import check_gpu
 from outrider.deploy.doctor_vllm import check_vllm
+from outrider.deploy.models.check import read_model_json
+from outrider.deploy.models.method_guide import text_model
 from outrider.deploy.preset import Overrides, preset_names, resolve_config
+
+DEFAULT_PRESET = "smollm2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", metavar="CONFIG_OR_PRESET", help=f"a YAML file, or a preset: {', '.join(preset_names())}"
+        "config",
+        metavar="CONFIG_OR_PRESET",
+        nargs="?",
+        default=DEFAULT_PRESET,
+        help=f"a YAML file, or a preset: {', '.join(preset_names())} (default: %(default)s)",
     )
     parser.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
     parser.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="also measure on this machine's GPUs: how they are joined, draft steps, sampling, a link's round trip",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code: 1 when something fails, else 0."""
-    findings = examine(args.config, Overrides(target=args.target, drafter=args.drafter))
+    overrides = Overrides(target=args.target, drafter=args.drafter)
+    findings = examine(args.config, overrides)
+    numbers: dict[str, Any] = {}
+    if args.gpu:
+        found, numbers = examine_gpu(args.config, overrides)
+        findings += found
     verdict = worst(findings)
     if args.json:
-        print(json.dumps({"verdict": verdict, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        document = {"verdict": verdict, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps({**document, **({"gpu": numbers} if numbers else {})}, indent=2))
     else:
         print(render(findings, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 1 if verdict is Level.FAIL else 0
@@ -83,6 +105,20 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
     return findings
 
 
+def examine_gpu(config_or_preset: str, overrides: Overrides) -> tuple[list[Finding], dict[str, Any]]:
+    """What is found and measured on GPUs, and the numbers behind it. Nothing where `examine` says why: a configuration
+    or a config.json that cannot be read, no vLLM."""
+    try:
+        config = resolve_config(config_or_preset, overrides)
+        gpu = engine_on_gpu()
+        vocab_size = None
+        if gpu and Path(config.target.model).is_dir():
+            vocab_size = text_model(read_model_json(config.target, "target")).get("vocab_size")
+    except ConfigError:
+        return [], {}
+    return check_gpu(config, gpu, vocab_size)
+
+
 def check_method(config: OutriderConfig, gpu: bool) -> list[Finding]:
     """What the installed build can draft with, and over which link."""
     findings: list[Finding] = []
@@ -98,7 +134,7 @@ def check_method(config: OutriderConfig, gpu: bool) -> list[Finding]:
     if config.link.backend == "nccl" and not gpu:
         findings.append(
             fail(
-                "link.backend", "nccl needs GPUs, and this vLLM runs on CPU", "set link.backend: gloo, or leave it out"
+                "link.backend", "nccl needs GPUs, and this vLLM runs on CPU", "set link.backend: auto, or leave it out"
             )
         )
     return findings

@@ -1,9 +1,17 @@
-"""NCCL as far as one GPU goes: it starts, sends to itself, and is aborted without waiting for anybody."""
+"""NCCL: with one GPU it starts, sends to itself, and is aborted without waiting for anybody; with two there are links
+over it, a peer that is killed, and an end that nobody waits for."""
 
+import os
+import queue
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from tests.integration.echo_peer import CAPACITY, HANG_S, Peer
+from tests.integration.test_link_processes import ROUND, echo
 
 LIMIT_S = 120
 ONE_RANK = """
@@ -33,3 +41,45 @@ def test_one_rank_starts_sends_to_itself_and_is_aborted():
         [sys.executable, "-c", ONE_RANK], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.stdout.split() == ["sent", "aborted"], done.stderr[-3000:]
+
+
+@pytest.fixture
+def peer_on_another_gpu(gpu):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", visible[1])
+        peer = Peer("nccl")
+    yield peer
+    peer.end()
+
+
+def test_a_link_between_two_gpus_echoes_and_is_pinged(peer_on_another_gpu):
+    link = peer_on_another_gpu.link()
+    for _ in range(50):
+        echo(link, ROUND)
+    print(link.ping(count=64))
+    link.close("verifier leaves")
+    assert peer_on_another_gpu.report() == {"broken": "closed by peer: verifier leaves", "echoed": 50}
+
+
+def test_a_peer_that_is_killed_breaks_the_link_and_the_process_lives(peer_on_another_gpu):
+    reasons = queue.SimpleQueue()
+    link = peer_on_another_gpu.link(on_broken=reasons.put)
+    echo(link, ROUND)
+    os.kill(peer_on_another_gpu.process.pid, signal.SIGKILL)
+    assert reasons.get(timeout=HANG_S)
+    assert link.poll(HANG_S) is None
+    link.abort("done")
+    assert link.join(HANG_S), "a thread or the wire is left"
+    assert torch.ones(CAPACITY, device="cuda").sum() == CAPACITY
+
+
+def test_a_link_that_is_aborted_ends_on_both_sides_and_another_one_works(peer_on_another_gpu):
+    link = peer_on_another_gpu.link()
+    echo(link, ROUND)
+    link.abort("enough")
+    assert link.join(HANG_S), "a thread or the wire is left"
+    assert peer_on_another_gpu.report()["broken"] is not None
+    echo(peer_on_another_gpu.link(), ROUND)

@@ -20,7 +20,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def report(models):
-    command = [sys.executable, "tests/draft_engine_rounds.py", str(models.drafter)]
+    return rounds(models.drafter)
+
+
+def rounds(drafter, eager=None):
+    """By sampling. eager: without CUDA graphs; None: as the device has it by default."""
+    command = [sys.executable, "tests/draft_engine_rounds.py", str(drafter), json.dumps(eager)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,85 @@
+"""Draft models of every kind, and how many of their drafts are accepted: as many as where vLLM drafts with the same
+model in the target's process.
+
+Tiny random weights by default. OUTRIDER_GPU_PAIRS, JSON, names real ones: `{"dense": ["target", "drafter"]}`.
+"""
+
+import json
+import os
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("grpc")
+
+from tests.integration.test_co_located import K, run
+from tests.serving import engine
+from tests.tiny_kinds import build_tiny_mla, build_tiny_moe
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)]
+
+PROMPTS = [
+    b"Hello world, this is",
+    b"one two one two one two one two",
+    b"Sharded heads see halves. " * 3,
+    b"The end of it",
+]
+NUM_TOKENS = 128
+TOLERANCE = 0.1
+"""Of a share of accepted drafts: a round that ends late is drafted for again, by either side, elsewhere in the text."""
+
+SIDES = {
+    "dense": {},
+    "moe": {},
+    "mla": {"dtype": "bfloat16"},  # its kernels take no float32
+    "fp8": {"quantization": "fp8", "dtype": "bfloat16"},
+    "tp2": {"tensor_parallel_size": 2},
+}
+"""What a draft model's section has besides."""
+
+
+@pytest.fixture(scope="module")
+def pairs(models, tmp_path_factory):
+    """Target and drafter by kind."""
+    root = tmp_path_factory.mktemp("kinds")
+    named = {kind: tuple(pair) for kind, pair in json.loads(os.environ.get("OUTRIDER_GPU_PAIRS", "{}")).items()}
+
+    def pair(kind):
+        if kind in named:
+            return named[kind]
+        if kind in ("moe", "mla"):
+            build = {"moe": build_tiny_moe, "mla": build_tiny_mla}[kind]
+            target = build(root / kind)
+            return target, build(root / f"{kind}-drafter", noise_of=target, noise=0.03)
+        return models.target, models.drafter
+
+    return pair
+
+
+@pytest.mark.parametrize("kind", [*list(SIDES)[:-1], pytest.param("tp2", marks=pytest.mark.gpus(3))])
+def test_acceptance_is_that_of_vllm_s_own_drafting(pairs, added, kind):
+    target, drafter = pairs(kind)
+    side = {"dtype": "float32", **SIDES[kind]}
+    target_section = engine(target, dtype=side["dtype"], enable_prefix_caching=False)
+    served = added(
+        kind,
+        target=target_section,
+        drafter={"method": "draft_model", **engine(drafter, **side)},
+        speculation={"num_speculative_tokens": K, "adaptive": False},
+        link={"round_deadline_ms": 5000, "link_deadline_ms": 30000},
+    )
+    drafted = accepted = 0
+    for prompt in PROMPTS:
+        answer = served.client.generate(list(prompt), temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        counted = answer.metrics.speculative_decoding
+        drafted, accepted = drafted + counted.num_draft_tokens, accepted + counted.num_accepted_draft_tokens
+    assert drafted > 0
+    own = {"placement": "co_located", "method": "draft_model", "model": str(drafter), "num_speculative_tokens": K}
+    own |= {"quantization": side["quantization"]} if "quantization" in side else {}
+    config = {"target": target_section, "drafter": own}
+    job = {"name": kind, "config": config, "prompts": [list(prompt) for prompt in PROMPTS]}
+    (vllm,) = run([job], NUM_TOKENS)
+    assert "error" not in vllm, vllm
+    ours, theirs = accepted / drafted, vllm["accepted"] / vllm["drafted"]
+    print(f"{kind}: {ours:.3f} of {drafted} drafts accepted, in process {theirs:.3f} of {vllm['drafted']}")
+    assert ours == pytest.approx(theirs, abs=TOLERANCE)

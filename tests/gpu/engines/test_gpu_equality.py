@@ -1,0 +1,40 @@
+"""Served tokens are those of another implementation, and of plain vLLM on the same GPU, whoever drafts."""
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("grpc")
+
+from tests.integration.test_equality import (
+    test_in_a_batch_of_sixteen_with_others_coming_and_going,
+    test_with_a_draft_model,
+)
+from tests.integration.test_tensor_parallel import check, plain
+
+__all__ = ["plain", "test_in_a_batch_of_sixteen_with_others_coming_and_going", "test_with_a_draft_model"]
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("pair", marks=pytest.mark.gpus(2)),
+        pytest.param("drafter_tp2", marks=pytest.mark.gpus(3)),
+        pytest.param("target_tp2", marks=pytest.mark.gpus(3)),
+        pytest.param("both_tp2", marks=pytest.mark.gpus(4)),
+    ],
+)
+def test_against_plain_vllm(plain, deployments, name):
+    check(deployments.use(name), plain)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_target_on_the_only_gpu_with_a_look_up(plain, added, models, method):
+    from tests.serving import engine
+
+    lookup = {"method": method}
+    check(
+        added(f"{method} on one GPU", target=engine(models.target), drafter=lookup, speculation={"adaptive": False}),
+        plain,
+    )
