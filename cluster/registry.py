@@ -76,6 +76,10 @@ class Registry:
         pooled = (member.drafter for member in self._members.members.values() if member.pooled and member.drafter)
         return {name: self._members.users(name) for name in sorted(pooled)}
 
+    async def troubles(self) -> dict[str, str]:
+        """By replica of the pool whose drafter does not load: why."""
+        return {member.replica: member.trouble for member in self._members.members.values() if member.trouble}
+
     async def adapters(self, known: dict[str, str] | None) -> dict[str, str]:
         """Those that every replica is to have, by name. known: what another registry has said before; None: nothing."""
         if self._adapters is None and known is not None:
@@ -129,6 +133,16 @@ def replace_registry(app_name: str, stopped: Any) -> Any:
 def find_registry(app_name: str) -> Any:
     """The one that there is. Raises ValueError when there is none."""
     return ray.get_actor(registry_name(app_name), namespace=NAMESPACE)
+
+
+def pool_troubles(app_name: str, timeout_s: float) -> dict[str, str]:
+    """See Registry.troubles; none while there is no registry. Raises RayError, GetTimeoutError among them."""
+    try:
+        registry = find_registry(app_name)
+    except ValueError:
+        return {}
+    troubles: dict[str, str] = ray.get(registry.troubles.remote(), timeout=timeout_s)
+    return troubles
 
 
 def this_place() -> Place:

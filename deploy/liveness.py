@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 ASK_EVERY_S = 5.0
 
-CONTROLLER_PATIENCE_S = 60.0
+ENDED_AFTER_S = 30.0
+"""Without an answer of the controller: then it is ended, since one that stands still is nobody's to replace."""
+
+CONTROLLER_PATIENCE_S = 90.0
 """Ray starts a dead controller again within seconds, and it reads its state back."""
 
 GONE_PATIENCE_S = 30.0
@@ -47,6 +50,9 @@ class ApplicationJudge:
         self._state = ApplicationState("RUNNING", serves=True)
         self._answered_s = clock()
         self._problem = "no answer"
+        self._is_ended = False
+        """Since the last answer."""
+
         self._gone_since_s: float | None = None
         self._idle_since_s: float | None = None
         """When the first of the answers came that have said so ever since."""
@@ -54,7 +60,7 @@ class ApplicationJudge:
     def answered(self, state: ApplicationState) -> None:
         with self._lock:
             now = self._clock()
-            self._state, self._answered_s = state, now
+            self._state, self._answered_s, self._is_ended = state, now, False
             self._gone_since_s = _since(self._gone_since_s, state.status in (None, "DELETING"), now)
             self._idle_since_s = _since(self._idle_since_s, not state.serves, now)
 
@@ -63,6 +69,14 @@ class ApplicationJudge:
         with self._lock:
             self._problem = " ".join(problem.split())[:300]
             self._gone_since_s = None  # a controller that comes back reads its state back first
+
+    def ends_controller(self) -> bool:
+        """Whether to end the controller now: once, until it has answered again."""
+        with self._lock:
+            if self._is_ended or self._clock() - self._answered_s <= ENDED_AFTER_S:
+                return False
+            self._is_ended = True
+            return True
 
     def verdict(self) -> str | None:
         """What died, or None."""

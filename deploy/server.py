@@ -15,9 +15,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
@@ -25,6 +27,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, leans_on
 from outrider.actors.serve_seam.broadcast import broadcast
+from outrider.actors.serve_seam.controller import end_controller
 from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serve_seam.waiting import waiting_groups
 from outrider.actors.serving.access.settings import ProxyAccess
@@ -32,10 +35,12 @@ from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
 from outrider.cluster.engine_args import Side, about
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.registry import pool_troubles
 from outrider.deploy import ray_access
-from outrider.deploy.app import INGRESS, POOL, ReplicaPlan, build_app, describe, plan_replica, serve_logging
+from outrider.deploy.app import INGRESS, POOL, TARGET, ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from outrider.deploy.drain import drain
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
+from outrider.deploy.pool_watch import PoolWatch
 from outrider.deploy.probe import Probe
 from outrider.deploy.processes import (
     SharedMemoryWatch,
@@ -68,6 +73,8 @@ BEAT_S = 3.0
 NOTE_EVERY_BEATS = 5
 ASKING_ENDS_WITHIN_S = 2.0
 ASKING_TO_DRAIN_S = 5.0
+ASKING_POOL_S = 5.0
+ENDING_CONTROLLER_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
 WORKER_NICENESS = ("RAY_worker_niceness", "0")
 """Ray runs its workers at 15 unless told otherwise, which is meant for batches: proxies, ranks and drafters would wait
@@ -75,6 +82,9 @@ for whatever else runs on their machine, their own clients included."""
 
 TRIES_AGAIN = "A replica failed to start with exception."
 """How the message of a deployment begins whose replica Serve starts anew; nothing else of its status says so."""
+
+CONTROLLER_TITLE = "ray::ServeController"
+"""Of Serve's controller, among processes."""
 
 RAY_DAEMONS = ("gcs_server", "raylet")
 RAY_SHUTDOWN_S = 20.0
@@ -98,6 +108,7 @@ class Server:
         self._asking: threading.Thread | None = None
         self._stopped_asking = threading.Event()
         self._stages_told: set[tuple[str, float]] = set()
+        self._pool_watch = PoolWatch()
         self._serves = False
 
     def start(self) -> None:
@@ -138,6 +149,9 @@ class Server:
         self._asking.start()
         for beat in itertools.count():
             self._check_lives(judge)
+            if judge.ends_controller():
+                self._progress.say("WARNING: Serve's controller does not answer; ending it, for Ray to start another")
+                _call(_end_controller, ENDING_CONTROLLER_S)
             if beat % NOTE_EVERY_BEATS == 0:
                 # Processes that die early would take the knowledge of their shared memory with them.
                 self._shared_memory.note()
@@ -158,6 +172,7 @@ class Server:
         app = serve.status().applications.get(self._config.serving.app_name)
         if app is None:
             return ApplicationState(None, serves=False)
+        self._tell_pool(app)
         serves = app.status is ApplicationStatus.RUNNING or all_serve(app.deployments)
         message = app.message or next((each.message for each in app.deployments.values() if each.message), "")
         return ApplicationState(app.status.value, serves and bool(app.deployments), message)
@@ -237,20 +252,35 @@ class Server:
             raise ConfigError(f"serving: Ray Serve did not start: {explain(str(error))}{self._where()}") from error
 
     def _wait_until_running(self) -> None:
+        """But for a pool, without which targets serve. Raises ConfigError."""
         name = self._config.serving.app_name
         while True:
             app = serve.status().applications.get(name)
             self._tell_stages()
-            if app is not None and app.status is ApplicationStatus.RUNNING:
-                return
-            if app is not None and (
-                app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
-                or any(map(has_failed, app.deployments.values()))
-            ):
-                raise ConfigError(self._explain_failure(app))
+            if app is not None:
+                self._tell_pool(app)
+                if has_come_up(app):
+                    if app.status is not ApplicationStatus.RUNNING:
+                        self._progress.say("drafters of the pool still load: targets decode plainly until one is there")
+                    return
+                if has_given_up(app):
+                    raise ConfigError(self._explain_failure(app))
             self._shared_memory.note()
             self._progress.wait("loading:", _states(app, waiting_groups(name)))
             self._stop.wait(0.5)
+
+    def _tell_pool(self, app: ApplicationStatusOverview) -> None:
+        """What keeps drafters of the pool from loading, when that is another than before."""
+        if POOL not in app.deployments:
+            return
+        try:
+            troubles = pool_troubles(self._config.serving.app_name, ASKING_POOL_S)
+        except ray.exceptions.RayError:
+            return  # the registry is being replaced
+        if has_failed(pool := app.deployments[POOL]):
+            troubles[POOL] = explain(pool.message, self._log_texts())
+        for line in self._pool_watch.look(troubles):
+            self._progress.say(line)
 
     def _wait_until_answering(self) -> None:
         """Ask the way a client does, since the proxies learn of a running replica only a moment later. Then see that
@@ -273,7 +303,7 @@ class Server:
 
     def _explain_failure(self, app: ApplicationStatusOverview) -> str:
         for name, deployment in app.deployments.items():
-            if deployment.message and has_failed(deployment):
+            if name != POOL and deployment.message and has_failed(deployment):
                 text = explain(deployment.message, self._log_texts())
                 field = "" if _FIELD.match(text) else f"{about(text, self._engine_args()) or name.lower()}: "
                 return f"{field}{text}{self._where()}"
@@ -307,6 +337,19 @@ class Server:
             serve.shutdown()
 
 
+def _end_controller() -> None:
+    """Ours by its process: Ray starts another in the place of one that it is asked to end, but leaves one that is
+    stopped where it is."""
+    found = False
+    for process in descendants():
+        with suppress(psutil.NoSuchProcess):
+            if CONTROLLER_TITLE in " ".join(process.cmdline()):
+                process.kill()
+                found = True
+    if not found:  # of a cluster that others have started
+        end_controller()
+
+
 def all_serve(deployments: Mapping[str, DeploymentStatusOverview]) -> bool:
     """Whether each has a running replica, but for the pool: targets serve without drafters."""
     return all(
@@ -314,6 +357,30 @@ def all_serve(deployments: Mapping[str, DeploymentStatusOverview]) -> bool:
         for name, each in deployments.items()
         if name != POOL
     )
+
+
+def has_come_up(app: ApplicationStatusOverview) -> bool:
+    """At start-up: whether everything runs, but for the pool."""
+    if app.status is ApplicationStatus.RUNNING:
+        return True
+    if not {INGRESS, TARGET, POOL} <= app.deployments.keys():
+        return False
+    return all(_runs(each) for name, each in app.deployments.items() if name != POOL) and all_serve(app.deployments)
+
+
+def _runs(deployment: DeploymentStatusOverview) -> bool:
+    """As Serve counts it for the application: what autoscaling adds or takes away is not waited for."""
+    is_scaled = deployment.status.name in ("UPSCALING", "DOWNSCALING")
+    return deployment.status.name == "HEALTHY" or (
+        is_scaled and deployment.status_trigger.name != "CONFIG_UPDATE_STARTED"
+    )
+
+
+def has_given_up(app: ApplicationStatusOverview) -> bool:
+    """At start-up: whether something has failed, but for the pool."""
+    failed = {name for name, each in app.deployments.items() if has_failed(each)}
+    gave_up = app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+    return bool(failed - {POOL}) or (gave_up and not failed)
 
 
 def has_failed(deployment: DeploymentStatusOverview) -> bool:

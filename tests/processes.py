@@ -119,6 +119,8 @@ def _kind(actor: str) -> str:
         return PROXY
     if actor.startswith("SERVE_CONTROLLER"):
         return CONTROLLER
+    if "Rank-" in actor:  # those of a drafter that was started again have its process in their names, too
+        return actor.split(":")[0]
     return actor.split("#")[1] if "#" in actor else actor.split(":")[0]
 
 

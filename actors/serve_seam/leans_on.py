@@ -348,8 +348,10 @@ REPLICA = Table(
 
 SERVER = Table(
     PROJECT,
-    "deploy/server.py",
+    "deploy/server.py and actors/serve_seam/controller.py",
     (
+        Borrowed("ray.serve._private.constants:SERVE_CONTROLLER_NAME", "who is ended when it stands still"),
+        Borrowed("ray.serve._private.constants:SERVE_NAMESPACE", "where it has that name"),
         Borrowed(
             f"ray.serve._private.constants:{next(iter(PROXY_ENVIRONMENT))}",
             "where the HTTP proxies find our middlewares",
@@ -363,7 +365,7 @@ SERVER = Table(
         Borrowed(
             "ray.serve.schema:DeploymentStatusOverview",
             "what is still loading, and why it failed",
-            also=("status", "replica_states", "message"),
+            also=("status", "status_trigger", "replica_states", "message"),
         ),
         Borrowed("ray.serve.schema:ApplicationStatusOverview", "likewise", also=("status", "message", "deployments")),
     ),

@@ -1,6 +1,7 @@
 """A pool's replica: it owns one drafter actor, which drafts for the targets that the registry assigns to it.
 
-Nobody sends it requests: verifiers find its drafter through the registry, and link to it.
+Nobody sends it requests: verifiers find its drafter through the registry, and link to it. Targets serve without: a
+drafter that cannot be loaded is tried again for as long as its replica lives, and the registry is told why.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -32,9 +35,16 @@ MOVE_WITHIN_S = 30.0
 
 _LOOK_S = 0.5
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+"""Before a drafter that could not be loaded is tried again; twice as long each time."""
+
+MOST_OF_A_REASON = 300
+"""Characters."""
+
 
 class DrafterPool:
-    """The Serve deployment's class. Construction loads the draft model.
+    """The Serve deployment's class. Construction loads the draft model, however many attempts that takes: Serve would
+    give a deployment up for good whose replicas have failed some times.
 
     placement: the bundles of this replica's own placement group; core_plan: CPU only. num_common_tokens: as Target's.
     """
@@ -49,27 +59,48 @@ class DrafterPool:
         assert config.remote_drafter is not None
         self._replica = serve.get_replica_context().replica_id.unique_id
         name = drafter_name(self._replica)
-        member = Member(self._replica, name, pooled=True, fingerprint=fingerprint(config), place=this_place())
+        member = Member(self._replica, pooled=True, fingerprint=fingerprint(config), place=this_place())
+        launch = partial(
+            launch_drafter,
+            config.remote_drafter,
+            config.speculation,
+            num_common_tokens=num_common_tokens,
+            replica=self._replica,
+            app_name=config.serving.app_name,
+            ray_address=ray.get_runtime_context().gcs_address,
+            group=ray.util.get_current_placement_group(),
+            placement=placement,
+            cores=None if core_plan is None else [list(cores) for cores in core_plan.drafter],
+            environment=process_environment(config.serving),
+        )
         with serve_log_kept():
             self._lease = Lease(config.serving.app_name, member)
-            self._drafter = launch_drafter(
-                config.remote_drafter,
-                config.speculation,
-                num_common_tokens=num_common_tokens,
-                replica=self._replica,
-                app_name=config.serving.app_name,
-                ray_address=ray.get_runtime_context().gcs_address,
-                group=ray.util.get_current_placement_group(),
-                placement=placement,
-                cores=None if core_plan is None else [list(cores) for cores in core_plan.drafter],
-                environment=process_environment(config.serving),
-            )
-            await self._drafter.ready.remote()
+            self._drafter = await self._load(launch)
+        self._lease.member = replace(member, drafter=name)
         self._status = status = DrafterStatus()
         self._metrics = ReplicaMetrics(config.served_model_name, None, lambda: status.ask(name, ANSWER_WITHIN_S))
         # Only now: who is a member is linked to.
         await self._lease.take(LEASE_S)
         self._lease.keep()
+
+    async def _load(self, launch: Callable[[], Any]) -> Any:
+        """The drafter's handle, once its model has loaded."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            drafter = None
+            try:
+                drafter = launch()
+                await drafter.ready.remote()
+            except (ray.exceptions.RayError, ValueError) as error:  # the latter: its name is not free again yet
+                logger.warning("the drafter does not load, next attempt in %g s: %s", pause_s, error)
+                if drafter is not None:
+                    ray.kill(drafter)
+                self._lease.member = replace(self._lease.member, trouble=reason(error))
+                self._lease.keep()
+            else:
+                return drafter
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
         """See serve_seam.broadcast."""
@@ -103,3 +134,9 @@ class DrafterPool:
                 logger.warning("%s cannot be left yet: %s", lease.member.drafter, error)
             await asyncio.sleep(_LOOK_S)
         logger.warning("%s ends without having been left", lease.member.drafter)
+
+
+def reason(error: BaseException) -> str:
+    """On one line: what was raised last where Ray has wrapped a traceback around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith((" ", "\t"))]
+    return (lines or [type(error).__name__])[-1][:MOST_OF_A_REASON]

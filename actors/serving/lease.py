@@ -79,8 +79,9 @@ class Lease:
             logger.warning("the replica starts without a registry, which is not reachable: %r", error)
 
     def keep(self) -> None:
-        """Renew it from now on."""
-        self._keeping = asyncio.create_task(self._keep())
+        """Renew it from now on, however often this is called."""
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep())
 
     def leave(self) -> None:
         """Give it up. Returns at once, raises nothing."""

@@ -1,8 +1,9 @@
-"""Replicas and drafters that no node has room for: which, and for how long.
+"""Replicas and drafters that no node has room for, and a pool's that do not load: which, and for how long.
 
-Ray keeps a placement group that fits nowhere, and its autoscaler sees it; nobody is told. So each ingress looks at the
-groups of its application, and says in status, metrics and log what is waited for. `Waits` is the logic; `WaitingRoom`
-looks again and again. How long is since this ingress saw it first.
+Ray keeps a placement group that fits nowhere, and its autoscaler sees it; a pool tries a drafter again that does not
+load. Nobody is told. So each ingress looks at the groups of its application and at what the registry has heard, and
+says in status, metrics and log what is waited for; why a drafter does not load is in the log only. `Waits` is the
+logic; `WaitingRoom` looks again and again. How long is since this ingress saw it first.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 LOOK_EVERY_S = 5.0
 SAY_EVERY_S = 60.0
 
 Group = tuple[str, str]
-"""Deployment and replica whose placement group has no place, or lost one."""
+"""Deployment and replica whose placement group has no place, or lost one, or whose drafter does not load."""
+
+TO_LOAD = "its drafter to load, which has failed and is tried again"
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -39,13 +43,15 @@ class Waits:
     def __init__(self, needs: Mapping[str, str]) -> None:
         """needs: of a replica of each deployment that waits for room, in words."""
         self._needs = needs
+        self._troubles: dict[Group, str] = {}
         self._since_s: dict[Group, float] = {}
         self._said_s: dict[Group, float] = {}
 
-    def look(self, groups: Iterable[Group], now_s: float) -> list[str]:
-        """groups: all that wait. Returns what is to be logged: each that begins to wait, waits still after a minute
-        and each minute more, or has got its place."""
-        waiting = {group for group in groups if group[0] in self._needs}
+    def look(self, groups: Iterable[Group], now_s: float, troubles: Mapping[Group, str] | None = None) -> list[str]:
+        """groups: all that wait for room. troubles: why drafters do not load. Returns what is to be logged: each that
+        begins to wait, waits still after a minute and each minute more, or waits no more."""
+        self._troubles = dict(troubles or {})
+        waiting = {group for group in (*groups, *self._troubles) if group[0] in self._needs}
         lines = []
         for group in sorted(self._since_s.keys() - waiting):
             lines.append(f"{_named(group)} waits no more, after {now_s - self._since_s.pop(group):.0f} s")
@@ -54,13 +60,17 @@ class Waits:
             since_s = self._since_s.setdefault(group, now_s)
             if now_s - self._said_s.get(group, float("-inf")) >= SAY_EVERY_S:
                 self._said_s[group] = now_s
-                lines.append(f"{_named(group)} waits for {self._needs[group[0]]}, for {now_s - since_s:.0f} s by now")
+                why = f" ({self._troubles[group]})" if group in self._troubles else ""
+                lines.append(f"{_named(group)} waits for {self._need(group)}{why}, for {now_s - since_s:.0f} s by now")
         return lines
+
+    def _need(self, group: Group) -> str:
+        return TO_LOAD if group in self._troubles else self._needs[group[0]]
 
     def now(self, now_s: float) -> list[Waiting]:
         """As of the last look, the longest first."""
         by_age = sorted(self._since_s.items(), key=lambda item: (item[1], item[0]))
-        return [Waiting(*group, self._needs[group[0]], now_s - since_s) for group, since_s in by_age]
+        return [Waiting(*group, self._need(group), now_s - since_s) for group, since_s in by_age]
 
     def by_deployment(self, now_s: float) -> dict[str, tuple[int, float]]:
         """How many of each wait, and the longest time in seconds."""
@@ -78,9 +88,12 @@ class WaitingRoom:
         find: Callable[[], list[Group]],
         needs: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
+        find_troubles: Callable[[], Mapping[Group, str]] = dict,
     ) -> None:
-        """find: all groups that wait; asked in a thread, as Ray answers it in its own time."""
-        self._find, self._waits, self._clock = find, Waits(needs), clock
+        """find: all groups that wait; find_troubles: drafters that do not load, and why. Both are asked in a thread, as
+        Ray answers in its own time."""
+        self._find, self._find_troubles, self._waits, self._clock = find, find_troubles, Waits(needs), clock
+        self._troubles: Mapping[Group, str] = {}
         self._failing = False
 
     async def run(self) -> None:
@@ -93,11 +106,13 @@ class WaitingRoom:
             groups = await asyncio.to_thread(self._find)
         except Exception as error:  # noqa: BLE001 - of whatever: what was known is known until Ray answers again
             if not self._failing:
-                logger.warning("Ray does not say which replicas wait for room: %s", error)
+                logger.warning("Ray does not say which replicas wait: %s", error)
             self._failing = True
             return
         self._failing = False
-        for line in self._waits.look(groups, self._clock()):
+        with suppress(Exception):  # the registry is being replaced
+            self._troubles = await asyncio.to_thread(self._find_troubles)
+        for line in self._waits.look(groups, self._clock(), self._troubles):
             logger.warning("%s", line)
 
     def now(self) -> list[Waiting]:

@@ -53,6 +53,7 @@ WARM_UP_TOKENS = 32
 
 
 NOTE_EVERY_CALLS = 10
+POOL_POLL_S = 1.0
 
 
 class BenchRun:
@@ -101,6 +102,7 @@ class BenchRun:
         opponent = self._opponent
         other = opponent.start(self._asks, self._warm_up) if opponent is not None else None
         client, server = self._start_ours()
+        self._wait_for_the_pool(client)
         sides: list[Side] = [OurSide(client, self._load, server)]
         if other is not None:
             sides.append(other)
@@ -150,6 +152,15 @@ class BenchRun:
         client = OutriderClient(self._args.address)
         self._close.append(client.close)
         return client, None
+
+    def _wait_for_the_pool(self, client: OutriderClient) -> None:
+        """A server of ours serves before the drafters of its pool are there; what is measured is drafted for."""
+        drafter = None if self._config is None or self._args.address is not None else self._config.remote_drafter
+        if drafter is None or not drafter.pooled:
+            return
+        while client.status().link.state != pb.LINK_STATE_UP:
+            self._progress.wait("waiting for a drafter of the pool")
+            self._stop.wait(POOL_POLL_S)
 
     def _check_room(self, config: OutriderConfig, speculate: bool) -> None:
         if not self._gpu:

@@ -2,7 +2,8 @@
 
 Of other files: a drafter killed and stopped for longer than its link's deadline (test_ngram_drafter.py), a registry
 killed (test_registry.py), one target of several lost (test_lost_replica.py), an engine that stands still for good
-(tests/security/test_standing_engine.py), a rank of a pipeline stage (tests/integration/test_pipeline.py).
+(tests/security/test_standing_engine.py), ranks beside a Verifier and a Drafter (test_ranks.py), a rank of a pipeline
+stage (tests/integration/test_pipeline.py).
 """
 
 from __future__ import annotations
@@ -10,13 +11,22 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
 
 import grpc
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
-from tests.callers import Clients, Excuse, summary, violations
+from tests.faulted import (
+    PROMPT,
+    REPLACED_WITHIN_S,
+    SHARE,
+    STOPPED_S,
+    Faulted,
+    check_all_is_well,
+    check_nothing_is_left,
+    kill,
+    only,
+)
 from tests.pools import all_draft, is_even
 from tests.processes import (
     CONTROLLER,
@@ -36,78 +46,21 @@ from tests.processes import (
     stopped,
     wait_until_counted,
 )
-from tests.serving import HANG_GUARD_S, Deployment, drafted, ended_early, wait_until, wait_until_idle
+from tests.serving import HANG_GUARD_S, Deployment, ended_early, wait_until
+from tests.streams import join, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
-
-NUM_CLIENTS = 3
-PROMPT = list(b"to be or not to be, that is the question: to be or not to be")
-
-REPLACED_WITHIN_S = 300.0
-"""A target that loads its model anew, while others use the cores too."""
-
-AFTERMATH_S = 30.0
-"""Beyond that everything is there again: connections and routers learn of it one after another."""
 
 MOST_TOKENS = 900
 """Of an answer: beside its prompt there is room for so many."""
 
-STOPPED_S = 3.0
-"""Less than the link's deadline, and than any health check's patience: it is nobody's end."""
-
-SHARE = 0.2
-"""Of the time in which a slowed process runs."""
+STREAMS = 3
+GIVEN_UP_WITHIN_S = 400.0
+"""Serve gives up what has left three health checks in a row without an answer, each for a minute, and kills it when the
+answers that it had could have ended."""
 
 CUTTING = {PROXY, INGRESS, VERIFIER, ENGINE_CORE}
 """Who takes with it what runs on it."""
-
-
-class Faulted:
-    """Clients from entering to leaving the with block, and a server that has to be as it was at its end."""
-
-    def __init__(self, deployment: Deployment, seed: int = 1) -> None:
-        self.deployment = deployment
-        self._seed = seed
-
-    def __enter__(self) -> Faulted:
-        self._before = counted(self.deployment)
-        self.clients = Clients(self.deployment, NUM_CLIENTS, self._seed)
-        self.clients.start()
-        self.clients.wait_for_answers()
-        self._since = time.monotonic()
-        return self
-
-    def whole_again(self) -> None:
-        """Everything that there was, and nothing beside it."""
-        wait_until_counted(self.deployment, self._before, REPLACED_WITHIN_S)
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        over = time.monotonic()
-        if error is None:
-            self.clients.wait_for_answers()
-        ended = self.clients.stop()
-        if error is None:
-            print(f"over after {over - self._since:.1f} s; {summary(self.clients.calls)}")
-            assert ended, "a call never ended"
-            assert not self.clients.crashed
-            self._over = over
-
-    def check(self, *, cut: bool, without_status: bool = False) -> None:
-        excuse = Excuse(self._since, self._over + AFTERMATH_S, without_status) if cut else None
-        assert violations(self.deployment, self.clients.calls, excuse) == []
-
-
-def only(deployment: Deployment, what: str) -> int:
-    (pid,) = processes(deployment)[what]
-    return pid
-
-
-def check_all_is_well(deployment: Deployment) -> None:
-    """Nothing runs for anybody, and speculation is there."""
-    wait_until_idle(deployment, HANG_GUARD_S)
-    deployment.linked()
-    answer = drafted(lambda: deployment.client.generate(PROMPT, temperature=0.0, max_tokens=200))
-    deployment.reference.check(PROMPT, answer.token_ids, label="afterwards")
 
 
 @pytest.mark.exhaustive  # some of this and of what follows is in test_chaos.py's short while
@@ -144,13 +97,35 @@ def test_one_is_killed(ngram_pair: Deployment, what: str) -> None:
     """Another takes its place; what ran on it is told so, and answered when it asks again."""
     with Faulted(ngram_pair) as fault:
         pid = only(ngram_pair, what)
-        lost = family(pid)
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: pid not in processes(ngram_pair).get(what, []), HANG_GUARD_S, "its end is known")
+        lost = kill(ngram_pair, what)
         fault.whole_again()
     fault.check(cut=what in CUTTING, without_status=what == PROXY)
     assert only(ngram_pair, what) != pid
-    wait_until(lambda: not alive(lost), HANG_GUARD_S, "nothing beneath it is left")
+    check_nothing_is_left(lost)
+    check_all_is_well(ngram_pair)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", [PROXY, INGRESS])
+def test_one_is_stopped_for_good(ngram_pair: Deployment, what: str) -> None:
+    """What runs on it stands still until it is given up, and is told so then; another takes its place. Of a controller:
+    tests/integration/test_cli.py."""
+    before = counted(ngram_pair)
+    pid = only(ngram_pair, what)
+    lost = family(pid)
+    streams = under_way(ngram_pair.client, STREAMS, MOST_TOKENS)
+    with stopped(pid):
+        began = time.monotonic()
+        wait_until(lambda: pid not in processes(ngram_pair).get(what, []), GIVEN_UP_WITHIN_S, "it is given up")
+        print(f"{what} given up {time.monotonic() - began:.1f} s after it was stopped")
+        told = join(streams)
+        print(f"its streams were told by {time.monotonic() - began:.1f} s")
+        wait_until_counted(ngram_pair, before, REPLACED_WITHIN_S)
+    assert len(told) == STREAMS, "all of them ran on it"
+    assert {error.code for error in told} == {grpc.StatusCode.UNAVAILABLE}
+    for each in streams:
+        ngram_pair.reference.check(each.prompt, each.tokens, label="until then")
+    check_nothing_is_left(lost)
     check_all_is_well(ngram_pair)
 
 

@@ -1,5 +1,5 @@
 """Another configuration is deployed under load: a new replica takes over from the only old one, and nobody is told. One
-that dies while the old one drains is started again."""
+that dies while the old one drains is started again. A pool has as many drafters as ever meanwhile."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import grpc
 import pytest
+import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderError
+from tests.pools import all_draft, ask_registry, is_even
 from tests.processes import INGRESS, TARGET
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, engine, wait_until
 from tests.stalls import Stalls
@@ -175,3 +177,53 @@ def test_the_only_replica_is_replaced_and_nobody_hears_of_it(rolling: Deployment
     )
     assert first < (taken_over_s - deployed_s) / 2, "the old replica serves until the new one can"
     assert gap <= LONGEST_GAP_S, "no stream stands still while one replica takes over from another"
+
+
+@pytest.fixture
+def rolling_pool(deployments: Deployments, models: Models) -> Deployment:
+    drafter = {"method": "draft_model", **engine(models.drafter), "placement": "pool", "num_drafters": 2}
+    target = engine(models.target, max_num_seqs=4)
+    speculation = {"num_speculative_tokens": 8, "adaptive": False}
+    sections = {"target": target, "drafter": drafter, "speculation": speculation, "serving": {"num_replicas": 2}}
+    deployments.add("rolling_pool", sections)
+    return deployments.use("rolling_pool")
+
+
+def test_a_pool_and_its_targets_are_replaced_and_nobody_hears_of_it(rolling_pool: Deployment) -> None:
+    """Each new drafter has loaded before an old one ends."""
+    wait_until(lambda: is_even(rolling_pool), HANG_GUARD_S, "a drafter each")
+    targets, drafters = set(rolling_pool.replicas()), set(ask_registry(rolling_pool, "drafters"))
+    config = parse_config(
+        {**rolling_pool.config.model_dump(exclude_unset=True), "speculation": {"num_speculative_tokens": 4}}
+    )
+    load, over = Load(rolling_pool), threading.Event()
+    counts: list[int] = []
+
+    def count() -> None:
+        while not over.wait(0.1):
+            with suppress(ValueError, ray.exceptions.RayError):
+                counts.append(len(ask_registry(rolling_pool, "drafters")))
+
+    def replaced() -> bool:
+        left = targets & set(rolling_pool.replicas()) or drafters & set(ask_registry(rolling_pool, "drafters"))
+        return not left and is_even(rolling_pool)
+
+    with load.calling(), running([threading.Thread(target=count, daemon=True)], over):
+        load.wait_for(ENDED_BEFORE_AND_AFTER)
+        deployed_s = time.monotonic()
+        serve.run(build_app(config, plan_replica(config)), name=config.serving.app_name, route_prefix="/")
+        wait_until(replaced, BACK_WITHIN_S, "other targets, and other drafters, one each", every_s=0.5)
+        replaced_s = time.monotonic()
+        load.wait_for(ENDED_BEFORE_AND_AFTER)
+    assert load.errors == []
+    for number, answer in enumerate(load.answers):
+        assert len(answer.tokens) == ANSWER_TOKENS
+        rolling_pool.reference.check(answer.prompt, answer.tokens, label=f"answer {number}")
+    gap, seconds = load.longest_gap_s(), replaced_s - deployed_s
+    print(
+        f"\nrolled over in {seconds:.1f} s: {len(load.answers)} answers, {min(counts)} to {max(counts)} drafters; "
+        f"longest gap of a stream {gap:.2f} s"
+    )
+    assert min(counts) == 2, "never fewer than there are to be"
+    assert gap <= LONGEST_GAP_S
+    all_draft(rolling_pool)

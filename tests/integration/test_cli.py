@@ -106,16 +106,21 @@ def test_ray_s_dashboard_listens_on_this_machine_alone(server: Served) -> None:
     assert [part for part in dashboard if part.startswith("--host=")] == ["--host=127.0.0.1"]
 
 
-def test_it_outlives_serve_s_controller(server: Served) -> None:
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped for good", marks=pytest.mark.exhaustive)])
+def test_it_outlives_serve_s_controller(server: Served, how: str) -> None:
     controller = the_controller(server)
     assert controller is not None
-    controller.kill()
+    if how == "killed":
+        controller.kill()
+    else:
+        controller.suspend()
 
     def another() -> bool:
         found = the_controller(server)
         return found is not None and found.pid != controller.pid
 
     wait_until(another, HANG_GUARD_S, "another controller")
+    wait_until(lambda: not controller.is_running(), HANG_GUARD_S, "the former one's end")
     with OutriderClient(server.grpc) as client:
         assert client.generate(PROMPT, max_tokens=4, temperature=0.0, timeout_s=HANG_GUARD_S).token_ids
     assert server.process.poll() is None

@@ -80,14 +80,25 @@ def test_a_controller_that_ray_starts_again_is_no_death(watched: Watched) -> Non
 
 def test_a_controller_that_stays_away_is_one(watched: Watched) -> None:
     verdict = watched.during(100.0, "ActorDiedError:\nkilled")
-    assert verdict == "Serve's controller has not answered for 65 s (ActorDiedError: killed)"
+    assert verdict == "Serve's controller has not answered for 95 s (ActorDiedError: killed)"
 
 
 def test_a_call_that_hangs_is_no_answer(watched: Watched) -> None:
-    watched.now += 59.0
+    watched.now += 89.0
     assert watched.judge.verdict() is None
     watched.now += 2.0
-    assert watched.judge.verdict() == "Serve's controller has not answered for 61 s (no answer)"
+    assert watched.judge.verdict() == "Serve's controller has not answered for 91 s (no answer)"
+
+
+def test_a_controller_that_stands_still_is_ended_once_a_silence(watched: Watched) -> None:
+    for _ in range(2):
+        watched.now += 29.0
+        assert not watched.judge.ends_controller()
+        watched.now += 2.0
+        assert watched.judge.ends_controller()
+        watched.now += 20.0
+        assert not watched.judge.ends_controller(), "another takes its time to start"
+        watched.judge.answered(RUNNING)
 
 
 @pytest.mark.parametrize(("state", "how"), [(UNKNOWN, "is gone"), (DELETING, "is being deleted")])

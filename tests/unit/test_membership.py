@@ -115,6 +115,14 @@ def test_a_verifier_s_own_drafter_is_nobody_else_s_by_assignment(two):
     assert assigned(two, "r1") is None
 
 
+def test_a_replica_whose_drafter_does_not_load_drafts_for_nobody():
+    members = pool("D1")
+    members.renew(Member("p-D2", pooled=True, trouble="OSError: no such file"), 1000, now=0)
+    assert [assigned(members, f"v{n}") for n in range(3)] == ["D1"] * 3
+    members.renew(Member("p-D2", "D2", pooled=True), 1000, now=0)
+    assert assigned(members, "v3") == "D2"
+
+
 def pool(*drafters, places=None, at=0.0, **changes):
     members = Membership()
     for name in drafters:

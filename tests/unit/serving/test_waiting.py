@@ -1,4 +1,5 @@
-"""What waits for room on a node: since when, how often the log says so, and that Ray's silence changes nothing."""
+"""What waits for room on a node, or for a drafter to load: since when, how often the log says so, and that Ray's
+silence changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from outrider.actors.observability.metrics import IngressMetrics
 from outrider.actors.serve_seam import waiting
-from outrider.actors.serving.waiting import SAY_EVERY_S, Group, Waiting, WaitingRoom, Waits
+from outrider.actors.serving.waiting import SAY_EVERY_S, TO_LOAD, Group, Waiting, WaitingRoom, Waits
 
 NEEDS = {"Target": "3 GPUs", "DrafterPool": "1 GPU"}
 A, B, DRAFTER = ("Target", "a"), ("Target", "b"), ("DrafterPool", "d")
@@ -43,6 +44,17 @@ def test_the_log_hears_of_it_when_it_begins_each_minute_and_when_it_ends() -> No
     assert SAY_EVERY_S == 60
 
 
+def test_why_a_drafter_does_not_load_is_in_the_log_and_nowhere_else() -> None:
+    waits = Waits(NEEDS)
+    assert waits.look([A], 0.0, {DRAFTER: "OSError: /models/x"}) == [
+        f"DrafterPool replica d waits for {TO_LOAD} (OSError: /models/x), for 0 s by now",
+        "Target replica a waits for 3 GPUs, for 0 s by now",
+    ]
+    assert waits.now(5.0)[0] == Waiting("DrafterPool", "d", TO_LOAD, 5.0)
+    assert waits.by_deployment(5.0)["DrafterPool"] == (1, 5.0)
+    assert waits.look([A], 7.0) == ["DrafterPool replica d waits no more, after 7 s"]
+
+
 def test_what_was_known_is_known_until_ray_answers_again(caplog: pytest.LogCaptureFixture) -> None:
     clock, answers = iter((0.0, 10.0)), [[A], ConnectionError("no GCS"), ConnectionError("no GCS"), []]
 
@@ -56,9 +68,26 @@ def test_what_was_known_is_known_until_ray_answers_again(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "ray.serve.outrider.ingress"):
         for _ in range(3):
             asyncio.run(room.look())
-    assert [each.seconds for each in room.now()] == [10.0]
+    assert [each.seconds for each in room.now()] == [10.0], "of drafters nothing is asked where there is no pool"
     assert caplog.text.count("no GCS") == 1
     assert answers == [[]]
+
+
+def test_a_registry_that_does_not_answer_hides_nothing() -> None:
+    clock, answers = iter((0.0, 5.0, 9.0)), [{DRAFTER: "OSError"}, ConnectionError("no registry")]
+
+    def find_troubles() -> dict[Group, str]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    groups: list[Group] = []
+    room = WaitingRoom(lambda: groups, NEEDS, clock=clock.__next__, find_troubles=find_troubles)
+    asyncio.run(room.look())
+    groups.append(A)
+    asyncio.run(room.look())
+    assert [(each.deployment, each.seconds) for each in room.now()] == [("DrafterPool", 9.0), ("Target", 4.0)]
 
 
 def test_metrics_say_how_many_and_how_long() -> None:

@@ -1,0 +1,88 @@
+"""A fault under load: clients that ask from before it until after it, and a server that has to be as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from tests.callers import Clients, Excuse, summary, violations
+from tests.processes import alive, counted, family, processes, wait_until_counted
+from tests.serving import HANG_GUARD_S, Deployment, drafted, wait_until, wait_until_idle
+
+NUM_CLIENTS = 3
+PROMPT = list(b"to be or not to be, that is the question: to be or not to be")
+
+REPLACED_WITHIN_S = 300.0
+"""A target that loads its model anew, while others use the cores too."""
+
+AFTERMATH_S = 30.0
+"""Beyond that everything is there again: connections and routers learn of it one after another."""
+
+STOPPED_S = 3.0
+"""Less than the link's deadline, and than any health check's patience: it is nobody's end."""
+
+SHARE = 0.2
+"""Of the time in which a slowed process runs."""
+
+
+class Faulted:
+    """Clients from entering to leaving the with block, and a server that has to be as it was at its end."""
+
+    def __init__(self, deployment: Deployment, seed: int = 1) -> None:
+        self.deployment = deployment
+        self._seed = seed
+
+    def __enter__(self) -> Faulted:
+        self._before = counted(self.deployment)
+        self.clients = Clients(self.deployment, NUM_CLIENTS, self._seed)
+        self.clients.start()
+        self.clients.wait_for_answers()
+        self._since = time.monotonic()
+        return self
+
+    def whole_again(self) -> None:
+        """Everything that there was, and nothing beside it."""
+        wait_until_counted(self.deployment, self._before, REPLACED_WITHIN_S)
+
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+        over = time.monotonic()
+        if error is None:
+            self.clients.wait_for_answers()
+        ended = self.clients.stop()
+        if error is None:
+            print(f"over after {over - self._since:.1f} s; {summary(self.clients.calls)}")
+            assert ended, "a call never ended"
+            assert not self.clients.crashed
+            self._over = over
+
+    def check(self, *, cut: bool, without_status: bool = False) -> None:
+        excuse = Excuse(self._since, self._over + AFTERMATH_S, without_status) if cut else None
+        assert violations(self.deployment, self.clients.calls, excuse) == []
+
+
+def only(deployment: Deployment, what: str) -> int:
+    (pid,) = processes(deployment)[what]
+    return pid
+
+
+def kill(deployment: Deployment, what: str) -> list[Any]:
+    """The only one. Returns it and all that was beneath it, once its end is known."""
+    pid = only(deployment, what)
+    lost = family(pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: pid not in processes(deployment).get(what, []), HANG_GUARD_S, "its end is known")
+    return lost
+
+
+def check_nothing_is_left(lost: list[Any]) -> None:
+    wait_until(lambda: not alive(lost), HANG_GUARD_S, "nothing beneath it is left")
+
+
+def check_all_is_well(deployment: Deployment) -> None:
+    """Nothing runs for anybody, and speculation is there."""
+    wait_until_idle(deployment, HANG_GUARD_S)
+    deployment.linked()
+    answer = drafted(lambda: deployment.client.generate(PROMPT, temperature=0.0, max_tokens=200))
+    deployment.reference.check(PROMPT, answer.token_ids, label="afterwards")

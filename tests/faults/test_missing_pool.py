@@ -1,0 +1,70 @@
+"""A pool whose drafter cannot be loaded: its target serves, what is waited for is told, and it is tried again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+
+from outrider.deploy.client.sync_client import OutriderClient
+from outrider.v1 import generation_pb2 as pb
+from tests.outrider_serve import outrider_serve
+from tests.reference import Reference
+from tests.serving import HANG_GUARD_S, Models, drafted, engine, num_draft_tokens, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+
+PROMPT = list(b"to be or not to be, that is the question: to be or not to be")
+TRIED_AGAIN_WITHIN_S = 300.0
+"""After a minute at most, and it loads its model while requests run."""
+
+
+def test_a_target_serves_while_the_drafter_cannot_load_and_speculates_once_it_can(
+    models: Models, tmp_path: Path
+) -> None:
+    drafter = Path(shutil.copytree(models.drafter, tmp_path / "drafter"))
+    weights = drafter / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])  # which nothing looks at before it is loaded
+    reference = Reference(models.target)
+    section = {"method": "draft_model", **engine(drafter), "placement": "pool", "num_drafters": 1}
+    speculation = {"num_speculative_tokens": 8, "adaptive": False}
+    with (
+        outrider_serve(models, tmp_path / "served", drafter=section, speculation=speculation) as server,
+        OutriderClient(server.grpc) as client,
+    ):
+
+        def ask() -> pb.GenerateResponse:
+            answer = client.generate(PROMPT, temperature=0.0, max_tokens=100)
+            reference.check(PROMPT, answer.token_ids, label="whoever drafts")
+            return answer
+
+        def metrics() -> str:
+            return httpx.get(f"http://{server.http}/metrics", timeout=HANG_GUARD_S).text
+
+        assert num_draft_tokens(ask()) == 0
+        told = wait_until(
+            lambda: [line for line in server.said() if "a drafter of the pool does not load" in line],
+            HANG_GUARD_S,
+            "the operator is told",
+        )
+        print(told[0])
+        assert "afetensor" in told[0], "and why"
+        (waits,) = wait_until(lambda: client.status().waiting, HANG_GUARD_S, "the status says what is waited for")
+        assert waits.deployment == "DrafterPool"
+        assert "its drafter to load" in waits.needs
+        assert str(drafter) not in waits.needs, "why is the operator's matter"
+        assert 'outrider:replicas_waiting{deployment="DrafterPool"} 1' in metrics()
+
+        weights.write_bytes(whole)
+        wait_until(lambda: num_draft_tokens(ask()) > 0, TRIED_AGAIN_WITHIN_S, "an answer with drafts", every_s=1.0)
+        wait_until(lambda: not client.status().waiting, HANG_GUARD_S, "nothing is waited for")
+        assert 'outrider:replicas_waiting{deployment="DrafterPool"} 0' in metrics()
+        wait_until(
+            lambda: "no drafter of the pool fails to load any more" in server.said()[-1],
+            HANG_GUARD_S,
+            "and that is told",
+        )
+        drafted(ask)
