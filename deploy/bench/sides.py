@@ -97,13 +97,17 @@ class ServerProcess:
         self._process = None
 
 
+_NOT_VLLMS = {"cores", "node_labels", "lora", "multimodal"}
+"""Keys of ``target`` that are no engine arguments: where ranks run, and what the comparison does not ask for."""
+
+
 def engine_arguments(config: OutriderConfig, k: int | None, compile_models: bool = False) -> dict[str, Any]:
     """vLLM's engine arguments for the configuration's models in one process. k None: no speculation.
 
     It gets the KV cache of both our engines, and the target's ``engine_args``; what is None is left to the platform.
     """
     target, drafter = config.target, config.drafter
-    arguments = target.model_dump(exclude={"cores"})  # every other key is vLLM's
+    arguments = target.model_dump(exclude=_NOT_VLLMS)
     arguments["async_scheduling"] = target.schedules_ahead
     if compile_models:
         arguments["enforce_eager"] = False

@@ -33,6 +33,7 @@ from tests.bench.emulation.rounds import RoundTimes, rounds_of
 from tests.bench.emulation.trace import read_trace, read_traces
 
 SIDES = ("plain", "in-process", "in-process-tp", "outrider")
+"""Measured where none is named. outrider-plain, which serves without a drafter, is the other one there is."""
 
 LADDER = (1, 2, 3, 4, 6, 8, 12)
 """Every K that ``--k best`` may come to. 12 is beyond what any of the profiles gains from."""
@@ -65,7 +66,7 @@ class Run:
 
     def _at(self, side: Side, k: int, batches: list[int]) -> Iterator[Measurement]:
         loads = [Load(batch, self.args.rounds, self.args.tokens, self.args.temperature) for batch in batches]
-        if side.hides_drafts:
+        if side.is_served:
             yield from self._outrider(side, k, loads)
             return
         drafter = {"in-process": self.pair.drafter, "in-process-tp": self.pair.drafter_in_process}.get(side.name)
@@ -89,8 +90,12 @@ class Run:
             # As many as a target runs, so that the load is shared out evenly.
             sections["serving"] = {"num_replicas": targets, "max_ongoing_requests": most}
         config = served.configuration(self.pair, k, most, sections)
-        with served.serving(config, self.directory, f"outrider-{k}") as client:
-            if targets > 1:
+        if side.drafter is None:
+            del config["drafter"], config["speculation"]
+        with served.serving(config, self.directory, f"{side.name}-{k}") as client:
+            if side.drafter is None:
+                served.carry(client, Load(most, 0, 16), lambda: True, first_index=900_000)
+            elif targets > 1:
                 served.wait_until_all_draft(client, targets)
             else:
                 served.wait_until_drafting(client, most)
@@ -158,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=PROFILES, default="70b-8b")
     parser.add_argument("--text", choices=TEXTS, default="stated", help="how the drafter follows the target")
-    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help=", ".join(SIDES))
+    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help=", ".join((*SIDES, "outrider-plain")))
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="concurrent requests")
     ladder = ", ".join(map(str, LADDER))
     parser.add_argument(

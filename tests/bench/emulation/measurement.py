@@ -22,19 +22,24 @@ class Side:
     drafter_accelerators: int = 0
     """Of its accelerators; several targets may share them."""
 
+    is_served: bool = False
+    """By Outrider, over the network; else by vLLM's engine in one process."""
+
     def accelerators_of(self, targets: int) -> float:
         """For each of so many targets that share a drafter."""
         return self.accelerators - self.drafter_accelerators + self.drafter_accelerators / targets
 
 
 def sides_of(profile: Profile) -> dict[str, Side]:
-    """By name. in-process: the drafter as fast as on its own accelerator; in-process-tp: sharded like the target."""
+    """By name. in-process: the drafter as fast as on its own accelerator; in-process-tp: sharded like the target;
+    outrider-plain: served without a drafter."""
     own = profile.target_accelerators
     sides = (
         Side("plain", None, own),
         Side("in-process", profile.drafter, own),
         Side("in-process-tp", profile.drafter_in_process, own),
-        Side("outrider", profile.drafter, own + profile.drafter_accelerators, True, profile.drafter_accelerators),
+        Side("outrider", profile.drafter, own + profile.drafter_accelerators, True, profile.drafter_accelerators, True),
+        Side("outrider-plain", None, own, is_served=True),
     )
     return {side.name: side for side in sides}
 
