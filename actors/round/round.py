@@ -114,11 +114,14 @@ class Step:
         """That count as drafts."""
         return self.allowed.get(request_id, len(self.drafts.get(request_id, ())))
 
+    overlaps: bool = False
+    """It is launched before what the step before it chose has been read: there are no drafts."""
+
     @property
     def width(self) -> int:
-        """Columns of the step's committed ids. Two at least: with one, vLLM takes what is in it for a token, and -1
-        says that there is none."""
-        return max([1, *map(len, self.drafts.values())]) + 1
+        """Columns of the step's committed ids. Two at least where vLLM reads them at once: with one it takes what is in
+        it for a token, and -1 says that there is none."""
+        return 1 if self.overlaps else max([1, *map(len, self.drafts.values())]) + 1
 
     started_s: float = 0.0
     target_s: float = 0.0

@@ -17,9 +17,9 @@ from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.actors.vllm_seam.pictures import check_pictures
 from outrider.actors.vllm_seam.stages import StagedVllmConfig
 from outrider.cluster.answer_parsers import AUTO, Parsers
-from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
 from outrider.cluster.device_defaults import CPU_KV_CACHE_BYTES
-from outrider.cluster.drafter_config import check_build_drafts
+from outrider.cluster.drafter_config import DraftEngineConfig, check_build_drafts
 from outrider.cluster.engine_args import about
 from outrider.cluster.placement import RankPlacement
 
@@ -86,8 +86,11 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
         parsers = answer_parsers(config, vllm_config.model_config)
         if parsers.reasoning is not None:
             vllm_config.structured_outputs_config.reasoning_parser = parsers.reasoning
+    if config.drafter is None and config.target.schedules_ahead:
+        # Steps overlap in vLLM's own way, see overlap.py. Its CPU platform clears the flag, and runs well with it.
+        vllm_config.scheduler_config.async_scheduling = True
     kind = "Async" if vllm_config.scheduler_config.async_scheduling else ""
-    if config.co_located is None and config.target.schedules_ahead:
+    if config.remote_drafter is not None and config.target.schedules_ahead:
         kind = "Ahead"
         vllm_config.__class__ = AheadVllmConfig
     elif config.target.pipeline_parallel_size > 1:
@@ -160,7 +163,7 @@ def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
     return parsers
 
 
-def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
+def drafter_vllm_config(config: DraftEngineConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
     """The draft model's engine. Without ranks it runs in the calling process."""
     args = _common(config)
     # A row of the drafter's is a request to vLLM, wherever it sizes its buffers and CUDA graphs.
@@ -174,8 +177,8 @@ def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, p
     args["worker_cls"] = "outrider.actors.vllm_seam.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True
-    if config.lora is not None:
-        args |= _lora_arguments(len(config.lora.adapters), config.lora.max_lora_rank)
+    if config.own_lora is not None:
+        args |= _lora_arguments(len(config.own_lora.adapters), config.own_lora.max_lora_rank)
     # Drafts are text. Else a model that takes images too is compiled, and captured, for embeddings instead of token
     # ids, and its other towers take memory.
     args["language_model_only"] = True

@@ -77,6 +77,10 @@ class RayRanksExecutor(RayExecutorV2):
         drafts_come_from_afar = speculative is not None and speculative.method == "custom_class"
         self._runs_ahead = isinstance(self.vllm_config, AheadVllmConfig)
         self._asks_early = drafts_come_from_afar and not self._runs_ahead
+        overlaps = speculative is None and self.vllm_config.scheduler_config.async_scheduling
+        self._is_folded = self._runs_ahead or overlaps
+        """A step's tokens come with the call that starts it, see TargetWorker.execute_model."""
+
         self._drafts: Any = None
         self._chosen: Any = None
         """Of a step that was sent ahead and chooses its tokens in the same call."""
@@ -94,7 +98,7 @@ class RayRanksExecutor(RayExecutorV2):
         self._masks_are_due = scheduler_output.pending_structured_output_tokens
         if scheduler_output.total_num_scheduled_tokens and not scheduler_output.has_structured_output_requests:
             self._ask_for_drafts()
-            self._chosen = output if self._runs_ahead else None
+            self._chosen = output if self._is_folded else None
         return output
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:

@@ -577,9 +577,15 @@ TARGET_RANK = Table(
         ),
         Borrowed(
             "vllm.v1.worker.gpu_input_batch:CachedRequestState",
-            "what a stage knows of a request",
+            "what a stage knows of a request, and how long its text is where steps overlap",
             also=("num_tokens", "output_token_ids"),
         ),
+        Borrowed(
+            "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput",
+            "read later, where steps overlap, and its ids earlier where a choice needs them",
+            also=("get_output", "async_copy_ready_event", "sampled_token_ids_cpu"),
+        ),
+        Borrowed("vllm.v1.outputs:AsyncModelRunnerOutput", "ours is one", also=("get_output",)),
         Borrowed(
             f"{_RUNNER}.drafter",
             "set on stages before the last one: vLLM makes none there",

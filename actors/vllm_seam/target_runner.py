@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from outrider.actors.round.round import UNUSABLE, Arrival, Round, Step
 from outrider.actors.verification.batch import Status
 from outrider.actors.verification.transfer import in_one_read
 from outrider.actors.vllm_seam import ahead, stages
+from outrider.actors.vllm_seam.overlap import UNREAD, LaterOutput, Overlap
+from outrider.actors.vllm_seam.target_sampler import reads_output
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,15 @@ class RoundRunner:
     num_prompt_logprobs: dict[str, int]
     """vLLM's: of the requests whose prompts' are asked for."""
 
-    def install(self, round_: Round | None, runs_ahead: bool = False) -> None:
-        """runs_ahead: steps are scheduled while the one before them runs, see ahead.py."""
+    def install(self, round_: Round | None, runs_ahead: bool = False, overlaps: bool = False) -> None:
+        """runs_ahead: steps are scheduled while the one before them runs, see ahead.py. overlaps: they are launched
+        then too, see overlap.py."""
         self.round = round_
         self._runs_ahead = runs_ahead
+        self._overlap = Overlap() if overlaps else None
+        self._statuses: torch.Tensor | None = None
+        """Of a step that overlaps with the next, on their way to the host."""
+
         self._step = Step(0, 0, 0, False, {})
         self._status: list[int] | None = None
         self._slots: dict[str, int] = {}
@@ -46,6 +54,7 @@ class RoundRunner:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._step = _step(self._step.number + 1, scheduler_output)
+        step.overlaps = self._overlap is not None
         if not self._runs_ahead:
             # Room for drafts that nobody proposed, which vLLM gives a waiting request that needs one token.
             step.allowed = {request_id: 0 for request_id, ids in step.drafts.items() if ids[0] == UNUSABLE}
@@ -68,14 +77,31 @@ class RoundRunner:
             self._cut_by(grammar_output)
             grammar_output = ahead.fit_mask(grammar_output, self._slots, step.drafts)
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._overlap is not None and self._statuses is not None:
+            return self._read_later(output, started)
         if self._runs_ahead and output.req_ids:
             output.num_drafts = {request_id: step.num_drafts(request_id) for request_id in step.drafts}
         if self._status is not None:
-            self._report(output, self._status)
+            discarded = self.discard_request_mask.np[: len(self._status)]
+            self._report(output, self._status, np.flatnonzero(discarded))
         step.target_s += time.perf_counter() - started
         if self.round is not None:
             self.round.commit(step, dict(zip(output.req_ids, output.sampled_token_ids, strict=False)))
         return output
+
+    def _read_later(self, output: Any, started: float) -> LaterOutput:
+        """output: vLLM's, of a step that overlaps with the next one."""
+        assert self.round is not None
+        assert self._overlap is not None
+        assert self._statuses is not None
+        step, discarded = self._step, set(np.flatnonzero(self.discard_request_mask.np[: len(self._statuses)]))  # type: ignore[attr-defined]
+        request_ids = list(self.input_batch.req_ids)  # type: ignore[attr-defined]
+        given = [None if row in discarded else request_id for row, request_id in enumerate(request_ids)]
+        step.target_s += time.perf_counter() - started
+        self.round.commit(step, {request_id: [UNREAD] for request_id in given if request_id is not None})
+        self._overlap.chose(output, [None if each is None else self.round.requests.get(each) for each in given])
+        statuses, self._statuses = self._statuses, None
+        return LaterOutput(output, statuses, lambda read, values: self._report(read, values, discarded))
 
     def take_draft_token_ids(self) -> Any:
         if self.round is None:
@@ -130,6 +156,8 @@ class RoundRunner:
         request_ids = self.input_batch.req_ids  # type: ignore[attr-defined]
         if self.round is not None:
             metadata = self.input_batch.sampling_metadata  # type: ignore[attr-defined]
+            if self._overlap is not None:
+                self._catch_up(request_ids)
             output = self.round.choose(self._step, request_ids, logits, metadata)
         else:
             shape = (len(request_ids), self._step.width + 1)
@@ -137,6 +165,12 @@ class RoundRunner:
         chosen, group = output.sampled_token_ids, get_tp_group()
         if group.world_size > 1:
             chosen = group.broadcast(chosen, src=0)
+        if self._overlap is not None:
+            # No id that the model has no row for: the request ends without it.
+            output.sampled_token_ids = chosen[:, :1].clamp(min=0)
+            if self.round is not None:
+                self._statuses = chosen[:, -1].to("cpu", non_blocking=True)
+            return output
         # The step's one read of the device. vLLM's runner is given host memory, and reads nothing more.
         if (logprobs := output.logprobs_tensors) is None:
             chosen = chosen.cpu()
@@ -147,6 +181,18 @@ class RoundRunner:
         if self.round is not None:
             self._status = chosen[:, -1].tolist()
         return output
+
+    def _catch_up(self, request_ids: list[str]) -> None:
+        """Texts as the runner has them, but for ids that nobody has read: one that was preempted has lost the token
+        that was on its way."""
+        assert self.round is not None
+        assert self._overlap is not None
+        for request_id in request_ids:
+            known, request = self.requests[request_id], self.round.requests[request_id]  # type: ignore[attr-defined]
+            if known.num_tokens != len(request.token_ids):
+                request.token_ids[request.num_prompt_tokens :] = known.output_token_ids
+                self._overlap.forget(request)
+        self._overlap.read(any(reads_output(self.round.requests[request_id].params) for request_id in request_ids))
 
     def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: Any) -> Any:
         """One request after the other where there are adapters: vLLM's output head looks up the adapter of each of its
@@ -176,14 +222,15 @@ class RoundRunner:
             mapping = (0 if adapter is None else adapter.lora_int_id,) * count
             self._set_active_loras(mapping, mapping, set() if adapter is None else {adapter})  # type: ignore[attr-defined]
 
-    def _report(self, output: Any, statuses: list[int]) -> None:
-        """Tell the scheduler of requests that have no next token, and count proposals that could not be used."""
+    def _report(self, output: Any, statuses: list[int], discarded: Collection[int]) -> None:
+        """Tell the scheduler of requests that have no next token, and count proposals that could not be used.
+        discarded: rows whose prompt is not done."""
         failed = {}
         for index, status in enumerate(statuses):
             request_id = output.req_ids[index]
-            if status & Status.BAD_LOGITS and not self.discard_request_mask.np[index]:  # type: ignore[attr-defined]
+            if status & Status.BAD_LOGITS and index not in discarded:
                 failed[request_id] = 1
-                if self.round is not None:
+                if self.round is not None and self._overlap is None:
                     self.round.has_no_next_token(request_id)
                 message = "request %s: no token can be chosen: its logits are not finite or all masked"
                 logger.error(message, request_id, extra=about(request_id))

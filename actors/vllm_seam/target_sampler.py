@@ -100,7 +100,7 @@ class TargetSampler:
         (owner,) = to_device([np.arange(len(requests)).repeat(num_rows)], self._device)
         outputs: list[list[int]] = []
         for request, ids in zip(requests, drafts, strict=True):
-            output = request.output_token_ids if _reads_output(request.params) else None
+            output = request.output_token_ids if reads_output(request.params) else None
             outputs += [[] if output is None else [*output, *ids[:j]] for j in range(len(ids) + 1)]
         self._tell_processors(requests, num_rows)
         starts = [0, *itertools.accumulate(num_rows)]
@@ -169,8 +169,8 @@ def _is_processed(requests: Sequence[Request], metadata: SamplingMetadata) -> bo
     )
 
 
-def _reads_output(params: Any) -> bool:
-    """params: vLLM's SamplingParams."""
+def reads_output(params: Any) -> bool:
+    """Whether a choice depends on which tokens there were before. params: vLLM's SamplingParams."""
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
     return bool(params.bad_words_token_ids) or penalties != (0.0, 0.0, 1.0)
 

@@ -49,7 +49,8 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
         if self.rank == config.target.verifier_rank:
             self._sampler = TargetSampler(self.vllm_config, runner.sampler, self.device)
             self._round = self._make_round(config, self._sampler)
-        runner.install(self._round, config.target.schedules_ahead)
+        overlaps = self.scheduler_config.async_scheduling
+        runner.install(self._round, config.target.schedules_ahead and not overlaps, overlaps)
         if self.vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
             runner.drafter = RemoteProposer(self.vllm_config)  # vLLM makes it on the last stage, and looks on every one
         if self._round is not None and config.remote_drafter is not None:

@@ -163,7 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=PROFILES, default="70b-8b")
     parser.add_argument("--text", choices=TEXTS, default="stated", help="how the drafter follows the target")
-    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help=", ".join((*SIDES, "outrider-plain")))
+    parser.add_argument(
+        "--sides", type=lambda text: text.split(","), default=list(SIDES), help=", ".join((*SIDES, "outrider-plain"))
+    )
     parser.add_argument("--batches", type=numbers, default=list(BATCHES), help="concurrent requests")
     ladder = ", ".join(map(str, LADDER))
     parser.add_argument(

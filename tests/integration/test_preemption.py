@@ -45,7 +45,18 @@ def z_of_likelier(reference, answers):
 
 def test_preempted_requests_get_the_tokens_they_would_have_got_alone(small_kv):
     """Prompts are prefilled in pieces, too: a step has room for 96 tokens."""
-    asked = [*CHOICES, *DRAWN, *ONLY_ONE]
+    before, after = crowd(small_kv, [*CHOICES, *DRAWN, *ONLY_ONE])
+    assert after.rounds.refused_proposals > before.rounds.refused_proposals, "the drafter never ran out of KV"
+    assert after.rounds.accepted > before.rounds.accepted
+
+
+def test_nor_do_they_where_nobody_drafts_and_steps_overlap(no_drafter):
+    """One that is preempted loses the token that is on its way, and gets the same once more."""
+    crowd(no_drafter, [*CHOICES, *DRAWN, *ONLY_ONE])
+
+
+def crowd(deployment, asked):
+    """Everybody at once, each as asked, until the target has preempted some. Returns its status before and after."""
     assert len(asked) <= STREAMS
     prompts = [bytes([65 + i]) + TEXT[: 40 + 9 * i] for i in range(STREAMS)]
     answers, errors = [None] * STREAMS, []
@@ -54,13 +65,13 @@ def test_preempted_requests_get_the_tokens_they_would_have_got_alone(small_kv):
         how = asked[index % len(asked)]
         options = how if isinstance(how, dict) else how.options()
         try:
-            answers[index] = small_kv.client.generate(
+            answers[index] = deployment.client.generate(
                 list(prompts[index]), max_tokens=NUM_TOKENS, ignore_eos=True, **options
             )
         except Exception as error:  # noqa: BLE001 - shown below
             errors.append(error)
 
-    before = small_kv.status()
+    before = deployment.status()
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(STREAMS)]
     for thread in threads:
         thread.start()
@@ -71,18 +82,17 @@ def test_preempted_requests_get_the_tokens_they_would_have_got_alone(small_kv):
     for index, answer in enumerate(answers):
         how, label = asked[index % len(asked)], f"stream {index} of {STREAMS}"
         if how in ONLY_ONE:
-            small_kv.reference.check(prompts[index], answer.token_ids, label=label)
+            deployment.reference.check(prompts[index], answer.token_ids, label=label)
         elif isinstance(how, dict):
             drawn.append((prompts[index], list(answer.token_ids)))
-            outside = small_kv.reference.outside_top(prompts[index], answer.token_ids, how["top_k"])
+            outside = deployment.reference.outside_top(prompts[index], answer.token_ids, how["top_k"])
             assert not outside, f"{label}: tokens {outside} are none of the two likeliest"
         else:
-            small_kv.reference.check(prompts[index], answer.token_ids, label=label, choice=how)
-    z = z_of_likelier(small_kv.reference, drawn)
+            deployment.reference.check(prompts[index], answer.token_ids, label=label, choice=how)
+    z = z_of_likelier(deployment.reference, drawn)
     print(f"{len(drawn) * NUM_TOKENS} drawn tokens, z {z:.2f}")
     assert abs(z) < LIMIT
-    after = small_kv.status()
-    assert after.rounds.refused_proposals > before.rounds.refused_proposals, "the drafter never ran out of KV"
-    assert after.rounds.accepted > before.rounds.accepted
+    after = deployment.status()
     assert after.target.preemptions > before.target.preemptions, "the target never ran out of KV"
-    wait_until_idle(small_kv, HANG_GUARD_S)
+    wait_until_idle(deployment, HANG_GUARD_S)
+    return before, after
