@@ -30,6 +30,7 @@ from outrider.cluster.config import (
     TargetConfig,
 )
 from outrider.cluster.config_section import EngineConfig
+from outrider.cluster.drafter_config import AlsoConfig
 from outrider.cluster.engine_args import NOT_ON_CPU, OWNED, REFUSED, RUN_HERE, reason_against, schema
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.lora_config import DraftLoraConfig
@@ -77,6 +78,11 @@ _SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
         "drafter, `method: draft_model`",
         "A smaller model with the same tokenizer. Vocabularies may be padded to different sizes.",
         DraftModelConfig,
+    ),
+    (
+        "drafter.also",
+        "Another draft model in the same drafter ([methods.md](methods.md#several-drafters)).",
+        AlsoConfig,
     ),
     ("drafter.lora", "Adapters of the draft model's own ([lora.md](lora.md)).", DraftLoraConfig),
     ("drafter, `method: ngram`", "Prompt lookup, no model.", NgramConfig),

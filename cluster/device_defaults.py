@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.cluster.config import DraftModelConfig, OutriderConfig
 from outrider.cluster.config_section import Section
+from outrider.cluster.drafter_config import DraftEngineConfig
 
 GPU_MAX_NUM_SEQS = 128
 GPU_MAX_ONGOING_REQUESTS = 256
@@ -50,29 +51,9 @@ def choices(config: OutriderConfig, gpu: bool) -> list[Choice]:
             "four batches of target.max_num_seqs",
         )
     )
-    drafter = config.drafter
-    if isinstance(drafter, DraftModelConfig):
-        found.append(_batch(drafter, "drafter.max_num_seqs", gpu))
-        found.append(
-            _choice(
-                drafter,
-                "drafter.prefill_chunk_tokens",
-                GPU_PREFILL_CHUNK_TOKENS,
-                gpu,
-                "a chunk takes about as long as a few draft steps",
-                "a longer chunk delays proposals",
-            )
-        )
-        found.append(
-            _choice(
-                drafter,
-                "drafter.draft_vocab_size",
-                0,
-                gpu,
-                "the whole output head: cutting it was measured on CPU only",
-                "what it was trained on, else 32768 of a vocabulary twice as large: the head is a large part of a step",
-            )
-        )
+    if isinstance(config.drafter, DraftModelConfig):
+        for section, engine in config.drafter.models.items():
+            found += _of_draft_model(section, engine, gpu)
     if config.remote_drafter is not None:
         found += _deadlines(config, gpu)
     return found
@@ -81,12 +62,39 @@ def choices(config: OutriderConfig, gpu: bool) -> list[Choice]:
 def with_device_defaults(config: OutriderConfig, gpu: bool) -> OutriderConfig:
     """The configuration with every choice made. On CPU it is the same."""
     sections: dict[str, dict[str, Any]] = {}
+    drafter = config.drafter
+    models = drafter.models if isinstance(drafter, DraftModelConfig) else {}
     for choice in choices(config, gpu):
-        section, _, key = choice.field.partition(".")
-        if not choice.written and getattr(getattr(config, section), key) != choice.value:
-            sections.setdefault(section, {})[key] = choice.value
+        name, _, key = choice.field.rpartition(".")
+        section = models[name] if name in models else getattr(config, name)
+        if not choice.written and getattr(section, key) != choice.value:
+            sections.setdefault(name, {})[key] = choice.value
+    if isinstance(drafter, DraftModelConfig) and drafter.also:
+        _, *others = models
+        also = [models[name].model_copy(update=sections.pop(name, {})) for name in others]
+        sections.setdefault("drafter", {})["also"] = also
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed) if changed else config
+
+
+def _of_draft_model(section: str, engine: DraftEngineConfig, gpu: bool) -> list[Choice]:
+    chunk = _choice(
+        engine,
+        f"{section}.prefill_chunk_tokens",
+        GPU_PREFILL_CHUNK_TOKENS,
+        gpu,
+        "a chunk takes about as long as a few draft steps",
+        "a longer chunk delays proposals",
+    )
+    head = _choice(
+        engine,
+        f"{section}.draft_vocab_size",
+        0,
+        gpu,
+        "the whole output head: cutting it was measured on CPU only",
+        "what it was trained on, else 32768 of a vocabulary twice as large: the head is a large part of a step",
+    )
+    return [_batch(engine, f"{section}.max_num_seqs", gpu), chunk, head]
 
 
 def _batch(section: Section, field: str, gpu: bool) -> Choice:

@@ -299,13 +299,10 @@ MIN_DRAFT_STEP_TOKENS = 64
 """Lower limit of a drafter's ``max_num_batched_tokens``: tokens to catch up with."""
 
 
-class DraftModelConfig(ActorConfig, EngineConfig):
-    """A smaller language model with the target's tokenizer, in its own engine with its own KV cache."""
+class DraftEngineConfig(EngineConfig):
+    """A draft model's engine: vLLM's, its steps and its KV blocks the drafter's own."""
 
     side: ClassVar[Side] = "drafter"
-
-    method: Literal["draft_model"]
-    """``draft_model``."""
 
     prefill_chunk_tokens: int = Field(128, ge=1)
     """Prompt tokens the drafter runs between two rounds: bounds how long a prefill delays a proposal. Left out on GPU:
@@ -320,9 +317,62 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     max_draft_rows: int = Field(128, ge=1, le=4096)
     """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
 
+    block_size: int | None = Field(None, ge=1)
+    """Tokens in a KV block. A side branch copies one, so small blocks branch quickly. None on CPU: 32; on GPU: vLLM's
+    own."""
+
+    @property
+    def own_lora(self) -> DraftLoraConfig | None:
+        """Adapters of the model's own."""
+        return None
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> DraftEngineConfig:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < MIN_DRAFT_STEP_TOKENS:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be {MIN_DRAFT_STEP_TOKENS} at least: one "
+                "sequence may feed so many in a draft step"
+            )
+        if self.draft_vocab_size and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"draft_vocab_size ({self.draft_vocab_size}) needs the output head on one rank, the drafter has "
+                f"{self.tensor_parallel_size}; leave it out, or set tensor_parallel_size: 1"
+            )
+        return self
+
+
+class AlsoConfig(DraftEngineConfig):
+    """Another draft model in the same drafter, with an engine and a KV cache of its own."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
+    """By which metrics tell it apart."""
+
+    @model_validator(mode="after")
+    def _shares_a_process(self) -> AlsoConfig:
+        if self.name in REMOTE_METHODS:
+            raise ValueError(f"name: {self.name!r} is a method, and what metrics call it; give another name")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size ({self.tensor_parallel_size}): several draft models share one process; set 1"
+            )
+        if self.cores is not None:
+            raise ValueError("cores: the models of a drafter share its cores; write drafter.cores")
+        return self
+
+
+class DraftModelConfig(ActorConfig, DraftEngineConfig):
+    """A smaller language model with the target's tokenizer, in its own engine with its own KV cache."""
+
+    method: Literal["draft_model"]
+    """``draft_model``."""
+
     beside: list[Literal["ngram", "suffix"]] = Field(default_factory=list)
     """Look-ups that draft too, by their methods' defaults: each round's drafts are those of the model or of a look-up,
     whichever earns most by what has been accepted ([methods.md](methods.md#several-drafters))."""
+
+    also: list[AlsoConfig] = Field(default_factory=list, max_length=2)
+    """Other draft models, in the same process: each request is drafted for by the one that earns most; keys below,
+    under «drafter.also» ([methods.md](methods.md#several-drafters))."""
 
     learn: LearningConfig | None = None
     """Train it on the answers it drafts for, while it serves; keys below, under «drafter.learn». None: it stays as it
@@ -331,9 +381,14 @@ class DraftModelConfig(ActorConfig, EngineConfig):
     """A mapping: LoRA adapters of the draft model's own, for requests with some of the target's ([lora.md](lora.md)).
     None: it drafts for all alike."""
 
-    block_size: int | None = Field(None, ge=1)
-    """Tokens in a KV block. A side branch copies one, so small blocks branch quickly. None on CPU: 32; on GPU: vLLM's
-    own."""
+    @property
+    def own_lora(self) -> DraftLoraConfig | None:
+        return self.lora
+
+    @property
+    def models(self) -> dict[str, DraftEngineConfig]:
+        """All draft models, by the names of their sections: this one is the first."""
+        return {"drafter": self, **{f"drafter.also.{each.name}": each for each in self.also}}
 
     @property
     def remembers_answers(self) -> bool:
@@ -358,11 +413,6 @@ class DraftModelConfig(ActorConfig, EngineConfig):
 
     @model_validator(mode="after")
     def _can_work(self) -> DraftModelConfig:
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < MIN_DRAFT_STEP_TOKENS:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be {MIN_DRAFT_STEP_TOKENS} at least: one "
-                "sequence may feed so many in a draft step"
-            )
         if len(set(self.beside)) < len(self.beside):
             raise ValueError(f"beside: {', '.join(self.beside)}: names a look-up twice; give each once")
         if self.learn is not None and self.lora is not None:
@@ -374,10 +424,24 @@ class DraftModelConfig(ActorConfig, EngineConfig):
                 f"learn: weights quantised as {self.quantization} cannot be trained; give the drafter unquantised, or "
                 "leave learn out"
             )
-        if self.draft_vocab_size and self.tensor_parallel_size > 1:
+        return self
+
+    @model_validator(mode="after")
+    def _go_together(self) -> DraftModelConfig:
+        if not self.also:
+            return self
+        names = [each.name for each in self.also]
+        if len(set(names)) < len(names):
+            raise ValueError(f"also: {', '.join(names)}: two models have one name; give each its own")
+        if self.tensor_parallel_size > 1:
             raise ValueError(
-                f"draft_vocab_size ({self.draft_vocab_size}) needs the output head on one rank, the drafter has "
-                f"{self.tensor_parallel_size}; leave it out, or set tensor_parallel_size: 1"
+                f"tensor_parallel_size ({self.tensor_parallel_size}): draft models of several ranks stand alone; set "
+                "1, or leave also out"
+            )
+        if self.lora is not None:
+            raise ValueError(
+                "lora: the models in also would draft for requests with adapters as if they had none; leave one of the "
+                "two out"
             )
         return self
 
@@ -503,6 +567,24 @@ def refusal_of(section: dict[str, Any]) -> str | None:
             f"{', '.join(CO_LOCATED_METHODS)} (found {method!r})"
         )
     return None
+
+
+def check_several_models(drafter: DraftModelConfig, gpu: bool) -> None:
+    """Raise ConfigError where draft models would share a GPU, each with as much of its memory as if it were alone."""
+    if not gpu or not drafter.also:
+        return
+    for section, engine in drafter.models.items():
+        if engine.kv_cache_memory_bytes is None:
+            raise ConfigError(
+                f"{section}.kv_cache_memory_bytes: required on a GPU that several draft models share: without it each "
+                "takes what gpu_memory_utilization leaves; set it for every one of them"
+            )
+    shares = sum(engine.gpu_memory_utilization for engine in drafter.models.values())
+    if shares > 1.0:
+        raise ConfigError(
+            f"drafter.gpu_memory_utilization: {shares:.2f} over all models of drafter and drafter.also, which share a "
+            "GPU: a model is not loaded unless so much is free; set shares whose sum is 1 at most"
+        )
 
 
 def check_build_drafts(drafter: CoLocatedConfig, gpu: bool) -> None:

@@ -30,7 +30,7 @@ from outrider.cluster.config import (
     parse_config,
 )
 from outrider.cluster.device_defaults import with_device_defaults
-from outrider.cluster.drafter_config import ActorConfig, check_build_drafts
+from outrider.cluster.drafter_config import ActorConfig, check_build_drafts, check_several_models
 from outrider.cluster.installed import installed_version
 from outrider.cluster.nodes import in_words
 from outrider.cluster.placement import (
@@ -42,9 +42,9 @@ from outrider.cluster.placement import (
     plan_cores,
     pool_placement_of,
 )
-from outrider.cluster.registry import find_registry
+from outrider.cluster.registry import find_registry, pool_troubles
 from outrider.deploy.models.check import check_models, num_common_tokens
-from outrider.deploy.nodes import can_surge, check_nodes, living_nodes, placed
+from outrider.deploy.nodes import can_surge, can_surge_drafters, check_nodes, living_nodes, placed
 from outrider.deploy.preset import Overrides, resolve_config
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,9 @@ CONTROL_CALLS = 16
 
 TAKE_DOWN_S = 20.0
 """What a replica may need beyond its last answer to end engine and drafter; Serve kills it then."""
+
+TROUBLES_WITHIN_S = 5.0
+"""The registry's answer to what fails in the pool."""
 
 _ONE_MORE = 1
 """Percent of the replicas, which Serve rounds up: one, of up to a hundred."""
@@ -116,7 +119,9 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
 def _compare_models(config: OutriderConfig) -> None:
     """Raises ConfigError. A checkpoint that only another node has cannot be read: then nothing but tokenizers is
     compared, when a target links to a drafter (cluster/vocabulary.py)."""
-    models = (config.target.model, config.drafter_model or config.target.model)
+    models = [config.target.model, config.drafter_model or config.target.model]
+    if isinstance(config.drafter, DraftModelConfig):
+        models += [each.model for each in config.drafter.also]
     if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
         logger.warning(
             "%s is not on this node: models are not compared, but for tokenizers when a drafter is linked to; run "
@@ -158,6 +163,8 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
     if config.co_located is not None:
         check_build_drafts(config.co_located, gpu)
+    if isinstance(config.drafter, DraftModelConfig):
+        check_several_models(config.drafter, gpu)
     if gpu:
         for name, section in (("target", config.target), ("drafter", config.drafter)):
             if section is not None and section.cores is not None:
@@ -165,7 +172,7 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
         pool = pool_placement_of(config, on_gpu=True)
         return ReplicaPlan(placement_of(config, on_gpu=True), None, (), pool, *sizes)
     if config.link.backend == "nccl":
-        raise ConfigError("link.backend: nccl needs a GPU at both ends, and this vLLM runs on CPU; use gloo")
+        raise ConfigError("link.backend: nccl needs a GPU at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
     warnings = cores.warnings
     if config.serving.most_replicas > 1:
@@ -190,8 +197,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     """Bind Target, Ingress and, where there is one, the pool of drafters for a validated configuration.
 
     Raises ConfigError when Ray is up and its cluster cannot hold the replicas that there are at least, unless
-    serving.nodes_may_come: then the log says what is waited for, as it does for those that there are at most; and for
-    tokenizers that differ in more than added tokens.
+    serving.nodes_may_come: then the log says what is waited for, as it does for those that there are at most, and what
+    serving.node_types rule out is refused still; and for tokenizers that differ in more than added tokens.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
@@ -207,12 +214,13 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
 
     config = with_device_defaults(config, gpu=plan.cores is None)
     serving = config.serving
-    surges = serving.surge is True
+    surges = pool_surges = serving.surge is True
     if ray.is_initialized():
         nodes = living_nodes()
         plan = placed(plan, serving, nodes)
         check_nodes(plan, serving, nodes)
         surges = can_surge(plan, serving, nodes)
+        pool_surges = plan.pool is not None and can_surge_drafters(plan, serving, nodes, beside_replica=surges)
     placement = plan.placement
     capacity = Capacity(
         serving.max_ongoing_requests,
@@ -283,6 +291,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
             DrafterPool,
             name=POOL,
             **drafters(config),
+            max_surge_percent=_ONE_MORE if pool_surges else 0,
             placement_group_bundles=[dict(bundle) for bundle in plan.pool.bundles],
             placement_group_strategy=plan.pool.strategy,
             placement_group_bundle_label_selector=labels_of(plan.pool),
@@ -307,13 +316,22 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         broadcast=broadcast,
         limits=config.limits,
         is_stopping=is_stopping,
-        waiting=WaitingRoom(partial(waiting_groups, serving.app_name), needs),
+        waiting=WaitingRoom(
+            partial(waiting_groups, serving.app_name),
+            needs,
+            find_troubles=partial(troubled_drafters, serving.app_name) if pool is not None else dict,
+        ),
         admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
         pool=pool,
         lora=config.target.lora,
         multimodal=config.target.multimodal,
         registry=partial(find_registry, serving.app_name),
     )
+
+
+def troubled_drafters(app_name: str) -> dict[tuple[str, str], str]:
+    """By deployment and replica: why the pool's drafters that do not load do not. Raises RayError."""
+    return {(POOL, replica): why for replica, why in pool_troubles(app_name, TROUBLES_WITHIN_S).items()}
 
 
 def labels_of(placement: ReplicaPlacement) -> list[dict[str, str]] | None:
@@ -376,7 +394,8 @@ def describe(config: OutriderConfig) -> str:
     if (drafter := config.remote_drafter) is None:
         return f"{text}, without a drafter"
     if isinstance(drafter, DraftModelConfig):
-        return f"{text}, drafted for by {_pool(drafter)}{drafter.model} ({_engine(drafter)})"
+        others = "".join(f", {each.name}: {each.model}" for each in drafter.also)
+        return f"{text}, drafted for by {_pool(drafter)}{drafter.model} ({_engine(drafter)}){others}"
     return f"{text}, drafted for by {_pool(drafter)}{drafter.method} lookup"
 
 

@@ -190,6 +190,8 @@ def check_checkpoints(config: OutriderConfig) -> list[Finding]:
     if model is not None:
         has_weights = not isinstance(config.drafter, EngineConfig) or _reads_weights(config.drafter)
         findings += check_files("drafter", model, needs_tokenizer=False, has_weights=has_weights)
+    for section, engine in _also(config):
+        findings += check_files(section, engine.model, needs_tokenizer=False, has_weights=_reads_weights(engine))
     findings.append(
         judged("models", "heads fit ranks, lengths fit positions, vocabularies agree", lambda: check_models(config))
     )
@@ -204,6 +206,13 @@ def check_checkpoints(config: OutriderConfig) -> list[Finding]:
             )
         )
     return findings
+
+
+def _also(config: OutriderConfig) -> list[tuple[str, EngineConfig]]:
+    """Further draft models, by their sections."""
+    if not isinstance(config.drafter, DraftModelConfig):
+        return []
+    return [(section, engine) for section, engine in config.drafter.models.items() if engine is not config.drafter]
 
 
 def _reads_weights(engine: EngineConfig) -> bool:
@@ -296,6 +305,7 @@ def memory_needed(config: OutriderConfig) -> tuple[int, list[str]]:
     if (model := config.drafter_model) is not None:
         drafter = config.drafter
         parts.append(("drafter.model", model, drafter if isinstance(drafter, EngineConfig) else config.target))
+    parts += [(f"{section}.model", engine.model, engine) for section, engine in _also(config)]
     needed, unknown = 0, []
     for field, model, engine in parts:
         weights = weight_bytes(model, engine.dtype)

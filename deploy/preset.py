@@ -82,6 +82,8 @@ def models_to_fetch(preset: str, overrides: Overrides) -> list[str]:
     used = [config.target.model] if overrides.target is None else []
     if (drafter_model := config.drafter_model) is not None and overrides.drafter is None:
         used.append(drafter_model)
+    if isinstance(config.drafter, DraftModelConfig):
+        used += [each.model for each in config.drafter.also]
     # The path of a copy stands here in place of the hub id of a model that has been fetched.
     return [BY_HUB_ID[model].name for model in used if model in BY_HUB_ID]
 
@@ -104,14 +106,16 @@ def _apply(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -
     if overrides.dtype is not None:
         tree["target"]["dtype"] = overrides.dtype
         if isinstance(config.drafter, DraftModelConfig):  # a co-located one has the target's
-            tree["drafter"]["dtype"] = overrides.dtype
+            for section in (tree["drafter"], *tree["drafter"].get("also", ())):
+                section["dtype"] = overrides.dtype
     for key in ("grpc_port", "http_port"):
         if (port := getattr(overrides, key)) is not None:
             tree.setdefault("serving", {})[key] = port
 
 
 def _use_fetched_copies(tree: dict[str, Any]) -> None:
-    for section in (tree["target"], tree.get("drafter") or {}):
+    drafter = tree.get("drafter") or {}
+    for section in (tree["target"], drafter, *drafter.get("also", ())):
         source = BY_HUB_ID.get(section.get("model", ""))
         if source is not None and (local := find_copy(source)) is not None:
             section["model"] = str(local)
@@ -122,13 +126,20 @@ def _locate_checkpoints(config: OutriderConfig) -> OutriderConfig:
     drafter = config.drafter
     if isinstance(drafter, DraftModelConfig | CoLocatedConfig) and (model := config.drafter_model) is not None:
         drafter = drafter.model_copy(update={"model": _locate(model, "drafter.model", "--drafter")})
+    if isinstance(drafter, DraftModelConfig) and drafter.also:
+        also = [
+            each.model_copy(update={"model": _locate(each.model, f"drafter.also.{each.name}.model", None)})
+            for each in drafter.also
+        ]
+        drafter = drafter.model_copy(update={"also": also})
     return config.model_copy(update={"target": target, "drafter": drafter})
 
 
-def _locate(model: str, field: str, option: str) -> str:
-    """An absolute path for a local checkpoint, a hub id as it is."""
+def _locate(model: str, field: str, option: str | None) -> str:
+    """An absolute path for a local checkpoint, a hub id as it is. option: that can name another."""
     path = Path(model).expanduser()
-    fix = f"give a checkpoint directory ({option} PATH), or fetch one: outrider fetch {{{','.join(PRESET_MODELS)}}}"
+    by_option = "" if option is None else f" ({option} PATH)"
+    fix = f"give a checkpoint directory{by_option}, or fetch one: outrider fetch {{{','.join(PRESET_MODELS)}}}"
     if not path.exists():
         if _HUB_ID.fullmatch(model) and not model.startswith((".", "~")):
             return model

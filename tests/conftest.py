@@ -42,16 +42,18 @@ DEPLOYMENTS = {
     "co_located": "A target whose own engine drafts, by vLLM's draft_model.",
     "two_replicas": "Two replicas with suffix drafters and room for few requests.",
     "both_tp2": "A target of two ranks, a drafter of two.",
-    "no_drafter": "The target alone: no drafter is configured.",
+    "no_drafter": "The target alone, with little KV cache: no drafter is configured.",
     "wide_target": "A target whose vocabulary is padded further than its drafter's.",
     "wide_drafter": "A drafter whose vocabulary is padded further than its target's.",
     "target_tp2": "A target of two ranks, a drafter of one.",
     "drafter_tp2": "A target of one rank, a drafter of two.",
     "pool": "Two targets that share two draft models.",
+    "lookup_pool": "A target and a pool of two look-up drafters, which load within a second.",
     "adapters": "A target with three adapters, and room for one more, and a draft model with one of these.",
     "adapters_tp2": "A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter.",
     "stages": "A target of two pipeline stages with two ranks each and little KV cache, a drafter of one rank.",
     "several": "A draft model with both look-ups beside it.",
+    "several_models": "A drafter of two draft models, each of which misreads some letters.",
     "pictures": "A target that sees pictures, and a text draft model, which lacks the tokens that stand for them.",
     "pictures_mrope": "A target of two ranks that sees pictures, with positions in three dimensions, a suffix drafter.",
 }
@@ -70,7 +72,7 @@ either command."""
 
 IN_FULL_RUNS_ONLY = {
     "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "adapters",
-    "adapters_tp2", "stages", "several", "pictures", "pictures_mrope", "test_co_located",
+    "adapters_tp2", "stages", "several", "several_models", "pictures", "pictures_mrope", "test_co_located",
     "test_connection_limits", "test_draft_engine", "test_drain", "test_openai_responses", "test_served_distribution",
     "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip

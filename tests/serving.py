@@ -27,7 +27,14 @@ from outrider.deploy.ports import pick_free_port
 from outrider.deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
-from tests.tiny_models import VOCAB_SIZE, build_tiny_adapter, build_tiny_llama, merge_adapter, pad_vocabulary
+from tests.tiny_models import (
+    VOCAB_SIZE,
+    build_tiny_adapter,
+    build_tiny_llama,
+    merge_adapter,
+    pad_vocabulary,
+    shuffle_embeddings,
+)
 from tests.tiny_pictures import build_tiny_idefics, build_tiny_paddle
 
 Answer = TypeVar("Answer")
@@ -61,6 +68,10 @@ class Models:
     merged: dict[str, Path]
     """The target with each of them in its weights."""
 
+    not_lower: Path
+    """A drafter that is the target, but for lower-case letters, which it takes for others."""
+
+    not_upper: Path
     sees: Path
     """A target that sees pictures, of the same language model."""
 
@@ -84,10 +95,15 @@ def build_models(directory: Path) -> Models:
         pad_vocabulary(directory / "wide-drafter", drafter, WIDE_VOCAB_SIZE),
         adapters,
         {name: merge_adapter(directory / f"merged-{name}", target, path) for name, path in adapters.items()},
+        shuffle_embeddings(directory / "not-lower", target, LOWER),
+        shuffle_embeddings(directory / "not-upper", target, UPPER),
         build_tiny_idefics(directory / "sees", target),
         build_tiny_paddle(directory / "sees-by-mrope", target),
     )
 
+
+LOWER, UPPER = range(ord("a"), ord("z") + 1), range(ord("A"), ord("Z") + 1)
+"""Ids of letters."""
 
 LATER = "adapters"
 """Directory beneath the models' from which adapters may be loaded at run time."""
@@ -175,7 +191,17 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {**pinned_draft_model, "beside": ["ngram", "suffix"]},
             "speculation": always,
         },
-        "no_drafter": {"target": target},
+        "several_models": {
+            "target": target,
+            "drafter": {
+                **pinned_draft_model,
+                "model": str(models.not_lower),
+                "also": [{"name": "other", **engine(models.not_upper)}],
+            },
+            "speculation": always,
+        },
+        # As little KV as small_kv's target has.
+        "no_drafter": {"target": {**target, "kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 96}},
         "co_located": {
             "target": {**target, "max_num_batched_tokens": 128},
             "drafter": {
@@ -204,6 +230,11 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "speculation": always,
             "link": {"link_deadline_ms": 10_000},
             "serving": {"num_replicas": 2, "num_ingresses": 2},
+        },
+        "lookup_pool": {
+            "target": target,
+            "drafter": {"method": "ngram", "placement": "pool", "num_drafters": 2, "cores": core(1)},
+            "speculation": always,
         },
         # One tokenizer, padded to two sizes.
         "wide_target": {
@@ -386,8 +417,10 @@ def drafted(ask: Callable[[], Answer], count: Callable[[Answer], int] = num_draf
 
 
 def is_idle(status: pb.GetServerStatusResponse) -> bool:
-    """No request, no KV block in use, in the engine and in the drafter, which must have answered."""
-    return status.HasField("drafter") and not any(
+    """No request, no KV block in use, in the engine and in the drafter, which must have answered where there is one."""
+    if status.num_speculative_tokens and not status.HasField("drafter"):
+        return False
+    return not any(
         (load.running, load.waiting, load.kv_cache_usage) != (0, 0, 0) for load in (status.target, status.drafter)
     )
 

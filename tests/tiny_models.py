@@ -7,6 +7,7 @@ does not flip greedy choices.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,6 +80,22 @@ def pad_vocabulary(path: Path, of: Path, vocab_size: int) -> Path:
     head[known : known + count] = head[first : first + count] * 1.1
     model.save_pretrained(path)
     _byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def shuffle_embeddings(path: Path, of: Path, token_ids: Sequence[int]) -> Path:
+    """Write another checkpoint's weights with these tokens' embeddings moved round by one: a drafter that takes each of
+    them for another, and agrees with that model as long as it reads none of them."""
+    from safetensors.torch import load_file, save_file
+
+    if (path / "config.json").exists():
+        return path
+    shutil.copytree(of, path)
+    tensors = load_file(path / "model.safetensors")
+    rows = torch.tensor(token_ids)
+    embeddings = tensors["model.embed_tokens.weight"]
+    embeddings[rows] = embeddings[rows.roll(1)]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 

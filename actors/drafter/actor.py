@@ -77,11 +77,12 @@ class Drafter:
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
         self._app_name = app_name
-        self._vocabulary: Marks = ()
-        """Of the draft model's ids; () where it has been compared with the target's, and differs in added tokens."""
+        self._vocabularies: list[Marks] = []
+        """Of each draft model's ids; none where they have been compared with the target's, and differ in added
+        tokens."""
 
         if isinstance(config, DraftModelConfig) and num_common_tokens is None:
-            self._vocabulary = marks_of(config.model)
+            self._vocabularies = [marks_of(engine.model) for engine in config.models.values()]
         self._learning: LearningMember | None = None
         self._loop = self._make_loop(config)
         self._pool = self._join_pool(config)
@@ -111,7 +112,8 @@ class Drafter:
 
         Vocabularies of one tokenizer may be padded to different sizes: no more is drawn than both have.
         """
-        check_marks(invitation.vocabulary, self._vocabulary)
+        for marks in self._vocabularies:
+            check_marks(invitation.vocabulary, marks)
         try:
             self._loop.limit_vocabulary(invitation.vocab_size)
         except ValueError as error:

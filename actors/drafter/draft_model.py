@@ -16,7 +16,7 @@ from outrider.actors.drafter.model_sequence import NUM_ALTERNATIVES, ModelSequen
 from outrider.actors.drafter.outcomes import OutcomeModel, StepCost
 from outrider.actors.drafter.pause import Pause, Pauses
 from outrider.actors.drafter.planner import DraftStep, LookaheadLimits, StepPlanner
-from outrider.actors.drafter.sequence import Answer, SequenceKey
+from outrider.actors.drafter.sequence import Answer, Foreseen, SequenceKey
 from outrider.actors.drafter.strategy import S, Work
 from outrider.actors.drafter.vocabulary import DraftVocabulary
 from outrider.actors.observability.histogram import Histogram
@@ -124,9 +124,16 @@ class DraftModelStrategy:
         self._waiting: list[ModelSequence] = []
         """For their answers, since the messages that are being taken."""
 
+        self._has_taken: int | None = None
+        """The link whose messages are being taken, if it needs no answer to some of them."""
+
+        self._foreseen: list[Foreseen] = []
+        """Of the last step."""
+
         self._swap: Swap | None = None
         """To the version that is to draft, where it does not yet."""
 
+        self._scores: dict[ModelSequence, tuple[int, int]] = {}
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
         self._step_times = Histogram()
@@ -174,6 +181,10 @@ class DraftModelStrategy:
             self._retire(sequence)
         if commit.num_wanted == 0:
             return answers
+        if commit.has_drafts:
+            sequence.take(commit.num_wanted)
+            self._has_taken = sequence.key[0]
+            return answers
         if not overtaken:  # else it keeps its place
             sequence.turn = next(self._turns)
         if sequence.retired:
@@ -189,10 +200,14 @@ class DraftModelStrategy:
     def delivered(self) -> list[Answer]:
         """What is at hand goes out, but for what `_held` keeps back."""
         waiting, self._waiting = self._waiting, []
+        taken, self._has_taken = self._has_taken, None
         held = self._held(waiting)
         answers = [answer for sequence in waiting if sequence not in held and (answer := sequence.answer()) is not None]
-        if waiting:
-            self._pauses.looked(waiting[0].key[0], missed=len(answers) < len(waiting))
+        link_id = waiting[0].key[0] if waiting else taken
+        if link_id is not None:
+            self._pauses.looked(link_id, missed=len(answers) < len(waiting))
+        if taken is not None:
+            self._pauses.answered(taken)
         return self._sent(answers)
 
     def _sent(self, answers: list[Answer]) -> list[Answer]:
@@ -238,7 +253,37 @@ class DraftModelStrategy:
         keep the KV that they have: their drafts may be a little worse until they end, and every one is verified."""
         self._swap = swap
 
-    def plan(self) -> tuple[Work | None, list[Answer]]:
+    def lead(self, sequence: ModelSequence, num_wanted: int, num_on_miss: int) -> None:
+        """Draft for the last commit after all, which was taken as one that wants no drafts."""
+        sequence.turn = next(self._turns)
+        sequence.rouse(num_wanted, num_on_miss)
+        self._pauses.end()
+
+    def score(self, spans: Mapping[ModelSequence, int]) -> DraftStep | None:
+        """A step that draws in the place of tokens that the target has committed, of sequences whose drafts are a
+        function of text and seed: `take_scores` then has how many are the same. spans: of each sequence the position of
+        the first of them."""
+        self._release()
+        step = self._planner.score({sequence: first for sequence, first in spans.items() if sequence.started})
+        return None if step is None else self._begun(step)
+
+    def take_scores(self) -> dict[ModelSequence, tuple[int, int]]:
+        """Of each sequence that a step scored since the last call: tokens that were the same, and all of them."""
+        scores, self._scores = self._scores, {}
+        return scores
+
+    @property
+    def has_prompts(self) -> bool:
+        """Somebody waits for drafts whose text is not read yet."""
+        return any(not (s.can_draft or s.retired) and s.num_wanted > 0 for s in self._sequences)
+
+    def forget_step_times(self) -> None:
+        """What the first steps took, which set up what is set up lazily."""
+        self._cost.forget()
+        self._step_times = Histogram()
+
+    def plan(self, idle: bool = True) -> tuple[Work | None, list[Answer]]:
+        """idle: texts are read too for which nobody wants drafts."""
         self._release()
         if self._swap is not None:
             change, self._swap = WeightsChange(self._engine, self._swap), None
@@ -259,16 +304,14 @@ class DraftModelStrategy:
             return pause, answers
         step = planner.prefill() if prefill_first else None
         if step is None:
-            step = planner.drafts(due, answers) or planner.prefill() or planner.prefill(idle=True)
+            step = planner.drafts(due, answers) or planner.prefill() or (planner.prefill(idle=True) if idle else None)
+        self._running = None
         if step is not None:
             drafting = any(row.draw is not None for row in step.plan.rows)
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
             if is_ahead:
                 self._pauses.stepped(step.worth)
-            step.plan.num_drawable = self._num_drawable
-            if self._vocabulary is not None:
-                step.plan.vocabulary_changes = self._vocabulary.take_changes()
-        self._running = step
+            self._begun(step)
         return step or self._hashing(), answers
 
     def complete(self, work: Work) -> list[Answer]:
@@ -284,6 +327,7 @@ class DraftModelStrategy:
             return []
         assert isinstance(work, DraftStep)
         self._running = None
+        self._foreseen = []
         answers: list[Answer] = []
         drafting = False
         for row, (sequence, line), drawn in zip(work.plan.rows, work.targets, work.drawn, strict=True):
@@ -292,6 +336,10 @@ class DraftModelStrategy:
             if line is None:
                 sequence.main.num_computed = max(sequence.main.num_computed, row.start + len(row.token_ids))
                 answers += self._announced(sequence)
+                if row.draw is not None:
+                    right, looked_at = self._scores.get(sequence, (0, 0))
+                    is_right = drawn is not None and drawn.usable and drawn.token == sequence.text[row.draw.position]
+                    self._scores[sequence] = right + is_right, looked_at + 1
                 continue
             assert row.draw is not None
             assert drawn is not None
@@ -304,10 +352,16 @@ class DraftModelStrategy:
                 answer = sequence.answer() if line is sequence.main else None
                 if answer is not None:
                     answers.append(answer)
+                elif (ahead := sequence.ahead(line)) is not None:
+                    self._foreseen.append(Foreseen(sequence, ahead))
         if drafting:
             self._cost.observe(len(work.plan.rows), work.seconds)
             self._step_times.observe(work.seconds)
         return self._sent(answers)
+
+    def foreseen(self) -> list[Foreseen]:
+        foreseen, self._foreseen = self._foreseen, []
+        return foreseen
 
     def step_us(self) -> int:
         return int(self._cost.mean_s * 1e6)
@@ -330,6 +384,13 @@ class DraftModelStrategy:
             counted["vocabulary_observed"] = self._vocabulary.num_observed
             counted["vocabulary_missed"] = self._vocabulary.num_missed
         return counted
+
+    def _begun(self, step: DraftStep) -> DraftStep:
+        step.plan.num_drawable = self._num_drawable
+        if self._vocabulary is not None:
+            step.plan.vocabulary_changes = self._vocabulary.take_changes()
+        self._running = step
+        return step
 
     def _hashing(self) -> Hashing | None:
         """What is to be done for prompts beside steps, which it takes turns with: it is far shorter."""

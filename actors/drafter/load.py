@@ -17,12 +17,12 @@ from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary, trained_on
 from outrider.cluster.config import (
     ConfigError,
-    DraftModelConfig,
     NgramConfig,
     RemoteConfig,
     SpeculationConfig,
     SuffixConfig,
 )
+from outrider.cluster.drafter_config import DraftEngineConfig
 from outrider.cluster.link.messages import Commit, DraftSampling, Open
 from outrider.cluster.modes import Mode
 from outrider.cluster.placement import RankPlacement
@@ -64,15 +64,22 @@ def load_strategy(
         max_side_branches=speculation.max_side_branches,
         max_rows=config.max_draft_rows,
     )
-    vocabulary = _vocabulary(config, engine, num_common_tokens)
+    vocabulary = cut_head(config, engine, num_common_tokens)
     strategy = DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)
-    if num_common_tokens is not None:
-        strategy.limit_vocabulary(num_common_tokens)
-    if not config.beside:
+    also: dict[str, DraftModelStrategy] = {}
+    for other in config.also:
+        engine = DraftEngine(drafter_vllm_config(other, None, placement_group), in_process=True)
+        rows = replace(limits, max_rows=other.max_draft_rows)
+        vocabulary = cut_head(other, engine, num_common_tokens)
+        also[other.name] = DraftModelStrategy(engine, other.prefill_chunk_tokens, rows, vocabulary)
+    for each in (strategy, *also.values()):
+        if num_common_tokens is not None:
+            each.limit_vocabulary(num_common_tokens)
+    if not (config.beside or also):
         return strategy
     from outrider.actors.drafter.several import SeveralStrategy
 
-    return SeveralStrategy(strategy, {method: _look_up(method) for method in config.beside})
+    return SeveralStrategy(strategy, {method: _look_up(method) for method in config.beside}, also=also)
 
 
 def _look_up(method: str) -> DraftStrategy[Any]:
@@ -96,7 +103,9 @@ def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:
     return SuffixStrategy(limits, *cached, name=secrets.token_hex(8))
 
 
-def _vocabulary(config: DraftModelConfig, engine: DraftEngine, num_common_tokens: int | None) -> DraftVocabulary | None:
+def cut_head(
+    config: DraftEngineConfig, engine: DraftEngine, num_common_tokens: int | None = None
+) -> DraftVocabulary | None:
     """What the output head is cut to, which it is then; None: it stays whole. Raises ConfigError for more than there is
     to cut to."""
     size = config.draft_vocab_size
@@ -133,6 +142,18 @@ def vocabulary_to_cut_to(
 
 def warm_up(strategy: DraftStrategy[Any]) -> None:
     """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
+    from outrider.actors.drafter.several import SeveralStrategy
+
+    if not isinstance(strategy, SeveralStrategy) or len(strategy.models) == 1:
+        _draft_in_every_way(strategy)
+        return
+    for model in strategy.models.values():
+        _draft_in_every_way(model)
+        model.forget_step_times()  # they are compared, and one that rests has no others for a while
+        _draft_in_every_way(model)
+
+
+def _draft_in_every_way(strategy: DraftStrategy[Any]) -> None:
     for sampling in (
         DraftSampling(),
         DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9),

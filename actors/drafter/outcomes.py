@@ -105,6 +105,10 @@ class StepCost:
     rows."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Every step that was observed."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._product = 0.0
         self.row_share = _PRIOR_SHARE
         """What one more row adds, as a share of a step: a row that is worth less than this share of what all of the

@@ -184,7 +184,7 @@ class Target:
         status["speculation_up"] = link["state"] == "up"
         status["link"] = {
             "state": f"LINK_STATE_{link['state'].upper()}",
-            **{name: link[name] for name in ("epoch", "reconnects", "drafter", "rtt_us", "last_error")},
+            **{name: link[name] for name in ("epoch", "reconnects", "drafter", "rtt_us", "last_error", "backend")},
         }
         with suppress(ray.exceptions.RayError, TimeoutError, ValueError):  # one that is loading or gone has no load
             drafter = await self._drafter_status.ask(link["drafter"], _DRAFTER_TIMEOUT_S)

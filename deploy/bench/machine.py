@@ -50,7 +50,8 @@ def check_memory(config: OutriderConfig, speculate: bool, available: int) -> Non
     An estimate, for engines on CPU: weights, and KV cache and RUNTIME_BYTES a rank. Hub ids count without weights.
     """
     target = _engine_bytes(config.target)
-    drafter = _engine_bytes(config.drafter) if isinstance(config.drafter, DraftModelConfig) else 0
+    models = config.drafter.models.values() if isinstance(config.drafter, DraftModelConfig) else ()
+    drafter = sum(_engine_bytes(engine) for engine in models)
     needed = 2 * target + drafter + (drafter if speculate else 0)
     if needed > available:
         raise ConfigError(

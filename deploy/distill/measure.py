@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.actors.drafter.draft_model import verified
-from outrider.actors.drafter.several import MODEL, Judge, Offer
+from outrider.actors.drafter.judge import MODEL, Judge, Offer
 from outrider.actors.learning import draft_models
 from outrider.actors.learning.draft_models import end_tokens
 from outrider.actors.learning.rounds import StepTimes, Tally, look_up, walk

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.drafter_config import DraftEngineConfig
 from outrider.cluster.lora_config import AdapterConfig
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.identity import check_made_for
@@ -152,15 +154,35 @@ def common_tokens(
 
 
 def num_common_tokens(config: OutriderConfig) -> int | None:
-    """See common_tokens; of two local checkpoints with their tokenizers. None for any others: check_models takes those
-    with the same tokens only."""
+    """See common_tokens; the fewest of all draft models. None for a pair without tokenizers here: check_models takes
+    those with the same tokens only."""
     drafter = config.drafter
     if not isinstance(drafter, DraftModelConfig):
         return None
-    tokens = read_vocabulary(config.target.model), read_vocabulary(drafter.model)
+    of_each = []
+    for section, engine in drafter.models.items():
+        with _named(section):
+            of_each.append(_common_with(config.target, engine))
+    return min((common for common in of_each if common is not None), default=None)
+
+
+def _common_with(target: EngineConfig, drafter: EngineConfig) -> int | None:
+    """See common_tokens; of two local checkpoints with their tokenizers."""
+    tokens = read_vocabulary(target.model), read_vocabulary(drafter.model)
     if tokens[0] is None or tokens[1] is None:
         return None
-    return common_tokens(tokens[0], tokens[1], (_added_ids(config.target.model), _added_ids(drafter.model)))
+    return common_tokens(tokens[0], tokens[1], (_added_ids(target.model), _added_ids(drafter.model)))
+
+
+@contextmanager
+def _named(section: str) -> Iterator[None]:
+    """Errors about ``drafter`` are about this section, which is that one or one of its others."""
+    try:
+        yield
+    except ConfigError as error:
+        if section == "drafter":
+            raise
+        raise ConfigError(str(error).replace("drafter.", f"{section}.")) from None
 
 
 def check_models(config: OutriderConfig) -> None:
@@ -178,17 +200,25 @@ def check_models(config: OutriderConfig) -> None:
         _check_co_located(config, config.co_located, target)
     if not isinstance(config.drafter, DraftModelConfig):
         return
-    drafter = read_model_json(config.drafter, "drafter")
+    for section, engine in config.drafter.models.items():
+        with _named(section):
+            document = _check_draft_model(config, target, engine)
+        if section == "drafter" and config.drafter.learn is not None:
+            check_learns(config, document)
+
+
+def _check_draft_model(config: OutriderConfig, target: ModelJson, engine: DraftEngineConfig) -> ModelJson:
+    """Returns its config.json."""
+    drafter = read_model_json(engine, "drafter")
     check_drafts(drafter, "draft_model")
-    if config.drafter.learn is not None:
-        check_learns(config, drafter)
-    check_tensor_parallel(drafter, config.drafter.tensor_parallel_size, "drafter")
-    _check_length(drafter, config.drafter.max_model_len, "drafter")
-    common = num_common_tokens(config)
+    check_tensor_parallel(drafter, engine.tensor_parallel_size, "drafter")
+    _check_length(drafter, engine.max_model_len, "drafter")
+    common = _common_with(config.target, engine)
     if common is None:
-        check_vocabularies(target, drafter, _tokens(config.target, target, config.drafter, drafter))
-    check_draft_vocab_size(target, drafter, config.drafter.draft_vocab_size, common)
-    _check_made_for(config.target, config.drafter.model)
+        check_vocabularies(target, drafter, _tokens(config.target, target, engine, drafter))
+    check_draft_vocab_size(target, drafter, engine.draft_vocab_size, num_common_tokens(config))
+    _check_made_for(config.target, engine.model)
+    return drafter
 
 
 def check_adapters(config: OutriderConfig) -> None:

@@ -35,11 +35,12 @@ def deployments() -> dict[str, Any]:
     return built(drain_s=DRAIN_S)
 
 
-def bound(drafter: dict[str, Any], num_replicas: int = 1, target: dict[str, Any] | None = None) -> dict[str, Any]:
+def bound(
+    drafter: dict[str, Any], num_replicas: int = 1, target: dict[str, Any] | None = None, **serving: Any
+) -> dict[str, Any]:
     """By name: what is bound for such a drafter."""
-    config = parse_config(
-        {"target": target or {"model": "t"}, "drafter": drafter, "serving": {"num_replicas": num_replicas}}
-    )
+    serving = {"num_replicas": num_replicas, **serving}
+    config = parse_config({"target": target or {"model": "t"}, "drafter": drafter, "serving": serving})
     ingress = build_app(config, plan_replica(config))._bound_deployment
     found = [*ingress.init_args, *ingress.init_kwargs.values()]
     inner = [arg._bound_deployment for arg in found if hasattr(arg, "_bound_deployment")]
@@ -241,6 +242,31 @@ def test_it_needs_room_beside_the_most_drafters_of_a_pool(monkeypatch: pytest.Mo
     assert bound(drafter)["Target"]._deployment_config.max_surge_percent == (0 if short else 1)
 
 
+@pytest.mark.parametrize(
+    ("room", "surge", "expected"),
+    [
+        (0.0, None, (0, 0)),
+        (2.0, None, (0, 1)),
+        (3.0, None, (1, 0)),
+        (5.0, None, (1, 1)),
+        (3.0, True, (1, 0)),
+        (5.0, False, (0, 0)),
+    ],
+)
+def test_a_pool_has_the_new_drafter_first_where_there_is_room_for_it_too(
+    monkeypatch: pytest.MonkeyPatch, room: float, surge: bool | None, expected: tuple[int, int]
+) -> None:
+    """A replica takes 3 processors and a drafter 2, and a deploy may have one more of both at once."""
+    sections = {"target": {"model": "t", "tensor_parallel_size": 2}, "drafter": pool_of(2)}
+    plan = plan_replica(parse_config(sections))
+    nodes = [{"Alive": True, "Resources": {"CPU": plan.total("CPU", 1, 2) + room}}]
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    found = bound(sections["drafter"], target=sections["target"], surge=surge)
+    surges = tuple(found[name]._deployment_config.max_surge_percent for name in ("Target", "DrafterPool"))
+    assert surges == expected
+
+
 @pytest.mark.parametrize(("most", "surges"), [(1, False), (2, True), (None, True)])
 def test_where_nodes_may_come_a_deploy_needs_room_on_those_that_there_may_be(
     monkeypatch: pytest.MonkeyPatch, most: int | None, surges: bool
@@ -251,7 +277,7 @@ def test_where_nodes_may_come_a_deploy_needs_room_on_those_that_there_may_be(
     may_come = {"nodes_may_come": True, "node_types": [{"cpus": 3, "max": most}]}
     assert built(**may_come)["Target"]._deployment_config.max_surge_percent == (1 if surges else 0)
     if not surges:
-        with pytest.raises(ConfigError, match=r"the cluster has 3; raise serving\.node_types\.max, or leave surge out"):
+        with pytest.raises(ConfigError, match=r"node_types hold 1; raise serving\.node_types\.max, or leave surge out"):
             built(**may_come, surge=True)
 
 

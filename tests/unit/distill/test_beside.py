@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.actors.drafter.several import MODEL, Judge
+from outrider.actors.drafter.judge import MODEL, Judge
 from outrider.deploy import cli
 from outrider.deploy.distill.measure import BESIDE, ByMode, Judged, _looked_up, _together
 from tests.tiny_models import build_tiny_llama

@@ -1,0 +1,541 @@
+"""Two draft models in one drafter: who leads a request, that what is sent is that one's, and that the others follow."""
+
+import itertools
+import random
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.judge import MODEL, Judge
+from outrider.actors.drafter.load import warm_up
+from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.ngram import NgramStrategy
+from outrider.actors.drafter.planner import LookaheadLimits
+from outrider.actors.drafter.several import SeveralStrategy
+from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, ProposalStatus
+from outrider.cluster.modes import Mode
+from tests.bench.several_drafters import SMALL, Play, Texts, Times
+from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED
+from tests.unit.drafter.drive import Drive, prompt_of
+from tests.unit.drafting_engine import VOCAB, MemoryEngine, drawn_token
+
+COUPLED = DraftSampling(Mode.COUPLED, temperature=1.0, seed=3)
+K = 4
+SALTS = {MODEL: 0, SMALL: 7}
+
+
+class SaltedEngine(MemoryEngine):
+    """Says another token than every other model does, and what it drew it from."""
+
+    def __init__(self, name, **engine):
+        super().__init__(**engine)
+        self._salt = SALTS[name]
+
+    def _drawn(self, row, draw, end):
+        drawn = super()._drawn(row, draw, end)
+        if not drawn.usable:
+            return drawn
+        token = (drawn.token + self._salt) % VOCAB
+        others = tuple(((other + self._salt) % VOCAB, chance) for other, chance in drawn.alternatives)
+        if not draw.sampling.mode.samples_q:
+            return replace(drawn, token=token, alternatives=others)
+        q = np.array([token, VOCAB + end], np.int32), np.array([0.75, 0.25], np.float32)
+        return replace(drawn, token=token, alternatives=others, q_ids=q[0], q_probs=q[1])
+
+
+def said_by(name, text, count, samples_q):
+    """The model's drafts for the round that starts after `text`."""
+    said = list(text)
+    for _ in range(count):
+        said.append((drawn_token(said, len(text) if samples_q else 0) + SALTS[name]) % VOCAB)
+    return said[len(text) :]
+
+
+class TwoBench:
+    """Both models over engines in memory, and targets that commit what they like."""
+
+    def __init__(self, lookups=None, chunk=16, limits=None, **engines):
+        """engines: of each model by its name what its engine has of its own."""
+        clock = itertools.count().__next__
+        self.engines = {name: SaltedEngine(name, **engines.get(name, {})) for name in SALTS}
+        models = {name: DraftModelStrategy(engine, chunk, limits, clock=clock) for name, engine in self.engines.items()}
+        self.several = SeveralStrategy(models[MODEL], lookups or {}, clock, {SMALL: models[SMALL]})
+        self.drive = Drive(self.several)
+        self.texts, self.sampling = {}, {}
+
+    def open(self, key, text, sampling=GREEDY):
+        self.texts[key], self.sampling[key] = list(text), sampling
+        return self.drive.open(key, list(text), K, sampling)
+
+    def commit(self, key, tokens, k=K, on_miss=2):
+        commit = Commit(key[1], len(self.texts[key]), tokens, k, min(k, on_miss))
+        self.texts[key] += tokens
+        return self.drive.commit(key, commit)
+
+    def beside(self, key=KEY):
+        return self.several._beside[self.drive.sequences[key]]
+
+    def step(self):
+        """Answers of one piece of work; None: there is none."""
+        work, answers = self.drive.plan()
+        if work is None:
+            return answers or None
+        work.execute()
+        return answers + self.drive.complete(work)
+
+    def settle(self):
+        return [answer for more in iter(self.step, None) for answer in more]
+
+    def answer(self, key, tokens, k=K):
+        """The one answer to a commit."""
+        answers = self.commit(key, tokens, k)
+        while not answers:
+            answers = self.step()
+        (answer,) = answers
+        return answer
+
+    def led_by(self, name):
+        """From now on it leads where it can, and is waited for."""
+        self.several.judge.choose = lambda record, offers: max(offers, key=lambda offer: offer.num_drafts)
+        self.several.judge.lead = lambda record, able, *_: name if name in able else min(able)
+
+    def check(self, answer):
+        """What was sent is what the model that leads says of the text, with that model's q."""
+        key, text = answer.key, self.texts[answer.key]
+        samples_q = self.sampling[key].mode.samples_q
+        assert answer.token_ids == said_by(self.beside(key).leader, text, len(answer.token_ids), samples_q)
+        if samples_q and answer.token_ids:
+            assert answer.q.ids[:, 0].tolist() == answer.token_ids
+            assert answer.q.ids[:, 1].tolist() == [VOCAB + len(text) + index for index in range(len(answer.token_ids))]
+        else:
+            assert answer.q is None
+
+
+@pytest.mark.parametrize("few", [{}, {MODEL: {"num_blocks": 60}}, {SMALL: {"num_blocks": 60}}])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_sent_is_the_leaders_own_whoever_leads(few, seed):
+    """Over requests of two links that come and go, leaders by chance, commits that overtake others, and a KV cache that
+    is too small. The engines in memory fail on KV in a block that nobody holds."""
+    chance = random.Random(seed)
+    bench = TwoBench(**{name: {"max_model_len": 220, **few.get(name, {})} for name in SALTS})
+    bench.led_by(MODEL)
+    bench.several.judge.lead = lambda record, able, *_: chance.choice(list(able))
+    drafts, waiting, ready, statuses = {}, set(), Counter(), Counter()
+
+    def hear(answers):
+        for answer in answers or ():
+            statuses[answer.status] += 1
+            if answer.status is ProposalStatus.READY:
+                ready[answer.key] += 1
+                assert ready[answer.key] == 1
+                continue
+            if answer.status is ProposalStatus.NOT_READY:
+                ready[answer.key] = 0
+                continue
+            if answer.base_committed_len < len(bench.texts[answer.key]):
+                assert answer.token_ids == [], "overtaken"
+                continue
+            assert answer.key in waiting, "answered twice"
+            waiting.remove(answer.key)
+            if answer.status is ProposalStatus.OK:
+                bench.check(answer)
+                drafts[answer.key] = answer.token_ids
+
+    for _ in range(700):
+        key = chance.choice([(1, 1), (1, 2), (2, 1), (2, 2)])
+        what = chance.random()
+        if key not in bench.texts or what < 0.01:
+            waiting.discard(key)
+            ready[key] = 0
+            drafts.pop(key, None)
+            sampling = chance.choice([GREEDY, SAMPLED, COUPLED])
+            answer = bench.open(key, [chance.randrange(VOCAB) for _ in range(chance.choice([3, 40]))], sampling)
+            hear([answer] if answer else [])
+        elif what < 0.3 and (key not in waiting or chance.random() < 0.2):
+            text, sent = bench.texts[key], drafts.pop(key, [])
+            if len(text) > 200:
+                bench.drive.close(key)
+                del bench.texts[key]
+                waiting.discard(key)
+                continue
+            kept = sent[: chance.randrange(len(sent) + 1)]
+            samples_q = bench.sampling[key].mode.samples_q
+            at = len(text) + len(kept) + 1
+            start = 0 if not samples_q or len(kept) == len(sent) else len(text)
+            following = (drawn_token([*text, *kept], start) + chance.choice([*SALTS.values(), at])) % VOCAB
+            k = chance.choice([K, K, K, 0])
+            waiting.discard(key)
+            if k:
+                waiting.add(key)
+            hear(bench.commit(key, [*kept, following], k))
+        else:
+            hear(bench.step())
+    hear(bench.settle())
+    assert not waiting, "a commit without an answer"
+    assert statuses[ProposalStatus.OK] > 100
+    assert all(len(engine.plans) > 50 for engine in bench.engines.values())
+    for key in list(bench.drive.sequences):
+        bench.drive.close(key)
+    assert bench.settle() == []
+    for engine in bench.engines.values():
+        assert sorted(engine.free) == list(range(engine.num_blocks))
+        assert not engine.committed
+
+
+def test_who_is_ready_first_answers_while_the_other_reads():
+    bench = TwoBench()
+    bench.engines[SMALL].cached = 400
+    prompt = [number % VOCAB for number in range(400)]
+    first = bench.open(KEY, prompt)
+    assert first.status is ProposalStatus.READY
+    answer = bench.answer(KEY, [5])
+    assert (answer.status, bench.beside().leader) == (ProposalStatus.OK, SMALL)
+    bench.check(answer)
+    said = bench.settle()
+    assert all(told.status is not ProposalStatus.READY for told in said), "told twice"
+    assert bench.beside().models[MODEL].can_draft
+    bench.led_by(MODEL)
+    bench.check(bench.answer(KEY, [6]))
+    assert bench.beside().leader == MODEL
+
+
+def test_a_target_is_told_that_nobody_is_ready_and_then_that_one_is():
+    bench = TwoBench()
+    bench.open(KEY, list(range(300)))
+    (told,) = bench.commit(KEY, [5])
+    assert told.status is ProposalStatus.NOT_READY
+    said = [answer.status for answer in bench.settle()]
+    assert said.count(ProposalStatus.READY) == 1
+
+
+def test_whoever_gets_ready_first_again_is_announced():
+    """After both fell behind, though one that rests was announced before."""
+    bench = TwoBench()
+    bench.open(KEY, list(range(20)))
+    bench.settle()
+    bench.led_by(MODEL)
+    bench.answer(KEY, [5])
+    bench.commit(KEY, [number % VOCAB for number in range(40)], k=0)
+    (told,) = bench.commit(KEY, [7])
+    assert told.status is ProposalStatus.NOT_READY
+    own = bench.beside().models[SMALL]
+    small = bench.several.models[SMALL]
+    while not own.can_draft:
+        work, answers = small.plan()
+        work.execute()
+        answers = bench.several._of(SMALL, [*answers, *small.complete(work)])
+    assert [answer.proposals.status for answer in answers] == [ProposalStatus.READY]
+
+
+@pytest.mark.parametrize("full", list(SALTS))
+def test_without_room_for_one_the_other_answers(full):
+    bench = TwoBench(**{full: {"num_blocks": 6}})
+    bench.open(KEY, list(range(20)))
+    bench.settle()
+    bench.led_by(full)
+    answers = [bench.answer(KEY, [number]) for number in range(8)]
+    assert all(answer.status is ProposalStatus.OK for answer in answers)
+    assert bench.beside().leader != full
+    bench.check(answers[-1])
+
+
+def test_the_target_hears_that_there_is_no_room_when_nobody_has_any():
+    bench = TwoBench(**{name: {"num_blocks": 6} for name in SALTS})
+    bench.open(KEY, list(range(20)))
+    bench.settle()
+    bench.led_by(MODEL)
+    statuses = [bench.answer(KEY, [number]).status for number in range(8)]
+    assert ProposalStatus.OUT_OF_KV in statuses
+
+
+def test_a_text_that_is_too_long_for_one_is_the_others():
+    bench = TwoBench(draft_model={"max_model_len": 30})
+    bench.open(KEY, list(range(20)))
+    bench.settle()
+    bench.led_by(MODEL)
+    leaders = []
+    for number in range(20):
+        answer = bench.answer(KEY, [number])
+        assert answer.status is ProposalStatus.OK
+        bench.check(answer)
+        leaders.append(bench.beside().leader)
+    assert leaders == sorted(leaders)
+    assert {*leaders} == {*SALTS}
+
+
+class Sink:
+    def __init__(self):
+        self.sent = []
+
+    def send(self, proposals, work_us):
+        self.sent += [(said, work_us) for said in proposals]
+
+
+def test_the_loop_counts_the_wait_for_a_model_that_is_not_the_first():
+    bench = TwoBench()
+    bench.led_by(SMALL)
+    times = iter(range(0, 1000, 10))
+    loop, sink = DraftLoop(bench.several, clock=lambda: next(times)), Sink()
+    loop.attach(1, sink)
+    loop.deliver(1, [prompt_of(KEY, list(range(20)))])
+    loop.deliver(1, [Commit(1, 20, [5], K, K)])
+    while loop.rounds == 0:
+        work, answers = bench.several.plan()
+        work.execute()
+        outgoing = loop._outgoing([*answers, *bench.several.complete(work)])
+        for to, said, work_us in outgoing:
+            to.send(said, work_us)
+    (answer, work_us) = sink.sent[-1]
+    assert answer.token_ids == said_by(SMALL, [*range(20), 5], K, samples_q=False)
+    assert work_us > 0
+    assert loop.sequences[1, 1].asked_len is None
+    loop.deliver(1, [Close(1, CloseReason.FINISHED)])
+    assert bench.several.usage()["num_sequences"] == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, SAMPLED])
+def test_a_model_that_rests_is_judged_by_what_is_committed_unless_its_q_counts(sampling):
+    bench = TwoBench()
+    bench.open(KEY, list(range(20)), sampling)
+    bench.settle()
+    bench.led_by(MODEL)
+    bench.answer(KEY, [5])
+    for number in range(60):
+        text = bench.texts[KEY]
+        # Every second token is one that the small model would say.
+        bench.answer(KEY, said_by(SMALL, text, 1, samples_q=False) if number % 2 else [number])
+        bench.settle()
+    judged, right = bench.several.judge.judged[SMALL], bench.several.judge.right[SMALL]
+    if sampling is SAMPLED:
+        assert judged == 0
+    else:
+        assert 20 <= judged <= 60
+        assert 0.4 < right / judged < 0.6
+        assert all(len(row.token_ids) == 1 for row in bench.engines[SMALL].plans[-1].rows)
+
+
+def test_one_that_has_to_read_before_it_is_judged_does_both():
+    bench = TwoBench()
+    bench.open(KEY, list(range(20)))
+    bench.settle()
+    bench.led_by(MODEL)
+    for _ in range(3):
+        bench.answer(KEY, said_by(SMALL, bench.texts[KEY], 25, samples_q=False))
+    own = bench.beside().models[SMALL]
+    assert not own.can_draft
+    work = bench.several._scoring(is_idle=False)
+    assert work.name == SMALL
+    while (name := work.name) == SMALL:
+        work.execute()
+        bench.several.complete(work)
+        if own.can_draft:
+            break
+        work = bench.several._scoring(is_idle=False)
+    assert name == SMALL
+    judge = bench.several.judge
+    assert judge.judged[SMALL] == judge.right[SMALL] == 24
+
+
+def test_one_whose_q_counts_reads_what_it_is_to_be_tried_on():
+    bench = TwoBench()
+    bench.open(KEY, list(range(20)), SAMPLED)
+    bench.settle()
+    bench.led_by(MODEL)
+    bench.answer(KEY, list(range(40)))
+    own, judge = bench.beside().models[SMALL], bench.several.judge
+    assert bench.several._scoring(is_idle=False) is None
+    bench.beside().record.models[SMALL].since = 25
+    while not own.can_draft:
+        work = bench.several._scoring(is_idle=False)
+        assert all(row.draw is None for row in work.work.plan.rows)
+        work.execute()
+        bench.several.complete(work)
+    assert judge.judged[SMALL] == 0
+
+
+def test_an_answer_that_says_nothing_but_that_it_is_overtaken_begins_no_round():
+    bench = TwoBench(limits=LookaheadLimits(ahead=False))
+    bench.open(KEY, list(range(20)))
+    bench.settle()
+    for before, after in ((SMALL, MODEL), (MODEL, SMALL)):
+        bench.led_by(before)
+        assert bench.commit(KEY, [7]) == []
+        bench.led_by(after)
+        (overtaken,) = bench.commit(KEY, [8])
+        assert (overtaken.token_ids, overtaken.base_committed_len) == ([], len(bench.texts[KEY]) - 1)
+        assert bench.beside().answered_at is None
+        bench.settle()
+
+
+def test_who_waits_longest_comes_first_whichever_model_leads():
+    bench = TwoBench(limits=LookaheadLimits(ahead=False))
+    keys = {MODEL: (1, 1), SMALL: (1, 2)}
+    for key in keys.values():
+        bench.open(key, list(range(20)))
+    bench.settle()
+    for order in (list(SALTS), list(reversed(SALTS))):
+        for name in order:
+            bench.led_by(name)
+            assert bench.commit(keys[name], [7]) == []
+        work, _ = bench.several.plan()
+        assert work.name == order[0]
+        work.execute()
+        bench.several.complete(work)
+        bench.settle()
+
+
+def test_look_ups_beside_two_models_are_sent_where_they_are_better():
+    bench = TwoBench({"ngram": NgramStrategy(2, 4)})
+    loop = [11, 12, 13, 14, 15, 16]
+    bench.open(KEY, loop * 4)
+    bench.settle()
+    for _ in range(30):
+        bench.answer(KEY, [loop[len(bench.texts[KEY]) % 6]])
+    judge = bench.several.judge
+    assert judge.chosen["ngram"] > 20
+    assert bench.several.counters()["chosen"] == judge.chosen
+
+
+def test_counters_and_usage_are_of_all_models():
+    bench = TwoBench()
+    bench.open(KEY, list(range(20)))
+    bench.settle()
+    for name in SALTS:
+        bench.led_by(name)
+        bench.answer(KEY, [3])
+    counted = bench.several.counters()
+    assert set(counted["steps_of"]) == set(SALTS)
+    assert all(sum(seconds["counts"]) > 0 for seconds in counted["steps_of"].values())
+    steps = sum(len(engine.plans) for engine in bench.engines.values())
+    assert counted["link_steps"][1] == pytest.approx(steps)
+    usage = bench.several.usage()
+    assert (usage["num_sequences"], usage["num_prefilling"]) == (1, 0)
+    assert usage["kv_cache_usage"] == max(engine.kv_cache_usage for engine in bench.engines.values())
+    bench.several.close(bench.drive.sequences.pop(KEY))
+    bench.several.unlink(1)
+    assert bench.several.counters()["link_steps"] == {}
+
+
+def test_another_version_of_the_learned_one_makes_what_was_counted_of_it_count_half():
+    bench = TwoBench()
+    bench.open(KEY, list(range(20)))
+    bench.settle()
+    record, judge = bench.beside().record, bench.several.judge
+    for name in SALTS:
+        judge.verdict(record, name, 8, 10)
+    bench.several.model.change_weights(lambda load: load({"a": 1}))
+    bench.settle()
+    assert bench.engines[MODEL].loaded == [{"a": 1}]
+    assert bench.engines[SMALL].loaded == []
+    assert [record.models[name].rate.looked_at for name in SALTS] == [5.0, 10.0]
+
+
+def test_a_limit_of_the_vocabulary_holds_for_all():
+    bench = TwoBench()
+    bench.several.limit_vocabulary(500)
+    assert all(model._num_drawable == 500 for model in bench.several.models.values())
+
+
+def test_warming_up_is_of_every_model_and_leaves_nothing_behind():
+    bench = TwoBench(chunk=128, **{name: {"max_model_len": 400} for name in SALTS})
+    warm_up(bench.several)
+    assert all(len(engine.plans) > 20 for engine in bench.engines.values())
+    assert all(model.step_us() > 0 for model in bench.several.models.values())
+    assert set(bench.several.judge.judged.values()) == {0}
+    assert not bench.several._beside
+
+
+def leading(rates, steps_s):
+    """A judge that has heard as much of each model, and who leads then."""
+    judge = Judge(list(rates), tuple(rates))
+    record = judge.record()
+    judge.took(0.025)
+    for name, rate in rates.items():
+        judge.verdict(record, name, round(200 * rate), 200)
+    return judge, record, judge.lead(record, list(rates), K, steps_s)
+
+
+STEPS_S = {MODEL: 0.006, SMALL: 0.0014}
+
+
+def test_the_larger_leads_where_it_is_so_much_better_that_its_steps_pay():
+    assert leading({MODEL: 0.8, SMALL: 0.3}, STEPS_S)[2] == MODEL
+    assert leading({MODEL: 0.85, SMALL: 0.8}, STEPS_S)[2] == SMALL
+    assert leading({MODEL: 0.85, SMALL: 0.8}, {MODEL: 0.0015, SMALL: 0.0014})[2] == MODEL
+
+
+def test_a_leader_stays_for_some_rounds_and_for_little_more():
+    judge, record, leader = leading({MODEL: 0.8, SMALL: 0.3}, STEPS_S)
+    for _ in range(60):
+        judge.verdict(record, MODEL, 0, 1)
+        judge.verdict(record, SMALL, 4, 4)
+    stays = [judge.lead(record, list(STEPS_S), K, STEPS_S) for _ in range(5)]
+    assert leader == stays[0] == MODEL
+    assert stays[-1] == SMALL
+    judge, record, leader = leading({MODEL: 0.8, SMALL: 0.8}, dict.fromkeys(STEPS_S, 0.003))
+    assert (
+        judge.lead(record, list(STEPS_S), K, {leader: 0.0032, **dict.fromkeys(set(STEPS_S) - {leader}, 0.003)})
+        == leader
+    )
+
+
+def test_news_of_one_that_rests_has_them_compared_at_once():
+    judge, record, leader = leading({MODEL: 0.8, SMALL: 0.3}, STEPS_S)
+    assert leader == MODEL
+    judge.verdict(record, SMALL, 1800, 2000)
+    assert judge.lead(record, list(STEPS_S), K, STEPS_S) == MODEL
+    judge.news(record)
+    assert judge.lead(record, list(STEPS_S), K, STEPS_S) == SMALL
+
+
+def test_one_that_nothing_is_heard_of_is_tried_ever_more_rarely():
+    judge, record, _ = leading({MODEL: 0.8, SMALL: 0.1}, STEPS_S)
+    led = []
+    for _ in range(200):
+        led.append(judge.lead(record, list(STEPS_S), K, STEPS_S))
+        judge.verdict(record, MODEL, 3, 4)
+    trials = [number for number, name in enumerate(led) if name == SMALL]
+    gaps = [after - before for before, after in itertools.pairwise(trials) if after - before > 1]
+    assert trials
+    assert gaps == sorted(gaps)
+    assert len(trials) < 20
+
+
+def test_requests_that_are_many_have_one_leader():
+    bench = TwoBench(**{name: {"num_blocks": 5000} for name in SALTS})
+    keys = [(1, number) for number in range(1, 12)]
+    for key in keys:
+        bench.open(key, list(range(20)))
+    bench.settle()
+    for number in range(10):
+        for key in keys:
+            judge, record = bench.several.judge, bench.beside(key).record
+            judge.verdict(record, MODEL, 4 * (key[1] % 2), 4)  # each request's own would say otherwise
+            bench.commit(key, [number])
+        bench.settle()
+    leaders = Counter(bench.beside(key).leader for key in keys)
+    assert len(leaders) == 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_each_text_is_led_by_the_model_that_earns_most_on_it(sampling):
+    play = Play(None, Times(), sampling, models=(MODEL, SMALL))
+    led, kind = defaultdict(Counter), ""
+    lead = play.strategy.judge.lead
+
+    def counted(record, able, *rest):
+        leader = lead(record, able, *rest)
+        led[kind][leader] += 1
+        return leader
+
+    play.strategy.judge.lead = counted
+    sources = [Texts(name, num_tokens=240) for name in ("easy", "hard words")]
+    for source in sources * 3:
+        kind = source.kind
+        play.answer(*source.one(), source.right)
+    share = {kind: counted[SMALL] / sum(counted.values()) for kind, counted in led.items()}
+    assert share["hard words"] < 0.25
+    assert share["easy"] > 2 * share["hard words"], "which takes a while under rejection: it has to be tried"
