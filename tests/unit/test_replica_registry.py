@@ -59,7 +59,7 @@ def of_lost(registry: Registry) -> Any:
     """A lease that the replica had taken there."""
     made: Any = Lease.__new__(Lease)
     made.member, made._app_name, made._registry, made._finding = MEMBER, "app", registry, None
-    made._silence = Silence()
+    made._silence, made._keeping = Silence(), None
     return made
 
 

@@ -164,6 +164,7 @@ def test_every_side_counts_the_accelerators_it_needs() -> None:
         "in-process": 4,
         "in-process-tp": 4,
         "outrider": 5,
+        "outrider-plain": 4,
     }
 
 

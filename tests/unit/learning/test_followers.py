@@ -14,7 +14,7 @@ from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.learning import LearningMember
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.learning.service import HandOut
-from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
+from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus
 from tests.unit.drafter.scripted_strategy import SOON_S, Sink
 from tests.unit.drafter.test_learning_member import Drafting, lesson, opening
 from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation
@@ -132,7 +132,7 @@ class Request:
         with suppress(queue.Empty):
             while not self.drafts:
                 answers, _ = self.sink.answers.get(timeout=within_s) if within_s else self.sink.answers.get_nowait()
-                for answer in answers:
+                for answer in (each for each in answers if isinstance(each, Proposals)):  # it takes nothing ahead
                     if answer.status is ProposalStatus.OK and answer.base_committed_len == len(self.text):
                         self.drafts = list(answer.token_ids)
         self.without += not self.drafts

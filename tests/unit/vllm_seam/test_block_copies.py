@@ -1,31 +1,15 @@
 """Copies of KV blocks by one kernel, in Triton's interpreter, against vLLM's layer by layer."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-block_copies = pytest.importorskip("outrider.actors.drafter.block_copies", exc_type=ImportError)
+from tests import interpreted
 
-ROOT = Path(__file__).parents[3]
+block_copies = pytest.importorskip("outrider.actors.drafter.block_copies", exc_type=ImportError)
 
 
 def test_every_layout_is_copied_as_vllm_does():
-    # A process of its own: the interpreter must be chosen before Triton is imported, and other tests import it without.
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.vllm_seam.copies_comparison"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpreted.run("tests.unit.vllm_seam.copies_comparison")
 
 
 def test_layers_that_share_memory_are_one_region():
