@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import threading
@@ -18,8 +19,10 @@ _M_MMAP_THRESHOLD = -3
 """Of mallopt(3)."""
 
 
+@functools.cache
 def return_memory(trim_every_s: float = TRIM_EVERY_S) -> bool:
-    """For the rest of this process, which takes in strangers' requests and computes nothing.
+    """For the rest of this process, however often it is asked for, which takes in strangers' requests and computes
+    nothing.
 
     glibc maps a large block by itself, and unmaps it when it is freed; but after the first one of 8 MiB it takes all up
     to that size out of its heap, which what is small and lives on keeps from shrinking again. And a heap shrinks from

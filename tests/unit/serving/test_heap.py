@@ -79,3 +79,12 @@ def test_objects_that_hold_each_other_go_before_there_are_many() -> None:
 def test_pages_between_small_blocks_go_back() -> None:
     assert printed(SMALL, "glibc's") > 32, "glibc has changed its habit: this is needed no more"
     assert printed(SMALL, "ours") <= 32
+
+
+def test_however_often_it_is_asked_for_one_thread_does_it() -> None:
+    script = """
+import threading
+return_memory(trim_every_s=0.05)
+print(sum(thread.name == "heap-trim" for thread in threading.enumerate()))
+"""
+    assert printed(script, "ours") == 1
