@@ -9,7 +9,7 @@ import ray
 
 from outrider.cluster.link import Link, LinkError, host_link
 from outrider.cluster.link.codec import frame_capacity_words, pack, unpack
-from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
+from outrider.cluster.link.messages import Ahead, Close, CloseReason, Commit, DraftSampling, Open, ProposalStatus
 from outrider.cluster.registry import application_secret
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, K, drafted, num_accepted, wait_until
@@ -62,31 +62,42 @@ def second_link(pair):
     link.close("end of test")
 
 
-def next_answer(link):
-    received = link.poll(HANG_GUARD_S)
-    assert received is not None, f"no answer; link: {link.broken}"
-    (answer,) = received.messages
-    return answer
+def next_answer(link, ahead):
+    """ahead: what is sent meanwhile for outcomes that have not come is added there."""
+    while True:
+        received = link.poll(HANG_GUARD_S)
+        assert received is not None, f"no answer; link: {link.broken}"
+        ahead += [message for message in received.messages if isinstance(message, Ahead)]
+        answers = [message for message in received.messages if not isinstance(message, Ahead)]
+        if answers:
+            (answer,) = answers
+            return answer
 
 
 def follow(link, reference, handle, prompt, rounds):
-    """Play a verifier that accepts two drafts a round; every proposal must be the drafter's own greedy text."""
-    tokens = list(prompt)
+    """Play a verifier that accepts two drafts a round; every proposal must be the drafter's own greedy text, asked for
+    or not."""
+    tokens, drafted, ahead = list(prompt), {}, []
     opened = Open(handle, len(tokens), 0, list(tokens), K, DraftSampling())
     link.post(pack([opened], CAPACITY))
-    answer = next_answer(link)
+    answer = next_answer(link, ahead)
     assert (answer.request, answer.status) == (handle, ProposalStatus.READY)
     committed = [65]
     for number in range(rounds):
         base = len(tokens)
         link.post(pack([Commit(handle, base, committed, K, K)], CAPACITY))
         tokens += committed
-        answer = next_answer(link)
+        answer = next_answer(link, ahead)
         assert (answer.request, answer.base_committed_len) == (handle, len(tokens))
         assert answer.status is ProposalStatus.OK
         reference.check(tokens, answer.token_ids, label=f"proposal {number}")
         assert len(answer.token_ids) == K
+        drafted[len(tokens)] = list(answer.token_ids)
         committed = [*answer.token_ids[:2], 66 + number % 20]
+    for each in ahead:
+        if each.request == handle and (drafts := drafted.get(each.base_committed_len)) is not None:
+            text = [*tokens[: each.base_committed_len], *drafts[: each.position - each.base_committed_len]]
+            reference.check([*text, each.next_token], each.token_ids, label=f"ahead of {each.base_committed_len}")
 
 
 def test_one_drafter_serves_two_links(pair, second_link):
