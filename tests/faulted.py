@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from tests.callers import Clients, Excuse, summary, violations
-from tests.processes import alive, counted, family, processes, wait_until_counted
+from tests.processes import alive, counted, family, processes, slowed, stopped, wait_until_counted
 from tests.serving import HANG_GUARD_S, Deployment, drafted, wait_until, wait_until_idle
 
 NUM_CLIENTS = 3
@@ -41,6 +41,16 @@ class Faulted:
         self.clients.wait_for_answers()
         self._since = time.monotonic()
         return self
+
+    def hold_up(self, pid: int, how: str) -> None:
+        """slowed: until others have had answers; stopped: for a while that is nobody's end."""
+        if how == "slowed":
+            with slowed(pid, SHARE):
+                self.clients.wait_for_answers()
+            return
+        assert how == "stopped"
+        with stopped(pid):
+            time.sleep(STOPPED_S)
 
     def whole_again(self) -> None:
         """Everything that there was, and nothing beside it."""

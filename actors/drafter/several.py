@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,9 @@ class SeveralStrategy:
         return self.model.new_sequence(key)
 
     def open(self, sequence: ModelSequence) -> list[Answer]:
-        models = {name: sequence if name == MODEL else model.new_sequence(sequence.key) for name, model in self._all()}
+        models = {
+            name: sequence if name == MODEL else model.new_sequence(sequence.key) for name, model in self.models.items()
+        }
         beside = Beside(models, self.judge.record(), MODEL, length=sequence.committed_len)
         for name, lookup in self.lookups.items():
             own = beside.lookups[name] = _same(lookup.new_sequence(sequence.key), sequence)
@@ -177,7 +179,7 @@ class SeveralStrategy:
         said: list[Answer] = []
         if len(beside.models) > 1:
             without = Commit(commit.request, commit.base_committed_len, commit.token_ids, 0, 0)
-            for name, model in self._all():
+            for name, model in self.models.items():
                 if name != beside.leader:
                     said += self._of(name, model.commit(beside.models[name], without))
         leader = self.models[beside.leader]
@@ -185,7 +187,7 @@ class SeveralStrategy:
         return said
 
     def delivered(self) -> list[Answer]:
-        return [answer for name, model in self._all() for answer in self._of(name, model.delivered())]
+        return [answer for name, model in self.models.items() for answer in self._of(name, model.delivered())]
 
     def close(self, sequence: ModelSequence) -> None:
         beside = self._beside[sequence]
@@ -257,7 +259,7 @@ class SeveralStrategy:
 
     def counters(self) -> dict[str, Any]:
         counted = self.model.counters()
-        others = {name: model.counters() for name, model in self._all() if name != MODEL}
+        others = {name: model.counters() for name, model in self.models.items() if name != MODEL}
         if others:
             counted["steps_of"] = {MODEL: counted["step_seconds"]}
         for name, own in others.items():
@@ -272,9 +274,6 @@ class SeveralStrategy:
         judge = self.judge
         counted |= {"chosen": dict(judge.chosen), "judged": dict(judge.judged), "right": dict(judge.right)}
         return counted
-
-    def _all(self) -> Iterator[tuple[str, DraftModelStrategy]]:
-        yield from self.models.items()
 
     # Whose work is next.
 

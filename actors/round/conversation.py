@@ -237,8 +237,8 @@ class Conversation:
         if self._line is None:
             return
         request.handle = self._introduce(request, self._line)
-        request.ready = request.awaited = request.asked = False
-        request.ahead.clear()
+        request.ready = False
+        request.is_asked_no_more()
 
     def _introduce(self, request: Request, line: Line) -> int:
         """Returns its handle there."""
@@ -262,8 +262,8 @@ class Conversation:
         self._drop_next(request)
         self._say_close(request.handle, reason)
         request.handle = None
-        request.ready = request.awaited = request.asked = False
-        request.ahead.clear()
+        request.ready = False
+        request.is_asked_no_more()
 
     def _say_close(self, handle: int | None, reason: CloseReason) -> None:
         for line in self._lines():
@@ -279,8 +279,7 @@ class Conversation:
         """Where it moves to, it is known by its text; nowhere else any more."""
         request.handle, request.ready = request.next_handle, request.next_ready
         request.next_handle, request.next_ready = None, False
-        request.awaited = request.asked = False
-        request.ahead.clear()
+        request.is_asked_no_more()
 
     def commit(self, request: Request, token_ids: Sequence[int], num_wanted: int, num_on_miss: int) -> Ahead | None:
         """The request's last len(token_ids) tokens were committed by a step. num_wanted, num_on_miss: as in Commit.

@@ -201,6 +201,11 @@ class Request:
             request.draft_sampling = draft_sampling
         return request
 
+    def is_asked_no_more(self) -> None:
+        """No answer to its last commit counts any more, nor what was sent ahead."""
+        self.asked = self.awaited = False
+        self.ahead.clear()
+
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]

@@ -152,12 +152,8 @@ def test_a_replica_of_the_pool(pool: Deployment, how: str) -> None:
     replica, pid = next(iter(pool.replicas(POOL_REPLICA).items()))
     drafter = next(each for name, each in pool.drafters().items() if replica in name)
     with Faulted(pool) as fault:
-        if how == "slowed":
-            with slowed(pid, SHARE):
-                fault.clients.wait_for_answers()
-        elif how == "stopped":
-            with stopped(pid):
-                time.sleep(STOPPED_S)
+        if how != "killed":
+            fault.hold_up(pid, how)
         else:
             lost = [*family(pid), *family(drafter)]
             os.kill(pid, signal.SIGKILL)

@@ -6,12 +6,10 @@ pipeline stage (tests/integration/test_pipeline.py).
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests.faulted import SHARE, STOPPED_S, Faulted, check_all_is_well, check_nothing_is_left, kill, only
-from tests.processes import DRAFTER, VERIFIER, slowed, stopped
+from tests.faulted import Faulted, check_all_is_well, check_nothing_is_left, kill, only
+from tests.processes import DRAFTER, VERIFIER
 from tests.serving import Deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
@@ -24,12 +22,8 @@ def harm(deployment: Deployment, what: str, how: str, *, cut: bool) -> None:
     """cut: a kill takes with it what runs."""
     with Faulted(deployment) as fault:
         pid = only(deployment, what)
-        if how == "slowed":
-            with slowed(pid, SHARE):
-                fault.clients.wait_for_answers()
-        elif how == "stopped":
-            with stopped(pid):
-                time.sleep(STOPPED_S)
+        if how != "killed":
+            fault.hold_up(pid, how)
         else:
             lost = kill(deployment, what)
         fault.whole_again()

@@ -140,16 +140,19 @@ def test_a_choice_that_depends_on_tokens_waits_for_the_last_one(rig):
     assert rig.chosen[-1] == [[*PROMPT, 50]]
 
 
-def test_a_preempted_request_goes_on_from_the_text_that_the_runner_has(rig):
-    step(rig, of=params())
+@pytest.mark.parametrize("of", [params(), params(presence_penalty=1.0)], ids=["", "its tokens are read at once"])
+def test_a_preempted_request_goes_on_from_the_text_that_the_runner_has(rig, of):
+    last = UNREAD if of.presence_penalty == 0.0 else 61
+    step(rig, of=of)
     step(rig, token=51)
     known = rig.runner.requests["a"]
     known.output_token_ids, known.num_tokens = [50], 4
     step(rig, token=61)
     assert rig.chosen[-1] == [[*PROMPT, 50]]
+    step(rig, token=62)
+    assert rig.chosen[-1] == [[*PROMPT, 50, last]], "not what it had lost"
     step(rig)
-    step(rig)
-    assert rig.chosen[-1] == [[*PROMPT, 50, 61, UNREAD]]
+    assert rig.chosen[-1] == [[*PROMPT, 50, 61, UNREAD if last == UNREAD else 62]]
 
 
 @pytest.mark.parametrize("discarded", [False, True], ids=["", "part of a prompt"])
