@@ -3,9 +3,9 @@
     python -m tests.bench.learning_shift --target T --drafter D --minutes 8 --out shift
 
 Both answer the same prompts in turns, in float32, greedy or, above temperature 0, with seeds and drafts coupled to
-them: the same tokens, or it says which were not. Acceptance by turn, tokens a second as a ratio of pairs, rounds
-without drafts around each change of version, and a plot.
-What the trainer has left of the cores it has from both alike.
+them: the same tokens, or it says how many were not. Acceptance by turn and temperature, tokens a second as a ratio of
+pairs, rounds without drafts around each change of version, and a plot. What the trainer has left of the cores it has
+from both alike.
 """
 
 from __future__ import annotations
@@ -66,6 +66,18 @@ class Swap:
 def acceptance(turns: list[Turn]) -> float:
     drafted = sum(turn.counts["drafted"] for turn in turns)
     return sum(turn.counts["accepted"] for turn in turns) / drafted if drafted else 0.0
+
+
+def at(turns: list[Turn], temperatures: list[float], temperature: float) -> float:
+    """Acceptance of the requests with this temperature."""
+    drafts = [
+        (drafted, accepted)
+        for turn in turns
+        for of, drafted, accepted in zip(itertools.cycle(temperatures), turn.drafted, turn.accepted, strict=False)
+        if of == temperature
+    ]
+    drafted, accepted = (sum(of) for of in zip(*drafts, strict=True))
+    return accepted / drafted if drafted else 0.0
 
 
 def length(turns: list[Turn]) -> float:
@@ -135,19 +147,25 @@ def scraped(port: int) -> dict[str, float]:
     return {name: found.sum(f"outrider:{name}") for name in names}
 
 
-def table(pairs: list[Pair], domains: list[str]) -> list[str]:
-    columns = "", "turns", "accepted, learning", "frozen", "tokens a round, learning", "frozen", "tok/s, ratio [95%]"
+def table(pairs: list[Pair], domains: list[str], temperatures: list[float]) -> list[str]:
+    columns = (
+        "", "turns", "accepted, learning", "frozen", "tokens a round, learning", "frozen", "tok/s, ratio [95%]",
+        *(f"{side} at {temperature:g}" for temperature in temperatures for side in ("learning", "frozen")),
+    )  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for number, domain in enumerate(domains):
         of = [pair for pair in pairs if pair.domain == f"{number} {domain}"]
-        for name, part in (("first quarter", of[: len(of) // 4]), ("last quarter", of[-(len(of) // 4) :])):
-            if not part:
+        quarter = len(of) // 4
+        for name, part in (("first quarter", of[:quarter]), ("last quarter", of[len(of) - quarter :]), ("all", of)):
+            if len(part) < 2:  # no interval
                 continue
             ours, theirs = [pair.learning for pair in part], [pair.frozen for pair in part]
             ratio = ratio_of_pairs([t.tokens / t.seconds for t in ours], [t.tokens / t.seconds for t in theirs])
             lines.append(
                 f"| {domain}, {name} | {len(part)} | {acceptance(ours):.3f} | {acceptance(theirs):.3f} | "
-                f"{length(ours):.2f} | {length(theirs):.2f} | {ratio} |"
+                f"{length(ours):.2f} | {length(theirs):.2f} | {ratio} | "
+                + " | ".join(f"{at(side, temperatures, t):.3f}" for t in temperatures for side in (ours, theirs))
+                + " |"
             )
     return lines
 
@@ -180,6 +198,10 @@ def draw(pairs: list[Pair], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
@@ -188,7 +210,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="of each domain")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", type=floats, default=[0.0], help="of one request after the other: 0,0.7")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--learn", type=json.loads, default={}, help="drafter.learn, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.png")
@@ -209,7 +231,7 @@ def main() -> None:
         }
 
     pairs: list[Pair] = []
-    how = args.concurrency, args.max_tokens, args.temperature
+    how = args.concurrency, args.max_tokens, args.temperatures
     with (
         working_directory(None) as directory,
         served.serving(config("learning", args.learn), directory, "learning") as learning,
@@ -242,7 +264,7 @@ def main() -> None:
     same = sum(a == b for a, b in texts_of)
     ratio = ratio_of_pairs(*([getattr(p, s).tokens / getattr(p, s).seconds for p in pairs] for s in ports))
     steps = ratio_of_pairs(*(rounds_a_second([getattr(p, s) for p in pairs]) for s in ports))
-    print("\n".join(table(pairs, domains)))
+    print("\n".join(table(pairs, domains, args.temperatures)))
     print("\n".join(said_of_swaps(pairs)))
     print(f"drafted rounds a second, learning over frozen: {steps}")
     print(f"same text: {same} of {len(texts_of)}; tokens a second, learning over frozen: {ratio}; {ended}")

@@ -45,6 +45,11 @@ class Turn:
 
     texts: list[str]
 
+    drafted: list[int]
+    """Of each text."""
+
+    accepted: list[int]
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -55,19 +60,27 @@ class Compared:
     b: list[Turn]
 
 
-def answer(client: OutriderClient, texts: Sequence[str], concurrency: int, max_tokens: int, temperature: float) -> Turn:
-    def ask(text: str) -> pb.GenerateResponse:
+def answer(
+    client: OutriderClient, texts: Sequence[str], concurrency: int, max_tokens: int, temperatures: Sequence[float]
+) -> Turn:
+    """temperatures: of one text after the other, from the start again where there are more texts."""
+
+    def ask(text: str, temperature: float) -> pb.GenerateResponse:
         return client.generate(text, temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True)
 
     before = client.status().rounds
     with ThreadPoolExecutor(concurrency) as pool:
         started = time.perf_counter()
-        answers = list(pool.map(ask, texts))
+        answers = list(pool.map(ask, texts, itertools.cycle(temperatures)))
         seconds = time.perf_counter() - started
     after = client.status().rounds
     counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTS}
     tokens = sum(answer.usage.completion_tokens for answer in answers)
-    return Turn(tokens, seconds, counts, [answer.text for answer in answers])
+    drafts = [answer.metrics.speculative_decoding for answer in answers]
+    return Turn(
+        tokens, seconds, counts, [answer.text for answer in answers],
+        [of.num_draft_tokens for of in drafts], [of.num_accepted_draft_tokens for of in drafts],
+    )  # fmt: skip
 
 
 def line(c: Compared) -> str:
@@ -150,7 +163,7 @@ def main() -> None:
                 if len(asked) < concurrency * args.prompts:
                     raise SystemExit(f"--dataset: {turns} prompts are needed for so many pairs")
                 for name, client in clients.items():
-                    turn = answer(client, asked, concurrency, max_tokens, args.temperature)
+                    turn = answer(client, asked, concurrency, max_tokens, [args.temperature])
                     if pair:  # the first is to warm up, and to learn from
                         found[name].append(turn)
             speeds = {name: [turn.tokens / turn.seconds for turn in of] for name, of in found.items()}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.learning_shift import POINTS, Pair, Swap, rounds_a_second, said_of_swaps, swaps, windows
+from tests.bench.learning_shift import POINTS, Pair, Swap, at, rounds_a_second, said_of_swaps, swaps, table, windows
 from tests.bench.real_pair import Turn
 
 
 def turn(rounds: int = 10, seconds: float = 2.0, without: int = 0) -> Turn:
     counts = {"rounds": rounds + without, "drafted_rounds": rounds, "drafted": 30, "accepted": 3}
-    return Turn(256, seconds, counts, ["text"] * 4)
+    return Turn(256, seconds, counts, ["text"] * 4, [20, 10, 20, 10], [5, 1, 3, 0])
 
 
 @pytest.mark.parametrize("of_each", [(1, 1), (15, 16, 18), (40,), (100, 3, 57)])
@@ -45,3 +45,11 @@ def test_rounds_without_drafts_are_told_of_the_turns_in_which_another_version_wa
     assert most.startswith("the most, version 1 at minute 2.0: learning 1.50")
     assert swaps([Pair(0.0, "0 code", 2, turn(), turn())]), "before the first turn it is as it was loaded"
     assert len(said_of_swaps(pairs[:1])) == 2
+
+
+def test_acceptance_is_told_by_temperature() -> None:
+    """Requests of a turn have the temperatures in turns: the first and third one, the second and fourth one."""
+    assert at([turn(), turn()], [0.0, 0.7], 0.0) == 0.2
+    assert at([turn(), turn()], [0.0, 0.7], 0.7) == 0.05
+    *_, all_of_it = table([Pair(0.0, "0 code", 0, turn(), turn())] * 4, ["code"], [0.0, 0.7])
+    assert all_of_it.startswith("| code, all | 4 |") and all_of_it.endswith("| 0.200 | 0.200 | 0.050 | 0.050 |")
