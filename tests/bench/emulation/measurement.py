@@ -131,20 +131,24 @@ def table(measurements: list[Measurement]) -> str:
     columns = (
         "side", "batch", "K", "rounds", "tok/s", "per acc.", "ceiling: covered", "expected", "of expected",
         "tokens a round", "period ms", "target", "draft", "exposed", "sampling", "idle (p99)", "overhead (p99)",
-        "on hits", "on misses", "main/side/miss/none %",
+        "on hits (p99)", "of it idle (p99)", "on misses (p99)", "main/side/miss/none %",
     )  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for m in measurements:
         t, speed = m.times, m.tokens_per_s
         middle = {name: f"{spread.median:.1f}" for name, spread in t.spreads.items()}
         both = {name: f"{spread.median:.1f} ({spread.p99:.1f})" for name, spread in t.spreads.items()}
-        on = {name: f"{spread.median:.1f}" for name, spread in t.overhead_by_origin.items()}
+        on, idle = (
+            {name: f"{spread.median:.2f} ({spread.p99:.2f})" for name, spread in of.items()}
+            for of in (t.overhead_by_origin, t.idle_by_origin)
+        )
         told = sum(t.origins.values())
         cells: tuple[Any, ...] = (
             m.side, m.batch, m.k or "–", t.rounds, f"{speed:.1f}", f"{speed / m.accelerators:.1f}",
             f"{m.ceiling.covered:.1f}", f"{m.ceiling.expected:.1f}", f"{speed / m.ceiling.expected:.0%}",
             f"{m.tokens_a_round:.2f}", middle["period"], middle["target"], middle["draft"], middle["exposed"],
-            middle["sampling"], both["idle"], both["overhead"], on.get("hit", "–"), on.get("miss", "–"),
+            middle["sampling"], both["idle"], both["overhead"],
+            on.get("hit", "–"), idle.get("hit", "–"), on.get("miss", "–"),
             " / ".join(f"{100 * count / told:.0f}" for count in t.origins.values()) if told else "–",
         )  # fmt: skip
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")

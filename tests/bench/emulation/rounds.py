@@ -112,6 +112,9 @@ class RoundTimes:
     overhead_by_origin: dict[str, Spread] = field(default_factory=dict)
     """hit: rounds in which every request's drafts were main or side; miss: in which one's were a miss."""
 
+    idle_by_origin: dict[str, Spread] = field(default_factory=dict)
+    """Likewise. The rest of an overhead is drafting that the target waited for: on hits, as the drafter chose."""
+
     @classmethod
     def of(cls, rounds: np.ndarray, scale: float = 1.0) -> RoundTimes:
         """Times are multiplied by scale. Raises ValueError without any rounds."""
@@ -119,15 +122,19 @@ class RoundTimes:
             raise ValueError("rounds: none had the whole batch; ask for more rounds, or longer answers")
         hit, miss = rounds["main"] + rounds["side"] > 0, rounds["miss"] > 0
         groups = {"hit": hit & ~miss & (rounds["none"] == 0), "miss": miss}
+        groups = {name: rounds[group] for name, group in groups.items() if group.any()}
+
+        def by_origin(column: str) -> dict[str, Spread]:
+            return {name: Spread.of(group[column], 1e3 * scale) for name, group in groups.items()}
+
         return cls(
             rounds=len(rounds),
             tokens=int(rounds["tokens"].sum()),
             seconds=float(rounds["period"].sum()) * scale,
             spreads={name: Spread.of(rounds[name], 1e3 * scale) for name in COLUMNS},
             origins={name: int(rounds[name].sum()) for name in ORIGINS},
-            overhead_by_origin={
-                name: Spread.of(rounds["overhead"][group], 1e3 * scale) for name, group in groups.items() if group.any()
-            },
+            overhead_by_origin=by_origin("overhead"),
+            idle_by_origin=by_origin("idle"),
         )
 
 

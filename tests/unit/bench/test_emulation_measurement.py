@@ -121,10 +121,11 @@ def test_drafts_come_from_where_the_drafter_had_begun(
 
 def test_overhead_is_told_for_hits_and_for_misses() -> None:
     rounds = rounds_of(trace(*((i * 0.03, i * 0.03 + 0.025, run(20 + i, 2)) for i in range(4))), NOBODY, 1)
-    rounds["overhead"] = [0.001, 0.002, 0.009]
+    rounds["overhead"], rounds["idle"] = [0.001, 0.002, 0.009], [0.001, 0.0005, 0.003]
     rounds["main"], rounds["side"], rounds["miss"] = [1, 0, 0], [0, 1, 0], [0, 0, 1]
-    found = RoundTimes.of(rounds).overhead_by_origin
-    assert {name: spread.median for name, spread in found.items()} == pytest.approx({"hit": 1.5, "miss": 9.0})
+    found = RoundTimes.of(rounds)
+    medians = [{n: s.median for n, s in of.items()} for of in (found.overhead_by_origin, found.idle_by_origin)]
+    assert medians == [pytest.approx({"hit": 1.5, "miss": 9.0}), pytest.approx({"hit": 0.75, "miss": 3.0})]
 
 
 def test_the_ceiling_of_plain_decoding_is_a_token_a_step() -> None:
