@@ -14,6 +14,7 @@ import asyncio
 import json
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from tests.bench.emulation.profiles import PROFILES, TEXTS
 from tests.bench.emulation.vllm_server import vllm_serving
 
 
-async def _stream(session: aiohttp.ClientSession, port: int, index: int, max_tokens: int) -> float:
-    """Tokens a second after the first. Raises RuntimeError where one is missing."""
+async def stream(
+    session: aiohttp.ClientSession, port: int, index: int, max_tokens: int, further: Mapping[str, Any] | None = None
+) -> float:
+    """Tokens a second after the first. further: keys of the request. Raises RuntimeError where a token is missing."""
     body = {
         "model": "target", "prompt": prompt(index), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
+        "stream": True, "stream_options": {"include_usage": True}, **(further or {}),
     }  # fmt: skip
     first = last = tokens = 0.0
     async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as response:
@@ -52,11 +55,15 @@ async def _stream(session: aiohttp.ClientSession, port: int, index: int, max_tok
     return (max_tokens - 1) / (last - first)
 
 
+def client() -> aiohttp.ClientSession:
+    """Without limits of its own."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+
+
 async def _turn(port: int, first_index: int, concurrency: int, max_tokens: int) -> float:
     """Tokens a second of so many streams at once."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        asked = [_stream(session, port, first_index + index, max_tokens) for index in range(concurrency)]
+    async with client() as session:
+        asked = [stream(session, port, first_index + index, max_tokens) for index in range(concurrency)]
         return sum(await asyncio.gather(*asked))
 
 

@@ -90,15 +90,17 @@ def carry(engine: Any, load: Load, is_enough: Callable[[], bool], first_index: i
 
 
 def keep_asynchronous() -> None:
-    """vLLM's CPU platform clears what its configuration has chosen for a GPU; the emulated device is one."""
+    """vLLM's CPU platform clears what its configuration has chosen for a GPU, and takes a process more for the worker;
+    the emulated device is one."""
     from vllm.platforms.cpu import CpuPlatform
 
     stock = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        chosen = vllm_config.scheduler_config.async_scheduling
+        scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+        chosen = scheduler.async_scheduling, parallel.distributed_executor_backend
         stock(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = chosen
+        scheduler.async_scheduling, parallel.distributed_executor_backend = chosen
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment,method-assign]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outrider.cluster.placement import available_cores, thread_environment
 from tests.bench.emulation import plugin
 from tests.bench.emulation.in_process import KV_CACHE_BYTES, MAX_MODEL_LEN, keep_asynchronous
 
@@ -23,12 +24,13 @@ START_LIMIT_S = 180.0
 def vllm_serving(model: Path, port: int, max_num_seqs: int, directory: Path) -> Iterator[None]:
     """Raises RuntimeError when it does not start."""
     arguments = [
-        str(model), "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
+        "--model", str(model), "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
         "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(max_num_seqs),
         "--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--served-model-name", "target", "--no-enable-log-requests",
+        "--distributed-executor-backend", "uni",
     ]  # fmt: skip
     log = directory / "vllm.log"
-    environment = os.environ | plugin.environment(directory / "plugin")
+    environment = os.environ | thread_environment(available_cores()) | plugin.environment(directory / "plugin")
     command = [sys.executable, "-m", __name__, *arguments]
     with (
         log.open("w") as errors,
@@ -58,12 +60,12 @@ def _answers(port: int) -> bool:
 
 
 def main() -> None:
-    """The command: arguments are those of `vllm serve`."""
+    """The command: arguments are those of `vllm serve`, which looks for a distribution of vLLM's usual name, so its
+    server is started without it."""
     keep_asynchronous()
-    sys.argv = ["vllm", "serve", *sys.argv[1:]]
-    from vllm.entrypoints.cli.main import main as run
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    run()
+    serve()
 
 
 if __name__ == "__main__":
