@@ -29,6 +29,7 @@ from outrider.cluster.config import DraftModelConfig, RemoteConfig, SpeculationC
 from outrider.cluster.installed import import_early
 from outrider.cluster.link import Link, LinkInvitation, join_link
 from outrider.cluster.link.codec import unpack
+from outrider.cluster.link.keeper import LOST_S
 from outrider.cluster.link.messages import Message
 from outrider.cluster.placement import NAMESPACE, RankPlacement, ReplicaPlacement, bind_to, rank_environment
 from outrider.cluster.registry import application_secret
@@ -236,23 +237,28 @@ async def find_actor(name: str) -> Any:
 
 
 class DrafterStatus:
-    """Drafters' status, for all of one event loop who ask. One call to each is out at a time: those that were given up
-    would pile up at a stopped drafter, which answers every one of them when it goes on."""
+    """Drafters' status, for all of one event loop who ask. One call to each is out at a time, until it is lost: those
+    that were given up would pile up at a stopped drafter, which answers every one of them when it goes on."""
 
-    def __init__(self, find: Callable[[str], Awaitable[Any]] = find_actor) -> None:
+    def __init__(
+        self, find: Callable[[str], Awaitable[Any]] = find_actor, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """find: Ray's handle of an actor, by its name."""
-        self._find = find
-        self._asking: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._find, self._clock = find, clock
+        self._asking: dict[str, tuple[asyncio.Future[dict[str, Any]], float]] = {}
 
     async def ask(self, name: str, within_s: float) -> dict[str, Any]:
         """See Drafter.status; the answer to the call that is out, if one is.
 
         Raises TimeoutError and RayError; ValueError when there is no actor of that name.
         """
-        if name not in self._asking:
-            self._asking[name] = asyncio.ensure_future(self._ask(name))
-            self._asking[name].add_done_callback(lambda asking: self._answered(name, asking))
-        return await asyncio.wait_for(asyncio.shield(self._asking[name]), within_s)
+        asking, asked_s = self._asking.get(name, (None, 0.0))
+        now_s = self._clock()
+        if asking is None or now_s - asked_s > LOST_S:
+            asking = asyncio.ensure_future(self._ask(name))
+            asking.add_done_callback(lambda asking: self._answered(name, asking))
+            self._asking[name] = asking, now_s
+        return await asyncio.wait_for(asyncio.shield(asking), within_s)
 
     async def _ask(self, name: str) -> dict[str, Any]:
         drafter = await self._find(name)
@@ -260,7 +266,8 @@ class DrafterStatus:
         return status
 
     def _answered(self, name: str, asking: asyncio.Future[dict[str, Any]]) -> None:
-        del self._asking[name]
+        if self._asking.get(name, (None,))[0] is asking:
+            del self._asking[name]
         if not asking.cancelled():
             asking.exception()  # whoever asked may have given up: then nobody else takes it
 

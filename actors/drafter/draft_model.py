@@ -235,6 +235,7 @@ class DraftModelStrategy:
         self._unpinned.pop(sequence, None)
         if self._vocabulary is not None:
             self._vocabulary.unpin(sequence.engine_id)
+        self._foreseen = [each for each in self._foreseen if each.sequence is not sequence]
         self._retire(sequence)
 
     def unlink(self, link_id: int) -> None:

@@ -144,7 +144,7 @@ def warm_up(strategy: DraftStrategy[Any]) -> None:
     """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
     from outrider.actors.drafter.several import SeveralStrategy
 
-    if not isinstance(strategy, SeveralStrategy) or len(strategy.models) == 1:
+    if not isinstance(strategy, SeveralStrategy):
         _draft_in_every_way(strategy)
         return
     for model in strategy.models.values():

@@ -9,7 +9,8 @@ at the others' expense but a model under rejection, whose drafts say nothing in 
 
 Of several models one *leads* a request: it drafts for it, and ahead. The others rest: they take every commit as one
 that wants no drafts, and now and then, while the target verifies, read what was committed in one step that draws in the
-place of each of its tokens. So they are judged, and can take over with the next round. `judge.py` says who leads.
+place of each of its tokens. So they are judged, and can take over with the next round that asks for drafts.
+`judge.py` says who leads.
 """
 
 from __future__ import annotations
@@ -84,6 +85,9 @@ class Beside:
     """Of each model the length of the text by which it has been judged at rest, or led."""
 
     score_after: dict[str, int] = field(default_factory=dict)
+
+    def has_kv(self, model: str) -> bool:
+        return self.out_of_kv_to.get(model, 0) <= self.length
 
     @property
     def sequence(self) -> ModelSequence:
@@ -174,8 +178,9 @@ class SeveralStrategy:
             answers = self.lookups[name].commit(own, commit)
             if answers and (drafts := list(answers[-1].proposals.token_ids)):
                 beside.offered[name] = drafts
-        self._choose_leader(beside, commit)
         beside.length, beside.wanted = commit.committed_len, (commit.num_wanted, commit.num_on_miss)
+        self._choose_leader(beside, commit)
+        beside.sender = beside.leader
         said: list[Answer] = []
         if len(beside.models) > 1:
             without = Commit(commit.request, commit.base_committed_len, commit.token_ids, 0, 0)
@@ -184,6 +189,10 @@ class SeveralStrategy:
                     said += self._of(name, model.commit(beside.models[name], without))
         leader = self.models[beside.leader]
         said += self._of(beside.leader, leader.commit(beside.leads, commit, lambda: self._instead(beside)))
+        if commit.has_drafts:
+            at = commit.committed_len
+            self.judge.chosen[beside.leader] += 1
+            self._answered(beside.leader, beside, at, beside.leads.main.ids(at, at + commit.num_wanted))
         return said
 
     def delivered(self) -> list[Answer]:
@@ -234,14 +243,15 @@ class SeveralStrategy:
         for own, (right, looked_at) in model.take_scores().items():
             if (beside := self._beside.get(own)) is not None:
                 self.judge.verdict(beside.record, work.name, right, looked_at)
-                self.judge.news(beside.record)
         return answers
 
     def foreseen(self) -> list[Foreseen]:
-        """None: who answers is chosen at each commit."""
-        for model in self.models.values():
-            model.foreseen()
-        return []
+        """None beside look-ups, where each commit decides whose drafts answer it, and none for a request that is to
+        have another leader: its next commit shall ask."""
+        if self.lookups:
+            return []
+        found = [each for model in self.models.values() for each in model.foreseen()]
+        return [each for each in found if self._stays(each.sequence)]
 
     def step_us(self) -> int:
         """Of the model that answered last."""
@@ -306,7 +316,9 @@ class SeveralStrategy:
                     self._turns.remove(name)
                     self._turns.append(name)
                     return Part(name, work), answers
-            if pause is not None or self._handed_on:
+            if self._handed_on:
+                return None, answers
+            if pause is not None:
                 return pause, answers
             if not is_idle and (scoring := self._scoring(is_idle=True)) is not None:
                 return scoring, answers
@@ -369,32 +381,42 @@ class SeveralStrategy:
         if len(beside.models) == 1 or commit.num_wanted == 0:
             return
         num_tokens = len(commit.token_ids)
-        length = commit.committed_len
-        able = [
-            name
-            for name, own in beside.models.items()
-            if own.will_draft_after(num_tokens) and beside.out_of_kv_to.get(name, 0) <= length
-        ]
+        able = [name for name, own in beside.models.items() if own.will_draft_after(num_tokens) and beside.has_kv(name)]
         if not able:
-            if beside.leads.retired:  # its text fits another, which has not read it
-                beside.leader = next((name for name, own in beside.models.items() if not own.retired), beside.leader)
+            if beside.leads.retired and not commit.has_drafts:  # its text fits another, which has not read it
+                others = (name for name, own in beside.models.items() if not own.retired)
+                self._lead(beside, next(others, beside.leader))
             return
-        many = self._of_link[beside.sequence.key[0]] > _MANY
         steps_s = {name: self.models[name].step_us() / 1e6 for name in able}
-        leader = self.judge.lead(self.judge.together if many else beside.record, able, commit.num_wanted, steps_s)
+        record, num_wanted, num_on_miss = self._lead_record(beside), commit.num_wanted, commit.num_on_miss
+        leader = self.judge.lead(record, able, num_wanted, num_on_miss, steps_s)
+        if not commit.has_drafts:  # else the drafts of this round are the present one's
+            self._lead(beside, leader)
+
+    def _lead_record(self, beside: Beside) -> Record:
+        many = self._of_link[beside.sequence.key[0]] > _MANY
+        return self.judge.together if many else beside.record
+
+    def _stays(self, sequence: DraftedSequence) -> bool:
+        """The request's leader is the one that was chosen last."""
+        assert isinstance(sequence, ModelSequence)
+        beside = self._beside[sequence]
+        return self._lead_record(beside).leader == beside.leader
+
+    def _lead(self, beside: Beside, leader: str) -> None:
         if leader != beside.leader:
-            beside.scored_to[beside.leader] = length
+            beside.scored_to[beside.leader] = beside.length
             beside.score_after = dict.fromkeys(beside.models, _SCORE_AFTER)
             beside.leader = leader
 
     def _hand_on(self, beside: Beside, status: ProposalStatus) -> bool:
         """To another model what the leader cannot answer."""
-        length = beside.length
         if status is ProposalStatus.OUT_OF_KV:
-            beside.out_of_kv_to[beside.leader] = length + _SCORE_AFTER_MOST
+            beside.out_of_kv_to[beside.leader] = beside.length + _SCORE_AFTER_MOST
         for name, own in beside.models.items():
-            if name != beside.leader and own.can_draft and beside.out_of_kv_to.get(name, 0) <= length:
-                beside.leader = beside.sender = name
+            if name != beside.leader and own.can_draft and beside.has_kv(name):
+                self._lead(beside, name)
+                beside.sender = name
                 self.models[name].lead(own, *beside.wanted)
                 self._handed_on = True
                 return True
@@ -424,7 +446,6 @@ class SeveralStrategy:
         offers += [Offer(name, min(len(drafts), wanted)) for name, drafts in beside.offered.items()]
         chosen = self.judge.choose(beside.record, offers)
         if chosen.drafter == leader:
-            beside.sender = leader
             if chosen.num_drafts <= at_hand:
                 sequence.num_on_miss = at_hand  # what is there is enough
             return None
@@ -463,16 +484,10 @@ class SeveralStrategy:
             return
         self._answered_last = name
         beside.answered_at = self._clock()
-        if beside.sender != name:
-            return
-        if drafts:
+        if drafts and beside.sender == name:
             beside.offered[name] = drafts
-        step_s = self.models[name].step_us() / 1e6
-        if len(beside.models) > 1 and step_s:
-            steps = (beside.answered_at - beside.asked_at) / step_s
-            self.judge.waited(beside.record, name, beside.leads.num_wanted, steps)
-            if not drafts and beside.leads.main.ended:  # it cannot draft, whatever it is asked
-                self.judge.verdict(beside.record, name, 0, 1)
+        elif len(beside.models) > 1 and not drafts and beside.leads.main.ended:  # it cannot draft, whatever it is asked
+            self.judge.verdict(beside.record, name, 0, 1)
 
 
 def _same(own: Any, sequence: ModelSequence) -> Any:

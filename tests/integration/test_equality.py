@@ -109,6 +109,10 @@ def test_with_a_drafter_of_ranks(drafter_tp2, name):
 
 
 def test_in_a_batch_of_sixteen_with_others_coming_and_going(pair):
+    check_batch_of_sixteen(pair)
+
+
+def check_batch_of_sixteen(pair):
     """Four of each choice and seed, beside unseeded requests of every kind that start and stop all the while."""
     chosen = [*CHOICES.values(), Coupled(seed=99, temperature=1.3)]
     prompts = [bytes([65 + i]) + TEXT[: 4 + 6 * i] for i in range(16)]

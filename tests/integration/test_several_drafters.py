@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.integration.test_equality import CHOICES, PROMPTS, TEXT, check
+from tests.integration.test_equality import CHOICES, PROMPTS, TEXT, check, options
 from tests.integration.test_served_distribution import check as check_distribution
 from tests.integration.test_served_distribution import served  # noqa: F401 - a fixture
 from tests.serving import HANG_GUARD_S
@@ -31,6 +31,8 @@ def test_tokens_are_the_targets_own_whoever_drafts(several, name):
 
 def test_each_method_drafts_and_is_judged_sent_or_not(several):
     check(several, TEXT * 3, CHOICES["greedy"], "several drafters", must_accept=True)
+    for _ in range(2):  # of two letters look-ups find what follows in the answer itself
+        several.client.generate(list(TEXT), **options(CHOICES["greedy"]), allowed_token_ids=list(b"ab"))
     status = several.drafter_status()
     assert status["chosen"]["draft_model"] > 0
     assert status["chosen"]["ngram"] + status["chosen"]["suffix"] > 0
@@ -38,8 +40,9 @@ def test_each_method_drafts_and_is_judged_sent_or_not(several):
         assert 0 < status["right"][method] <= status["judged"][method]
 
 
-def test_rejection_is_exact_with_drafts_of_several(several, served):  # noqa: F811
-    check_distribution(several, served, "rejection")
+@pytest.mark.parametrize("verification", ["rejection", pytest.param("block", marks=pytest.mark.exhaustive)])
+def test_answers_are_distributed_as_the_targets_own(several, served, verification):  # noqa: F811
+    check_distribution(several, served, verification)
     status = several.drafter_status()
     assert status["chosen"]["ngram"] + status["chosen"]["suffix"] > 100
 

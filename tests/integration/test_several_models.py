@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.distribution import LIMIT, z_score
-from tests.integration.test_equality import CHOICES, PROMPTS, check, options
+from tests.integration.test_equality import CHOICES, PROMPTS, check, check_batch_of_sixteen, options
 from tests.integration.test_served_distribution import TOP_K, served  # noqa: F401 - a fixture
 from tests.serving import HANG_GUARD_S, LOWER, UPPER
 
@@ -27,6 +27,10 @@ def change(before, after):
 def test_tokens_are_the_targets_own_whichever_model_drafts(several_models, name):
     for prompt in PROMPTS:
         check(several_models, prompt, CHOICES[name], f"{name}, two models", must_accept=True)
+
+
+def test_tokens_are_the_targets_own_where_requests_are_so_many_that_one_model_leads_all(several_models):
+    check_batch_of_sixteen(several_models)
 
 
 @pytest.mark.parametrize("name", ["greedy", "T=1"])
@@ -50,11 +54,12 @@ def test_each_text_is_led_by_the_model_that_can_read_it(several_models, reader, 
     assert set(after["steps_of"]) == set(READ_BY)
 
 
-def test_rejection_is_exact_with_drafts_of_two_models(several_models, served):  # noqa: F811
+@pytest.mark.parametrize("verification", ["rejection", pytest.param("block", marks=pytest.mark.exhaustive)])
+def test_answers_are_distributed_as_the_targets_own(several_models, served, verification):  # noqa: F811
     """Fewer of these tokens come from rounds with drafts than with one model that is always waited for: they are so
     often rejected that waiting does not pay."""
     before = several_models.drafter_status()["chosen"]
-    answers, p, q, drafted, accepted, _ = served(several_models, "rejection")
+    answers, p, q, drafted, accepted, _ = served(several_models, verification)
     chosen = change(before, several_models.drafter_status()["chosen"])
     assert all(count > 0 for count in chosen.values()), chosen
     assert drafted > accepted > 100

@@ -4,6 +4,8 @@ A wrong block table, a missed copy or a stale slot changes the drawn tokens, so 
 checks all of it.
 """
 
+from collections import OrderedDict
+
 from outrider.actors.drafter.engine import Drawn
 
 VOCAB = 1000
@@ -29,7 +31,7 @@ class MemoryEngine:
         self.max_model_len, self.max_num_batched_tokens = max_model_len, max_num_batched_tokens
         self.block_sizes = (block_size,)
         self.num_blocks = num_blocks
-        self.free = list(range(num_blocks))
+        self.free = OrderedDict.fromkeys(range(num_blocks))
         self.memory = {}
         self.committed, self.blocks, self.taken = {}, {}, set()
         self.cached = 0
@@ -51,7 +53,7 @@ class MemoryEngine:
         size = self.block_sizes[0]
         hit = min(self.cached, (len(token_ids) - 1) // size * size)
         for start in range(0, hit, size):
-            block = self.free.pop(0)
+            (block,) = self._taken(1)
             self.blocks[request_id].append(block)
             self.memory[block] = dict(enumerate(token_ids[start : start + size]))
         return hit
@@ -70,7 +72,7 @@ class MemoryEngine:
         needed = -(-(num_computed + num_new + num_lookahead) // self.block_sizes[0]) - len(held)
         if needed > len(self.free):
             return False
-        held += [self.free.pop(0) for _ in range(needed)]
+        held += self._taken(needed)
         return True
 
     def block_ids(self, request_id):
@@ -79,17 +81,21 @@ class MemoryEngine:
     def take_blocks(self, count):
         if count > len(self.free):
             return None
-        taken = [self.free.pop(0) for _ in range(count)]
+        taken = self._taken(count)
         self.taken.update(taken)
         return taken
+
+    def _taken(self, count):
+        """Those that have been free for longest."""
+        return [self.free.popitem(last=False)[0] for _ in range(count)]
 
     def free_blocks(self, block_ids):
         for block in block_ids:
             self.taken.remove(block)
-            self.free.append(block)
+            self.free[block] = None
 
     def finish(self, request_id):
-        self.free += self.blocks.pop(request_id)
+        self.free.update(dict.fromkeys(self.blocks.pop(request_id)))
         del self.committed[request_id]
 
     def run(self, plan):
@@ -99,7 +105,7 @@ class MemoryEngine:
         for copies in (plan.restores, plan.copies):
             sources = [(target, dict(self.memory.get(source, {}))) for source, target in copies]
             self.memory.update(sources)
-            assert not {target for _, target in copies} & set(self.free), "a copy into a block that nobody holds"
+            assert all(target not in self.free for _, target in copies), "a copy into a block that nobody holds"
         for row in plan.rows:
             for position, token in enumerate(row.token_ids, row.start):
                 self._slot(row, position, token)

@@ -118,14 +118,31 @@ def test_drafts_with_a_q_are_answered_and_never_sent_ahead():
 
 
 def test_where_somebody_decides_at_each_commit_who_answers_nothing_is_sent_ahead():
-    model = DraftModelStrategy(MemoryEngine(), 16, clock=itertools.count().__next__)
-    drive = Drive(SeveralStrategy(model, {"ngram": NgramStrategy(2, 4)}, clock=itertools.count().__next__))
+    clock = itertools.count().__next__
+    one, other = (DraftModelStrategy(MemoryEngine(), 16, clock=clock) for _ in "ab")
+    drive = Drive(SeveralStrategy(one, {"ngram": NgramStrategy(2, 4)}, clock, {"other": other}))
+    drive.open(KEY, PROMPT)
+    drive.work_off()
+    drive.commit(KEY, Commit(KEY[1], len(PROMPT), [drawn_token(PROMPT)], 4, 4))
+    while (work := drive.strategy.plan()[0]) is not None:
+        work.execute()
+        drive.complete(work)
+        assert drive.strategy.foreseen() == []
+
+
+def test_nothing_is_sent_ahead_for_a_request_that_is_closed():
+    """As at start-up, where nobody asks what is foreseen of the requests that warm models up: of two models one's next
+    step does."""
+    clock = itertools.count().__next__
+    one, other = (DraftModelStrategy(MemoryEngine(), 16, clock=clock) for _ in "ab")
+    drive = Drive(SeveralStrategy(one, {}, clock, {"other": other}))
     drive.open(KEY, PROMPT)
     drive.work_off()
     drive.commit(KEY, Commit(KEY[1], len(PROMPT), [drawn_token(PROMPT)], 4, 4))
     drive.work_off()
+    assert one._foreseen or other._foreseen
+    drive.close(KEY)
     assert drive.strategy.foreseen() == []
-    assert model.foreseen() == [], "none is kept for later"
 
 
 def test_the_loop_sends_them_counts_them_and_answers_no_commit_that_has_them():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
-from outrider.actors.drafter.judge import MODEL, Judge
+from outrider.actors.drafter.judge import MODEL, Judge, Offer
 from outrider.actors.drafter.load import warm_up
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.ngram import NgramStrategy
@@ -65,15 +65,26 @@ class TwoBench:
         self.several = SeveralStrategy(models[MODEL], lookups or {}, clock, {SMALL: models[SMALL]})
         self.drive = Drive(self.several)
         self.texts, self.sampling = {}, {}
+        self.ahead = {}
+        """Drafts that were sent before anybody asked, by what they are for."""
 
     def open(self, key, text, sampling=GREEDY):
         self.texts[key], self.sampling[key] = list(text), sampling
+        self.ahead = {of: drafts for of, drafts in self.ahead.items() if of[0] != key}
         return self.drive.open(key, list(text), K, sampling)
 
-    def commit(self, key, tokens, k=K, on_miss=2):
-        commit = Commit(key[1], len(self.texts[key]), tokens, k, min(k, on_miss))
+    def commit(self, key, tokens, k=K, on_miss=2, has_drafts=False):
+        commit = Commit(key[1], len(self.texts[key]), tokens, k, min(k, on_miss), has_drafts)
         self.texts[key] += tokens
         return self.drive.commit(key, commit)
+
+    def take(self, key, tokens):
+        """Commits what drafts have been sent for, and returns them; None: there are none, and nothing is done."""
+        base = len(self.texts[key])
+        drafts = self.ahead.get((key, base, base + len(tokens) - 1, tokens[-1]))
+        if drafts is not None:
+            assert self.commit(key, tokens, has_drafts=True) == []
+        return drafts
 
     def beside(self, key=KEY):
         return self.several._beside[self.drive.sequences[key]]
@@ -84,7 +95,10 @@ class TwoBench:
         if work is None:
             return answers or None
         work.execute()
-        return answers + self.drive.complete(work)
+        answers += self.drive.complete(work)
+        for sequence, ahead in self.several.foreseen():
+            self.ahead[sequence.key, ahead.base_committed_len, ahead.position, ahead.next_token] = ahead.token_ids
+        return answers
 
     def settle(self):
         return [answer for more in iter(self.step, None) for answer in more]
@@ -100,7 +114,14 @@ class TwoBench:
     def led_by(self, name):
         """From now on it leads where it can, and is waited for."""
         self.several.judge.choose = lambda record, offers: max(offers, key=lambda offer: offer.num_drafts)
-        self.several.judge.lead = lambda record, able, *_: name if name in able else min(able)
+        self.lead_by(lambda able: name if name in able else min(able))
+
+    def lead_by(self, choose):
+        def lead(record, able, *_):
+            record.leader = choose(able)
+            return record.leader
+
+        self.several.judge.lead = lead
 
     def check(self, answer):
         """What was sent is what the model that leads says of the text, with that model's q."""
@@ -122,8 +143,9 @@ def test_what_is_sent_is_the_leaders_own_whoever_leads(few, seed):
     chance = random.Random(seed)
     bench = TwoBench(**{name: {"max_model_len": 220, **few.get(name, {})} for name in SALTS})
     bench.led_by(MODEL)
-    bench.several.judge.lead = lambda record, able, *_: chance.choice(list(able))
+    bench.lead_by(lambda able: chance.choice(list(able)))
     drafts, waiting, ready, statuses = {}, set(), Counter(), Counter()
+    num_taken = 0
 
     def hear(answers):
         for answer in answers or ():
@@ -166,7 +188,16 @@ def test_what_is_sent_is_the_leaders_own_whoever_leads(few, seed):
             at = len(text) + len(kept) + 1
             start = 0 if not samples_q or len(kept) == len(sent) else len(text)
             following = (drawn_token([*text, *kept], start) + chance.choice([*SALTS.values(), at])) % VOCAB
+            foreseen = [place for place in bench.ahead if place[:2] == (key, len(text))]
+            if foreseen and chance.random() < 0.3:
+                _, base, position, following = chance.choice(foreseen)
+                kept = sent[: position - base]
             k = chance.choice([K, K, K, 0])
+            if key not in waiting and (taken := bench.take(key, [*kept, following])) is not None:
+                assert taken == said_by(bench.beside(key).leader, bench.texts[key], K, samples_q)
+                drafts[key] = taken
+                num_taken += 1
+                continue
             waiting.discard(key)
             if k:
                 waiting.add(key)
@@ -176,6 +207,7 @@ def test_what_is_sent_is_the_leaders_own_whoever_leads(few, seed):
     hear(bench.settle())
     assert not waiting, "a commit without an answer"
     assert statuses[ProposalStatus.OK] > 100
+    assert num_taken > 10
     assert all(len(engine.plans) > 50 for engine in bench.engines.values())
     for key in list(bench.drive.sequences):
         bench.drive.close(key)
@@ -183,6 +215,30 @@ def test_what_is_sent_is_the_leaders_own_whoever_leads(few, seed):
     for engine in bench.engines.values():
         assert sorted(engine.free) == list(range(engine.num_blocks))
         assert not engine.committed
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED])
+def test_the_leaders_drafts_are_sent_ahead_until_another_is_to_lead(sampling):
+    bench = TwoBench()
+    bench.open(KEY, list(range(20)), sampling)
+    bench.settle()
+    bench.led_by(MODEL)
+    first = drafts = bench.answer(KEY, [5]).token_ids
+    for number in range(6):
+        bench.settle()
+        if number == 4:
+            bench.led_by(SMALL)
+        drafts = bench.take(KEY, [*drafts, *said_by(MODEL, [*bench.texts[KEY], *drafts], 1, samples_q=False)])
+        assert (drafts is None) == (number == 5), "it asks, for the other to answer"
+        if number < 5:
+            assert drafts == said_by(MODEL, bench.texts[KEY], K, samples_q=False)
+    answer = bench.answer(KEY, [6])
+    assert bench.beside().leader == SMALL
+    bench.check(answer)
+    judge = bench.several.judge
+    assert judge.chosen[MODEL] == 5, "those that nobody asked for"
+    assert judge.right[MODEL] == len(first) + 4 * K
+    assert judge.judged[MODEL] == judge.right[MODEL] + 1
 
 
 def test_who_is_ready_first_answers_while_the_other_reads():
@@ -430,7 +486,7 @@ def test_another_version_of_the_learned_one_makes_what_was_counted_of_it_count_h
     bench.settle()
     assert bench.engines[MODEL].loaded == [{"a": 1}]
     assert bench.engines[SMALL].loaded == []
-    assert [record.models[name].rate.looked_at for name in SALTS] == [5.0, 10.0]
+    assert [record.rates[name].looked_at for name in SALTS] == [5.0, 10.0]
 
 
 def test_a_limit_of_the_vocabulary_holds_for_all():
@@ -455,7 +511,7 @@ def leading(rates, steps_s):
     judge.took(0.025)
     for name, rate in rates.items():
         judge.verdict(record, name, round(200 * rate), 200)
-    return judge, record, judge.lead(record, list(rates), K, steps_s)
+    return judge, record, judge.lead(record, list(rates), K, 2, steps_s)
 
 
 STEPS_S = {MODEL: 0.006, SMALL: 0.0014}
@@ -467,41 +523,46 @@ def test_the_larger_leads_where_it_is_so_much_better_that_its_steps_pay():
     assert leading({MODEL: 0.85, SMALL: 0.8}, {MODEL: 0.0015, SMALL: 0.0014})[2] == MODEL
 
 
-def test_a_leader_stays_for_some_rounds_and_for_little_more():
-    judge, record, leader = leading({MODEL: 0.8, SMALL: 0.3}, STEPS_S)
-    for _ in range(60):
-        judge.verdict(record, MODEL, 0, 1)
-        judge.verdict(record, SMALL, 4, 4)
-    stays = [judge.lead(record, list(STEPS_S), K, STEPS_S) for _ in range(5)]
-    assert leader == stays[0] == MODEL
-    assert stays[-1] == SMALL
+def test_a_leader_stays_where_another_is_no_better_for_certain():
     judge, record, leader = leading({MODEL: 0.8, SMALL: 0.8}, dict.fromkeys(STEPS_S, 0.003))
-    assert (
-        judge.lead(record, list(STEPS_S), K, {leader: 0.0032, **dict.fromkeys(set(STEPS_S) - {leader}, 0.003)})
-        == leader
-    )
+    other = SMALL if leader == MODEL else MODEL
+    assert judge.lead(record, list(STEPS_S), K, 2, {leader: 0.0032, other: 0.003}) == leader
+    assert judge.lead(record, list(STEPS_S), K, 2, {leader: 0.006, other: 0.003}) == other
 
 
-def test_news_of_one_that_rests_has_them_compared_at_once():
+def test_what_is_heard_of_one_that_rests_counts_at_once():
     judge, record, leader = leading({MODEL: 0.8, SMALL: 0.3}, STEPS_S)
     assert leader == MODEL
     judge.verdict(record, SMALL, 1800, 2000)
-    assert judge.lead(record, list(STEPS_S), K, STEPS_S) == MODEL
-    judge.news(record)
-    assert judge.lead(record, list(STEPS_S), K, STEPS_S) == SMALL
+    assert judge.lead(record, list(STEPS_S), K, 2, STEPS_S) == SMALL
 
 
 def test_one_that_nothing_is_heard_of_is_tried_ever_more_rarely():
     judge, record, _ = leading({MODEL: 0.8, SMALL: 0.1}, STEPS_S)
     led = []
     for _ in range(200):
-        led.append(judge.lead(record, list(STEPS_S), K, STEPS_S))
+        led.append(judge.lead(record, list(STEPS_S), K, 2, STEPS_S))
         judge.verdict(record, MODEL, 3, 4)
     trials = [number for number, name in enumerate(led) if name == SMALL]
     gaps = [after - before for before, after in itertools.pairwise(trials) if after - before > 1]
     assert trials
     assert gaps == sorted(gaps)
     assert len(trials) < 20
+
+
+def test_one_that_leads_and_is_never_sent_drafts_as_rarely_as_one_alone():
+    judge = Judge([*STEPS_S, "ngram"], tuple(STEPS_S))
+    record = judge.record()
+    judge.took(0.02)
+    for name, rate in {MODEL: 0.5, SMALL: 0.1, "ngram": 0.9}.items():
+        judge.verdict(record, name, round(200 * rate), 200)
+    offers, tried = [Offer(MODEL, 0), Offer(MODEL, 2, 0.012), Offer("ngram", 4)], []
+    for number in range(1, 200):
+        assert judge.lead(record, list(STEPS_S), K, 2, STEPS_S) == MODEL
+        judge.verdict(record, SMALL, 0, 1)
+        if judge.choose(record, offers) is offers[1]:
+            tried.append(number)
+    assert tried == [24, 73, 170]
 
 
 def test_requests_that_are_many_have_one_leader():
