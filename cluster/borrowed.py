@@ -14,6 +14,7 @@ import dis
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -67,6 +68,34 @@ class Borrowed:
         yield self.name
         for attribute in self.also:
             yield f"{self.name}{'.' if ':' in self.name else ':'}{attribute}"
+
+
+_ROW = re.compile(
+    r"(?P<name>[\w.:]*\w)(?P<parameters>\(.*?\))?(?: \[(?P<also>.*?)\])?(?: < (?P<readers>\S[^<]*?))?: (?P<why>\S.*)"
+)
+
+
+def rows(text: str) -> tuple[Borrowed, ...]:
+    """A table as text, a row a name::
+
+        module:Class.method(parameter, ...) [also, also] < read_by, read_by: why
+
+    Name and why are in each. Parameters that end with ``...`` are those that it takes, others are exactly its own. A
+    row goes on in lines that are indented. Raises ValueError for what is no row.
+    """
+    found = []
+    for line in re.sub(r"\n +", " ", text.strip()).splitlines():
+        if (row := _ROW.fullmatch(line)) is None:
+            raise ValueError(f"no row of a table: {line!r}")
+        parameters, also, read_by = (_split(row[part]) for part in ("parameters", "also", "readers"))
+        more = parameters[-1:] == ("...",)
+        exactly = parameters if row["parameters"] is not None and not more else None
+        found.append(Borrowed(row["name"], row["why"], parameters[:-1] if more else (), exactly, read_by, also))
+    return tuple(found)
+
+
+def _split(listed: str | None) -> tuple[str, ...]:
+    return tuple(part for part in (listed or "").strip("()").split(", ") if part)
 
 
 @dataclass(frozen=True)

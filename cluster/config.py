@@ -34,6 +34,7 @@ from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
 from outrider.cluster.engine_args import ADAPTERS_PASSED_ON, MEDIA_PASSED_ON
 from outrider.cluster.limits import LimitsConfig as LimitsConfig
+from outrider.cluster.link.rendezvous import DEVICE_BACKENDS, Backend
 from outrider.cluster.lora_config import LoraConfig as LoraConfig
 from outrider.cluster.multimodal_config import MultimodalConfig as MultimodalConfig
 from outrider.cluster.scaling_config import AutoscalingConfig as AutoscalingConfig
@@ -176,10 +177,11 @@ class SpeculationConfig(Section):
 class LinkConfig(Section):
     """The wire between one verifier and one drafter."""
 
-    backend: Literal["auto", "local", "gloo", "nccl"] = "auto"
+    backend: Backend = "auto"
     """auto: local, a Unix socket, where both ends are on one machine and it reaches from one to the other, else gloo.
-    Messages are a few KB of host data, and a posted NCCL receive holds up whatever waits for the whole device; nccl is
-    there to be asked for until they have been measured between two GPUs."""
+    nccl (CUDA, ROCm), hccl (Ascend) and xccl (Intel) move a device's memory and need a device at both ends; they are
+    there to be asked for until they have been measured between two devices. Messages are a few KB of host data, and a
+    posted NCCL receive holds up whatever waits for the whole device."""
 
     round_deadline_ms: float = Field(1000.0, gt=0, allow_inf_nan=False)
     """Longest a round waits for proposals. Later ones count as none: the round decodes plainly. Left out on GPU: 250,
@@ -486,20 +488,18 @@ class OutriderConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _nccl_is_between_two_gpus(self) -> OutriderConfig:
-        """A drafter process without a GPU of its own would take another's."""
+    def _device_links_are_between_two_devices(self) -> OutriderConfig:
+        """A drafter process without a device of its own would take another's."""
         drafter = self.remote_drafter
-        if self.link.backend != "nccl" or drafter is None:
+        if self.link.backend not in DEVICE_BACKENDS or drafter is None:
             return self
+        needs = f"link.backend: {self.link.backend} needs a device at both ends"
         if isinstance(drafter, LookupConfig):
-            raise ValueError(
-                f"link.backend: nccl needs a GPU at both ends, and a drafter of method {drafter.method} has none; use "
-                "auto"
-            )
+            raise ValueError(f"{needs}, and a drafter of method {drafter.method} has none; use auto")
         if drafter.tensor_parallel_size > 1:
             raise ValueError(
-                "link.backend: nccl needs a GPU at both ends, and with drafter.tensor_parallel_size above 1 the "
-                "drafter's GPUs are its ranks', none of which holds the link; use auto"
+                f"{needs}, and with drafter.tensor_parallel_size above 1 the drafter's are its ranks', none of which "
+                "holds the link; use auto"
             )
         return self
 

@@ -29,6 +29,7 @@ from outrider.cluster.installed import installed_version
 from outrider.cluster.link import Link, LinkInvitation, host_link, join_link
 from outrider.cluster.link.codec import frame_capacity_words
 from outrider.cluster.link.messages import DraftSampling, SparseQ
+from outrider.cluster.link.rendezvous import DEVICE_BACKENDS
 from outrider.cluster.modes import Mode
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ def link_round_trip(config: OutriderConfig, devices: Sequence[str] = (), pings: 
 
     devices: of the two ends of an NCCL link, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError without two.
     """
-    if config.link.backend == "nccl" and len(devices) < 2:
-        raise ConfigError("link.backend: nccl needs two GPUs on this machine to be measured; leave it at auto")
+    backend = config.link.backend
+    if backend in DEVICE_BACKENDS and (backend != "nccl" or len(devices) < 2):
+        raise ConfigError(f"link.backend: {backend} is not measured here, nccl between two GPUs is; leave it at auto")
     secret = secrets.token_bytes(32)
     capacity = frame_capacity_words(
         config.target.max_num_seqs, config.num_speculative_tokens, config.speculation.draft_top_n
@@ -88,7 +90,7 @@ def link_round_trip(config: OutriderConfig, devices: Sequence[str] = (), pings: 
     invitation, complete = host_link(
         host="127.0.0.1",
         epoch=1,
-        backend=config.link.backend,
+        backend=backend,
         capacity_words=capacity,
         round_deadline_ms=1e3,
         link_deadline_ms=_CONNECT_S * 1e3,
@@ -97,7 +99,7 @@ def link_round_trip(config: OutriderConfig, devices: Sequence[str] = (), pings: 
         verifier_id="doctor",
         secret=secret,
         sealed=config.link.frame_mac == "always",
-        device="cuda:0" if config.link.backend == "nccl" else None,
+        device="cuda:0" if backend == "nccl" else None,
     )
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()

@@ -16,7 +16,6 @@ from vllm.v1.request import Request, RequestStatus
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.adapters import last_line
-from outrider.actors.vllm_seam.graph_hits import count_graphs, take_hits
 from outrider.cluster.config import ConfigError
 from outrider.cluster.link.messages import DraftSampling
 
@@ -129,11 +128,11 @@ class DraftEngine:
 
     def count_graphs(self) -> None:
         """Count which CUDA graphs the steps from now on use. Once."""
-        self._core.model_executor.collective_rpc(count_graphs)
+        self._core.model_executor.collective_rpc("count_graphs")
 
     def take_graph_hits(self) -> dict[str, int]:
         """Steps since the last call, or since counting began, by graph mode and padded tokens; of the first rank."""
-        hits: list[dict[str, int]] = self._core.model_executor.collective_rpc(take_hits)
+        hits: list[dict[str, int]] = self._core.model_executor.collective_rpc("take_graph_hits")
         return hits[0]
 
     @property

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
     _paged: PagedForward | None = None
     _head: CutHead | None = None
     _adapters: Sequence[LoRARequest] = ()
+    _graph_hits: Counter[str]
 
     @torch.inference_mode()
     def draft(self, plan: StepPlan) -> list[Drawn | None]:
@@ -110,3 +112,22 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
     def cut_head(self, token_ids: list[int]) -> None:
         """From now on draft from these tokens alone."""
         self._head = CutHead(self.model_runner.model, token_ids)
+
+    def count_graphs(self) -> None:
+        """Once: from now on each CUDA graph that vLLM's dispatcher gives a step is counted."""
+        hits = self._graph_hits = Counter()
+        dispatcher = self.model_runner.cudagraph_dispatcher
+        inner = dispatcher.dispatch
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            mode, descriptor = inner(*args, **kwargs)
+            hits[f"{mode.name} {descriptor.num_tokens}"] += 1
+            return mode, descriptor
+
+        dispatcher.dispatch = dispatch
+
+    def take_graph_hits(self) -> dict[str, int]:
+        """By mode and padded tokens (``PIECEWISE 16``): steps since the last call. A CPU asks for none."""
+        found = dict(self._graph_hits)
+        self._graph_hits.clear()
+        return found

@@ -230,6 +230,7 @@ class RoundRunner:
             request_id = output.req_ids[index]
             if status & Status.BAD_LOGITS and index not in discarded:
                 failed[request_id] = 1
+                output.sampled_token_ids[index] = []  # where steps overlap an id stands in for it
                 if self.round is not None and self._overlap is None:
                     self.round.has_no_next_token(request_id)
                 message = "request %s: no token can be chosen: its logits are not finite or all masked"

@@ -51,8 +51,8 @@ from outrider.cluster.modes import Mode
 
 MIN_FRAME_WORDS = 4096
 MAX_FRAME_WORDS = 16384
-"""NCCL moves a frame whole, be it a heartbeat: what is longer goes on in the next. For a longer message frames are
-longer."""
+"""A device's wire moves a frame whole, be it a heartbeat: what is longer goes on in the next. For a longer message
+frames are longer."""
 
 _FRAME_ROUNDING_WORDS = 64
 _MIN_OPEN_CHUNK_TOKENS = 64

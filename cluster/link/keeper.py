@@ -16,8 +16,9 @@ from typing import Any
 
 import ray
 
-from outrider.cluster.config import DraftModelConfig, OutriderConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.link import HANG, Link, LinkError, host_link
+from outrider.cluster.link.rendezvous import check_device
 from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Place, Verifier, Work, fingerprint
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import this_place
@@ -31,6 +32,10 @@ _WATCH_S = 0.2
 _READY_TIMEOUT_S = 10.0
 _READY_AMONG_OTHERS_S = 2.0
 """Where another drafter may be asked."""
+
+LOST_S = 60.0
+"""A question that has been out for so long is asked once more. Ray looks by the time of day for calls that went down
+with a process, and does not for an hour where the machine's clock was put back by one."""
 
 _LOOK_S = 1.0
 LOOPBACK = "127.0.0.1"
@@ -86,7 +91,12 @@ class LinkKeeper:
         device: str | None = None,
         work: Callable[[], Work] = Work,
     ) -> None:
-        """device: the rank's CUDA device, for an nccl link. work: what the target does now; any thread."""
+        """device: the rank's, for a link that moves its memory. work: what the target does now; any thread. Raises
+        ConfigError for a link.backend that this process cannot have."""
+        try:
+            check_device(config.link.backend)
+        except LinkError as error:
+            raise ConfigError(f"link.backend: {error}") from None
         self._work = work
         self._config, self._identity = config, identity
         self._vocab_size, self._capacity_words, self._decode = vocab_size, capacity_words, decode
@@ -95,7 +105,7 @@ class LinkKeeper:
         self._vocabulary = marks_of(config.target.model) if isinstance(config.drafter, DraftModelConfig) else ()
         self._pooled = config.remote_drafter is not None and config.remote_drafter.pooled
         self._place: Place | None = None
-        self._ready: dict[str, Any] = {}
+        self._ready: dict[str, tuple[Any, float]] = {}
         """Drafter -> a question not answered yet: a stopped drafter is asked once, not once a try."""
 
         self._stopping = threading.Event()
@@ -221,8 +231,7 @@ class LinkKeeper:
         Inviting a drafter that is stopped or still loading would only pile up invitations.
         """
         name = grant.drafter
-        question = self._ready.get(name) or drafter.ready.remote()
-        self._ready[name] = question
+        question = self._asked(name) or self._ask(name, drafter)
         deadline = time.monotonic() + (_READY_AMONG_OTHERS_S if grant.has_others else _READY_TIMEOUT_S)
         while not ray.wait([question], timeout=_WATCH_S)[0]:
             if self._stopping.is_set() or time.monotonic() > deadline:
@@ -288,17 +297,28 @@ class LinkKeeper:
 
     def _is_ready(self, name: str) -> bool:
         """Whether the drafter has answered what the last look asked. Never waits; asks anew."""
-        question = self._ready.pop(name, None)
+        question = self._asked(name)
         try:
             if question is not None:
                 if not ray.wait([question], timeout=0)[0]:
-                    self._ready[name] = question
                     return False
+                del self._ready[name]
                 ray.get(question)
-            self._ready[name] = ray.get_actor(name, namespace=NAMESPACE).ready.remote()
+            self._ask(name, ray.get_actor(name, namespace=NAMESPACE))
         except (ValueError, ray.exceptions.RayError):
             return False
         return question is not None
+
+    def _ask(self, name: str, drafter: Any) -> Any:
+        """Whether it is ready."""
+        question = drafter.ready.remote()
+        self._ready[name] = question, time.monotonic()
+        return question
+
+    def _asked(self, name: str) -> Any:
+        """The question that is out, if one is and may still be answered."""
+        question, asked_s = self._ready.get(name, (None, 0.0))
+        return question if time.monotonic() - asked_s < LOST_S else None
 
     def _note_failure(self, error: Exception) -> None:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None else error

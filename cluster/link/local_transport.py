@@ -56,7 +56,7 @@ def new_name() -> str:
 
 def listen(name: str) -> socket.socket:
     """Close it when the peer is there. Raises TransportError."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = _unix_socket()
     try:
         listener.bind(f"\0{name}")
         listener.listen(_BACKLOG)
@@ -90,7 +90,7 @@ def dial(name: str, own_word: bytes, peer_word: bytes, deadline: float) -> Calla
     """The drafter's end: reaches the listener at once, or raises TransportError. Call what is returned when the
     verifier has been told to accept: it waits for its word until `deadline` (of time.monotonic), and raises likewise.
     """
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected = _unix_socket()
     connected.setblocking(False)
     try:
         connected.connect(f"\0{name}")
@@ -119,6 +119,13 @@ def dial(name: str, own_word: bytes, peer_word: bytes, deadline: float) -> Calla
         return connected
 
     return finish
+
+
+def _unix_socket() -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransportError(f"cannot make a local socket: {error}") from error
 
 
 def _is_ours(connected: socket.socket) -> bool:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from outrider.cluster.link import local_transport
 from outrider.cluster.link.authentication import HELLO_NONCE_BYTES, Handshake, SealedTransport, new_hello
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "local", "gloo", "nccl"]
+Backend = Literal["auto", "local", "gloo", "nccl", "hccl", "xccl"]
+
+DEVICE_BACKENDS = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu"}
+"""Those of torch.distributed, by its names, that move a device's memory, and torch's name for that kind of device.
+ROCm's are nccl and cuda."""
 
 VERIFIER_RANK, DRAFTER_RANK = 0, 1
 _ROLES = ("verifier", "drafter")
@@ -102,7 +106,7 @@ def host_link(
     host: the address of this machine that the drafter can reach; loopback when both share a machine. Nothing
     listens on any other interface.
     secret: of the application. sealed, vocabulary: see LinkInvitation.
-    device: the CUDA device of an nccl link.
+    device: of the verifier, for a link of DEVICE_BACKENDS; None: the first.
     Drop the returned function, or let it fail, and the store is gone. Raises LinkError when `host` cannot be bound, and
     for a local link where there are no local sockets.
     """
@@ -131,13 +135,13 @@ def host_link(
         if not store:
             raise LinkError(f"link of {verifier_id}, epoch {epoch}: this invitation was used up; host a new link")
         server = store.pop()
-        _check_device(invitation)
+        check_device(invitation.backend)
         # A transport keeps its store for as long as it lives. This one is a client, so that the server can go.
         try:
             client = _client(server.host, server.port, timeout_s)
         except RuntimeError as error:
             raise LinkError(f"{_who(invitation)}: its own store does not answer: {_first_line(error)}") from error
-        with local_transport.listen(invitation.socket_name) if invitation.socket_name else nullcontext() as listener:
+        with _listener(invitation) or nullcontext() as listener:
             return _connect(client, VERIFIER_RANK, invitation, secret, host, timeout_s, device, listener)
 
     return invitation, complete
@@ -146,7 +150,7 @@ def host_link(
 def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float) -> Transport:
     """Drafter's side: answer an invitation. secret: of the application. Raises LinkError when the verifier is not there
     in time or does not hold the secret, and for frames without a MAC from another machine."""
-    _check_device(invitation)
+    check_device(invitation.backend)
     host, port = invitation.store_host, invitation.store_port
     if not invitation.sealed and not ipaddress.ip_address(host).is_loopback:
         raise LinkError(f"{_who(invitation)}: frames without a MAC are for one machine, not for a verifier at {host}")
@@ -161,11 +165,25 @@ def join_link(invitation: LinkInvitation, secret: bytes, timeout_s: float) -> Tr
     return _connect(store, DRAFTER_RANK, invitation, secret, local_host, deadline - time.monotonic(), None)
 
 
-def _check_device(invitation: LinkInvitation) -> None:
-    if invitation.backend == "nccl":
-        from outrider.cluster.link.transport import NcclTransport
+def _listener(invitation: LinkInvitation) -> socket.socket | None:
+    """The verifier's local socket, where there is to be one."""
+    if not invitation.socket_name:
+        return None
+    try:
+        return local_transport.listen(invitation.socket_name)
+    except TransportError as error:
+        if invitation.backend == "local":
+            raise LinkError(f"{_who(invitation)}: {error}; set link.backend: auto") from error
+        _say_once(f"{invitation.verifier_id}: {error}: Gloo carries its links")
+        return None  # the drafter finds that out by itself
 
-        NcclTransport.check_device()
+
+def check_device(backend: str) -> None:
+    """Raises LinkError for a backend that this process cannot have."""
+    if (device_type := DEVICE_BACKENDS.get(backend)) is not None:
+        from outrider.cluster.link.transport import DeviceTransport
+
+        DeviceTransport.check(backend, device_type)
 
 
 def _client(host: str, port: int, timeout_s: float) -> TCPStore:
@@ -218,7 +236,7 @@ def _connect(
     try:
         handshake = _meet(store, rank, invitation, secret, local_host, deadline)
         if invitation.socket_name:
-            transport = _local_transport(store, invitation, handshake, deadline, listener)
+            transport = _local_transport(store, rank, invitation, handshake, deadline, listener)
         if transport is None:
             transport = _transport(store, rank, invitation, local_host, max(deadline - time.monotonic(), 0.001), device)
         # The store goes with the verifier's own end of it, so the last word there is the drafter's, who reads no more.
@@ -261,11 +279,16 @@ def _meet(
 
 
 def _local_transport(
-    store: Store, invitation: LinkInvitation, handshake: Handshake, deadline: float, listener: socket.socket | None
+    store: Store,
+    rank: int,
+    invitation: LinkInvitation,
+    handshake: Handshake,
+    deadline: float,
+    listener: socket.socket | None,
 ) -> Transport | None:
     """None: another wire it is. Raises LinkError where there must be none, or the local one fails."""
     verifiers, drafters = (handshake.socket_word(role) for role in _ROLES)
-    if listener is None:
+    if rank == DRAFTER_RANK:
         finish = _dial(store, invitation, drafters, verifiers, deadline)
         if finish is None:
             return None
@@ -275,7 +298,7 @@ def _local_transport(
         said = store.get(_WIRE).decode("ascii", "replace")
         if said == _NO_WIRE:
             raise LinkError(f"{_who(invitation)}: the drafter is not where it could reach a local socket; {_NOT_LOCAL}")
-        if said != "local":
+        if said != "local" or listener is None:
             return None
         connected = local_transport.accept(listener, verifiers, drafters, deadline)
     return local_transport.LocalTransport(
@@ -318,18 +341,19 @@ def _transport(
         return GlooTransport(
             store, rank, local_host=local_host, connect_timeout_s=connect_timeout_s, send_timeout_s=send_timeout_s
         )
-    if invitation.backend == "nccl":
-        from outrider.cluster.link.transport import NcclTransport
+    if (device_type := DEVICE_BACKENDS.get(invitation.backend)) is not None:
+        from outrider.cluster.link.transport import DeviceTransport
 
-        return NcclTransport(
+        return DeviceTransport(
             store,
             rank,
-            device=device or "cuda",
+            backend=invitation.backend,
+            device=device or device_type,
             capacity_words=invitation.capacity_words,
             connect_timeout_s=connect_timeout_s,
             send_timeout_s=send_timeout_s,
         )
-    raise LinkError(f"{_who(invitation)}: backend {invitation.backend!r} is none of auto, local, gloo and nccl")
+    raise LinkError(f"{_who(invitation)}: backend {invitation.backend!r} is none of {', '.join(get_args(Backend))}")
 
 
 def _who(invitation: LinkInvitation) -> str:

@@ -1,11 +1,13 @@
-"""The wires of torch that a link can have: Gloo and NCCL, each by process groups of its own. The only module of links
-that loads torch, which takes seconds; what a link needs from a wire is link.Transport, and within a machine
-local_transport.py has one.
+"""The wires of torch that a link can have: Gloo, and a backend for a device's memory (NCCL, HCCL, XCCL), each by
+process groups of its own. The only module of links that loads torch, which takes seconds; what a link needs from a wire
+is link.Transport, and within a machine local_transport.py has one.
 
 Never torch.distributed's default group: in the target's workers that one belongs to vLLM. Gloo moves host memory over
-TCP. NCCL was never run by the authors with two GPUs: treat it as unproven. Three things are known beforehand:
+TCP. `DeviceTransport` names no platform's package: torch loads what registers its device and its backend with it. It
+was never run by the authors between two devices, and with CPU memory over Gloo in tests alone: treat it as unproven.
+Three things are known of NCCL beforehand:
 
-- NCCL refuses, or hangs with, two ranks on one GPU: verifier and drafter need a GPU each.
+- It refuses, or hangs with, two ranks on one GPU: verifier and drafter need a GPU each.
 - Send and receive of one group share a stream, so a posted receive would hold every send behind it. Hence a
   group a direction.
 - A posted receive is a kernel that spins until the peer sends. It occupies part of the GPU between frames, and
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import _DistributedBackendOptions
 
 from outrider.cluster.link.link import TransportClosed, TransportError, TransportTimeout
 
@@ -37,9 +40,11 @@ _ABORT_TAG = 2
 _NEVER = datetime.timedelta(days=365)
 
 ABORT_S = 5.0
-"""Longest wait for NCCL to give a direction up; it goes on trying beside whatever follows."""
+"""Longest wait for a backend to give a direction up; it goes on trying beside whatever follows."""
 
 _FASTEST_POLL_S, _SLOWEST_POLL_S = 10e-6, 200e-6
+
+_SILENCE = "the peer sent nothing, or did not read"
 
 _WATCHDOG_OFF = {
     # The stock watchdog ends the process when an operation is late. Ours is late whenever the peer has nothing to say.
@@ -47,6 +52,7 @@ _WATCHDOG_OFF = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "HCCL_ASYNC_ERROR_HANDLING": "0",
 }
 
 
@@ -125,7 +131,7 @@ class GlooTransport:
         text = str(error)
         # The second is what the other thread gets to see when its neighbour's deadline closed the pair.
         if "Timed out waiting" in text or "Application timeout" in text:
-            return TransportTimeout("the peer sent nothing, or did not read")
+            return TransportTimeout(_SILENCE)
         return TransportClosed(_gist(error))
 
 
@@ -136,104 +142,134 @@ def _gist(error: BaseException) -> str:
 
 
 class _OneWay:
-    """One direction: a group, a stream, a pinned host buffer and a GPU buffer, int32 [capacity words] each. NCCL wants
-    to know how long a receive is, so all of the buffer travels, be the frame as short as it may."""
+    """One direction: a group, a stream, a host buffer and one on the device, int32 [capacity words] each. The backends
+    want to know how long a receive is, so all of the buffer travels, be the frame as short as it may."""
 
-    def __init__(self, store: Store, name: str, rank: int, device: torch.device, capacity_words: int) -> None:
-        from torch.distributed import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
-        options._timeout = _NEVER
+    def __init__(
+        self, store: Store, backend: str, sender: int, rank: int, device: torch.device, capacity_words: int
+    ) -> None:
         with _environment(_WATCHDOG_OFF):
-            self.group: Any = ProcessGroupNCCL(PrefixStore(name, store), rank, 2, options)
-        self.stream = torch.cuda.Stream(device)
-        self.on_gpu = torch.zeros(capacity_words, dtype=torch.int32, device=device)
-        self.on_host = torch.zeros(capacity_words, dtype=torch.int32, pin_memory=True)
+            self.group = _group_of_two(backend, PrefixStore(f"{backend}/from{sender}", store), rank)
+        self.stream = torch.get_device_module(device).Stream(device)
+        self.on_device = torch.zeros(capacity_words, dtype=torch.int32, device=device)
+        self.on_host = torch.zeros(capacity_words, dtype=torch.int32, pin_memory=device.type != "cpu")
 
 
-def _abort(group: Any) -> None:
-    """What ended by itself before raises."""
+def _group_of_two(backend: str, store: Store, rank: int) -> Any:
+    """torch's own, or one that a platform has registered with it."""
+    if (plugin := torch.distributed.Backend._plugins.get(backend.upper())) is None:
+        kind = getattr(torch.distributed, f"ProcessGroup{backend.upper()}")
+        options = kind.Options()
+        options._timeout = _NEVER
+        return kind(store, rank, 2, options)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, 2, _NEVER)
+    extended = _DistributedBackendOptions()
+    extended.store, extended.group_rank, extended.group_size = store, rank, 2
+    extended.timeout, extended.group_id, extended.global_ranks_in_group = _NEVER, f"outrider-{backend}", [0, 1]
+    return plugin.creator_fn(extended, None)
+
+
+def _abort(way: _OneWay) -> None:
+    """What ended by itself before raises. Its buffers live until then."""
     with suppress(RuntimeError):
-        group.abort()
+        way.group.abort()
 
 
-class NcclTransport:
-    """Same contract as every Transport. Deadlines are ours: the work is polled, and a late one aborts the groups."""
-
-    backend = "nccl"
+class DeviceTransport:
+    """Over a backend of torch.distributed that moves a device's memory. Same contract as every Transport. Deadlines are
+    ours: the work is polled, and a late one aborts the groups."""
 
     def __init__(
         self,
         store: Store,
         rank: int,
         *,
+        backend: str,
         device: str,
         capacity_words: int,
         connect_timeout_s: float,
         send_timeout_s: float,
     ) -> None:
-        """Blocks until both directions carried one buffer, `connect_timeout_s` at most; raises TransportError."""
+        """Blocks until both directions carried one buffer, `connect_timeout_s` at most; raises TransportError.
+
+        backend: by torch.distributed's name. device: of its kind, as ``cuda:0``.
+        """
+        self.backend = backend
         self._device = torch.device(device)
-        self._peer = 1 - rank
+        self._select = torch.get_device_module(self._device).stream
+        self._rank, self._peer = rank, 1 - rank
         self._send_timeout_s = send_timeout_s
         self._lock = threading.Lock()
-        self._closed_because: str | None = None
-        ways = [_OneWay(store, f"nccl/from{sender}", rank, self._device, capacity_words) for sender in (0, 1)]
-        self._out, self._in = ways[rank], ways[1 - rank]
+        self._ended: Callable[[], TransportError] | None = None
+        """What the first failure raises, and every call after it."""
+
+        self._ways = [_OneWay(store, backend, sender, rank, self._device, capacity_words) for sender in (0, 1)]
+        """By the rank that sends; none once it has ended."""
+
         self._connect(rank, capacity_words, connect_timeout_s)
 
     @staticmethod
-    def check_device() -> None:
-        """Raises TransportError where there is no CUDA. Asked before the peer is met, so that either end says this, and
-        not that the other went away."""
-        if not torch.cuda.is_available():
-            raise TransportError("nccl needs a CUDA device on both ends; use link.backend: auto")
+    def check(backend: str, device_type: str) -> None:
+        """Raises TransportError where torch has no such backend or no such device. Asked before the peer is met, so
+        that either end says this, and not that the other went away."""
+        if not torch.distributed.is_backend_available(backend):
+            lacks = f"this torch ({torch.__version__}) has no such backend"
+        elif not _is_available(device_type):
+            lacks = "there is none"
+        else:
+            return
+        raise TransportError(
+            f"{backend} needs a device of torch's kind {device_type} on both ends, and on this one {lacks}; use "
+            "link.backend: auto"
+        )
 
     def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
-        return functools.partial(self.send, buffer)
-
-    def send(self, buffer: np.ndarray) -> None:
-        """Block until `buffer` may be reused."""
         self._check_open()
-        way = self._out
+        return functools.partial(self._send, buffer, self._send_timeout_s)
+
+    def _send(self, buffer: np.ndarray, timeout_s: float) -> None:
+        way = self._way(self._rank)
         way.on_host[: len(buffer)].copy_(torch.from_numpy(buffer))
-        with torch.cuda.device(self._device), torch.cuda.stream(way.stream):
-            way.on_gpu.copy_(way.on_host, non_blocking=True)
-            self._finish(lambda: way.group.send([way.on_gpu], self._peer, 0), self._send_timeout_s, "send")
+        with self._select(way.stream):
+            way.on_device.copy_(way.on_host, non_blocking=True)
+            self._finish(lambda: way.group.send([way.on_device], self._peer, 0), timeout_s)
 
     def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
-        self._check_open()
-        way = self._in
-        with torch.cuda.device(self._device), torch.cuda.stream(way.stream):
-            self._finish(lambda: way.group.recv([way.on_gpu], self._peer, 0), timeout_s, "recv")
-            way.on_host.copy_(way.on_gpu, non_blocking=True)
-            way.stream.synchronize()
+        way = self._way(self._peer)
+        with self._select(way.stream):
+            self._finish(lambda: way.group.recv([way.on_device], self._peer, 0), timeout_s)
+            way.on_host.copy_(way.on_device)
         torch.from_numpy(buffer).copy_(way.on_host)
 
     def abort(self) -> None:
+        self._end_with(functools.partial(TransportClosed, "aborted on this side"))
+
+    def _end_with(self, error: Callable[[], TransportError]) -> TransportError:
+        """What to raise for it: the first failure counts, and ends both directions."""
         with self._lock:
-            first = self._closed_because != "aborted on this side"
-            self._closed_because = "aborted on this side"
-        if not first:
-            return
-        # NCCL may wait in one's for the other, and torch for NCCL without an end; each of its own, so that nobody does.
-        aborts = [threading.Thread(target=_abort, args=(way.group,), daemon=True) for way in (self._out, self._in)]
+            if self._ended is not None:
+                return self._ended()
+            self._ended = error
+            ways, self._ways = self._ways, []
+        # One may wait for the other, and torch for the backend without an end; each of its own, so that nobody does.
+        aborts = [threading.Thread(target=_abort, args=(way,), daemon=True) for way in ways]
         for each in aborts:
             each.start()
         for each in aborts:
             each.join(ABORT_S)
+        return error()
 
-    def _finish(self, start: Any, timeout_s: float, operation: str) -> None:
+    def _finish(self, start: Callable[[], Any], timeout_s: float) -> None:
         """Start an operation and poll until it is done, its deadline passed, or the transport was aborted."""
-        deadline = time.monotonic() + timeout_s
         pause_s = _FASTEST_POLL_S
         try:
             work = start()
+            deadline = time.monotonic() + timeout_s  # from now on: the first operation connects before it returns
             while not work.is_completed():
                 self._check_open()
                 if time.monotonic() > deadline:
-                    self.abort()
-                    raise TransportTimeout(f"{operation} timed out")
+                    raise self._end_with(functools.partial(TransportTimeout, _SILENCE))
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _SLOWEST_POLL_S)
             # A plain wait orders later copies behind the work, and raises what went wrong in it.
@@ -241,12 +277,17 @@ class NcclTransport:
         except RuntimeError as error:
             if isinstance(error, TransportError):
                 raise
-            raise TransportClosed(self._closed_because or str(error).splitlines()[0]) from error
+            raise self._end_with(functools.partial(TransportClosed, _gist(error))) from error
         self._check_open()
 
+    def _way(self, sender: int) -> _OneWay:
+        with self._lock:
+            self._check_open()
+            return self._ways[sender]
+
     def _check_open(self) -> None:
-        if self._closed_because is not None:
-            raise TransportClosed(self._closed_because)
+        if self._ended is not None:
+            raise self._ended()
 
     def _connect(self, rank: int, capacity_words: int, timeout_s: float) -> None:
         """NCCL connects at a group's first operation, and has no deadline there: do it beside, and watch the clock."""
@@ -256,20 +297,28 @@ class NcclTransport:
             scratch = np.zeros(capacity_words, dtype=np.int32)
             try:
                 if rank == 0:
-                    self.send(scratch)
+                    self._send(scratch, timeout_s)
                     self.recv(scratch, timeout_s)
                 else:
                     self.recv(scratch, timeout_s)
-                    self.send(scratch)
+                    self._send(scratch, timeout_s)
             except RuntimeError as error:
-                failure.append(str(error).splitlines()[0])
+                failure.append(_gist(error))
 
-        thread = threading.Thread(target=first_frames, name="link-nccl-connect", daemon=True)
+        thread = threading.Thread(target=first_frames, name=f"link-{self.backend}-connect", daemon=True)
         thread.start()
         thread.join(timeout_s)
         if thread.is_alive() or failure:
             self.abort()
-            raise TransportError(f"nccl: {failure[0] if failure else f'no connection within {timeout_s:.1f} s'}")
+            reason = failure[0] if failure else f"no connection within {timeout_s:.1f} s"
+            raise TransportError(f"{self.backend}: {reason}")
+
+
+def _is_available(device_type: str) -> bool:
+    try:
+        return bool(torch.get_device_module(device_type).is_available())
+    except RuntimeError:  # a kind that this torch does not know
+        return False
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.device_defaults import choices
 from outrider.cluster.drafter_config import check_build_drafts
+from outrider.cluster.link.rendezvous import DEVICE_BACKENDS
 from outrider.deploy.app import describe, engine_on_gpu
 from outrider.deploy.doctor import (
     Finding,
@@ -131,12 +132,9 @@ def check_method(config: OutriderConfig, gpu: bool) -> list[Finding]:
         findings.append(
             warn("method", "no drafter section: served without speculation", "see what fits: outrider methods MODEL")
         )
-    if config.link.backend == "nccl" and not gpu:
-        findings.append(
-            fail(
-                "link.backend", "nccl needs GPUs, and this vLLM runs on CPU", "set link.backend: auto, or leave it out"
-            )
-        )
+    if (backend := config.link.backend) in DEVICE_BACKENDS and not gpu:
+        text = f"{backend} needs a device at both ends, and this vLLM runs on CPU"
+        findings.append(fail("link.backend", text, "set link.backend: auto, or leave it out"))
     return findings
 
 

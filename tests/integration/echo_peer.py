@@ -15,6 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import tests.cpu_device  # noqa: F401 - registers its backend
 from outrider.cluster.link import Link, LinkError, LinkInvitation, host_link, join_link
 from outrider.cluster.link.codec import pack, unpack
 

@@ -1,5 +1,5 @@
-"""Links between two real processes, over Gloo and over a local socket: echo, damage, silence, death, and a new epoch
-after each."""
+"""Links between two real processes, over Gloo, over a local socket and over a device's wire with CPU memory: echo,
+damage, silence, death, and a new epoch after each."""
 
 import contextlib
 import os
@@ -23,10 +23,11 @@ from outrider.cluster.link.codec import pack
 from outrider.cluster.link.frame import HEADER_WORDS, FrameKind, decode, encode
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals
 from outrider.cluster.modes import Mode
+from tests import cpu_device
 from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, SECRET, K, Peer, invite
 from tests.stalls import Stalls
 
-BACKENDS = ("gloo", "local")
+BACKENDS = ("gloo", "local", cpu_device.BACKEND)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

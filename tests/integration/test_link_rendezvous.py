@@ -1,8 +1,9 @@
-"""Which wire a link gets, and links that never come about: a side that stays away, a host that is not ours, NCCL
-without a device, a local socket that is elsewhere."""
+"""Which wire a link gets, and links that never come about: a side that stays away, a host that is not ours, a device's
+wire without a device, a local socket that is elsewhere."""
 
 import logging
 import queue
+import socket
 import threading
 import time
 
@@ -94,6 +95,28 @@ def test_no_local_link_where_there_are_no_such_sockets(monkeypatch, tmp_path):
     assert meet(*invite(1, "v", backend="auto")) == ("gloo", "gloo")
 
 
+@pytest.mark.parametrize("what", ["socket", "listen"])
+def test_where_a_process_may_have_no_such_socket_it_is_gloo(monkeypatch, what):
+    """As where a sandbox forbids them."""
+
+    class Forbidden(socket.socket):
+        def __init__(self, family=-1, *arguments, **named):
+            if what == "socket" and family == socket.AF_UNIX:
+                raise PermissionError("no such sockets here")
+            super().__init__(family, *arguments, **named)
+
+        def listen(self, *arguments):
+            if self.family == socket.AF_UNIX:
+                raise PermissionError("no such sockets here")
+            super().listen(*arguments)
+
+    monkeypatch.setattr(socket, "socket", Forbidden)
+    assert meet(*invite(1, "v", backend="auto")) == ("gloo", "gloo")
+    verifier, drafter = meet(*invite(2, "v", backend="local"), timeout_s=2.0)
+    assert "no such sockets here; set link.backend: auto" in str(verifier)
+    assert isinstance(drafter, LinkError)
+
+
 def test_a_stranger_at_the_store_cannot_choose_the_wire(monkeypatch):
     """Only have the two disagree, and then there is no link."""
     from torch.distributed import PrefixStore, TCPStore
@@ -171,8 +194,9 @@ def cuda_is_there():
 
 
 @pytest.mark.skipif(cuda_is_there(), reason="needs a machine without CUDA")
-def test_nccl_without_cuda_says_so():
-    invitation, complete = invite(1, "cpu", backend="nccl")
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cuda"), ("hccl", "npu"), ("xccl", "xpu")])
+def test_a_device_s_wire_without_a_device_says_so(backend, device):
+    invitation, complete = invite(1, "cpu", backend=backend)
     outcome = queue.SimpleQueue()
 
     def joins():
@@ -183,10 +207,11 @@ def test_nccl_without_cuda_says_so():
 
     drafter = threading.Thread(target=joins)
     drafter.start()
-    with pytest.raises(LinkError, match="nccl needs a CUDA device"):
+    needs = f"{backend} needs a device of torch's kind {device} on both ends"
+    with pytest.raises(LinkError, match=needs):
         complete(HANG_S)
     drafter.join(HANG_S)
-    assert outcome.get_nowait() == "nccl needs a CUDA device on both ends; use link.backend: auto"
+    assert outcome.get_nowait().startswith(needs)
 
 
 @pytest.mark.gpu
@@ -195,10 +220,18 @@ def test_nccl_peer_never_comes():
     """All that one GPU can show: the groups are made, the deadline is ours, abort works, the process lives."""
     from torch.distributed import TCPStore
 
-    from outrider.cluster.link.transport import NcclTransport
+    from outrider.cluster.link.transport import DeviceTransport
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     start = time.monotonic()
     with pytest.raises(LinkError, match="nccl"):
-        NcclTransport(store, 0, device="cuda:0", capacity_words=CAPACITY, connect_timeout_s=5, send_timeout_s=1)
+        DeviceTransport(
+            store,
+            0,
+            backend="nccl",
+            device="cuda:0",
+            capacity_words=CAPACITY,
+            connect_timeout_s=5,
+            send_timeout_s=1,
+        )
     assert time.monotonic() - start < HANG_S

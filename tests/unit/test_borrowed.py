@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from outrider.cluster.borrowed import Borrowed, Project, Table
+from outrider.cluster.borrowed import Borrowed, Project, Table, rows
 from outrider.cluster.config import ConfigError
 
 LIMIT = 3
@@ -122,3 +122,25 @@ def test_the_refusal_says_which_versions_it_is_about():
         f"pytest: borrowed_from.gone does not exist (PyTest {pytest.__version__} is installed, ours.py was written for "
         "0.1); install PyTest 0.1"
     )
+
+
+def test_a_table_is_written_as_text():
+    text = """
+m:A.f(a, b, ...) [g, h] < m:A.run, m:B.run: why: it takes more
+m:A.g(a): exactly this
+m:A.h(): exactly nothing
+m:X: goes
+    on < here
+"""
+    assert rows(text) == (
+        Borrowed("m:A.f", "why: it takes more", takes=("a", "b"), read_by=("m:A.run", "m:B.run"), also=("g", "h")),
+        Borrowed("m:A.g", "exactly this", exactly=("a",)),
+        Borrowed("m:A.h", "exactly nothing", exactly=()),
+        Borrowed("m:X", "goes on < here"),
+    )
+
+
+@pytest.mark.parametrize("line", ["m:A.f", "m:A.f(a: why", "m:A.f [g: why", "m:A.f <: why", "m:A.f(a) g: why", ": w"])
+def test_what_is_no_row_is_refused(line):
+    with pytest.raises(ValueError, match="no row of a table"):
+        rows(f"m:A.g: there\n{line}\nm:A.h: there")

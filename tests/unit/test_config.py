@@ -181,25 +181,29 @@ def test_a_k_out_of_range_says_how_to_serve_without_speculation(k: int) -> None:
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        ({"method": "ngram"}, r"link\.backend: nccl .* method ngram has none; use auto"),
-        ({"method": "suffix"}, r"link\.backend: nccl .* method suffix has none"),
-        (
-            {"method": "draft_model", "model": "d", "tensor_parallel_size": 2},
-            r"link\.backend: nccl .*drafter\.tensor_parallel_size above 1",
-        ),
+        ({"method": "ngram"}, "method ngram has none; use auto"),
+        ({"method": "suffix"}, "method suffix has none"),
+        ({"method": "draft_model", "model": "d", "tensor_parallel_size": 2}, r"drafter\.tensor_parallel_size above 1"),
     ],
 )
-def test_nccl_is_refused_where_the_drafter_has_no_gpu_of_its_own(drafter, message):
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])
+def test_a_device_s_wire_is_refused_where_the_drafter_has_no_device_of_its_own(drafter, message, backend):
     data = {"target": {"model": "t"}, "drafter": drafter}
-    with pytest.raises(ConfigError, match=f"^config: {message}"):
-        parse_config({**data, "link": {"backend": "nccl"}})
+    with pytest.raises(ConfigError, match=rf"^config: link\.backend: {backend} needs a device .*{message}"):
+        parse_config({**data, "link": {"backend": backend}})
     for other in ("auto", "local", "gloo"):
         assert parse_config({**data, "link": {"backend": other}}).link.backend == other
 
 
-def test_nccl_between_two_gpus_is_taken():
-    one = {"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": "nccl"}}
-    assert parse_config(one).link.backend == "nccl"
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])
+def test_a_device_s_wire_between_two_devices_is_taken(backend):
+    one = {"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": backend}}
+    assert parse_config(one).link.backend == backend
+
+
+def test_a_wire_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"link\.backend: .*'gloo', 'nccl', 'hccl' or 'xccl'"):
+        parse_config({"target": {"model": "t"}, "link": {"backend": "mpi"}})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from outrider.actors.round.request import RequestSampling
 from outrider.actors.verification.batch import choose
-from outrider.actors.vllm_seam.graph_hits import count_graphs, take_hits
+from outrider.actors.vllm_seam.draft_worker import DraftWorker
 from outrider.actors.vllm_seam.target_sampler import verification_batch
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.cluster.modes import Mode
@@ -194,8 +194,9 @@ def test_a_link_is_pinged_between_two_processes():
     assert found["backend"] in ("local", "gloo")
     sealed = gpu_times.link_round_trip(config(link={"backend": "gloo", "frame_mac": "always"}), pings=8)
     assert sealed["backend"] == "gloo"
-    with pytest.raises(ConfigError, match=r"link\.backend: nccl needs two GPUs"):
-        gpu_times.link_round_trip(config(link={"backend": "nccl"}), ["0"])
+    for backend, devices in (("nccl", ["0"]), ("xccl", ["0", "1"])):
+        with pytest.raises(ConfigError, match=rf"link\.backend: {backend} is not measured here"):
+            gpu_times.link_round_trip(config(link={"backend": backend}), devices)
 
 
 @pytest.mark.parametrize(("drafts", "top_n"), [(0, 0), (3, 0), (3, 16), (2, 500)])
@@ -222,7 +223,7 @@ def test_graphs_are_counted_as_the_dispatcher_gives_them():
 
     dispatcher = SimpleNamespace(dispatch=dispatch)
     worker = SimpleNamespace(model_runner=SimpleNamespace(cudagraph_dispatcher=dispatcher))
-    count_graphs(worker)
+    DraftWorker.count_graphs(worker)
     assert [dispatcher.dispatch(3, has_lora=False)[1].num_tokens for _ in range(3)] == [4, 4, 9]
-    assert take_hits(worker) == {"PIECEWISE 4": 2, "NONE 9": 1}
-    assert take_hits(worker) == {}
+    assert DraftWorker.take_graph_hits(worker) == {"PIECEWISE 4": 2, "NONE 9": 1}
+    assert DraftWorker.take_graph_hits(worker) == {}

@@ -4,17 +4,19 @@ import json
 import queue
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from outrider.cluster.config import parse_config
+from outrider.cluster.config import ConfigError, parse_config
 from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
-from outrider.cluster.link.keeper import LinkKeeper, ReplicaIdentity, SilentLinks
+from outrider.cluster.link.keeper import LOST_S, LinkKeeper, ReplicaIdentity, SilentLinks
 from outrider.cluster.link.link import LinkCounters
 from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Member, Membership, Place
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.vocabulary import marks_of
+from tests.clock import Clock
 
 SOON_S = 10.0
 
@@ -167,6 +169,18 @@ def test_a_restart_ends_the_drafters_process_and_ray_begins_another(monkeypatch)
     assert killed == [(("Drafter:r1", NAMESPACE), False)]
 
 
+def test_a_question_that_is_lost_is_asked_once_more(monkeypatch):
+    asked, clock = [], Clock()
+    ready = SimpleNamespace(remote=lambda: asked.append(len(asked)) or f"question {len(asked)}")
+    monkeypatch.setattr(link_keeper.time, "monotonic", clock)
+    monkeypatch.setattr(link_keeper.ray, "get_actor", lambda name, namespace: SimpleNamespace(ready=ready))
+    monkeypatch.setattr(link_keeper.ray, "wait", lambda questions, timeout: ([], questions))
+    keeper = ScriptedKeeper()
+    for clock.now, questions in ((0.0, 1), (LOST_S - 1, 1), (LOST_S, 2), (2 * LOST_S - 1, 2)):
+        assert not LinkKeeper._is_ready(keeper, "D1")
+        assert len(asked) == questions
+
+
 def silent_links(deadline_s, *heard):
     """The number of the link after which the drafter is restarted; None: it is not."""
     links = SilentLinks(deadline_s)
@@ -229,3 +243,18 @@ def test_a_draft_model_is_told_what_the_targets_ids_mean(tmp_path, monkeypatch):
             Inviting(str(tmp_path), drafter)._connect(LinkGrant(1, "D1"))
     assert invited == [marks_of(str(tmp_path)), ()]
     assert invited[0]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])
+def test_a_verifier_without_the_backend_does_not_start(backend):
+    import torch
+
+    if torch.distributed.is_backend_available(backend):
+        pytest.skip("this torch has it")
+    config = parse_config(
+        {"target": {"model": "m"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": backend}}
+    )
+    with pytest.raises(ConfigError, match=rf"^link\.backend: {backend} needs a device .* has no such backend"):
+        LinkKeeper(
+            config, ReplicaIdentity("r1", "Registry"), vocab_size=9, capacity_words=64, decode=list, on_link=print
+        )

@@ -15,8 +15,9 @@ USES_VLLM = ("actors/vllm_seam/", "actors/serving/openai/", "deploy/bench/in_pro
 """Its internals; its own serving classes and its engine by their public names."""
 
 USES_SERVE_PRIVATES = ("actors/serve_seam/",)
-NEITHER_S = ("_replace", "_exit", "_Options", "_ArgumentGroup", "_MutuallyExclusiveGroup")
-"""Public in spite of their names, of named tuples and os; torch's ProcessGroupGloo; argparse's types."""
+NEITHER_S = ("_replace", "_exit", "_Options", "_plugins", "_ArgumentGroup", "_MutuallyExclusiveGroup")
+"""Public in spite of their names, of named tuples and os; torch's ProcessGroupGloo, and its table of backends;
+argparse's types."""
 
 
 @cache

@@ -20,6 +20,7 @@ from tests.unit.link.memory_transport import CAPACITY, SOON_S, frame
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not machine(), reason="needs Linux")]
 
+ROOT = Path(__file__).parents[3]
 VERIFIERS, DRAFTERS = b"v" * 32, b"d" * 32
 """What each says."""
 
@@ -121,6 +122,32 @@ else:
             dial(theirs, DRAFTERS, VERIFIERS, in_time())
     assert other.communicate(timeout=6 * SOON_S)[0] == "0\n", "it was told something"
     assert outcome.empty()
+    with connected(accepting):
+        pass
+
+
+FROM_ANOTHER_NETWORK = """
+import ctypes, sys, time
+import tests  # which makes a bare checkout importable
+import outrider.cluster.link.local_transport as local
+if ctypes.CDLL(None, use_errno=True).unshare(0x40000000):  # CLONE_NEWNET
+    sys.exit(77)
+print(local.machine())
+try:
+    local.dial(sys.argv[1], b"d" * 32, b"v" * 32, time.monotonic() + 5)
+except local.TransportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a network of its own")
+def test_a_container_with_a_network_of_its_own_is_on_this_machine_and_does_not_reach_the_socket(accepting):
+    arguments = [sys.executable, "-c", FROM_ANOTHER_NETWORK, accepting[0]]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 77:
+        pytest.skip("may not make one here")
+    said = "its local socket cannot be reached from here, as from another container: Connection refused"
+    assert done.stdout.splitlines() == [machine(), said], done.stderr
     with connected(accepting):
         pass
 

@@ -42,6 +42,19 @@ def test_one_that_would_still_be_run_on_embeddings_is_refused():
         DraftEngine(SimpleNamespace(model_config=model_config), in_process=True)
 
 
+def test_one_whose_positions_have_several_dimensions_is_refused_before_it_loads(tmp_path):
+    from transformers import PaddleOCRVLConfig
+
+    text = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
+    document = PaddleOCRVLConfig(text_config=text).to_dict()
+    document["architectures"] = ["PaddleOCRVLForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(document, default=str))
+    config = DraftModelConfig(method="draft_model", model=str(tmp_path), dtype="float32", max_model_len=256)
+    vllm_config = drafter_vllm_config(config, None, None)
+    with pytest.raises(ConfigError, match=r"drafter\.model: .*\(M-RoPE\); use a text-only draft model"):
+        DraftEngine(vllm_config, in_process=True)
+
+
 def test_the_head_of_a_multimodal_model_is_its_language_models():
     weight = torch.arange(12.0).reshape(6, 2)
     language = SimpleNamespace(

@@ -6,7 +6,7 @@ import torch
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from outrider.actors.vllm_seam.spared_batches import spare_batches
+from outrider.actors.vllm_seam.target_worker import spare_batches
 
 SIZE, RANK, SLOTS = 6, 2, 3
 
