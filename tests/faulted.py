@@ -26,6 +26,10 @@ STOPPED_S = 3.0
 SHARE = 0.2
 """Of the time in which a slowed process runs."""
 
+GIVEN_UP_WITHIN_S = 400.0
+"""Serve gives up what has left three health checks in a row without an answer, each for a minute, and kills it when the
+answers that it had could have ended."""
+
 
 class Faulted:
     """Clients from entering to leaving the with block, and a server that has to be as it was at its end."""
@@ -84,6 +88,16 @@ def kill(deployment: Deployment, what: str) -> list[Any]:
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: pid not in processes(deployment).get(what, []), HANG_GUARD_S, "its end is known")
     return lost
+
+
+def stop_for_good(deployment: Deployment, what: str) -> None:
+    """The only one, until nothing is left of it and all that was beneath it."""
+    pid = only(deployment, what)
+    lost = family(pid)
+    began = time.monotonic()
+    with stopped(pid):
+        wait_until(lambda: not alive(lost), GIVEN_UP_WITHIN_S, "it is given up, and ended")
+    print(f"{what} ended {time.monotonic() - began:.1f} s after it was stopped")
 
 
 def check_nothing_is_left(lost: list[Any]) -> None:

@@ -39,11 +39,13 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.serve_seam.living import lives
 from outrider.actors.serve_seam.replica_log import serve_log_kept
+from outrider.actors.serve_seam.steady_time import go_by_steady_time
 from outrider.actors.serving.adapters import RunTimeAdapters, asked_of
 from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
 from outrider.actors.serving.ways_out import WaysOut
+from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
@@ -83,6 +85,7 @@ class Target:
         self._group = ray.util.get_current_placement_group()
         self._address = ray.get_runtime_context().gcs_address
         start_up = StartUp(logger)
+        go_by_steady_time()
         with serve_log_kept():
             # Seconds of imports, in which the registry's and the drafter's processes start.
             imports = asyncio.create_task(asyncio.to_thread(_import_engine))
@@ -94,6 +97,7 @@ class Target:
             await self._lease.take()
             await imports
             start_up.done("vllm imported by the replica")
+            self._heartbeat = Heartbeat()
             self._engine = self._start_engine()
             self._ways_out = WaysOut(self._engine.abort, lives)
             start_up.done("engine core and ranks started, model loaded")
@@ -110,6 +114,7 @@ class Target:
         await self._engine.warm_up()
         start_up.done("target warmed up")
         self._engine.watch_steps(config.serving.step_watchdog_s)
+        self._heartbeat.start()
         if self._drafter is not None:
             await self._drafter.ready.remote()
             start_up.done("waiting for the drafter")
@@ -260,6 +265,8 @@ class Target:
 
     def __del__(self) -> None:
         """Serve calls this on a graceful shutdown."""
+        if (heartbeat := getattr(self, "_heartbeat", None)) is not None:
+            heartbeat.stop()
         if (adapters := getattr(self, "_adapters", None)) is not None:
             adapters.stop()
         engine = getattr(self, "_engine", None)
@@ -359,6 +366,7 @@ class Target:
             "replica": self._replica,
             "registry": registry_name(self._config.serving.app_name),
         }
+        vllm_config.additional_config[HEARTBEAT] = self._heartbeat.path
         return TargetEngine(
             vllm_config,
             configured_chat_template(self._config),

@@ -1,13 +1,15 @@
 """vLLM's Ray executor, with ranks on the bundles, cores and actor names that a RankPlacement asks for.
 
-Five things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
+Six things differ from ``RayExecutorV2``: it connects to a given cluster and namespace and takes the placement
 group it is handed (the stock one insists on a Ray device key, which the CPU platform lacks), it names and places
 each rank, it binds a CPU rank's threads to the rank's own cores before torch starts any, its ranks meet at a store that
-listens on one address only, and it asks for drafts together with the step that they follow.
+listens on one address only, it asks for drafts together with the step that they follow, and it watches the replica that
+it runs for.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +25,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
+from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, end_standing_replica
 from outrider.cluster.link.rendezvous import open_store
 from outrider.cluster.placement import NAMESPACE, RankPlacement, bind_to
 
@@ -92,6 +95,8 @@ class RayRanksExecutor(RayExecutorV2):
             super()._init_executor()
         for queue in self.response_mqs:
             _sleep_early(queue)
+        if (heartbeat := self.vllm_config.additional_config.get(HEARTBEAT)) is not None:
+            threading.Thread(target=end_standing_replica, args=(heartbeat,), name="replica-watch", daemon=True).start()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         output = super().execute_model(scheduler_output, non_block=non_block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from outrider.actors.observability.round_tracer import RoundTracer
@@ -13,7 +14,6 @@ from outrider.actors.round.teaching import Teaching
 from outrider.actors.verification.likeliest import likeliest
 from outrider.actors.vllm_seam import leans_on, stages
 from outrider.actors.vllm_seam.engine_args import worker_class
-from outrider.actors.vllm_seam.spared_batches import spare_batches
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
 from outrider.cluster.config import DraftModelConfig, OutriderConfig
@@ -148,3 +148,20 @@ def _draft_adapters(config: OutriderConfig) -> dict[str, int]:
     """Adapters that the drafter has, and their numbers: see DraftWorker.load_adapters."""
     own = config.drafter.lora if isinstance(config.drafter, DraftModelConfig) else None
     return {} if own is None else {adapter.name: number for number, adapter in enumerate(own.adapters, start=1)}
+
+
+def spare_batches(lora_manager: Any) -> None:
+    """A batch in which nobody names an adapter runs none of their kernels. vLLM's CPU wrapper allocates for every layer
+    then, and multiplies the output head's rows by an empty slot's zeros: a fifth of a small model's step. Its GPU
+    kernels leave at once. lora_manager: of vLLM's model runner on CPU, its model loaded."""
+    for wrapper in lora_manager._adapter_manager.punica_wrapper_mapping.values():
+        for name in ("add_lora_linear", "add_lora_logits"):  # what they change, they change in place
+            setattr(wrapper, name, _spared(wrapper, getattr(wrapper, name)))
+
+
+def _spared(wrapper: Any, kernel: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        if not wrapper.no_lora:  # no token of the batch has an adapter
+            kernel(*args, **kwargs)
+
+    return run

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import ExitStack
 
 import grpc
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderError
 from tests.faulted import (
+    GIVEN_UP_WITHIN_S,
     PROMPT,
     REPLACED_WITHIN_S,
     SHARE,
@@ -55,9 +57,6 @@ MOST_TOKENS = 900
 """Of an answer: beside its prompt there is room for so many."""
 
 STREAMS = 3
-GIVEN_UP_WITHIN_S = 400.0
-"""Serve gives up what has left three health checks in a row without an answer, each for a minute, and kills it when the
-answers that it had could have ended."""
 
 CUTTING = {PROXY, INGRESS, VERIFIER, ENGINE_CORE}
 """Who takes with it what runs on it."""
@@ -109,7 +108,7 @@ def test_one_is_killed(ngram_pair: Deployment, what: str) -> None:
 @pytest.mark.parametrize("what", [PROXY, INGRESS])
 def test_one_is_stopped_for_good(ngram_pair: Deployment, what: str) -> None:
     """What runs on it stands still until it is given up, and is told so then; another takes its place. Of a controller:
-    tests/integration/test_cli.py."""
+    tests/integration/test_cli.py; of a target replica and its rank 0: test_lost_replica.py."""
     before = counted(ngram_pair)
     pid = only(ngram_pair, what)
     lost = family(pid)
@@ -121,11 +120,11 @@ def test_one_is_stopped_for_good(ngram_pair: Deployment, what: str) -> None:
         told = join(streams)
         print(f"its streams were told by {time.monotonic() - began:.1f} s")
         wait_until_counted(ngram_pair, before, REPLACED_WITHIN_S)
+        check_nothing_is_left(lost)
     assert len(told) == STREAMS, "all of them ran on it"
     assert {error.code for error in told} == {grpc.StatusCode.UNAVAILABLE}
     for each in streams:
         ngram_pair.reference.check(each.prompt, each.tokens, label="until then")
-    check_nothing_is_left(lost)
     check_all_is_well(ngram_pair)
 
 
@@ -145,24 +144,29 @@ def test_an_answer_whose_way_out_is_killed_is_not_made_to_its_end(ngram_pair: De
         wait_until_counted(ngram_pair, before, REPLACED_WITHIN_S)
 
 
-@pytest.mark.parametrize("how", ["slowed", "stopped", "killed"])
+@pytest.mark.parametrize("how", ["slowed", "stopped", "stopped for good", "killed"])
 def test_a_replica_of_the_pool(pool: Deployment, how: str) -> None:
     """Its drafter goes with it, and its targets to another; short of that nobody notices."""
+    is_lost = how in ("stopped for good", "killed")
     wait_until(lambda: is_even(pool), HANG_GUARD_S, "a drafter each")
     replica, pid = next(iter(pool.replicas(POOL_REPLICA).items()))
     drafter = next(each for name, each in pool.drafters().items() if replica in name)
     with Faulted(pool) as fault:
-        if how != "killed":
+        if not is_lost:
             fault.hold_up(pid, how)
         else:
             lost = [*family(pid), *family(drafter)]
-            os.kill(pid, signal.SIGKILL)
-            killed = time.monotonic()
-            wait_until(lambda: not alive(lost), HANG_GUARD_S, "it and its drafter are gone")
-            print(f"drafter gone {time.monotonic() - killed:.1f} s after its owner")
+            began = time.monotonic()
+            with ExitStack() as for_good:
+                if how == "killed":
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    for_good.enter_context(stopped(pid))
+                wait_until(lambda: not alive(lost), GIVEN_UP_WITHIN_S, "it and its drafter are gone")
+            print(f"it and its drafter gone after {time.monotonic() - began:.1f} s")
             wait_until(lambda: replica not in pool.replicas(POOL_REPLICA), HANG_GUARD_S, "its end is known")
         fault.whole_again()
         wait_until(lambda: is_even(pool), REPLACED_WITHIN_S, "a drafter each")
     fault.check(cut=False)
-    assert (pid in pool.replicas(POOL_REPLICA).values()) == (how != "killed")
+    assert (pid in pool.replicas(POOL_REPLICA).values()) != is_lost
     all_draft(pool)
