@@ -249,7 +249,7 @@ class ActorConfig(Section):
     on bundles of its own; target replicas serve without, too. (``remote`` is an older name of ``with_target``.)"""
 
     num_drafters: int = Field(1, ge=1, le=1024)
-    """``placement: pool``: how many. A drafter of 8B has time for four to eight targets of 70B."""
+    """``placement: pool``: how many. One for four targets, see ``targets_per_drafter`` under «drafter.autoscaling»."""
 
     autoscaling: PoolScalingConfig | None = None
     """``placement: pool``: a number of drafters that follows what they gain, in place of ``num_drafters``; keys below,

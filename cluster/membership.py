@@ -64,7 +64,7 @@ def fingerprint(config: OutriderConfig) -> str:
     """Of what both ends of a link have to agree on: the two models and their tokens, how is drafted, and the protocol.
     A deployment that is replaced by another configuration has members of both for a while."""
     drafter, target = config.remote_drafter, config.target
-    where = {"placement", "cores", "num_drafters", "autoscaling"}
+    where = {"placement", "cores", "node_labels", "num_drafters", "autoscaling"}
     agreed = {
         "protocol": PROTOCOL_VERSION,
         "drafter": None if drafter is None else drafter.model_dump(mode="json", exclude=where),
@@ -103,7 +103,7 @@ class LinkReport:
     rtt_us: float = 0.0
     last_error: str = ""
     backend: str = ""
-    """Of a link that is up: local, gloo or nccl."""
+    """Of a link that is up: local, gloo, or one of link.rendezvous.DEVICE_BACKENDS."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Membership:
     def expire(self, now: float) -> None:
         for replica in [name for name, end in self.leases.items() if end <= now]:
             self.leave(replica)
-        for name in set(self.verifiers) - set(self.leases):
+        for name in (self.verifiers.keys() | self.links.keys()) - self.leases.keys():
             self.leave(name)
 
     def leave(self, replica: str) -> None:

@@ -16,8 +16,6 @@ from outrider.cluster.config import ConfigError, NodeType
 from outrider.cluster.head import HEAD_RESOURCE
 from outrider.cluster.placement import Bundle, ReplicaPlacement
 
-_UNITS = (("GPU", "GPUs"), ("CPU", "logical CPUs"))
-
 TODAYS = "the cluster's nodes"
 """In words."""
 
@@ -68,7 +66,7 @@ class Unit:
 
     @property
     def in_words(self) -> str:
-        needs = " and ".join(f"{count:g} {name}s" for name, count in self.needs.items())
+        needs = " and ".join(f"{count:g} {name}{'s' if count != 1 else ''}" for name, count in self.needs.items())
         return f"{needs} with {_listed(self.labels)}" if self.labels else needs
 
 
@@ -161,12 +159,10 @@ def most_beside(other: Unit, number: int, unit: Unit, nodes: Sequence[Node]) -> 
     return int(max(most[number], 0))
 
 
-def check_nodes_hold_a_replica(
-    placement: ReplicaPlacement, pool: ReplicaPlacement | None, nodes: Sequence[Node], where: str
-) -> None:
+def check_nodes_hold_each(wanted: Sequence[Wanted], nodes: Sequence[Node], where: str) -> None:
     """Raises ConfigError for what has to sit on one node and fits none of these. where: what they are, in words."""
-    for unit in [*units_of(placement), *(units_of(pool) if pool is not None else [])]:
-        if not any(node.carries(unit.labels) for node in nodes):
+    for unit in (unit for each in wanted for unit in units_of(each.placement)):
+        if unit.labels and not any(node.carries(unit.labels) for node in nodes):
             raise ConfigError(
                 f"{unit.section}.node_labels: no node of {where} has {_listed(unit.labels)}; correct it, or label one "
                 "(`ray start --labels`)"
@@ -175,7 +171,7 @@ def check_nodes_hold_a_replica(
             lower = "lower it or target.pipeline_parallel_size" if unit.section == "target" else "lower it"
             raise ConfigError(
                 f"{unit.section}.tensor_parallel_size: {unit.ranks} on one node need {unit.in_words} there, which no "
-                f"node of {where} has; {lower}, or add a node that does"
+                f"node of {where} has; {lower}, or add a node that does (`ray start --num-gpus`, `--num-cpus`)"
             )
 
 
@@ -186,16 +182,16 @@ def check_all_have_a_place(
     drafter, at most. known: what they are, in words."""
     before: tuple[Unit, int] | None = None
     for each in wanted:
-        times = _times(each.number)
+        again = f", {each.number} times" if each.number > 1 else ""
         for unit in units_of(each.placement):
             held, beside = sum(node.room_for(unit) for node in nodes), ""
             if before is not None and held >= each.number:
                 held = most_beside(*before, unit, nodes)
-                beside = f"beside {_times(before[1])} {before[0].ranks} "
+                beside = f"beside {_times(before[1], before[0])} "
             if held < each.number:
                 named = each.field if each.number > 1 else f"{unit.section}.tensor_parallel_size"
                 raise ConfigError(
-                    f"{named}: {times} {unit.ranks} on one node need {unit.in_words} there, {times}, and "
+                    f"{named}: {_times(each.number, unit)} on one node need {unit.in_words} there{again}, and "
                     f"{beside}{known} hold {held or 'none'}; lower it, or {fix}"
                 )
             before = (unit, each.number)
@@ -206,20 +202,7 @@ def check_cluster_can_hold(wanted: Sequence[Wanted], nodes: Sequence[Node]) -> N
 
     wanted: replicas, and the drafters of a pool after them. nodes: those that are alive.
     """
-    replicas, *pool = wanted
-    for resource, unit in _UNITS:
-        needed = sum(each.placement.total(resource) * each.number for each in wanted)
-        there = sum(node.resources.get(resource, 0.0) for node in nodes)
-        if needed > there:
-            shared = "".join(f" and a pool of {each.number}" for each in pool)
-            one = replicas.number == 1
-            raise ConfigError(
-                f"{'target.tensor_parallel_size' if one else replicas.field}: {replicas.number} "
-                f"replica{'' if one else 's'} of {len(replicas.placement.target_bundle_indices)} target and "
-                f"{len(replicas.placement.drafter_bundle_indices)} drafter ranks{shared} need{'s' if one else ''} "
-                f"{needed:g} {unit}, the cluster has {there:g}; {_fix(resource)}"
-            )
-    check_nodes_hold_a_replica(replicas.placement, pool[0].placement if pool else None, nodes, "the cluster")
+    check_nodes_hold_each(wanted, nodes, "the cluster")
     check_all_have_a_place(wanted, nodes)
 
 
@@ -237,14 +220,5 @@ def _listed(labels: Mapping[str, str]) -> str:
     return " and ".join(f"{key}={value}" for key, value in labels.items())
 
 
-def _times(number: int) -> str:
-    return "1 time" if number == 1 else f"{number} times"
-
-
-def _fix(resource: str) -> str:
-    if resource == "GPU":
-        return (
-            "lower the tensor_parallel_size of target or drafter, or target.pipeline_parallel_size, "
-            "or add GPUs to the cluster"
-        )
-    return "lower it, or start Ray with more (`ray start --num-cpus`)"
+def _times(number: int, unit: Unit) -> str:
+    return unit.ranks if number == 1 else f"{number} times {unit.ranks}"

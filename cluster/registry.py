@@ -135,16 +135,6 @@ def find_registry(app_name: str) -> Any:
     return ray.get_actor(registry_name(app_name), namespace=NAMESPACE)
 
 
-def pool_troubles(app_name: str, timeout_s: float) -> dict[str, str]:
-    """See Registry.troubles; none while there is no registry. Raises RayError, GetTimeoutError among them."""
-    try:
-        registry = find_registry(app_name)
-    except ValueError:
-        return {}
-    troubles: dict[str, str] = ray.get(registry.troubles.remote(), timeout=timeout_s)
-    return troubles
-
-
 def this_place() -> Place:
     """Of this Ray process."""
     context = ray.get_runtime_context()

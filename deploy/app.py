@@ -32,6 +32,7 @@ from outrider.cluster.config import (
 from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_config import ActorConfig, check_build_drafts, check_several_models
 from outrider.cluster.installed import installed_version
+from outrider.cluster.link.rendezvous import DEVICE_BACKENDS
 from outrider.cluster.nodes import in_words
 from outrider.cluster.placement import (
     REPLICA_CPUS,
@@ -42,7 +43,7 @@ from outrider.cluster.placement import (
     plan_cores,
     pool_placement_of,
 )
-from outrider.cluster.registry import find_registry, pool_troubles
+from outrider.cluster.registry import find_registry
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.nodes import can_surge, can_surge_drafters, check_nodes, living_nodes, placed
 from outrider.deploy.preset import Overrides, resolve_config
@@ -117,8 +118,8 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
 
 
 def _compare_models(config: OutriderConfig) -> None:
-    """Raises ConfigError. A checkpoint that only another node has cannot be read: then nothing but tokenizers is
-    compared, when a target links to a drafter (cluster/vocabulary.py)."""
+    """Raises ConfigError. A checkpoint that only another node has cannot be read: then the target is checked by itself,
+    where it is here, and tokenizers are compared when it links to a drafter (cluster/vocabulary.py)."""
     models = [config.target.model, config.drafter_model or config.target.model]
     if isinstance(config.drafter, DraftModelConfig):
         models += [each.model for each in config.drafter.also]
@@ -128,7 +129,9 @@ def _compare_models(config: OutriderConfig) -> None:
             "outrider doctor on one that has it",
             away[0],
         )
-        return
+        if config.target.model in away:
+            return
+        config = config.model_copy(update={"drafter": None})
     check_models(config)
 
 
@@ -149,6 +152,8 @@ class ReplicaPlan:
     """In the pool, at least."""
 
     most_drafters: int = 0
+    pool_is_scaled: bool = False
+    """drafter.autoscaling says how many there are."""
 
     def total(self, resource: str, num_replicas: int, num_drafters: int) -> float:
         """Of so many replicas and so large a pool."""
@@ -160,7 +165,9 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had."""
     gpu = engine_on_gpu()
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
-    sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
+    sizes: tuple[int, int, bool] = (0, 0, False)
+    if pooled is not None:
+        sizes = pooled.least_drafters, pooled.most_drafters, pooled.autoscaling is not None
     if config.co_located is not None:
         check_build_drafts(config.co_located, gpu)
     if isinstance(config.drafter, DraftModelConfig):
@@ -171,15 +178,16 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
         pool = pool_placement_of(config, on_gpu=True)
         return ReplicaPlan(placement_of(config, on_gpu=True), None, (), pool, *sizes)
-    if config.link.backend == "nccl":
-        raise ConfigError("link.backend: nccl needs a GPU at both ends, and this vLLM runs on CPU; use auto")
+    if (backend := config.link.backend) in DEVICE_BACKENDS:
+        raise ConfigError(f"link.backend: {backend} needs a device at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
     warnings = cores.warnings
     if config.serving.most_replicas > 1:
         field = "num_replicas" if config.serving.autoscaling is None else "autoscaling.max"
         warnings += (f"replicas on one machine share the cores planned for one of them (serving.{field})",)
     if sizes[1] > 1:
-        warnings += ("drafters on one machine share the cores planned for one of them (drafter.num_drafters)",)
+        field = "autoscaling.max" if sizes[2] else "num_drafters"
+        warnings += (f"drafters on one machine share the cores planned for one of them (drafter.{field})",)
     placement, pool = placement_of(config, False, cores), pool_placement_of(config, False, cores)
     return ReplicaPlan(placement, cores, warnings, pool, *sizes)
 
@@ -202,8 +210,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
+    from outrider.actors.serve_seam.living import is_stopping
     from outrider.actors.serve_seam.running_replicas import running_replicas
-    from outrider.actors.serve_seam.stopping import is_stopping
     from outrider.actors.serve_seam.waiting import waiting_groups
     from outrider.actors.serving.capacity import Capacity, part_of
     from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
@@ -220,7 +228,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         plan = placed(plan, serving, nodes)
         check_nodes(plan, serving, nodes)
         surges = can_surge(plan, serving, nodes)
-        pool_surges = plan.pool is not None and can_surge_drafters(plan, serving, nodes, beside_replica=surges)
+        pool_surges = can_surge_drafters(plan, serving, nodes, beside_replica=surges)
     placement = plan.placement
     capacity = Capacity(
         serving.max_ongoing_requests,
@@ -330,8 +338,14 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
 
 
 def troubled_drafters(app_name: str) -> dict[tuple[str, str], str]:
-    """By deployment and replica: why the pool's drafters that do not load do not. Raises RayError."""
-    return {(POOL, replica): why for replica, why in pool_troubles(app_name, TROUBLES_WITHIN_S).items()}
+    """By deployment and replica: why the pool's drafters that do not load do not; none while there is no registry.
+    Raises RayError, GetTimeoutError among them."""
+    try:
+        registry = find_registry(app_name)
+    except ValueError:
+        return {}
+    troubles: dict[str, str] = ray.get(registry.troubles.remote(), timeout=TROUBLES_WITHIN_S)
+    return {(POOL, replica): why for replica, why in troubles.items()}
 
 
 def labels_of(placement: ReplicaPlacement) -> list[dict[str, str]] | None:

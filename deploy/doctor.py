@@ -300,20 +300,23 @@ def check_cores(config: OutriderConfig, gpu: bool) -> list[Finding]:
 
 
 def memory_needed(config: OutriderConfig) -> tuple[int, list[str]]:
-    """Bytes that all replicas take on CPU, and what of it is not known."""
-    parts: list[tuple[str, str, EngineConfig]] = [("target.model", config.target.model, config.target)]
+    """Bytes that all replicas take on CPU, and what of it is not known. Of a pool: the drafters that it begins with."""
+    replicas, remote = config.serving.least_replicas, config.remote_drafter
+    drafters = max(remote.least_drafters, 1) if remote is not None and remote.pooled else replicas
+    parts: list[tuple[str, str, EngineConfig, int]] = [("target", config.target.model, config.target, replicas)]
     if (model := config.drafter_model) is not None:
         drafter = config.drafter
-        parts.append(("drafter.model", model, drafter if isinstance(drafter, EngineConfig) else config.target))
-    parts += [(f"{section}.model", engine.model, engine) for section, engine in _also(config)]
-    needed, unknown = 0, []
-    for field, model, engine in parts:
+        parts.append(("drafter", model, drafter if isinstance(drafter, EngineConfig) else config.target, drafters))
+    parts += [(section, engine.model, engine, drafters) for section, engine in _also(config)]
+    needed, unknown = OTHERS_BYTES, []
+    for section, model, engine, number in parts:
         weights = weight_bytes(model, engine.dtype)
         if weights is None:
-            unknown.append(field)
-        needed += weights or 0
-    needed += sum(bytes_beside_weights(engine) for engine in {id(engine): engine for _, _, engine in parts}.values())
-    return needed * config.serving.least_replicas + OTHERS_BYTES, unknown
+            unknown.append(f"{section}.model")
+        needed += number * (weights or 0)
+    for engine, number in {id(engine): (engine, number) for _, _, engine, number in parts}.values():
+        needed += number * bytes_beside_weights(engine)
+    return needed, unknown
 
 
 def check_memory(config: OutriderConfig, available: int) -> Finding:

@@ -17,7 +17,7 @@ from outrider.cluster.nodes import (
     all_there_may_be,
     check_all_have_a_place,
     check_cluster_can_hold,
-    check_nodes_hold_a_replica,
+    check_nodes_hold_each,
     kept_together,
 )
 
@@ -55,10 +55,10 @@ def check_nodes(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]
     """Raises ConfigError when the nodes cannot hold what has to run at once, unless others may come; and where neither
     they nor all that may come by serving.node_types could ever. What autoscaling may ask for beyond that is a warning:
     nodes may come for it then, or the log says that none will."""
+    least, most = _wanted(plan, serving, "min"), _wanted(plan, serving, "max")
     if serving.node_types:
         known = [*nodes, *(Node.of(kind) for kind in serving.node_types)]
-        check_nodes_hold_a_replica(plan.placement, plan.pool, known, "the cluster or of serving.node_types")
-    least, most = _wanted(plan, serving, "min"), _wanted(plan, serving, "max")
+        check_nodes_hold_each(least, known, "the cluster or of serving.node_types")
     if (lacking := _lacking(least, nodes)) is not None:
         if not serving.nodes_may_come:
             raise ConfigError(lacking)
@@ -79,10 +79,7 @@ def can_surge(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequence[Node]) 
     if serving.surge is False:
         return False
     replicas, *pool = _wanted(plan, serving, "max")
-    wanted = [replace(replicas, number=replicas.number + 1), *pool]
-    lacking = _lacking(wanted, nodes)
-    if serving.nodes_may_come and lacking is not None:
-        lacking = _never_there(wanted, serving, nodes)
+    lacking = _lacking_ever([replace(replicas, number=replicas.number + 1), *pool], serving, nodes)
     if lacking is None:
         return True
     if serving.surge:
@@ -99,15 +96,11 @@ def can_surge_drafters(plan: ReplicaPlan, serving: ServingConfig, nodes: Sequenc
     """Whether a deploy may have one drafter of the pool more for a while. beside_replica: and one replica more, which
     the deploy has at the same time. Where there is no room drafters are replaced in place, even with serving.surge:
     targets serve without."""
-    if serving.surge is False:
+    if plan.pool is None or serving.surge is False:
         return False
-    replicas, *pool = _wanted(plan, serving, "max")
-    more = [replace(each, number=each.number + 1) for each in pool]
-    wanted = [replace(replicas, number=replicas.number + beside_replica), *more]
-    lacking = _lacking(wanted, nodes)
-    if serving.nodes_may_come and lacking is not None:
-        lacking = _never_there(wanted, serving, nodes)
-    if lacking is not None:
+    replicas, pool = _wanted(plan, serving, "max")
+    more = [replace(replicas, number=replicas.number + beside_replica), replace(pool, number=pool.number + 1)]
+    if (lacking := _lacking_ever(more, serving, nodes)) is not None:
         logger.info("serving.surge: no room for one drafter more, so a deploy ends old ones first: %s", lacking)
     return lacking is None
 
@@ -119,7 +112,7 @@ def _wanted(plan: ReplicaPlan, serving: ServingConfig, end: Literal["min", "max"
         "max": (serving.most_replicas, plan.most_drafters),
     }[end]
     field = "serving.num_replicas" if serving.autoscaling is None else f"serving.autoscaling.{end}"
-    of_pool = "drafter.num_drafters" if plan.num_drafters == plan.most_drafters else f"drafter.autoscaling.{end}"
+    of_pool = f"drafter.autoscaling.{end}" if plan.pool_is_scaled else "drafter.num_drafters"
     pool = [] if plan.pool is None else [Wanted(plan.pool, drafters, of_pool)]
     return [Wanted(plan.placement, replicas, field), *pool]
 
@@ -131,6 +124,12 @@ def _lacking(wanted: Sequence[Wanted], nodes: Sequence[Node]) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _lacking_ever(wanted: Sequence[Wanted], serving: ServingConfig, nodes: Sequence[Node]) -> str | None:
+    """What the nodes lack for it, with all that may come."""
+    lacking = _lacking(wanted, nodes)
+    return _never_there(wanted, serving, nodes) if serving.nodes_may_come and lacking is not None else lacking
 
 
 def _never_there(wanted: Sequence[Wanted], serving: ServingConfig, nodes: Sequence[Node]) -> str | None:

@@ -27,20 +27,29 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from outrider.actors.observability.start_up import stages_in
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT, leans_on
 from outrider.actors.serve_seam.broadcast import broadcast
-from outrider.actors.serve_seam.controller import end_controller
+from outrider.actors.serve_seam.living import end_controller
 from outrider.actors.serve_seam.options import proxy_options
 from outrider.actors.serve_seam.waiting import waiting_groups
 from outrider.actors.serving.access.settings import ProxyAccess
+from outrider.actors.serving.waiting import TO_LOAD, Waits
 from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
 from outrider.cluster.engine_args import Side, about
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
-from outrider.cluster.registry import pool_troubles
 from outrider.deploy import ray_access
-from outrider.deploy.app import INGRESS, POOL, TARGET, ReplicaPlan, build_app, describe, plan_replica, serve_logging
+from outrider.deploy.app import (
+    INGRESS,
+    POOL,
+    TARGET,
+    ReplicaPlan,
+    build_app,
+    describe,
+    plan_replica,
+    serve_logging,
+    troubled_drafters,
+)
 from outrider.deploy.drain import drain
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
-from outrider.deploy.pool_watch import PoolWatch
 from outrider.deploy.probe import Probe
 from outrider.deploy.processes import (
     SharedMemoryWatch,
@@ -73,7 +82,6 @@ BEAT_S = 3.0
 NOTE_EVERY_BEATS = 5
 ASKING_ENDS_WITHIN_S = 2.0
 ASKING_TO_DRAIN_S = 5.0
-ASKING_POOL_S = 5.0
 ENDING_CONTROLLER_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
 WORKER_NICENESS = ("RAY_worker_niceness", "0")
@@ -108,7 +116,8 @@ class Server:
         self._asking: threading.Thread | None = None
         self._stopped_asking = threading.Event()
         self._stages_told: set[tuple[str, float]] = set()
-        self._pool_watch = PoolWatch()
+        self._pool_waits = Waits({POOL: TO_LOAD}, again_s=math.inf)
+        self._pool_message = ""
         self._serves = False
 
     def start(self) -> None:
@@ -270,17 +279,24 @@ class Server:
             self._stop.wait(0.5)
 
     def _tell_pool(self, app: ApplicationStatusOverview) -> None:
-        """What keeps drafters of the pool from loading, when that is another than before."""
+        """What keeps drafters of the pool from being there, when that is another than before."""
         if POOL not in app.deployments:
             return
+        self._tell_what_serve_says(app.deployments[POOL])
         try:
-            troubles = pool_troubles(self._config.serving.app_name, ASKING_POOL_S)
+            troubles = troubled_drafters(self._config.serving.app_name)
         except ray.exceptions.RayError:
             return  # the registry is being replaced
-        if has_failed(pool := app.deployments[POOL]):
-            troubles[POOL] = explain(pool.message, self._log_texts())
-        for line in self._pool_watch.look(troubles):
-            self._progress.say(line)
+        for line in self._pool_waits.look((), time.monotonic(), troubles):
+            self._progress.say(f"WARNING: {line}")
+
+    def _tell_what_serve_says(self, pool: DeploymentStatusOverview) -> None:
+        """Of a pool whose replicas do not even begin: those tell of themselves."""
+        message = pool.message if has_failed(pool) else ""
+        if message and message != self._pool_message:
+            what = "has given up" if pool.status.name == "DEPLOY_FAILED" else "has trouble with"
+            self._progress.say(f"WARNING: Serve {what} the pool of drafters: {explain(message, self._log_texts())}")
+        self._pool_message = message
 
     def _wait_until_answering(self) -> None:
         """Ask the way a client does, since the proxies learn of a running replica only a moment later. Then see that

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from outrider.actors.serve_seam import leans_on
 from outrider.actors.serve_seam.grpc_proxy import limit_server
 from outrider.actors.serve_seam.listening import listen_as_configured
+from outrider.actors.serve_seam.steady_time import go_by_steady_time
 from outrider.actors.serving.access.calls import GuardedHttp, HandOn
 from outrider.actors.serving.access.process import proxy_guard
 from outrider.actors.serving.access.settings import proxy_access
@@ -40,6 +41,7 @@ def middlewares() -> list[Middleware]:
     """For Serve's proxies, which ask for them before they start their servers."""
     leans_on.HTTP_PROXY.check()
     leans_on.HEADERS.check()
+    go_by_steady_time()
     return_memory()
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts

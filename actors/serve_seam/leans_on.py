@@ -301,7 +301,7 @@ LISTENING = Table(
 
 INGRESS = Table(
     PROJECT,
-    "actors/serve_seam/stopping.py",
+    "actors/serve_seam/living.py",
     (
         Borrowed("ray._private.worker:global_worker.actors", "where a process's actors are"),
         Borrowed("ray.serve._private.replica:ReplicaActor._replica_impl", "a replica behind its actor"),
@@ -348,7 +348,7 @@ REPLICA = Table(
 
 SERVER = Table(
     PROJECT,
-    "deploy/server.py and actors/serve_seam/controller.py",
+    "deploy/server.py and actors/serve_seam/living.py",
     (
         Borrowed("ray.serve._private.constants:SERVE_CONTROLLER_NAME", "who is ended when it stands still"),
         Borrowed("ray.serve._private.constants:SERVE_NAMESPACE", "where it has that name"),
@@ -371,6 +371,48 @@ SERVER = Table(
     ),
 )
 
+_PRIVATE = "ray.serve._private"
+
+TIME = Table(
+    PROJECT,
+    "actors/serve_seam/steady_time.py",
+    (
+        Borrowed(
+            f"{_PRIVATE}.deployment_state:time",
+            "replaced: when replicas are asked for their health, and by when those that are taken down are to end",
+            read_by=(
+                f"{_PRIVATE}.deployment_state:ActorReplicaWrapper._should_start_new_health_check",
+                f"{_PRIVATE}.deployment_state:DeploymentReplica.check_stopped",
+            ),
+        ),
+        Borrowed(
+            "ray._common.utils:time",
+            "replaced: likewise of proxies",
+            read_by=("ray._common.utils:Timer.time",),
+        ),
+        Borrowed(
+            f"{_PRIVATE}.proxy:time",
+            "replaced: since when a proxy has been drained",
+            read_by=(f"{_PRIVATE}.proxy:GenericProxy.is_drained",),
+        ),
+        Borrowed(
+            f"{_PRIVATE}.autoscaling_state:time",
+            "replaced: how old the last report of load is",
+            read_by=(f"{_PRIVATE}.autoscaling_state:DeploymentAutoscalingState._aggregate_samples",),
+        ),
+        Borrowed(
+            f"{_PRIVATE}.replica:time",
+            "replaced: of when a replica's report is",
+            read_by=(f"{_PRIVATE}.replica:ReplicaMetricsManager._push_autoscaling_metrics",),
+        ),
+        Borrowed(
+            f"{_PRIVATE}.router:time",
+            "replaced: of when a caller's is",
+            read_by=(f"{_PRIVATE}.router:RouterMetricsManager._get_metrics_report",),
+        ),
+    ),
+)
+
 WAITING = Table(
     PROJECT,
     "actors/serve_seam/waiting.py",
@@ -388,4 +430,4 @@ WAITING = Table(
     ),
 )
 
-TABLES = (CALLER, CONTROLLER, GRPC_PROXY, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER, WAITING)
+TABLES = (CALLER, CONTROLLER, GRPC_PROXY, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER, TIME, WAITING)

@@ -78,6 +78,7 @@ class RegistryCalls:
 
     def __init__(self, app_name: str) -> None:
         self._name = registry_name(app_name)
+        self._registry: Any = None
         self._asked: Any = None
         self._said: Sequence[Work] | None = None
         self._said_s = float("-inf")
@@ -89,7 +90,9 @@ class RegistryCalls:
                 answer, self._asked = self._asked, None
                 self._said, self._said_s = ray.get(answer), now_s
             if self._asked is None:
-                self._asked = ray.get_actor(self._name, namespace=NAMESPACE).work.remote()
+                if self._registry is None:
+                    self._registry = ray.get_actor(self._name, namespace=NAMESPACE)
+                self._asked = self._registry.work.remote()
         except (RayError, ValueError):  # it is made anew by whoever misses it first
-            self._asked = None
+            self._asked = self._registry = None
         return self._said if now_s - self._said_s < SAID_LATELY_S else None

@@ -12,6 +12,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from outrider.actors.serve_seam import leans_on, running_replicas
+from outrider.actors.serve_seam.steady_time import go_by_steady_time
 from outrider.actors.serving.routing.policy import RoutingPolicy, RoutingSettings
 from outrider.actors.serving.routing.request_profile import RoutedRequest, profile
 
@@ -27,6 +28,7 @@ class TargetRouter(RequestRouter):
     def initialize_state(self, **settings: Any) -> None:
         """settings: RoutingSettings' fields, as request_router_kwargs has them."""
         leans_on.CALLER.check()  # broadcasts go from the same processes
+        go_by_steady_time()
         self._policy = RoutingPolicy(RoutingSettings(**settings))
         self._warned = False
 

@@ -18,6 +18,9 @@ from outrider.cluster.scaling_config import AutoscalingConfig
 USUAL_LOAD_S = 60.0
 """How long a replica takes to load, until one has."""
 
+LONGEST_LOAD_S = 900.0
+"""What took longer waited for a node, and says nothing of the next one."""
+
 TREND_S = 10.0
 """Over which it is told whether more comes than is done, and how much is refused."""
 
@@ -155,7 +158,8 @@ class ScalingPolicy:
                 self._ordered_s = now
         elif self._ordered_s is not None:
             # One that was away for a moment has not loaded anything.
-            self._load_s, self._ordered_s = max(now - self._ordered_s, self._load_s / 2), None
+            loaded_s = max(now - self._ordered_s, self._load_s / 2)
+            self._load_s, self._ordered_s = min(loaded_s, LONGEST_LOAD_S), None
         if look.refused:
             self._refusals.append((now, look.refused))
         _drop_until(self._refusals, now - TREND_S)

@@ -22,6 +22,7 @@ from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.replica_calls import ReplicaReply, sign
 from outrider.actors.serve_seam.replica_log import serve_log_kept
+from outrider.actors.serve_seam.steady_time import go_by_steady_time
 from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
@@ -37,6 +38,9 @@ _LOOK_S = 0.5
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Before a drafter that could not be loaded is tried again; twice as long each time."""
+
+ASK_AGAIN_S = 10.0
+"""Whether it has loaded."""
 
 MOST_OF_A_REASON = 300
 """Characters."""
@@ -73,6 +77,7 @@ class DrafterPool:
             cores=None if core_plan is None else [list(cores) for cores in core_plan.drafter],
             environment=process_environment(config.serving),
         )
+        go_by_steady_time()
         with serve_log_kept():
             self._lease = Lease(config.serving.app_name, member)
             self._drafter = await self._load(launch)
@@ -90,7 +95,7 @@ class DrafterPool:
             drafter = None
             try:
                 drafter = launch()
-                await drafter.ready.remote()
+                await _loaded(drafter)
             except (ray.exceptions.RayError, ValueError) as error:  # the latter: its name is not free again yet
                 logger.warning("the drafter does not load, next attempt in %g s: %s", pause_s, error)
                 if drafter is not None:
@@ -113,27 +118,39 @@ class DrafterPool:
     async def __del__(self) -> None:
         """Serve calls and awaits this on a graceful shutdown."""
         if (lease := getattr(self, "_lease", None)) is not None:
-            await self._let_go(lease)
+            if (loaded := lease.member.drafter) is not None:  # or nobody has it yet
+                await self._let_go(lease, loaded)
             await lease.end()
         if (drafter := getattr(self, "_drafter", None)) is not None:
             ray.kill(drafter)
 
-    async def _let_go(self, lease: Lease) -> None:
+    async def _let_go(self, lease: Lease, drafter: str) -> None:
         """Wait until verifiers that have another drafter to go to are there, and none of their requests is here."""
         lease.member = replace(lease.member, draining=True)
-        assert lease.member.drafter is not None
         give_up = time.monotonic() + MOVE_WITHIN_S
         while time.monotonic() < give_up:
             try:
                 await lease.renew(LEASE_S)  # at another registry, where there is one by now
                 if not await lease.drain():
-                    status = await self._status.ask(lease.member.drafter, CONTROL_TIMEOUT_S)
+                    status = await self._status.ask(drafter, CONTROL_TIMEOUT_S)
                     if not status["num_sequences"]:
                         return
             except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
-                logger.warning("%s cannot be left yet: %s", lease.member.drafter, error)
+                logger.warning("%s cannot be left yet: %s", drafter, error)
             await asyncio.sleep(_LOOK_S)
-        logger.warning("%s ends without having been left", lease.member.drafter)
+        logger.warning("%s ends without having been left", drafter)
+
+
+async def _loaded(drafter: Any) -> None:
+    """Raises RayError where it does not load. One whose process dies meanwhile, as for want of memory, is started anew
+    by Ray without end, and what it was asked before waits for as long: only who asks again is told."""
+    answer = asyncio.ensure_future(drafter.ready.remote())
+    while not (await asyncio.wait({answer}, timeout=ASK_AGAIN_S))[0]:
+        drafter.ready.remote()
+    try:
+        await answer
+    except ray.exceptions.ActorUnavailableError:
+        raise ray.exceptions.RayError("its process died while it loaded") from None
 
 
 def reason(error: BaseException) -> str:

@@ -2,8 +2,9 @@
 
 Ray keeps a placement group that fits nowhere, and its autoscaler sees it; a pool tries a drafter again that does not
 load. Nobody is told. So each ingress looks at the groups of its application and at what the registry has heard, and
-says in status, metrics and log what is waited for; why a drafter does not load is in the log only. `Waits` is the
-logic; `WaitingRoom` looks again and again. How long is since this ingress saw it first.
+says in status, metrics and log what is waited for; why a drafter does not load is in the log only. `outrider serve`
+says that, too. `Waits` is the logic of both; `WaitingRoom` looks again and again. How long is since this process saw it
+first.
 """
 
 from __future__ import annotations
@@ -40,37 +41,41 @@ class Waiting:
 class Waits:
     """Pure."""
 
-    def __init__(self, needs: Mapping[str, str]) -> None:
-        """needs: of a replica of each deployment that waits for room, in words."""
-        self._needs = needs
-        self._troubles: dict[Group, str] = {}
+    def __init__(self, needs: Mapping[str, str], again_s: float = SAY_EVERY_S) -> None:
+        """needs: of a replica of each deployment that waits for room, in words. again_s: when it is said once more that
+        something waits for the same still."""
+        self._needs, self._again_s = needs, again_s
+        self._waiting: dict[Group, str] = {}
+        """What for, by who waits."""
+
         self._since_s: dict[Group, float] = {}
-        self._said_s: dict[Group, float] = {}
+        self._said: dict[Group, tuple[str, float]] = {}
+        """What each was said to wait for, and when."""
 
     def look(self, groups: Iterable[Group], now_s: float, troubles: Mapping[Group, str] | None = None) -> list[str]:
         """groups: all that wait for room. troubles: why drafters do not load. Returns what is to be logged: each that
-        begins to wait, waits still after a minute and each minute more, or waits no more."""
-        self._troubles = dict(troubles or {})
-        waiting = {group for group in (*groups, *self._troubles) if group[0] in self._needs}
+        begins to wait, for something or for another reason than before, still waits again_s later, or waits no
+        more."""
+        room = {group: self._needs[group[0]] for group in groups if group[0] in self._needs}
+        whys = {group: why for group, why in (troubles or {}).items() if group[0] in self._needs and group not in room}
+        self._waiting = {**dict.fromkeys(whys, TO_LOAD), **room}
         lines = []
-        for group in sorted(self._since_s.keys() - waiting):
+        for group in sorted(self._since_s.keys() - self._waiting.keys()):
             lines.append(f"{_named(group)} waits no more, after {now_s - self._since_s.pop(group):.0f} s")
-            del self._said_s[group]
-        for group in sorted(waiting):
+            del self._said[group]
+        for group, need in sorted(self._waiting.items()):
             since_s = self._since_s.setdefault(group, now_s)
-            if now_s - self._said_s.get(group, float("-inf")) >= SAY_EVERY_S:
-                self._said_s[group] = now_s
-                why = f" ({self._troubles[group]})" if group in self._troubles else ""
-                lines.append(f"{_named(group)} waits for {self._need(group)}{why}, for {now_s - since_s:.0f} s by now")
+            what = f"{need} ({whys[group]})" if group in whys else need
+            said, said_s = self._said.get(group, ("", 0.0))
+            if what != said or now_s - said_s >= self._again_s:
+                self._said[group] = what, now_s
+                lines.append(f"{_named(group)} waits for {what}, for {now_s - since_s:.0f} s by now")
         return lines
-
-    def _need(self, group: Group) -> str:
-        return TO_LOAD if group in self._troubles else self._needs[group[0]]
 
     def now(self, now_s: float) -> list[Waiting]:
         """As of the last look, the longest first."""
         by_age = sorted(self._since_s.items(), key=lambda item: (item[1], item[0]))
-        return [Waiting(*group, self._need(group), now_s - since_s) for group, since_s in by_age]
+        return [Waiting(*group, self._waiting[group], now_s - since_s) for group, since_s in by_age]
 
     def by_deployment(self, now_s: float) -> dict[str, tuple[int, float]]:
         """How many of each wait, and the longest time in seconds."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderClient
@@ -21,6 +25,13 @@ TRIED_AGAIN_WITHIN_S = 300.0
 """After a minute at most, and it loads its model while requests run."""
 
 
+SPECULATION = {"num_speculative_tokens": 8, "adaptive": False}
+
+
+def pool_of(drafter: Path) -> dict[str, object]:
+    return {"method": "draft_model", **engine(drafter), "placement": "pool", "num_drafters": 1}
+
+
 def test_a_target_serves_while_the_drafter_cannot_load_and_speculates_once_it_can(
     models: Models, tmp_path: Path
 ) -> None:
@@ -29,10 +40,8 @@ def test_a_target_serves_while_the_drafter_cannot_load_and_speculates_once_it_ca
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])  # which nothing looks at before it is loaded
     reference = Reference(models.target)
-    section = {"method": "draft_model", **engine(drafter), "placement": "pool", "num_drafters": 1}
-    speculation = {"num_speculative_tokens": 8, "adaptive": False}
     with (
-        outrider_serve(models, tmp_path / "served", drafter=section, speculation=speculation) as server,
+        outrider_serve(models, tmp_path / "served", drafter=pool_of(drafter), speculation=SPECULATION) as server,
         OutriderClient(server.grpc) as client,
     ):
 
@@ -46,7 +55,7 @@ def test_a_target_serves_while_the_drafter_cannot_load_and_speculates_once_it_ca
 
         assert num_draft_tokens(ask()) == 0
         told = wait_until(
-            lambda: [line for line in server.said() if "a drafter of the pool does not load" in line],
+            lambda: [line for line in server.said() if "waits for its drafter to load" in line],
             HANG_GUARD_S,
             "the operator is told",
         )
@@ -63,8 +72,51 @@ def test_a_target_serves_while_the_drafter_cannot_load_and_speculates_once_it_ca
         wait_until(lambda: not client.status().waiting, HANG_GUARD_S, "nothing is waited for")
         assert 'outrider:replicas_waiting{deployment="DrafterPool"} 0' in metrics()
         wait_until(
-            lambda: "no drafter of the pool fails to load any more" in server.said()[-1],
+            lambda: "waits no more" in server.said()[-1],
             HANG_GUARD_S,
             "and that is told",
         )
         drafted(ask)
+
+
+@contextmanager
+def drafters_die() -> Iterator[threading.Event]:
+    """As soon as they have begun to load, until the event is set."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.1):
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::Drafter"):
+                        process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield over
+    finally:
+        over.set()
+        killer.join()
+
+
+def test_a_drafter_whose_process_dies_whenever_it_loads_is_told_of_too(models: Models, tmp_path: Path) -> None:
+    """Ray starts it again by itself, and says nothing."""
+    with (
+        drafters_die() as over,
+        outrider_serve(models, tmp_path, drafter=pool_of(models.drafter), speculation=SPECULATION) as server,
+        OutriderClient(server.grpc) as client,
+    ):
+        told = wait_until(
+            lambda: [line for line in server.said() if "its process died while it loaded" in line],
+            HANG_GUARD_S,
+            "the operator is told",
+        )
+        print(told[0])
+        wait_until(lambda: client.status().waiting, HANG_GUARD_S, "the status says what is waited for")
+        over.set()
+
+        def drafts() -> int:
+            return num_draft_tokens(client.generate(PROMPT, temperature=0.0, max_tokens=100))
+
+        wait_until(lambda: drafts() > 0, TRIED_AGAIN_WITHIN_S, "an answer with drafts", every_s=1.0)

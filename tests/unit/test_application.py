@@ -97,6 +97,23 @@ def test_checkpoints_of_another_node_are_not_compared_and_the_log_says_so(
     target, away = checkpoint(tmp_path / "target", {"a": 0}), str(tmp_path / "only-there")
     build({"target": {"model": target}, "drafter": {"method": "draft_model", "model": away}})
     assert f"{away} is not on this node" in caplog.text
+    (tmp_path / "target" / "config.json").write_text(json.dumps({"vocab_size": 300, "num_attention_heads": 3}))
+    split = {"target": {"model": target, "tensor_parallel_size": 2}}
+    with pytest.raises(ConfigError, match=r"target\.tensor_parallel_size: 2 does not divide the 3 attention heads"):
+        build({**split, "drafter": {"method": "draft_model", "model": away}})
+    assert build({"target": {**split["target"], "model": away}, "drafter": {"method": "ngram"}}) is not None
+
+
+@pytest.mark.parametrize(
+    ("pool", "field"), [({"num_drafters": 2}, "num_drafters"), ({"autoscaling": {"max": 2}}, "autoscaling.max")]
+)
+def test_drafters_that_share_cores_are_told_of_by_the_field_that_says_their_number(
+    monkeypatch: pytest.MonkeyPatch, pool: dict[str, Any], field: str
+) -> None:
+    monkeypatch.setattr(app, "engine_on_gpu", lambda: False)
+    section = {"method": "ngram", "placement": "pool", **pool}
+    warnings = plan_replica(parse_config({"target": {"model": "t"}, "drafter": section})).warnings
+    assert f"drafters on one machine share the cores planned for one of them (drafter.{field})" in warnings
 
 
 @pytest.mark.parametrize("name", ["Ingress", "Target"])
@@ -143,11 +160,11 @@ def test_an_application_may_come_before_its_nodes_where_that_is_said(
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 0.0}}])
     arguments = {"target": {"model": checkpoint(tmp_path / "target", {"a": 0})}, "drafter": {"method": "ngram"}}
-    with pytest.raises(ConfigError, match="the cluster has 0"):
+    with pytest.raises(ConfigError, match="CPUs there, which no node of the cluster has"):
         build(arguments)
     assert build({**arguments, "serving": {"nodes_may_come": True}}) is not None
     assert "waiting for nodes" in caplog.text
-    assert "the cluster has 0" in caplog.text
+    assert "CPUs there, which no node of the cluster has" in caplog.text
     kinds = {"nodes_may_come": True, "node_types": [{"cpus": 1}]}
     with pytest.raises(ConfigError, match=r"CPUs there, which no node of the cluster or of serving\.node_types has"):
         build({**arguments, "serving": kinds})
@@ -296,7 +313,7 @@ def test_a_surge_that_is_wanted_and_has_no_room_is_refused(monkeypatch: pytest.M
     sections = {"target": {"model": "t"}, "drafter": {"method": "ngram"}}
     config = parse_config({**sections, "serving": {"surge": True}})
     with pytest.raises(
-        ConfigError, match=r"serving\.surge: .* 2 replicas .* need 6 logical CPUs, the cluster has 5; add"
+        ConfigError, match=r"serving\.surge: .* 2 times 1 target rank .* 3 CPUs there, 2 times, .* hold 1; add"
     ):
         build_app(config, plan_replica(config))
 
@@ -327,8 +344,8 @@ def test_only_the_least_replicas_have_to_fit_todays_nodes(
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}}])
     assert built(autoscaling={"min": 1, "max": 64})
-    assert "serving.autoscaling.max: 64 replicas" in caplog.text
-    with pytest.raises(ConfigError, match=r"serving\.autoscaling\.min: 32 replicas .*the cluster has 4"):
+    assert "serving.autoscaling.max: 64 times 1 target rank" in caplog.text
+    with pytest.raises(ConfigError, match=r"serving\.autoscaling\.min: 32 times 1 target rank .* hold [1-4];"):
         built(autoscaling={"min": 32, "max": 64})
     cpus = 4096.0
     caplog.clear()
@@ -336,10 +353,11 @@ def test_only_the_least_replicas_have_to_fit_todays_nodes(
     assert "will wait for others" not in caplog.text
 
 
-def test_nccl_is_refused_where_nothing_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": "nccl"}}
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])
+def test_a_device_s_wire_is_refused_where_nothing_runs_on_one(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    data = {"target": {"model": "t"}, "drafter": {"method": "draft_model", "model": "d"}, "link": {"backend": backend}}
     monkeypatch.setattr(app, "engine_on_gpu", lambda: False)
-    with pytest.raises(ConfigError, match=r"link\.backend: nccl needs a GPU at both ends, and this vLLM runs on CPU"):
+    with pytest.raises(ConfigError, match=rf"link\.backend: {backend} needs a device .*, and this vLLM runs on CPU"):
         plan_replica(parse_config(data))
     monkeypatch.setattr(app, "engine_on_gpu", lambda: True)
     assert plan_replica(parse_config(data)).cores is None

@@ -122,6 +122,23 @@ def test_memory_is_weights_kv_and_runtime_of_every_rank_and_replica(checkpoint):
     assert [judge(one, int(needed * share)).level for share in (0.9, 1.1, 2.0)] == [Level.FAIL, Level.WARN, Level.OK]
 
 
+def test_drafters_of_a_pool_are_counted_by_themselves(checkpoint):
+    section = {"method": "draft_model", "model": str(checkpoint), "kv_cache_memory_bytes": GIB}
+
+    def needed(**drafter):
+        target = {"kv_cache_memory_bytes": 2 * GIB}
+        serving = {"num_replicas": 4}
+        return doctor.memory_needed(config(checkpoint, target=target, serving=serving, drafter={**section, **drafter}))[
+            0
+        ]
+
+    one = (checkpoint / "model.safetensors").stat().st_size + GIB + RUNTIME_BYTES
+    own, pool = needed(), needed(placement="pool")
+    assert own - pool == 3 * one, "one for all four targets"
+    assert needed(placement="pool", num_drafters=3) - pool == 2 * one
+    assert needed(placement="pool", autoscaling={"min": 0, "max": 9}) == pool, "it begins with one"
+
+
 def test_co_located_drafting_adds_its_weights_and_no_engine(checkpoint):
     alone = config(checkpoint, target={"kv_cache_memory_bytes": GIB})
     drafter = {"placement": "co_located", "method": "eagle", "model": str(checkpoint)}
@@ -226,8 +243,9 @@ def test_the_method_and_the_link_are_checked_against_the_build():
     assert levels(check_method(config(drafter=drafter), gpu=False))["method"] is Level.FAIL
     assert levels(check_method(config(drafter=drafter), gpu=True))["method"] is Level.OK
     assert levels(check_method(config(), gpu=False))["method"] is Level.WARN
-    link = {"drafter": {"method": "draft_model", "model": "org/d"}, "link": {"backend": "nccl"}}
-    assert levels(check_method(config(**link), gpu=False))["link.backend"] is Level.FAIL
+    for backend in ("nccl", "hccl", "xccl"):
+        link = {"drafter": {"method": "draft_model", "model": "org/d"}, "link": {"backend": backend}}
+        assert levels(check_method(config(**link), gpu=False))["link.backend"] is Level.FAIL
 
 
 def test_what_the_device_decides_is_shown_with_the_reason():

@@ -100,6 +100,14 @@ def test_a_replica_that_does_not_renew_is_gone_with_drafter_and_link(two):
     assert two.leases.keys() == {"r2"}
 
 
+def test_whose_replica_is_gone_when_it_tells_of_its_link_is_gone_too(two):
+    two.leave("r1")
+    two.report("r1", LinkReport("up", 1, "D2"))
+    assert two.users("D2") == ["r1"]
+    two.expire(now=1)
+    assert two.users("D2") == []
+
+
 def test_renewing_extends_and_leaving_is_at_once(two):
     two.renew(Member("r1", "D1"), 10, now=5)
     two.expire(now=12)
@@ -263,7 +271,8 @@ def test_what_the_fingerprint_holds():
         return fingerprint(parse_config({"target": {"model": target}, "drafter": drafter, **sections}))
 
     model = {"method": "draft_model", "model": "d"}
-    same = [of(model), of({**model, "placement": "pool", "num_drafters": 3}), of({**model, "cores": [[0]]})]
+    elsewhere = [{"placement": "pool", "num_drafters": 3}, {"cores": [[0]]}, {"node_labels": {"zone": "a"}}]
+    same = [of(model), *(of({**model, **each}) for each in elsewhere)]
     assert len(set(same)) == 1, "where it runs is no part of it"
     others = [
         of({**model, "model": "e"}),

@@ -19,7 +19,7 @@ from outrider.cluster.nodes import (
     Wanted,
     all_there_may_be,
     check_cluster_can_hold,
-    check_nodes_hold_a_replica,
+    check_nodes_hold_each,
     kept_together,
     most_beside,
 )
@@ -47,8 +47,11 @@ def config(
 
 def plan_of(config: OutriderConfig) -> ReplicaPlan:
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
-    sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
-    return ReplicaPlan(placement_of(config, True), None, (), pool_placement_of(config, True), *sizes)
+    pool = pool_placement_of(config, True)
+    if pooled is None:
+        return ReplicaPlan(placement_of(config, True), None)
+    sizes = pooled.least_drafters, pooled.most_drafters, pooled.autoscaling is not None
+    return ReplicaPlan(placement_of(config, True), None, (), pool, *sizes)
 
 
 def kind(gpus: float, most: int | None = None, **labels: str) -> dict[str, Any]:
@@ -166,17 +169,42 @@ def test_a_cluster_that_fits_exactly_is_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "only", "message"),
+    ("replicas", "nodes", "message"),
     [
-        (1, node(2, 64), r"target\.tensor_parallel_size: 1 replica of 2 target and 1 drafter.*3 GPUs.*has 2"),
-        (1, node(0, 64), r"3 GPUs, the cluster has 0"),
-        (2, node(3, 64), r"serving\.num_replicas: 2 replicas.*6 GPUs, the cluster has 3"),
-        (1, node(8, 3), r"4 logical CPUs, the cluster has 3"),
+        (1, [node(2, 64)], r"target\.tensor_parallel_size: 2 target ranks and 1 drafter rank .* need 3 GPUs"),
+        (1, [node(0, 64)], r"3 GPUs and 4 CPUs there, which no node of the cluster has; lower it"),
+        (2, [node(3, 64)], r"serving\.num_replicas: 2 times 2 target ranks .* there, 2 times, and .* nodes hold 1"),
+        (
+            1,
+            [node(8, 3)],
+            r"4 CPUs there, which no node .* add a node that does \(`ray start --num-gpus`, `--num-cpus`",
+        ),
+        (1, [], r"target\.tensor_parallel_size: .* which no node of the cluster has"),
     ],
 )
-def test_what_a_cluster_lacks_is_named(replicas: int, only: Node, message: str) -> None:
+def test_what_a_cluster_lacks_is_named(replicas: int, nodes: list[Node], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(placement_of(config(), on_gpu=True), replicas, [only])
+        check(placement_of(config(), on_gpu=True), replicas, nodes)
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ({"num_drafters": 3}, r"^drafter\.num_drafters: 3 times 1 drafter rank .* beside 4 target ranks .* hold 2;"),
+        ({"autoscaling": {"min": 3, "max": 3}}, r"^drafter\.autoscaling\.min: 3 times 1 drafter rank"),
+        ({"autoscaling": {"min": 3, "max": 4}}, r"^drafter\.autoscaling\.min: 3 times 1 drafter rank"),
+    ],
+)
+def test_a_pool_that_is_too_large_is_what_is_named(pool: dict[str, Any], message: str) -> None:
+    """And not the target, which has its place."""
+    wanted = config(4, 1, placement="pool", **pool) if "num_drafters" in pool else scaled_pool(**pool)
+    with pytest.raises(ConfigError, match=message):
+        check_nodes(plan_of(wanted), wanted.serving, [node(4), node(2)])
+
+
+def scaled_pool(autoscaling: dict[str, int]) -> OutriderConfig:
+    drafter = {"method": "draft_model", "model": "d", "placement": "pool", "autoscaling": autoscaling}
+    return parse_config({"target": {"model": "t", "tensor_parallel_size": 4}, "drafter": drafter})
 
 
 @pytest.mark.parametrize(
@@ -208,7 +236,7 @@ def test_a_pool_counts_where_the_cluster_is_looked_at() -> None:
     shared = config(1, 2, placement="pool", num_drafters=2)
     target, pool = placement_of(shared, on_gpu=True), pool_placement_of(shared, on_gpu=True)
     check(target, 3, [node(3), node(4)], pool, 2)
-    with pytest.raises(ConfigError, match=r"and a pool of 2 need 7 GPUs, the cluster has 6"):
+    with pytest.raises(ConfigError, match=r"num_drafters: 2 times 2 drafter ranks .* beside 3 times 1 target rank the"):
         check(target, 3, [node(3)] * 2, pool, 2)
     with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 2 drafter ranks on one node need 3 CPUs"):
         check(target, 3, [node(2, 2)] * 7, pool, 2)
@@ -219,12 +247,12 @@ def test_a_pool_counts_where_the_cluster_is_looked_at() -> None:
 
 
 def test_what_no_kind_of_node_could_ever_hold_is_refused() -> None:
-    placement, _ = placed(config(4, 1), 1, node(2), node(1))
+    wanted = [Wanted(placed(config(4, 1), 1, node(2), node(1))[0], 1, "serving.num_replicas")]
     with pytest.raises(
         ConfigError, match=r"4 target ranks .* which no node of the cluster or of serving\.node_types has"
     ):
-        check_nodes_hold_a_replica(placement, None, [node(0), node(2)], "the cluster or of serving.node_types")
-    check_nodes_hold_a_replica(placement, None, [node(0), node(4)], "them")
+        check_nodes_hold_each(wanted, [node(0), node(2)], "the cluster or of serving.node_types")
+    check_nodes_hold_each(wanted, [node(0), node(4)], "them")
 
 
 def test_replicas_and_drafters_that_fit_one_by_one_and_not_together_are_refused() -> None:
@@ -233,11 +261,11 @@ def test_replicas_and_drafters_that_fit_one_by_one_and_not_together_are_refused(
     check(target, 1, [node(4), node(4), node(3)], pool, 2)
     with pytest.raises(
         ConfigError,
-        match=r"drafter\.num_drafters: 2 times 3 drafter ranks .* and beside 1 time 4 target ranks the cluster's nodes "
+        match=r"drafter\.num_drafters: 2 times 3 drafter ranks .* and beside 4 target ranks the cluster's nodes "
         r"hold 1; lower it, or add nodes",
     ):
         check(target, 1, [node(4), node(4), node(2)], pool, 2)
-    with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 1 time 3 drafter ranks .* hold none; lower"):
+    with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 3 drafter ranks .* hold none; lower"):
         check(target, 1, [node(4), node(2), node(2)], pool, 1)
     apart = replace(placement_of(config(4, 3), on_gpu=True), strategy="PACK")
     with pytest.raises(ConfigError, match=r"num_replicas: 2 times 3 drafter .* beside 2 times 4 target .* hold 1;"):
@@ -324,7 +352,7 @@ ONE_OF_EACH = [kind(4, 1), kind(1, 1)]
         (
             config(4, 1, placement="pool", num_drafters=2, node_types=ONE_OF_EACH),
             [],
-            r"drafter\.num_drafters: 2 times 1 drafter rank .* beside 1 time 4 target ranks .* hold 1; lower it",
+            r"drafter\.num_drafters: 2 times 1 drafter rank .* beside 4 target ranks .* hold 1; lower it",
         ),
         (
             config(4, 1, placement="pool", autoscaling={"min": 2, "max": 9}, node_types=ONE_OF_EACH),

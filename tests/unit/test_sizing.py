@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.config import DraftModelConfig
+from outrider.cluster.scaling_config import PoolScalingConfig
 from outrider.deploy.preset import resolve_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, EMULATION = ((DOCS / name).read_text() for name in ("sizing.md", "emulation.md"))
 GPU_GB, SHARE = 80, 0.9
 
 
@@ -52,11 +54,22 @@ def test_the_models_and_ranks_are_the_presets(preset: str) -> None:
         assert section.max_model_len == 16384
 
 
+def test_the_default_number_of_targets_a_drafter_is_the_one_that_is_never_far_from_the_best() -> None:
+    curve = re.findall(r"^\| (\w+-[\w.]+) \| \d+ \| (\d) \| (\d) \| [\d.]+ \| ([\d.]+) \|", EMULATION, re.M)
+    by_pair: dict[tuple[str, str], dict[int, float]] = {}
+    for pair, batch, targets, per_accelerator in curve:
+        by_pair.setdefault((pair, batch), {})[int(targets)] = float(per_accelerator)
+    assert [sorted(each) for each in by_pair.values()] == [[1, 2, 4, 8]] * 6
+    shares = {number: min(each[number] / max(each.values()) for each in by_pair.values()) for number in (1, 2, 4, 8)}
+    assert [number for number, share in shares.items() if share >= 0.97] == [
+        PoolScalingConfig.model_fields["targets_per_drafter"].default
+    ]
+
+
 def test_ratios_are_those_of_the_emulation() -> None:
-    measured = (Path(__file__).parents[2] / "docs" / "emulation.md").read_text()
     over = {
         side: [float(re.sub(r"[*]|\(.*\)", "", cell)) for cell in row.strip("|").split("|")]
-        for side, row in re.findall(r"^\| (in-process(?:-tp)?)\b[^|]*\(K\) (\|.*)$", measured, re.M)
+        for side, row in re.findall(r"^\| (in-process(?:-tp)?)\b[^|]*\(K\) (\|.*)$", EMULATION, re.M)
     }
     assert set(over) == {"in-process", "in-process-tp"}
     rows = table("pair | against")

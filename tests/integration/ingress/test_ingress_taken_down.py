@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 
 from outrider.actors.serve_seam.broadcast import broadcast
-from outrider.actors.serve_seam.stopping import is_stopping
+from outrider.actors.serve_seam.living import is_stopping
 from outrider.actors.serving.grpc.servicer import Ingress
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.calls import failure, wait_for

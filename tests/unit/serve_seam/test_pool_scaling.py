@@ -80,13 +80,14 @@ class Answers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[Any] = []
         self.there: list[Any] = []
-        self.lost = False
+        self.lost, self.looked_up = False, 0
         self.work = SimpleNamespace(remote=self._ask)
         monkeypatch.setattr(pool_scaling.ray, "get_actor", self._find)
         monkeypatch.setattr(pool_scaling.ray, "wait", lambda refs, timeout: (self.there, []))
         monkeypatch.setattr(pool_scaling.ray, "get", self._get)
 
     def _find(self, name: str, namespace: str) -> Any:
+        self.looked_up += 1
         if self.lost:
             raise ValueError("no such actor")
         return self
@@ -109,6 +110,7 @@ def test_the_controller_waits_for_no_registry(monkeypatch: pytest.MonkeyPatch) -
     answers.there.append([GOOD])
     assert calls.work(10.0) == [GOOD]
     assert len(answers.asked) == 2
+    assert answers.looked_up == 1, "Ray's GCS is waited for then"
     assert calls.work(10.0 + SAID_LATELY_S - 1) == [GOOD]
     assert calls.work(10.0 + SAID_LATELY_S) is None
 
@@ -123,3 +125,4 @@ def test_a_registry_that_is_lost_is_asked_when_there_is_another(monkeypatch: pyt
     calls.work(2.0)
     answers.there.append([IDLE])
     assert calls.work(3.0) == [IDLE]
+    assert answers.looked_up == 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from outrider.actors.serving.autoscaling import Decision, Look, Report, ScalingPolicy
+from outrider.actors.serving.autoscaling import LONGEST_LOAD_S, Decision, Look, Report, ScalingPolicy
 from outrider.cluster.scaling_config import REASONS, AutoscalingConfig
 from tests.scaling_cluster import BUSY, IDLE, RATE, SEATS, TOKENS, Cluster, steady
 
@@ -62,6 +63,15 @@ def test_what_piles_up_while_replicas_load_calls_for_no_more() -> None:
     cluster.run(600, steady(5.5))
     assert called_for >= 2
     assert cluster.wanted <= called_for + 1
+
+
+def test_a_node_that_was_waited_for_for_hours_makes_the_next_crowd_no_slower_to_meet() -> None:
+    policy = ScalingPolicy(settings(max=32, upscale_delay_s=0))
+    hours_s = 6 * 3600
+    for now_s in range(0, hours_s, 10):
+        policy.decide(look(float(now_s), IDLE, wanted=2))
+    decision = policy.decide(look(float(hours_s), waiting(2000), waiting(2000)))
+    assert decision == Decision(2 + math.ceil(2 * 2000 / (5 + LONGEST_LOAD_S)), "queue")
 
 
 def test_more_load_while_replicas_load_calls_for_more() -> None:

@@ -55,6 +55,25 @@ def test_why_a_drafter_does_not_load_is_in_the_log_and_nowhere_else() -> None:
     assert waits.look([A], 7.0) == ["DrafterPool replica d waits no more, after 7 s"]
 
 
+def test_another_reason_is_told_at_once_and_the_same_again_after_a_while() -> None:
+    waits, once = Waits(NEEDS), Waits(NEEDS, again_s=float("inf"))
+    for each in (waits, once):
+        each.look([], 0.0, {DRAFTER: "OSError"})
+        assert each.look([], 5.0, {DRAFTER: "OSError"}) == []
+        (line,) = each.look([], 10.0, {DRAFTER: "no memory"})
+        assert line == f"DrafterPool replica d waits for {TO_LOAD} (no memory), for 10 s by now"
+    assert len(waits.look([], 10.0 + SAY_EVERY_S, {DRAFTER: "no memory"})) == 1
+    assert once.look([], 1e6, {DRAFTER: "no memory"}) == []
+
+
+def test_a_drafter_whose_node_went_waits_for_room_whatever_kept_it_from_loading() -> None:
+    """Its replica went with the node; what that had told is the registry's for a minute still."""
+    waits = Waits(NEEDS)
+    waits.look([], 0.0, {DRAFTER: "OSError"})
+    assert waits.look([DRAFTER], 5.0, {DRAFTER: "OSError"}) == ["DrafterPool replica d waits for 1 GPU, for 5 s by now"]
+    assert waits.now(6.0) == [Waiting("DrafterPool", "d", "1 GPU", 6.0)]
+
+
 def test_what_was_known_is_known_until_ray_answers_again(caplog: pytest.LogCaptureFixture) -> None:
     clock, answers = iter((0.0, 10.0)), [[A], ConnectionError("no GCS"), ConnectionError("no GCS"), []]
 
