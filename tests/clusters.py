@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import ray
 import yaml
@@ -18,7 +18,6 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
     FAKE_HEAD_NODE_TYPE,
     FakeMultiNodeProvider,
 )
-from ray.cluster_utils import Cluster
 from ray.core.generated import gcs_pb2
 
 from outrider.actors.serve_seam.options import proxy_options
@@ -87,14 +86,35 @@ class Autoscaled:
         """Nothing: it ends with its machine."""
 
 
+class AnyCluster(Protocol):
+    """Ray's own Cluster, Autoscaled, or one of a test's own."""
+
+    @property
+    def address(self) -> str: ...
+
+    def shutdown(self) -> None: ...
+
+
 @contextmanager
-def served_on(cluster: Cluster | Autoscaled, config: OutriderConfig, models: Models) -> Iterator[Deployment]:
-    """The application is sent, and may wait for nodes yet. The cluster ends with the block."""
+def served_on(
+    cluster: AnyCluster,
+    config: OutriderConfig,
+    models: Models,
+    proxy_location: str = "HeadOnly",
+    ingress_options: dict[str, Any] | None = None,
+    node_ip: str | None = None,
+) -> Iterator[Deployment]:
+    """The application is sent, and may wait for nodes yet. The cluster ends with the block. ingress_options: in place
+    of its actor's, as Serve's own file has them. node_ip: of the node here, where it is not the head."""
     try:
-        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
-        serve.start(proxy_location="HeadOnly", **proxy_options(config.serving))
+        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=node_ip)
+        serve.start(proxy_location=proxy_location, **proxy_options(config.serving))
         plan = plan_replica(config)
-        built = serve.RunTarget(build_app(config, plan), name=config.serving.app_name, route_prefix="/")
+        application = build_app(config, plan)
+        if ingress_options is not None:
+            ingress = application._bound_deployment.options(ray_actor_options=ingress_options)
+            application._bound_deployment = ingress
+        built = serve.RunTarget(application, name=config.serving.app_name, route_prefix="/")
         serve.run_many([built], wait_for_applications_running=False)
         app = _deployment(config, plan, models)
         yield app

@@ -52,6 +52,7 @@ class Hosts:
         }
         given = [f"--{name}={value}" for name, value in options.items()]
         process = subprocess.Popen([*command, *given], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        self._entered = psutil.Process(process.pid)
         try:
             yield
         finally:
@@ -60,6 +61,11 @@ class Hosts:
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
             process.wait()
+
+    def end_node(self) -> None:
+        """As Kubernetes deletes a pod: SIGTERM to `ray start`."""
+        (ray_start,) = self._entered.children()
+        ray_start.terminate()
 
     def link(self) -> LinkReport:
         """Of the only target."""
@@ -86,9 +92,10 @@ class Hosts:
 
 
 @contextmanager
-def served_on_hosts(models: Models, **deployment: Any) -> Iterator[Hosts]:
+def served_on_hosts(models: Models, proxy_location: str = "HeadOnly", **deployment: Any) -> Iterator[Hosts]:
     """The front door is here; what needs a role of its node has a node on the other host."""
-    serving = {"grpc_port": pick_free_port(), "http_port": pick_free_port(), "nodes_may_come": True}
+    ports = {"grpc_port": pick_free_port(), "http_port": pick_free_port()}
+    serving = {**ports, "nodes_may_come": True, **deployment.pop("serving", {})}
     config = parse_config({**deployment, "serving": serving})
     assert config.link.link_deadline_ms == 1000 * LINK_DEADLINE_S
     head = {"num_cpus": 4, "include_dashboard": False, "node_ip_address": HERE}
@@ -96,7 +103,7 @@ def served_on_hosts(models: Models, **deployment: Any) -> Iterator[Hosts]:
         for name, value in {**PROXY_ENVIRONMENT, **GIVES_NODES_UP}.items():
             environment.setenv(name, value)
         cluster = Cluster(True, head_node_args=head)
-        with served_on(cluster, config, models) as app:
+        with served_on(cluster, config, models, proxy_location) as app:
             hosts = Hosts(app, cluster, other)
             with hosts.node():
                 wait_until(app.all_replicas_are_known, LOADED_WITHIN_S, "the target", every_s=0.5)

@@ -5,8 +5,8 @@ A small request overtakes large ones that came shortly before it; nobody is over
 limit after it. So neither many small requests nor a few huge ones can keep the others waiting for ever.
 
 Where callers are told apart, each has a clock that its requests move on by their size, and a request counts as having
-come when the ones before it are through by that clock (start-time fair queueing, Goyal et al. 1996, with the time of
-day for the system's virtual time): who asks for much comes behind who asks for little, within the same limit.
+come when the ones before it are through by that clock (start-time fair queueing, Goyal et al. 1996, with the monotonic
+clock for the system's virtual time): who asks for much comes behind who asks for little, within the same limit.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class FairOrder:
         """max_overtaking_s: the limit above. 0: in order of arrival."""
         self._limit_ms = max_overtaking_s * 1e3
         self._clocks: dict[int, float] = {}
-        """Of callers whose requests have moved them beyond the time of day."""
+        """Of callers whose requests have moved them beyond the clock."""
 
     def virtual_arrival_ms(
-        self, arrival_unix_s: float, prompt_tokens: int, max_tokens: int, *, caller: int = 0, priority: int = 0
+        self, arrival_s: float, prompt_tokens: int, max_tokens: int, *, caller: int = 0, priority: int = 0
     ) -> int:
         """Of a request that is new. The lower, the sooner. Units: milliseconds, but for the part that comes from
         priority (vLLM's: lower first). caller: 0 where nobody knows."""
-        arrival_ms = arrival_unix_s * 1e3
+        arrival_ms = arrival_s * 1e3
         delay_ms = (prompt_tokens + min(max_tokens, MAX_COUNTED_ANSWER_TOKENS)) * DELAY_MS_PER_TOKEN
         latest_ms = arrival_ms + self._limit_ms
         virtual_ms = min(max(arrival_ms, self._clocks.get(caller, arrival_ms)) + delay_ms, latest_ms)

@@ -35,13 +35,16 @@ class FairScheduling(_Scheduler):
     """Mixin of a vLLM Scheduler with ``scheduling_policy="priority"``. It holds for requests of every kind: they all
     come through here."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, arrival_clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
+        """arrival_clock: vLLM's own arrival_time is of the time of day, by which whoever came before that was put back
+        would wait for so long."""
         super().__init__(*args, **kwargs)
         self._order = FairOrder(self.vllm_config.additional_config["outrider"]["serving"]["max_overtaking_s"])
+        self._arrival_clock = arrival_clock
 
     def add_request(self, request: Any) -> None:
         request.priority = self._order.virtual_arrival_ms(
-            request.arrival_time,
+            self._arrival_clock(),
             request.num_prompt_tokens,
             request.max_tokens,
             caller=_ours(request).get("caller", 0),

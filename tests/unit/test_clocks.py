@@ -12,6 +12,7 @@ READS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "dateti
 ALLOWED = {
     "actors/learning/history.py": "when a version was trained, as it is told",
     "actors/observability/round_tracer.py": "spans, which are told by the time of day",
+    "actors/serve_seam/steady_time.py": "from where on Serve's processes count by the monotonic clock",
     "actors/learning/versions.py": "the age of what was left unfinished, as of files",
     "actors/serving/grpc/servicer.py": "GetServerInfo says when the server started",
     "actors/serving/access/guard.py": "keys expire by the day",

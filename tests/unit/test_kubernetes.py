@@ -24,7 +24,7 @@ from ray._private import ray_constants
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import OutriderConfig, parse_config
-from outrider.cluster.nodes import Node, check_nodes_hold_a_replica, kept_together
+from outrider.cluster.nodes import Node, Wanted, check_nodes_hold_each, kept_together
 from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
 from outrider.deploy.app import TAKE_DOWN_S, ReplicaPlan
 from outrider.deploy.nodes import can_surge
@@ -369,7 +369,8 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
     placement, why_not = kept_together(placement, 1, types, others_may_come=False)
     apart = has_gpus and pool is None
     assert (why_not is None) == (placement.strategy == "STRICT_PACK") == (not apart), "a drafter on a node of its own"
-    check_nodes_hold_a_replica(placement, pool, types, "the manifest")
+    wanted = [Wanted(each, 1, "") for each in (placement, pool) if each is not None]
+    check_nodes_hold_each(wanted, types, "the manifest")
     if pool is not None:
         assert config.remote_drafter is not None
         assert workers["drafter"]["maxReplicas"] == config.remote_drafter.most_drafters

@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from outrider.actors.drafter.actor import DrafterStatus
 from outrider.actors.observability.metrics import ReplicaMetrics
+from outrider.cluster.link.keeper import LOST_S
+from tests.clock import Clock
 
 A_MOMENT_S = 0.01
 
@@ -27,12 +29,12 @@ class StoppedDrafter:
         return self.calls[-1]
 
 
-def status_of(drafter):
+def status_of(drafter, **options):
     async def find(name):
         assert name == "D"
         return drafter
 
-    return DrafterStatus(find)
+    return DrafterStatus(find, **options)
 
 
 async def asked_again(drafter, calls):
@@ -83,3 +85,25 @@ async def test_a_drafter_that_dies_unanswered_is_asked_again():
     with pytest.raises(TimeoutError):
         await status.ask("D", A_MOMENT_S)
     assert len(drafter.calls) == 2
+
+
+async def test_a_call_that_is_lost_is_made_once_more():
+    drafter, clock = StoppedDrafter(), Clock()
+    status = status_of(drafter, clock=clock)
+    for clock.now, calls in ((0.0, 1), (LOST_S, 1), (LOST_S + 1, 2), (2 * LOST_S, 2)):
+        with pytest.raises(TimeoutError):
+            await status.ask("D", A_MOMENT_S)
+        assert len(drafter.calls) == calls
+    waiting = asyncio.ensure_future(status.ask("D", 10.0))
+    await asyncio.sleep(0)
+    drafter.calls[1].set_result({"links": 1})
+    assert await waiting == {"links": 1}
+    asked = asyncio.ensure_future(status.ask("D", 10.0))
+    await asked_again(drafter, 3)
+    drafter.calls[0].set_result({"links": 0})  # at last, and for nobody
+    await asyncio.sleep(A_MOMENT_S)
+    also = asyncio.ensure_future(status.ask("D", 10.0))
+    await asyncio.sleep(0)
+    drafter.calls[2].set_result({"links": 2})
+    assert await asyncio.gather(asked, also) == [{"links": 2}] * 2
+    assert len(drafter.calls) == 3

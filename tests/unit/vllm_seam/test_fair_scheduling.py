@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from outrider.actors.round.scheduling import FairOrder, prefill_threshold
 from outrider.actors.vllm_seam.scheduler import FairScheduling
+from tests.clock import Clock
 
 
 class Base:
@@ -33,35 +34,37 @@ class Scheduler(FairScheduling, Base):
     pass
 
 
-def request(tokens, arrival_s, priority=0, **ours):
+def request(tokens, priority=0, **ours):
     params = SimpleNamespace(extra_args={"outrider": ours} if ours else None)
-    fields = {"arrival_time": arrival_s, "num_prompt_tokens": tokens, "max_tokens": 16, "priority": priority}
+    fields = {"num_prompt_tokens": tokens, "max_tokens": 16, "priority": priority}
     return SimpleNamespace(sampling_params=params, **fields)
 
 
+def arriving(arrivals):
+    """A scheduler to which these have come: by the monotonic clock, and what."""
+    clock = Clock()
+    scheduler = Scheduler(max_overtaking_s=3.0, arrival_clock=clock)
+    for clock.now, each in arrivals:
+        scheduler.add_request(each)
+    return scheduler
+
+
 def test_waiting_requests_are_ordered_by_virtual_arrival():
-    scheduler = Scheduler(max_overtaking_s=3.0)
-    scheduler.add_request(request(5000, 100.0))
-    scheduler.add_request(request(10, 102.0))
-    scheduler.add_request(request(10, 104.0))
+    scheduler = arriving([(100.0, request(5000)), (102.0, request(10)), (104.0, request(10))])
     huge, small, late = (added.priority for added in scheduler.added)
     assert small < huge < late
     assert huge == FairOrder(3.0).virtual_arrival_ms(100.0, 5000, 16)
 
 
 def test_callers_are_told_apart():
-    scheduler = Scheduler(max_overtaking_s=3.0)
-    for number in range(100):
-        scheduler.add_request(request(10, 100.0 + number / 1000, caller=7))
-    scheduler.add_request(request(10, 100.5, caller=8))
+    much = [(100.0 + number / 1000, request(10, caller=7)) for number in range(100)]
+    scheduler = arriving([*much, (100.5, request(10, caller=8))])
     *much, little = (added.priority for added in scheduler.added)
     assert sum(one > little for one in much) > 80
 
 
 def test_vllms_priority_is_kept():
-    scheduler = Scheduler(max_overtaking_s=3.0)
-    scheduler.add_request(request(10, 100.0))
-    scheduler.add_request(request(5000, 200.0, priority=-1))
+    scheduler = arriving([(100.0, request(10)), (200.0, request(5000, priority=-1))])
     assert scheduler.added[1].priority < scheduler.added[0].priority
 
 
