@@ -8,7 +8,6 @@ import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.judge import Judge, Offer
-from outrider.actors.drafter.load import warm_up
 from outrider.actors.drafter.ngram import NgramStrategy
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.several import SeveralStrategy
@@ -199,13 +198,6 @@ def test_a_long_prompt_is_read_between_steps_and_drafted_for_meanwhile():
     assert not bench.several._beside
     assert bench.several.usage()["num_sequences"] == 0
     assert all(lookup.usage()["num_sequences"] == 0 for lookup in bench.several.lookups.values())
-
-
-def test_warming_up_is_no_round_of_the_judges():
-    bench = SeveralBench()
-    warm_up(bench.several)
-    assert bench.several.model.step_us() > 0
-    assert set(bench.several.judge.chosen.values()) == {0}
 
 
 def test_no_drafts_are_wanted():
