@@ -16,6 +16,7 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
+from outrider.actors.serving.ways_out import LOOK_S
 from outrider.deploy.client.sync_client import OutriderError
 from tests.faulted import (
     GIVEN_UP_WITHIN_S,
@@ -132,14 +133,16 @@ def test_one_is_stopped_for_good(ngram_pair: Deployment, what: str) -> None:
 def test_an_answer_whose_way_out_is_killed_is_not_made_to_its_end(ngram_pair: Deployment, what: str) -> None:
     before = counted(ngram_pair)
     with ended_early(ngram_pair, MOST_TOKENS):
-        # A token a round: with drafts a quick machine makes nearly all of them before anybody looks who is alive.
         stream = ngram_pair.client.stream(
             PROMPT, temperature=0.0, max_tokens=MOST_TOKENS, ignore_eos=True, speculation=False
         )
         next(stream)
-        os.kill(only(ngram_pair, what), signal.SIGKILL)
-        with pytest.raises(OutriderError) as caught:
-            list(stream)
+        # While nothing is made: a quick machine makes all of them before anybody looks who is alive.
+        with stopped(only(ngram_pair, VERIFIER)):
+            os.kill(only(ngram_pair, what), signal.SIGKILL)
+            with pytest.raises(OutriderError) as caught:
+                list(stream)
+            time.sleep(3 * LOOK_S)
         assert caught.value.code is grpc.StatusCode.UNAVAILABLE
         wait_until_counted(ngram_pair, before, REPLACED_WITHIN_S)
 
