@@ -45,6 +45,7 @@ class Heartbeat:
             beat += 1
             self._write(beat)
             await asyncio.sleep(WATCH_EVERY_S)
+        self._write(0)  # stop may have come between a look and its beat
 
     def _write(self, beat: int) -> None:
         os.pwrite(self._memory, beat.to_bytes(_BYTES, "little"), 0)

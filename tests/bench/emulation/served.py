@@ -98,11 +98,16 @@ def serving(
             with OutriderClient(line.partition("grpc=")[2].split()[0]) as client:
                 yield client
         finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            end(server)
+
+
+def end(server: subprocess.Popen[Any]) -> None:
+    """As a user does, and where that takes too long by force."""
+    server.send_signal(signal.SIGINT)
+    try:
+        server.wait(STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
 
 
 def carry(client: OutriderClient, load: Load, is_enough: Callable[[], bool], first_index: int = 0) -> Served:

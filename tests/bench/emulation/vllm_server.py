@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.cluster.placement import available_cores, thread_environment
-from tests.bench.emulation import plugin
+from tests.bench.emulation import plugin, served
 from tests.bench.emulation.in_process import KV_CACHE_BYTES, MAX_MODEL_LEN, keep_asynchronous
 
-STOP_LIMIT_S = 90.0
 START_LIMIT_S = 180.0
 
 
@@ -44,11 +42,7 @@ def vllm_serving(model: Path, port: int, max_num_seqs: int, directory: Path) -> 
                 time.sleep(0.5)
             yield
         finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            served.end(server)
 
 
 def _answers(port: int) -> bool:

@@ -6,9 +6,11 @@ import asyncio
 import multiprocessing
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
+from outrider.actors.vllm_seam import heartbeat
 from outrider.actors.vllm_seam.heartbeat import BeatWatch, Heartbeat, end_standing_replica
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -34,6 +36,28 @@ def test_each_beat_begins_anew() -> None:
 def test_none_is_expected_before_the_first_nor_after_the_end() -> None:
     watch = BeatWatch(patience_s=1.0, tick_s=1.0)
     assert late(watch, *[0] * 9, 1, 1, *[0] * 9) == [False] * 20
+
+
+class StoppedBetween(Heartbeat):
+    """By another thread, between a look whether it is over and the beat that follows."""
+
+    def _write(self, beat: int) -> None:
+        if beat:
+            self.stop()
+        super()._write(beat)
+
+
+def test_a_beat_that_is_written_after_the_end_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "WATCH_EVERY_S", 0.0)
+
+    async def beat(heart: Heartbeat) -> None:
+        heart.start()
+        assert heart._beating is not None
+        await heart._beating
+
+    heart = StoppedBetween()
+    asyncio.run(beat(heart))
+    assert Path(heart.path).read_bytes() == bytes(8)
 
 
 async def replica(is_over: bool) -> None:
