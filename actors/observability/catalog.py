@@ -31,11 +31,11 @@ ROUNDS = (
     MetricSpec(
         "outrider:late_rounds_total", "counter", "Rounds decoded plainly because their proposals missed the deadline."
     ),
-    MetricSpec("outrider:proposals_total", "counter", "Proposals with drafts that arrived, one a request and round."),
+    MetricSpec("outrider:proposals_total", "counter", "Proposals with drafts that arrived, for an outcome or ahead of it."),
     MetricSpec(
         "outrider:foreseen_total",
         "counter",
-        "Of these, arrived before their round's outcome: the drafter was not asked.",
+        "Of these, ahead of their round's outcome, which came: the drafter was not asked.",
     ),
     MetricSpec("outrider:proposal_bytes_total", "counter", "Bytes of the frames that carried them, headers included."),
     MetricSpec(

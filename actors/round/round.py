@@ -251,7 +251,7 @@ class Round:
                 self._wanted[k] = self._wanted.get(k, 0) + 1
                 ahead = self._drafter.commit(request, committed[request.request_id], k, min(wanted.k_miss, k))
                 if ahead is not None:
-                    self.statistics.count_foreseen()
+                    self.statistics.foreseen += 1
                     self._answered(request, ahead.origin, k, ahead.step_us, 0.0)
         self._drafter.flush()
 
@@ -446,8 +446,8 @@ class Round:
             self._lagging = False
 
     def _take(self, messages: Sequence[Message], nbytes: int, waited_s: float) -> None:
-        drafted = sum(bool(message.token_ids) for message in messages if isinstance(message, Proposals))
-        self.statistics.count_frame(drafted, sum(isinstance(message, Ahead) for message in messages), nbytes)
+        drafted = sum(bool(message.token_ids) for message in messages if isinstance(message, Proposals | Ahead))
+        self.statistics.count_frame(drafted, nbytes)
         for request, answer in self._drafter.hear(messages):
             if answer.status is ProposalStatus.OK:
                 self._answered(request, answer.origin, len(answer.token_ids), answer.step_us, waited_s)

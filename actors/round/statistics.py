@@ -47,6 +47,8 @@ class RoundStatistics:
     """Rounds that decoded plainly because their proposals came after the deadline."""
 
     proposals: int = 0
+    """Drafts for an outcome, its own or one that was assumed, see `foreseen`."""
+
     proposal_bytes: int = 0
     """Of the frames that carried proposals, headers included."""
 
@@ -77,16 +79,11 @@ class RoundStatistics:
             self.drafted += num_drafts
             self.accepted += num_committed - 1
 
-    def count_frame(self, num_proposals: int, num_ahead: int, nbytes: int) -> None:
-        """A frame of the drafter's arrived with so many proposals that hold drafts, and so many before their outcome:
-        of these each that is taken is a proposal, see `count_foreseen`."""
+    def count_frame(self, num_proposals: int, nbytes: int) -> None:
+        """A frame of the drafter's arrived with so many proposals that hold drafts."""
         self.proposals += num_proposals
-        if num_proposals or num_ahead:
+        if num_proposals:
             self.proposal_bytes += nbytes
-
-    def count_foreseen(self) -> None:
-        self.proposals += 1
-        self.foreseen += 1
 
     def count_answer(self, origin: DraftOrigin, step_us: int) -> None:
         self.main_line_hits += origin is DraftOrigin.MAIN_LINE

@@ -246,9 +246,9 @@ SPECULATION = Row(
         ),
         Panel(
             "Foreseen",
-            ((ratio("outrider:foreseen_total{$of}", "outrider:proposals_total{$of}"), "{{replica}}"),),
+            ((ratio("outrider:foreseen_total{$of}", "outrider:drafted_rounds_total{$of}"), "{{replica}}"),),
             "percentunit",
-            "Proposals that had arrived before their round's outcome was known: the drafter was not asked.",
+            "Rounds whose drafts had arrived before the outcome was known: the drafter was not asked.",
         ),
         Panel(
             "Chosen k",

@@ -226,7 +226,7 @@ def test_nothing_is_held_when_nothing_runs(pair):
     ("verification", "limit"), [("rejection", 3072), ("block", 3072), ("coupled", 256), ("greedy", 256)]
 )
 def test_a_proposal_takes_little_room_on_the_link(pair, verification, limit):
-    """Bytes a round and request at K=5, frame header included: top-64 q, or ids alone."""
+    """Bytes each at K=5, frame header included: top-64 q, or ids alone."""
     how = {"temperature": 0.0} if verification == "greedy" else {"temperature": 1.0, "verification": verification}
     pair.linked()
     before = pair.status().rounds
@@ -241,7 +241,7 @@ def test_a_proposal_takes_little_room_on_the_link(pair, verification, limit):
     count = after.proposals - before.proposals
     num_bytes = after.proposal_bytes - before.proposal_bytes
     size = num_bytes / count
-    print(f"{verification}: {size:.0f} bytes a proposal over {count} rounds")
+    print(f"{verification}: {size:.0f} bytes each of {count} proposals")
     assert count >= sum(answer.metrics.speculative_decoding.num_spec_steps for answer in answers) > 0
     assert size <= limit
     a_draft = num_bytes / sum(map(num_draft_tokens, answers))

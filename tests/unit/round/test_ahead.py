@@ -41,6 +41,7 @@ def test_the_outcome_that_came_is_taken_and_nobody_is_waited_for(engine, accepte
     assert not engine.drafter.is_unanswered()
     counted = engine.round.statistics
     assert (counted.foreseen, counted.main_line_hits, counted.draft_step_ms) == (1, 1, 1.5)
+    assert counted.proposals == 3, "those that nothing came of are on the link, too"
 
 
 def test_its_drafts_are_verified_as_any_others(engine):

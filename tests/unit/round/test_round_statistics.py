@@ -51,18 +51,10 @@ def test_answers_count_by_where_their_drafts_come_from():
 
 def test_frames_count_when_they_bring_drafts():
     statistics = RoundStatistics()
-    statistics.count_frame(2, 0, 300)
-    statistics.count_frame(0, 0, 84)  # READY and the like
+    statistics.count_frame(2, 300)
+    statistics.count_frame(0, 84)  # READY and the like
     snapshot = statistics.snapshot()
     assert (snapshot["proposals"], snapshot["proposal_bytes"]) == (2, 300)
-
-
-def test_of_what_came_before_its_outcome_what_was_taken_is_a_proposal():
-    statistics = RoundStatistics()
-    statistics.count_frame(0, 5, 200)
-    statistics.count_foreseen()
-    snapshot = statistics.snapshot()
-    assert (snapshot["proposals"], snapshot["foreseen"], snapshot["proposal_bytes"]) == (1, 1, 200)
 
 
 def test_the_bonus_token_is_not_an_accepted_draft():
