@@ -50,16 +50,22 @@ def fetched(name: str) -> Path:
 
 
 def test_presets_are_the_documented_ones_and_valid() -> None:
-    assert preset_names() == ["gpt-oss-120b", "llama-70b", "llama-70b-pool", "qwen-coder", "qwen3-32b", "smollm2"]
+    assert preset_names() == [
+        "gpt-oss-120b", "llama-70b", "llama-70b-pool", "llama-70b-pool-1b", "qwen-coder", "qwen3-32b", "qwen3-32b-pool",
+        "smollm2",
+    ]  # fmt: skip
     assert set(PRESET_MODELS) == {"qwen-coder", "smollm2"}, "no package carries larger models"
     assert set(preset_names()) >= FETCHED_WHEN_MISSING
     for name in preset_names():
         config = resolve_config(name)
-        assert config.num_speculative_tokens == 4
+        assert config.num_speculative_tokens == (8 if name == "llama-70b-pool-1b" else 4)
         assert config.link.link_deadline_ms > config.link.round_deadline_ms
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama-70b", 4), ("llama-70b-pool", 4), ("qwen3-32b", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("llama-70b", 4), ("llama-70b-pool", 4), ("llama-70b-pool-1b", 4), ("qwen3-32b", 2), ("qwen3-32b-pool", 2)],
+)
 def test_presets_of_large_pairs_take_their_gpus_and_leave_the_rest_to_the_device(name: str, ranks: int) -> None:
     config = resolve_config(name)
     assert isinstance(config.drafter, DraftModelConfig)
@@ -70,8 +76,9 @@ def test_presets_of_large_pairs_take_their_gpus_and_leave_the_rest_to_the_device
     assert models_to_fetch(name, Overrides()) == []
 
 
-def test_a_pool_is_the_pair_with_the_drafter_shared() -> None:
-    own, shared = resolve_config("llama-70b"), resolve_config("llama-70b-pool")
+@pytest.mark.parametrize("pair", ["llama-70b", "qwen3-32b"])
+def test_a_pool_is_the_pair_with_the_drafter_shared(pair: str) -> None:
+    own, shared = resolve_config(pair), resolve_config(f"{pair}-pool")
     assert isinstance(own.drafter, DraftModelConfig)
     assert isinstance(shared.drafter, DraftModelConfig)
     assert own.target == shared.target

@@ -43,7 +43,7 @@ def test_what_is_left_for_kv_follows_from_them() -> None:
         assert int(sequences) == int(tokens) // 16384, name
 
 
-@pytest.mark.parametrize("preset", ["llama-70b", "llama-70b-pool", "qwen3-32b"])
+@pytest.mark.parametrize("preset", ["llama-70b", "llama-70b-pool", "llama-70b-pool-1b", "qwen3-32b", "qwen3-32b-pool"])
 def test_the_models_and_ranks_are_the_presets(preset: str) -> None:
     config = resolve_config(preset)
     assert isinstance(config.drafter, DraftModelConfig)
