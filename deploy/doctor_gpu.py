@@ -154,14 +154,25 @@ def judge_graphs(found: Mapping[str, Any]) -> Finding:
     if not sizes:
         return warn(subject, "none are captured: each step launches every kernel", "leave drafter.enforce_eager out")
     text = f"{found['mode']}, {len(sizes)} sizes: {_shown_sizes(sizes)} tokens; a draft step has {rows} rows at most"
-    if sizes[-1] < rows:
-        fix = "lower drafter.max_draft_rows, or raise drafter.engine_args.compilation_config.max_cudagraph_capture_size"
-        return warn(subject, f"{text}, so the largest ones run without", fix)
+    if "FULL" not in found["mode"]:
+        return warn(subject, f"{text}; each step launches what attention is made of, layer by layer", _FULL)
+    if rows not in sizes:  # a FULL graph has as many rows as tokens, and no more than a step
+        fix = (
+            "lower drafter.max_draft_rows (and drafter.max_num_seqs) to one of the sizes, or set "
+            "drafter.engine_args.compilation_config.cudagraph_capture_sizes with that many"
+        )
+        return warn(subject, f"{text}, so the largest ones run without a FULL graph", fix)
     return ok(subject, text)
 
 
+_FULL = (
+    "leave drafter.engine_args.compilation_config.cudagraph_mode out; where it is, take another "
+    "drafter.engine_args.attention_backend: this one has no full graphs of a decode step"
+)
+
+
 def judge_steps(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """steps: as `gpu_times.draft_steps` has them; one finding each."""
+    """steps: as `gpu_times.draft_steps` has them, of one token a sequence; one finding each."""
     findings = []
     for step in steps:
         hits = step["graphs"]
@@ -169,9 +180,11 @@ def judge_steps(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
             f"{_ms(step)}; graphs hit: {', '.join(f'{name} tokens x{n}' for name, n in sorted(hits.items())) or 'none'}"
         )
         subject = f"draft step, {step['rows']} row{'s' if step['rows'] > 1 else ''}"
+        fix = "see drafter graphs above: a size that is captured"
         if any(name.startswith("NONE ") for name in hits):
-            fix = "see drafter graphs above: a size that is captured"
             findings.append(warn(subject, f"{text}: without a graph", fix))
+        elif any(name.startswith("PIECEWISE ") for name in hits):
+            findings.append(warn(subject, f"{text}: graphs of pieces, none of the whole step", fix))
         else:
             findings.append(ok(subject, text))
     if not findings:

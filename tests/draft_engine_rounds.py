@@ -1,6 +1,6 @@
-"""Rounds over a real draft model's engine: `python draft_engine_rounds.py MODEL EAGER`. Prints one JSON object.
+"""Rounds over a real draft model's engine: `python draft_engine_rounds.py MODEL SECTION`. Prints one JSON object.
 
-EAGER: JSON, `enforce_eager` of the engine's section.
+SECTION: JSON, what the engine's section has besides.
 
 Every commit is answered twice: by a drafter that drafts ahead, with side branches and maybe a cut vocabulary,
 and by one that drafts everything at the last moment. The verifier is played here and forces hits of both kinds, misses
@@ -76,12 +76,12 @@ def alike(mine, theirs):
 
 
 def play(rng, ahead, at_once, sampling, request):
-    """Returns the number of answers that agree, of differences, and of answers by origin."""
+    """Returns the number of answers that agree, the differences, answers by origin, and what was drafted."""
     prompt = [rng.randrange(20) for _ in range(rng.choice([5, 31, 32, 33, 70]))]
     ahead.open(request, prompt, sampling)
     at_once.open(request, prompt, sampling)
     length, drafts = len(prompt), []
-    agree, differ, origins = 0, [], {}
+    agree, differ, origins, drafted = 0, [], {}, []
     for _ in range(ROUNDS):
         if not drafts:
             kind, tokens = "other", [rng.randrange(20)]
@@ -96,15 +96,16 @@ def play(rng, ahead, at_once, sampling, request):
             differ.append([kind, length, mine.token_ids, theirs.token_ids])
         origins[mine.origin.name] = origins.get(mine.origin.name, 0) + 1
         drafts = mine.token_ids
+        drafted.append([int(token) for token in drafts])
         if kind == "stale":
             continue  # the next commit comes while what is drafted ahead is half done
         ahead.work_off()
     for side in (ahead, at_once):
         side.strategy.close(side.sequence)
-    return agree, differ, origins
+    return agree, differ, origins, drafted
 
 
-def main(model, eager):
+def main(model, section):
     from outrider.actors.vllm_seam.draft_engine import DraftEngine
     from outrider.actors.vllm_seam.engine_args import drafter_vllm_config
     from outrider.cluster.config import DraftModelConfig
@@ -115,9 +116,9 @@ def main(model, eager):
         dtype="float32",
         max_model_len=512,
         kv_cache_memory_bytes=64 << 20,
-        enforce_eager=eager,
         enable_prefix_caching=False,  # else one side would find what the other has computed
-        engine_args={"num_gpu_blocks_override": NUM_BLOCKS},
+        engine_args={"num_gpu_blocks_override": NUM_BLOCKS, **section.pop("engine_args", {})},
+        **section,
     )
     engine = DraftEngine(drafter_vllm_config(config, None, None), in_process=True)
     all_blocks = engine.take_blocks(NUM_BLOCKS - 1)  # vLLM keeps one to itself
@@ -137,10 +138,10 @@ def main(model, eager):
             # Changes of the vocabulary between the two answers would be differences: the second follows the first.
             ahead = Side(1, DraftModelStrategy(engine, 16, limits, vocabulary, itertools.count().__next__))
             at_once = Side(2, DraftModelStrategy(engine, 16, LookaheadLimits(ahead=False)))
-            agree, differ, origins = 0, [], {}
+            agree, differ, origins, drafted = 0, [], {}, []
             for request in range(3):
-                same, other, seen = play(rng, ahead, at_once, sampling, request)
-                agree, differ = agree + same, differ + other
+                same, other, seen, drafts = play(rng, ahead, at_once, sampling, request)
+                agree, differ, drafted = agree + same, differ + other, drafted + drafts
                 origins = {origin: origins.get(origin, 0) + seen.get(origin, 0) for origin in {*origins, *seen}}
             ahead.work_off(), at_once.work_off()
             strategy = ahead.strategy
@@ -148,6 +149,7 @@ def main(model, eager):
                 "agree": agree,
                 "differ": differ,
                 "origins": origins,
+                "drafted": drafted,
                 "graphs": engine.take_graph_hits(),
                 "usage": {**strategy.usage(), "kv_cache_usage": engine.kv_cache_usage},
             }

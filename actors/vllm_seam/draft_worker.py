@@ -127,7 +127,7 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         dispatcher.dispatch = dispatch
 
     def take_graph_hits(self) -> dict[str, int]:
-        """By mode and padded tokens (``PIECEWISE 16``): steps since the last call. A CPU asks for none."""
+        """By mode and padded tokens (``FULL 16``): steps since the last call. A CPU asks for none."""
         found = dict(self._graph_hits)
         self._graph_hits.clear()
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
@@ -166,14 +166,12 @@ def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
 def drafter_vllm_config(config: DraftEngineConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
     """The draft model's engine. Without ranks it runs in the calling process."""
     args = _common(config)
-    # A row of the drafter's is a request to vLLM, wherever it sizes its buffers and CUDA graphs.
+    # A row of the drafter's is a request to vLLM, wherever it sizes its buffers and CUDA graphs. Which graphs a GPU
+    # captures is vLLM's own default: a FULL one of a token a row, and PIECEWISE ones of anything else.
     args["max_num_seqs"] = max(config.max_num_seqs, config.max_draft_rows)
     block_size = config.block_size or (None if on_gpu() else CPU_DRAFTER_BLOCK_SIZE)
     if block_size is not None:
         args["block_size"] = block_size
-    compilation = args.setdefault("compilation_config", CompilationConfig())
-    if on_gpu() and compilation.cudagraph_mode is None:
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE  # paged_forward.py replays no others
     args["worker_cls"] = "outrider.actors.vllm_seam.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True

@@ -335,29 +335,35 @@ vllm.v1.executor.uniproc_executor:UniProcExecutor.collective_rpc(method, args, .
 
 DRAFT_RANK = Table(
     PROJECT,
-    "actors/vllm_seam/draft_worker.py and paged_forward.py",
+    "actors/vllm_seam/draft_worker.py, paged_forward.py and draft_graphs.py",
     rows(f"""
 {_WORKER} [model_runner, rank]: a rank of the draft model
 {_RUNNER} [model, vllm_config, device, kv_caches, kv_cache_config, attn_groups, input_batch, cudagraph_dispatcher,
-    input_ids, positions, is_padding]: its model and buffers, without its state of requests
+    input_ids, positions, is_padding, query_start_loc, seq_lens]: its model and buffers, without its state of requests
 {_ADAPTERS}._set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests, ...): which rows are of which
     adapter
 {_WORKER}.add_lora(lora_request): the draft model's adapters
 {_BATCH}.block_table: block sizes
 vllm.v1.worker.block_table:BlockTable.block_size: block sizes
+vllm.v1.worker.block_table:BlockTable.get_device_tensor(num_reqs): the block tables that CUDA graphs read
+vllm.v1.worker.block_table:BlockTable.slot_mapping: the KV slots that they write to
+vllm.v1.utils:CpuGpuBuffer.gpu: where the device has them, token ids and the beginnings of rows
+vllm.v1.attention.backends.utils [NULL_BLOCK_ID, PAD_SLOT_ID]: what rows of padding have
 vllm.v1.worker.utils:AttentionGroup.build_metadata(common_attn_metadata, ...): attention's metadata of our rows
 vllm.v1.worker.utils:AttentionGroup.layer_names: which layers it is for
 vllm.v1.attention.backend:CommonAttentionMetadata(query_start_loc, query_start_loc_cpu, seq_lens,
     seq_lens_cpu_upper_bound, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor,
-    slot_mapping, ...): made of our rows
+    slot_mapping, positions, ...): made of our rows
 vllm.forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, cudagraph_runtime_mode,
     batch_descriptor, slot_mapping, is_padding, ...): around the model's forward pass
 vllm.model_executor.models.interfaces:SupportsMultiModal.get_language_model(): the output head of a model that takes
     more than text
 vllm.v1.worker.utils:copy_kv_cache_blocks_inplace(kv_caches, num_blocks, kv_cache_block_copies): branches
-vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch(num_tokens, has_lora, num_active_loras, valid_modes, ...):
-    graphs of the model's pieces, on GPUs
-{_CONFIG}:CUDAGraphMode [NONE, PIECEWISE]: likewise
+vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch(num_tokens, uniform_decode, has_lora, num_active_loras,
+    valid_modes, ...): which of the graphs that are captured a step uses, on GPUs
+vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.cudagraph_mode: whether there are any
+vllm.forward_context:BatchDescriptor [num_tokens, num_reqs]: a graph's size
+{_CONFIG}:CUDAGraphMode [NONE, PIECEWISE, FULL]: likewise
 vllm.model_executor.layers.logits_processor:LogitsProcessor [soft_cap, scale]: what follows a cut output head
 """),
 )

@@ -23,9 +23,13 @@ def report(models):
     return rounds(models.drafter)
 
 
-def rounds(drafter, eager=None):
-    """By sampling. eager: without CUDA graphs; None: as the device has it by default."""
-    command = [sys.executable, "tests/draft_engine_rounds.py", str(drafter), json.dumps(eager)]
+def rounds(drafter, **section):
+    """By sampling. section: what the engine's has besides."""
+    return script("draft_engine_rounds", drafter, json.dumps(section))
+
+
+def script(name, *arguments):
+    command = [sys.executable, f"tests/{name}.py", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.actors.round.request import RequestSampling
 from outrider.actors.verification.batch import choose
 from outrider.actors.vllm_seam.draft_worker import DraftWorker
 from outrider.actors.vllm_seam.target_sampler import verification_batch
 from outrider.cluster.config import ConfigError, parse_config
+from outrider.cluster.link.messages import DraftSampling
 from outrider.cluster.modes import Mode
 from outrider.deploy import doctor_gpu, gpu_times
 from outrider.deploy.cli import main
@@ -111,22 +111,28 @@ def test_versions():
 
 
 def test_graphs_that_are_too_small_or_none_are_warned_of():
-    some = {"mode": "PIECEWISE", "sizes": [1, 2, 4, *range(8, 129, 8)], "max_rows": 128}
+    some = {"mode": "FULL_AND_PIECEWISE", "sizes": [1, 2, 4, *range(8, 129, 8)], "max_rows": 128}
     assert judge_graphs(some).level is Level.OK
     assert "19 sizes: 1, 2, 4, 8 … 120, 128 tokens" in judge_graphs(some).text
-    few = judge_graphs({**some, "max_rows": 256})
-    assert (few.level, "max_draft_rows" in few.fix) == (Level.WARN, True)
+    for rows in (127, 256):
+        few = judge_graphs({**some, "max_rows": rows})
+        assert (few.level, "max_draft_rows" in few.fix) == (Level.WARN, True)
+    pieces = judge_graphs({**some, "mode": "PIECEWISE"})
+    assert (pieces.level, "attention_backend" in pieces.fix) == (Level.WARN, True)
     assert "enforce_eager" in judge_graphs({"mode": "NONE", "sizes": [], "max_rows": 8}).fix
 
 
 def test_steps_say_which_graphs_they_hit():
     steps = [
-        {"rows": 1, **TIMES, "graphs": {"PIECEWISE 1": 45}},
+        {"rows": 1, **TIMES, "graphs": {"FULL 1": 45}},
+        {"rows": 16, **TIMES, "graphs": {"PIECEWISE 16": 45}},
         {"rows": 64, **TIMES, "graphs": {"NONE 64": 45}},
     ]
-    one, many = judge_steps(steps)
+    one, some, many = judge_steps(steps)
     assert (one.subject, one.level) == ("draft step, 1 row", Level.OK)
-    assert one.text == "1.50 ms (90th 1.75); graphs hit: PIECEWISE 1 tokens x45"
+    assert one.text == "1.50 ms (90th 1.75); graphs hit: FULL 1 tokens x45"
+    assert (some.subject, some.level) == ("draft step, 16 rows", Level.WARN)
+    assert some.text.endswith("PIECEWISE 16 tokens x45: graphs of pieces, none of the whole step")
     assert (many.subject, many.level) == ("draft step, 64 rows", Level.WARN)
     assert judge_steps([])[0].level is Level.FAIL
 
@@ -208,14 +214,14 @@ def test_the_way_from_logits_to_tokens_is_measured_at_every_size(drafts, top_n):
 
 def test_measured_drafts_are_accepted_and_rejected():
     drafts, logits, q = gpu_times._proposed(32, 4, 500, 16, torch.device("cpu"))
-    sampling = [RequestSampling(Mode.REJECTION, 1.0, 0, 1.0, 0.0, seed) for seed in range(32)]
+    sampling = [DraftSampling(Mode.REJECTION, 1.0, seed=seed) for seed in range(32)]
     result = choose("cpu")(verification_batch(logits, sampling, [9] * 32, drafts, q))
     assert result.status.eq(0).all(), "q is one that drafts can be drawn from"
     assert 0 < result.accepted_len.sum() < 32 * 4
 
 
 def test_graphs_are_counted_as_the_dispatcher_gives_them():
-    modes = iter([("PIECEWISE", 4), ("PIECEWISE", 4), ("NONE", 9)])
+    modes = iter([("FULL", 4), ("FULL", 4), ("NONE", 9)])
 
     def dispatch(total, has_lora):
         mode, size = next(modes)
@@ -225,5 +231,5 @@ def test_graphs_are_counted_as_the_dispatcher_gives_them():
     worker = SimpleNamespace(model_runner=SimpleNamespace(cudagraph_dispatcher=dispatcher))
     DraftWorker.count_graphs(worker)
     assert [dispatcher.dispatch(3, has_lora=False)[1].num_tokens for _ in range(3)] == [4, 4, 9]
-    assert DraftWorker.take_graph_hits(worker) == {"PIECEWISE 4": 2, "NONE 9": 1}
+    assert DraftWorker.take_graph_hits(worker) == {"FULL 4": 2, "NONE 9": 1}
     assert DraftWorker.take_graph_hits(worker) == {}

@@ -1,4 +1,5 @@
-"""CUDA graphs on and off: the draft model's engine alone, on one GPU, and both sides of a served pair."""
+"""CUDA graphs of whole decode steps, of pieces, and none: the draft model's engine alone, on one GPU; on and off, both
+sides of a served pair."""
 
 import pytest
 
@@ -14,12 +15,31 @@ __all__ = ["plain"]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(1)]
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_what_is_drafted_ahead_is_what_would_be_drafted_at_once(models, eager):
-    for name, seen in rounds(models.drafter, eager).items():
+SECTIONS = {
+    "FULL": {},
+    "PIECEWISE": {"engine_args": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}},
+    "eager": {"enforce_eager": True},
+}
+
+
+@pytest.fixture(scope="module")
+def reports(models):
+    return {graphs: rounds(models.drafter, **section) for graphs, section in SECTIONS.items()}
+
+
+@pytest.mark.parametrize("graphs", SECTIONS)
+def test_what_is_drafted_ahead_is_what_would_be_drafted_at_once(reports, graphs):
+    for name, seen in reports[graphs].items():
         assert (seen["differ"], seen["agree"]) == ([], 120), name
-        captured = {mode: hits for mode, hits in seen["graphs"].items() if not mode.startswith("NONE ")}
-        assert bool(captured) is not eager, f"{name}: {seen['graphs']}"
+        captured = {hit.split()[0] for hit in seen["graphs"]} - {"NONE"}
+        # A FULL graph has the steps of one token a row; prompts, and who catches up, have pieces.
+        assert captured == {"FULL": {"FULL", "PIECEWISE"}, "PIECEWISE": {"PIECEWISE"}, "eager": set()}[graphs], name
+
+
+@pytest.mark.parametrize("graphs", ["FULL", "PIECEWISE"])
+def test_the_drafts_are_the_same_as_without_graphs(reports, graphs):
+    for name, seen in reports[graphs].items():
+        assert seen["drafted"] == reports["eager"][name]["drafted"], name
 
 
 @pytest.mark.gpus(2)

@@ -14,6 +14,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker import utils
+from vllm.v1.worker.block_table import BlockTable, SlotMappingMode
 
 from outrider.actors.drafter.engine import Draw, Drawn, StepPlan, StepRow
 from outrider.actors.vllm_seam.draft_worker import CutHead, DraftWorker
@@ -23,7 +24,10 @@ from tests.counting_device import DEVICE, CountingDevice
 from tests.unit.vllm_seam.device_rank import async_tensor_h2d
 from tests.unit.vllm_seam.draw_kernels import draw_on
 
-V, WIDTH, BLOCK, BLOCKS, LAYERS = 96, 16, 4, 12, 2
+V, WIDTH, BLOCK, LAYERS = 96, 16, 4, 2
+BLOCKS = 13
+"""The last is nobody's: in its last slot, -1, is what padding writes."""
+
 MOST_TOKENS = 16
 SAMPLINGS = [
     DraftSampling(),
@@ -67,6 +71,7 @@ class Model:
             memory = self.kv_caches[layer].view(-1, 2, WIDTH)
             memory[slots] = torch.stack([hidden @ of_key, hidden @ of_value], dim=1)
             row = torch.searchsorted(metadata.query_start_loc, torch.arange(count, device=slots.device), right=True) - 1
+            row = row.clamp(max=len(metadata.block_table_tensor) - 1)  # of padding, of which nothing is taken
             places = metadata.block_table_tensor[row].unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=slots.device)
             places = places.flatten(1)
             keys, values = memory[places].unbind(2)
@@ -86,9 +91,11 @@ def rank_on(device: torch.device, *, cut: list[int] | None) -> Any:
     compilation = config.compilation_config
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 2, 4, 8], 8
     dispatcher = CudagraphDispatcher(config)
-    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE, 1)
+    if device.type != "cpu":
+        dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, 1)
     config.model_config = SimpleNamespace(get_vocab_size=lambda: V)
     model = Model(device)
+    tables = BlockTable(BLOCK, MOST_TOKENS, BLOCKS, MOST_TOKENS, False, device, 1, SlotMappingMode.NONE)
     runner = SimpleNamespace(
         vllm_config=config,
         device=device,
@@ -96,11 +103,13 @@ def rank_on(device: torch.device, *, cut: list[int] | None) -> Any:
         kv_caches=model.kv_caches,
         kv_cache_config=SimpleNamespace(num_blocks=BLOCKS),
         attn_groups=[[Attention(str(layer)) for layer in range(LAYERS)]],
-        input_batch=SimpleNamespace(block_table=[SimpleNamespace(block_size=BLOCK)]),
+        input_batch=SimpleNamespace(block_table=[tables]),
         cudagraph_dispatcher=dispatcher,
         input_ids=SimpleNamespace(gpu=torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device)),
         positions=torch.zeros(MOST_TOKENS, dtype=torch.int64, device=device),
         is_padding=torch.ones(MOST_TOKENS, dtype=torch.bool, device=device),
+        query_start_loc=SimpleNamespace(gpu=torch.zeros(MOST_TOKENS + 1, dtype=torch.int32, device=device)),
+        seq_lens=torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device),
     )
     head = None if cut is None else CutHead(model, cut)
     return SimpleNamespace(rank=0, _paged=None, _head=head, _adapters=(), model_runner=runner)

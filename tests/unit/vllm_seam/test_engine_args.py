@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
-from vllm.config import AttentionConfig, CompilationConfig
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.config import AttentionConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from outrider.actors.vllm_seam import engine_args, engine_args_schema
 from outrider.actors.vllm_seam.engine_args import drafter_vllm_config, target_engine_arguments, target_vllm_config
@@ -17,6 +18,7 @@ from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
 from outrider.cluster.engine_args import SCHEMA_PATH, problems
 from outrider.cluster.placement import RankPlacement
+from tests.draft_engine_graphs import SIZES
 from tests.tiny_models import build_tiny_llama
 
 RANKS = RankPlacement("local", ["Verifier:test"], [0], None, {})
@@ -124,22 +126,55 @@ def test_they_reach_a_draft_models_engine(checkpoint):
     assert made.parallel_config.worker_cls.endswith("DraftWorker")
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """What vLLM's configuration asks of a platform that captures graphs."""
+    monkeypatch.setattr(engine_args, "on_gpu", lambda: True)
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
+
+
+def captured(checkpoint, **section):
+    """What the draft model captures: vLLM's mode, and the sizes."""
+    config = DraftModelConfig(method="draft_model", model=checkpoint, kv_cache_memory_bytes=1 << 26, **section)
+    made = drafter_vllm_config(config, None, None).compilation_config
+    return made.cudagraph_mode.name, made.cudagraph_capture_sizes
+
+
 @pytest.mark.parametrize(
-    ("given", "made"),
+    ("given", "mode"),
     [
-        ({}, {"cudagraph_mode": "PIECEWISE"}),
-        ({"mode": 3}, {"mode": 3, "cudagraph_mode": "PIECEWISE"}),
-        ({"cudagraph_mode": "NONE"}, {"cudagraph_mode": "NONE"}),
+        ({}, "FULL_AND_PIECEWISE"),
+        ({"compilation_config": {"mode": 3}}, "FULL_AND_PIECEWISE"),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "PIECEWISE"),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, "NONE"),
+        ({"optimization_level": 1}, "PIECEWISE"),
+        ({"optimization_level": 0}, "NONE"),
     ],
 )
-def test_on_a_gpu_a_draft_model_captures_no_graphs_that_nobody_runs(checkpoint, monkeypatch, given, made):
-    monkeypatch.setattr(engine_args, "on_gpu", lambda: True)
-    monkeypatch.setattr(engine_args, "_create", lambda _, args, *others: EngineArgs(**args))
-    arguments = {"compilation_config": given} if given else {}
-    config = DraftModelConfig(method="draft_model", model=checkpoint, engine_args=arguments)
-    found = drafter_vllm_config(config, None, None).compilation_config
-    wanted = CompilationConfig(**made)
-    assert (found.cudagraph_mode, found.mode) == (wanted.cudagraph_mode, wanted.mode)
+def test_on_a_gpu_a_draft_model_captures_whole_decode_steps_unless_it_is_told_otherwise(gpu, checkpoint, given, mode):
+    assert captured(checkpoint, engine_args=given)[0] == mode
+
+
+def test_without_graphs_on_a_gpu_if_so_configured(gpu, checkpoint):
+    assert captured(checkpoint, enforce_eager=True) == ("NONE", [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "full"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (12, [1, 2, 4, 8, 12]),
+        (100, [1, 2, 4, *range(8, 97, 8), 100]),
+        (128, [1, 2, 4, *range(8, 129, 8)]),
+    ],
+)
+def test_there_are_graphs_for_as_many_rows_as_a_step_may_have(gpu, checkpoint, rows, full):
+    _, sizes = captured(checkpoint, max_num_seqs=1, max_draft_rows=rows)
+    assert [size for size in sizes if size <= rows] == full
+    if rows == 12:
+        assert tuple(sizes) == SIZES
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What the draft model's forward pass is given on a GPU, by the values that are set: the graphs themselves need one."""
+"""What the draft model's forward pass is given on a GPU, by the values that are set. The graphs themselves need one;
+tests/draft_engine_graphs.py plays them."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import _get_padding_mask
 from vllm.utils import torch_utils
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.block_table import BlockTable, SlotMappingMode
 
 from outrider.actors.drafter.engine import Draw, StepRow
 from outrider.actors.verification.transfer import to_device
 from outrider.actors.vllm_seam import paged_forward
-from outrider.actors.vllm_seam.paged_forward import PagedForward, _PiecewiseGraphs
+from outrider.actors.vllm_seam.paged_forward import PagedForward
 from outrider.cluster.link.messages import DraftSampling
 from tests.counting_device import DEVICE, CountingDevice
 
@@ -37,14 +39,16 @@ class Model:
         return torch.zeros(count, 4)
 
 
+def block_table(device="cpu"):
+    return BlockTable(16, MOST_TOKENS, 8, MOST_TOKENS, False, torch.device(device), 1, SlotMappingMode.NONE)
+
+
 @pytest.fixture
 def runner():
-    """As vLLM's V1 runner is after capturing graphs for 1, 2, 4 and 8 tokens: dummy runs are nothing but padding."""
+    """As vLLM's V1 runner is that has captured nothing."""
     config = VllmConfig()
     compilation = config.compilation_config
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 2, 4, 8], 8
-    dispatcher = CudagraphDispatcher(config)
-    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE, 1)
     config.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
     runner = SimpleNamespace(
         vllm_config=config,
@@ -52,13 +56,21 @@ def runner():
         kv_caches=[],
         kv_cache_config=SimpleNamespace(num_blocks=4),
         attn_groups=[[]],
-        input_batch=SimpleNamespace(block_table=[SimpleNamespace(block_size=16)]),
-        cudagraph_dispatcher=dispatcher,
+        input_batch=SimpleNamespace(block_table=[block_table()]),
+        cudagraph_dispatcher=CudagraphDispatcher(config),
         input_ids=SimpleNamespace(gpu=torch.full((MOST_TOKENS,), 7, dtype=torch.int32)),
         positions=torch.full((MOST_TOKENS,), 5),
         is_padding=torch.ones(MOST_TOKENS, dtype=torch.bool),
+        query_start_loc=SimpleNamespace(gpu=torch.full((MOST_TOKENS + 1,), 9, dtype=torch.int32)),
+        seq_lens=torch.full((MOST_TOKENS,), 9, dtype=torch.int32),
     )
     runner.model = Model(runner)
+    return runner
+
+
+def capture(runner, mode=CUDAGraphMode.FULL_AND_PIECEWISE):
+    """Graphs for 1, 2, 4 and 8 tokens. Dummy runs are nothing but padding."""
+    runner.cudagraph_dispatcher.initialize_cudagraph_keys(mode, 1)
     return runner
 
 
@@ -71,16 +83,39 @@ def feed(forward, *rows):
 
 @pytest.mark.parametrize(("count", "padded"), [(1, 1), (3, 4), (8, 8), (9, 9)])
 def test_a_router_takes_no_token_for_padding(runner, count, padded):
-    forward = PagedForward(runner)
-    forward._graphs = _PiecewiseGraphs(runner)
+    forward = PagedForward(capture(runner))
     for _ in range(2):
         feed(forward, (list(range(count)), 0))
         runner.is_padding.logical_not_()  # whatever the last step left there
     for mode, tokens, positions, eager, captured in runner.model.fed:
-        assert mode is (CUDAGraphMode.PIECEWISE if padded <= 8 else CUDAGraphMode.NONE)
+        assert mode is (
+            CUDAGraphMode.NONE if padded > 8 else CUDAGraphMode.FULL if count == 1 else CUDAGraphMode.PIECEWISE
+        )
         assert tokens[:count] == positions[:count] == list(range(count))
         assert positions[count:] == [0] * (padded - count)
         assert eager == captured == [False] * count + [True] * (padded - count)
+
+
+@pytest.mark.parametrize(
+    ("captured", "one_a_row", "longer"),
+    [
+        ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE"),
+        ("PIECEWISE", "PIECEWISE", "PIECEWISE"),
+        ("FULL_DECODE_ONLY", "FULL", "NONE"),
+        ("FULL", "FULL", "NONE"),
+    ],
+)
+def test_a_step_of_one_token_a_row_is_a_full_graph_s_where_vllm_captured_any(runner, captured, one_a_row, longer):
+    forward = PagedForward(capture(runner, CUDAGraphMode[captured]))
+    feed(forward, *[([1], 3)] * 3)
+    feed(forward, ([1], 3), ([1, 2], 3))
+    assert [mode.name for mode, *_ in runner.model.fed] == [one_a_row, longer]
+
+
+def test_more_rows_than_the_largest_graph_run_without(runner):
+    forward = PagedForward(capture(runner))
+    feed(forward, *[([1], 3)] * 9)
+    assert [(mode.name, len(tokens)) for mode, tokens, *_ in runner.model.fed] == [("NONE", 9)]
 
 
 def test_without_graphs_nothing_is_padding(runner):
@@ -94,16 +129,19 @@ def test_without_graphs_nothing_is_padding(runner):
 
 def test_tokens_of_a_target_that_the_draft_model_has_no_row_for_are_fed_as_its_last(runner):
     fed = []
+    runner.model = lambda input_ids, **_: fed.append(input_ids) or torch.zeros(len(input_ids), 4)
     forward = PagedForward(runner)
-    forward._forward = lambda tokens, positions, *_: fed.append(tokens) or torch.zeros(len(tokens), 4)
     feed(forward, ([VOCAB - 1, VOCAB, 3, VOCAB + 27], 0), ([2, VOCAB], 0))
     feed(forward, ([VOCAB + 1], 4), ([5], 4))
     assert [tokens.tolist() for tokens in fed] == [[99, 99, 3, 99, 2, 99], [99, 5]]
     assert {tokens.dtype for tokens in fed} == {torch.int32}
 
 
+TOLD = ("query_start_loc", "seq_lens", "slot_mapping", "positions", "block_table_tensor")
+
+
 class Attention:
-    """A group of layers, which keeps what it is told."""
+    """A group of layers, which keeps what it is told: the tensors are the next step's, too."""
 
     layer_names = ("layer",)
 
@@ -111,7 +149,7 @@ class Attention:
         self.told = []
 
     def build_metadata(self, common):
-        self.told.append(common)
+        self.told.append({name: getattr(common, name).clone() for name in TOLD})
 
 
 def test_what_a_step_needs_goes_to_the_device_in_one_copy_that_nobody_waits_for(runner, monkeypatch):
@@ -134,17 +172,20 @@ def test_what_a_step_needs_goes_to_the_device_in_one_copy_that_nobody_waits_for(
     with device:
         runner.device = DEVICE
         runner.input_ids.gpu, runner.positions = runner.input_ids.gpu.to(DEVICE), runner.positions.to(DEVICE)
-        runner.is_padding = runner.is_padding.to(DEVICE)
-        forward = PagedForward(runner)
+        runner.is_padding, runner.seq_lens = runner.is_padding.to(DEVICE), runner.seq_lens.to(DEVICE)
+        runner.query_start_loc.gpu = runner.query_start_loc.gpu.to(DEVICE)
+        runner.input_batch.block_table = [block_table(DEVICE)]
+        forward = PagedForward(capture(runner))
         device.uploads.clear()
         copies.clear()
         hidden = [forward(each) for each in (rows, step, step)]
         assert (device.reads, device.uploads, copies) == ([], [], [7, 7, 6])
         assert [each.tolist() for each in hidden] == [*expected, expected[1]]
         for there, here in zip(attention.told[2:4], attention.told[:2], strict=True):
-            for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
-                assert getattr(there, name).is_cuda
-                assert getattr(there, name).tolist() == getattr(here, name).tolist()
+            assert all(each.is_cuda for each in there.values())
+            wide = there["block_table_tensor"]
+            there["block_table_tensor"] = wide[:, : here["block_table_tensor"].shape[1]]
+            assert {name: each.tolist() for name, each in there.items()} == {n: e.tolist() for n, e in here.items()}
 
 
 def test_every_token_and_every_draw_is_of_its_row_s_adapter(runner):
