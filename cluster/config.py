@@ -13,20 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from outrider.cluster.backends import DEVICE_BACKENDS, Backend
+from outrider.cluster.co_located_config import CoLocatedConfig as CoLocatedConfig
 from outrider.cluster.config_section import ConfigError as ConfigError
 from outrider.cluster.config_section import EngineConfig as EngineConfig
 from outrider.cluster.config_section import NodeLabels as NodeLabels
 from outrider.cluster.config_section import Section
-from outrider.cluster.drafter_config import TAGS, CoLocatedConfig, DrafterConfig, refusal_of
+from outrider.cluster.drafter_config import TAGS, DrafterConfig, refusal_of
 from outrider.cluster.drafter_config import DraftModelConfig as DraftModelConfig
 from outrider.cluster.drafter_config import LookupConfig as LookupConfig
 from outrider.cluster.drafter_config import NgramConfig as NgramConfig
@@ -34,16 +29,17 @@ from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
 from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
 from outrider.cluster.engine_args import ADAPTERS_PASSED_ON, MEDIA_PASSED_ON
 from outrider.cluster.limits import LimitsConfig as LimitsConfig
-from outrider.cluster.link.rendezvous import DEVICE_BACKENDS, Backend
 from outrider.cluster.lora_config import LoraConfig as LoraConfig
 from outrider.cluster.multimodal_config import MultimodalConfig as MultimodalConfig
 from outrider.cluster.scaling_config import AutoscalingConfig as AutoscalingConfig
+from outrider.cluster.serving_config import NodeType as NodeType
+from outrider.cluster.serving_config import ServingConfig as ServingConfig
 
 _KEY = re.compile(r"([a-z_]+): ")
 
 
 class OpenAIConfig(Section):
-    """Keys are vLLM's."""
+    """OpenAI's HTTP endpoints. Keys are vLLM's."""
 
     chat_template: str | None = Field(None, min_length=1)
     """File with a Jinja template for chats, or the template itself. None: the tokenizer's own."""
@@ -84,12 +80,33 @@ class TargetConfig(EngineConfig):
     """Schedule a step while the one before it runs. The tokens are the same either way. None: true, but false with
     several pipeline stages, which cannot."""
 
+    lora: LoraConfig | None = None
+    """A mapping: LoRA adapters, one of which a request may name ([lora.md](lora.md)). None: a name is refused."""
+
+    multimodal: MultimodalConfig | None = None
+    """A mapping: pictures in requests, of a target that can see them ([pictures.md](pictures.md)). None: text alone."""
+
     @model_validator(mode="after")
-    def _stages_run_one_step_at_a_time(self) -> TargetConfig:
+    def _belong_together(self) -> TargetConfig:
         if self.async_scheduling and self.pipeline_parallel_size > 1:
             raise ValueError(
                 f"async_scheduling: true does not go with pipeline_parallel_size ({self.pipeline_parallel_size}) above "
                 "1: a step is scheduled when all stages are done with the one before it; leave it out"
+            )
+        for section, passed_on, idle in (
+            (self.lora, ADAPTERS_PASSED_ON, "is about adapters, and there are none; write target.lora"),
+            (self.multimodal, MEDIA_PASSED_ON, "is about pictures, and none are taken; write target.multimodal"),
+        ):
+            if section is None and (name := next((name for name in passed_on if name in self.engine_args), None)):
+                raise ValueError(f"engine_args.{name} {idle}, or remove it")
+        if self.multimodal is not None and self.engine_args.get("language_model_only"):
+            raise ValueError(
+                "engine_args.language_model_only: does not go with target.multimodal; remove one of the two"
+            )
+        if self.multimodal is not None and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"multimodal: pictures have never been run with pipeline_parallel_size ({self.pipeline_parallel_size}) "
+                "above 1; set tensor_parallel_size, or remove one of the two"
             )
         return self
 
@@ -106,41 +123,10 @@ class TargetConfig(EngineConfig):
     def schedules_ahead(self) -> bool:
         return self.pipeline_parallel_size == 1 if self.async_scheduling is None else self.async_scheduling
 
-    lora: LoraConfig | None = None
-    """A mapping: LoRA adapters, one of which a request may name ([lora.md](lora.md)). None: a name is refused."""
-
-    @model_validator(mode="after")
-    def _adapters_arguments(self) -> TargetConfig:
-        idle = next((name for name in ADAPTERS_PASSED_ON if name in self.engine_args), None)
-        if idle is not None and self.lora is None:
-            raise ValueError(
-                f"engine_args.{idle} is about adapters, and there are none; write target.lora, or remove it"
-            )
-        return self
-
-    multimodal: MultimodalConfig | None = None
-    """A mapping: pictures in requests, of a target that can see them ([pictures.md](pictures.md)). None: text alone."""
-
-    @model_validator(mode="after")
-    def _pictures_arguments(self) -> TargetConfig:
-        idle = next((name for name in MEDIA_PASSED_ON if name in self.engine_args), None)
-        if idle is not None and self.multimodal is None:
-            raise ValueError(
-                f"engine_args.{idle} is about pictures, and none are taken; write target.multimodal, or remove it"
-            )
-        if self.multimodal is not None and self.engine_args.get("language_model_only"):
-            raise ValueError(
-                "engine_args.language_model_only: does not go with target.multimodal; remove one of the two"
-            )
-        if self.multimodal is not None and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"multimodal: pictures have never been run with pipeline_parallel_size ({self.pipeline_parallel_size}) "
-                "above 1; set tensor_parallel_size, or remove one of the two"
-            )
-        return self
-
 
 class SpeculationConfig(Section):
+    """How much is drafted, and how it is verified."""
+
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_SPECULATIVE_TOKENS)
     """K: most tokens drafted a round. A request may ask for fewer, or none. To serve without
     speculation leave the ``drafter`` section out; K = 0 is not a way to say it."""
@@ -210,189 +196,6 @@ class LinkConfig(Section):
         return self
 
 
-class NodeType(Section):
-    """What a kind of node has in all, as Ray is told of it."""
-
-    cpus: float = Field(ge=0, allow_inf_nan=False)
-    """Logical processors (``num-cpus`` of ``ray start``)."""
-
-    gpus: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """GPUs."""
-
-    labels: NodeLabels = Field(default_factory=dict)
-    """Labels of Ray's that it carries."""
-
-    max: int | None = Field(None, ge=1, le=10_000)
-    """How many of them there are at most, today's among them, but for the head (``maxReplicas`` of a worker group).
-    None: not known, so that there may be any number."""
-
-
-class ServingConfig(Section):
-    served_model_name: str | None = None
-    """Name clients may put in ``model``. None: the last part of ``target.model``."""
-
-    app_name: str = Field("outrider", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Serve application, and the registry's name."""
-
-    num_replicas: int = Field(1, ge=1)
-    """Target replicas, each with its own drafter; for a number that follows the load, ``autoscaling``."""
-
-    autoscaling: AutoscalingConfig | None = None
-    """Target replicas as the load takes them, between two numbers: ``{min: 1, max: 4}``, and what is under
-    «serving.autoscaling». None: ``num_replicas``."""
-
-    num_ingresses: int = Field(1, ge=1, le=16)
-    """Front doors behind the proxies, a process each, spread over the nodes. One that is lost takes only its own
-    answers with it. Each has its part of ``max_queued_requests``, ``limits.max_sequences``, ``max_tokens_in_flight``
-    and of what keys may use, rounded up: those hold exactly with one."""
-
-    host: str = Field("127.0.0.1", min_length=1)
-    """Address on which gRPC and HTTP listen. ``0.0.0.0`` or ``::``: every interface."""
-
-    grpc_port: int = Field(9000, ge=0, le=65535)
-    """0: any free port."""
-
-    http_port: int = Field(8000, ge=0, le=65535)
-    """OpenAI's API, the page and metrics, on Serve's HTTP proxy; 0: any free port."""
-
-    admin_port: int | None = Field(None, ge=1, le=65535)
-    """``/metrics``, ``/outrider/v1/status``, ``/livez`` and ``/readyz`` on a port of their own; ``http_port`` has not
-    the first two then. None: with the rest."""
-
-    admin_host: str = "127.0.0.1"
-    """Address that ``admin_port`` listens on, of whichever node the ingress runs on."""
-
-    drain_s: float = Field(120.0, ge=0, le=86_400)
-    """How long running answers may go on when the server, or a replica, is taken down. New ones are refused meanwhile;
-    what is left then is cut."""
-
-    nodes_may_come: bool = False
-    """The cluster's nodes come and go, by an autoscaler or by hand: what today's cannot hold is waited for, instead of
-    being refused. What is waited for is in the status, the metrics and the log."""
-
-    node_types: list[NodeType] = Field([], max_length=64)
-    """nodes_may_come: the kinds of nodes that may, e.g. ``[{cpus: 16, gpus: 4, labels: {zone: a}}]``. What these and
-    today's nodes together could never hold is refused, as many replicas and drafters as there are at least, and a
-    replica is kept on one node where they hold as many that way. Empty: not known, so that nothing is refused."""
-
-    surge: bool | None = None
-    """Whether a deploy that changes something has each new replica ready before an old one ends, which takes room for
-    one more meanwhile. False: an old one ends first, and nobody is served by the only one until the next has loaded.
-    None: where the nodes have the room. Those that may come have it where node_types do not say their ``max``. A pool's
-    drafters likewise, but where there is no room for one more they are replaced in place, whatever this says."""
-
-    max_ongoing_requests: int = Field(64, ge=1)
-    """Requests a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""
-
-    max_queued_requests: int = Field(256, ge=1)
-    """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429). Counted by each caller of
-    the replicas, which is one unless other applications call them too."""
-
-    prefix_affinity: float = Field(8.0, ge=0, allow_inf_nan=False)
-    """Several replicas: how many tokens of outstanding work a token of the prompt that a replica has cached outweighs
-    when a replica is chosen. 0: replicas are chosen by load alone."""
-
-    max_imbalance_tokens: int = Field(16384, ge=0)
-    """Several replicas: one with this many tokens of outstanding work beyond the least loaded one's gets nothing more,
-    whatever it has cached."""
-
-    max_overtaking_s: float = Field(10.0, ge=0, le=3600)
-    """How much later a small request may come and still be served before a larger one that waits. 0: in order of
-    arrival."""
-
-    keys_file: str | None = Field(None, min_length=1)
-    """File of API keys' hashes, as ``outrider keys new`` writes it; read again when it changes. Calls over gRPC and
-    HTTP then need a key with the scope for them. None: nobody is asked for one."""
-
-    ssl_certfile: str | None = Field(None, min_length=1)
-    """Certificate (PEM, with its chain) of the gRPC and HTTP ports, which then speak TLS only; read again when it
-    changes. None: both speak plain text."""
-
-    ssl_keyfile: str | None = Field(None, min_length=1)
-    """Its private key (PEM), which only its owner and group may read."""
-
-    ssl_ca_certs: str | None = Field(None, min_length=1)
-    """Authorities (PEM) whose certificates clients must show, over gRPC and HTTP. None: clients need none."""
-
-    tenant_isolation: bool = False
-    """Keep what one key has sent and got from others: prefix cache and suffix memory are separate for each, and so is
-    what ``cached_tokens`` tells."""
-
-    reflection: bool = True
-    """gRPC server reflection, by which tools such as grpcurl find the calls. With keys_file it takes a key of the
-    scope ``status``."""
-
-    docs: bool = True
-    """``/openapi.json``."""
-
-    structured_output: Literal["off", "json", "all"] = "all"
-    """Constraints that requests may have. ``off``: none; ``json``: JSON schemas, JSON objects, choices and what tools
-    need; ``all``: regexes, grammars and structural tags as well."""
-
-    structured_output_compile_s: float = Field(2.0, gt=0, le=600)
-    """Processor time, in seconds of one core, that compiling one constraint may take. What takes longer is refused."""
-
-    structured_output_refused_s: float = Field(20.0, gt=0, le=3600)
-    """Processor time, in seconds a minute, that compiling may take for one caller (key; address, where no keys are
-    asked for) and come to nothing: constraints that are refused, or that nobody waits for any more. Beyond it new
-    constraints get RESOURCE_EXHAUSTED (HTTP 429); those that are known here are served."""
-
-    structured_output_mask_ms: float = Field(100.0, gt=0, le=10_000)
-    """Processor time, in milliseconds, that a constraint may take at once to tell which tokens may come next; in the
-    long run 2 ms a mask. A request whose constraint takes longer is ended, alone. Several answers of one request
-    may take cores × structured_output_mask_ms at once and together, on as many cores, and 2 ms a mask in the long run;
-    cores: those that the replica's engine may use, by its affinity and its container's CPU quota. A constraint that
-    takes longer is refused from then on to requests for several answers."""
-
-    step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
-    """A replica with requests of whose engine no step ends for so many seconds, and for 20 times the usual step, fails
-    its health check, and is replaced; its requests get UNAVAILABLE."""
-
-    otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
-    """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
-    (OTLP over gRPC). None: nothing is traced."""
-
-    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
-    """Share of the requests that are traced, of those whose caller has not decided by a W3C traceparent."""
-
-    log_format: Literal["text", "json"] = "text"
-    """json: one object a line, with the request's id on every line about a request."""
-
-    @model_validator(mode="after")
-    def _belong_together(self) -> ServingConfig:
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if self.ssl_keyfile is None else -1]
-            raise ValueError(f"{missing}: is missing beside {given}; give both for TLS, or neither")
-        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise ValueError("ssl_ca_certs: needs ssl_certfile and ssl_keyfile; certificates are shown over TLS only")
-        if self.tenant_isolation and self.keys_file is None:
-            raise ValueError("tenant_isolation: needs keys_file; a tenant is a key")
-        if self.node_types and not self.nodes_may_come:
-            raise ValueError("node_types: says which nodes may come, and none may; set nodes_may_come, or remove it")
-        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
-            raise ValueError(
-                "num_replicas: is given beside autoscaling, which decides it; leave it out, or write autoscaling.min"
-            )
-        return self
-
-    @model_serializer(mode="wrap")
-    def _as_it_can_be_read_again(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the default of num_replicas beside what it may not stand beside."""
-        written: dict[str, Any] = whole(self)
-        if self.autoscaling is not None:
-            written.pop("num_replicas", None)
-        return written
-
-    @property
-    def least_replicas(self) -> int:
-        """There always are, but for those that are being replaced."""
-        return self.num_replicas if self.autoscaling is None else self.autoscaling.min
-
-    @property
-    def most_replicas(self) -> int:
-        return self.num_replicas if self.autoscaling is None else self.autoscaling.max
-
-
 class OutriderConfig(Section):
     target: TargetConfig
     """The model to serve."""
@@ -445,46 +248,23 @@ class OutriderConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _adapters_have_names_of_their_own(self) -> OutriderConfig:
-        lora = self.target.lora
-        if lora is None:
-            return self
-        if any(adapter.name == self.served_model_name for adapter in lora.adapters):
+    def _adapters_and_pictures_fit(self) -> OutriderConfig:
+        lora, multimodal = self.target.lora, self.target.multimodal
+        names = [adapter.name for adapter in lora.adapters] if lora is not None else []
+        if self.served_model_name in names:
             raise ValueError(
                 f"target.lora.adapters: one is called {self.served_model_name!r}, as the model itself is served; "
                 "rename it, or set serving.served_model_name"
             )
-        if self.co_located is not None:
-            raise ValueError(
-                "target.lora: adapters are served with a drafter actor or with none, and not beside "
-                "drafter.placement: co_located, where vLLM drafts in the target's engine; remove one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pictures_fit(self) -> OutriderConfig:
-        multimodal = self.target.multimodal
-        if multimodal is None:
-            return self
-        multimodal.check_body(self.limits.max_request_bytes)
-        if self.co_located is not None:
-            raise ValueError(
-                "target.multimodal: pictures are taken with a drafter actor or with none, and not beside "
-                "drafter.placement: co_located, where vLLM drafts in the target's engine; remove one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_drafters_adapters_are_of_the_targets(self) -> OutriderConfig:
+        if multimodal is not None:
+            multimodal.check_body(self.limits.max_request_bytes)
         own = self.drafter.lora if isinstance(self.drafter, DraftModelConfig) else None
-        if own is None:
-            return self
-        known = [adapter.name for adapter in self.target.lora.adapters] if self.target.lora is not None else []
-        if (strange := next((each.name for each in own.adapters if each.name not in known), None)) is not None:
-            raise ValueError(
-                f"drafter.lora.adapters: {strange!r} is none of target.lora.adapters, so no request has it; name one "
-                "of these, or remove it"
-            )
+        for adapter in own.adapters if own is not None else ():
+            if adapter.name not in names:
+                raise ValueError(
+                    f"drafter.lora.adapters: {adapter.name!r} is none of target.lora.adapters, so no request has it; "
+                    "name one of these, or remove it"
+                )
         return self
 
     @model_validator(mode="after")
@@ -509,6 +289,15 @@ class OutriderConfig(Section):
         drafter = self.drafter
         if not isinstance(drafter, CoLocatedConfig):
             return self
+        for name, taken, there in (
+            ("lora", "adapters are served", self.target.lora),
+            ("multimodal", "pictures are taken", self.target.multimodal),
+        ):
+            if there is not None:
+                raise ValueError(
+                    f"target.{name}: {taken} with a drafter actor or with none, and not beside drafter.placement: "
+                    "co_located, where vLLM drafts in the target's engine; remove one of the two"
+                )
         for name, section, wanted in (
             ("speculation", self.speculation, ("num_speculative_tokens",)),
             ("link", self.link, ()),

@@ -70,59 +70,44 @@ What vLLM has an engine argument for and this page has no key, `target.engine_ar
 [engine-args.md](engine-args.md).
 """
 
-_SECTIONS: list[tuple[str, str, type[BaseModel]]] = [
-    ("target", "The model whose distribution is served.", TargetConfig),
-    ("target.lora", "LoRA adapters that requests may name ([lora.md](lora.md)).", LoraConfig),
-    ("target.multimodal", "Pictures in requests ([pictures.md](pictures.md)).", MultimodalConfig),
-    (
-        "drafter, `method: draft_model`",
-        "A smaller model with the same tokenizer. Vocabularies may be padded to different sizes.",
-        DraftModelConfig,
-    ),
-    (
-        "drafter.also",
-        "Another draft model in the same drafter ([methods.md](methods.md#several-drafters)).",
-        AlsoConfig,
-    ),
-    ("drafter.lora", "Adapters of the draft model's own ([lora.md](lora.md)).", DraftLoraConfig),
-    ("drafter, `method: ngram`", "Prompt lookup, no model.", NgramConfig),
-    ("drafter, `method: suffix`", "Suffix decoding, no model.", SuffixConfig),
-    (
-        "drafter, `placement: co_located`",
-        "Inside the target's engine. Keys are those of vLLM's `speculative_config`; left out, vLLM's default holds.",
-        CoLocatedConfig,
-    ),
-    (
-        "drafter.learn",
-        "Training it on the answers it drafts for ([learning.md](learning.md)).",
-        LearningConfig,
-    ),
-    ("drafter.autoscaling", "How many drafters a pool has ([pool.md](pool.md)).", PoolScalingConfig),
-    ("speculation", "How much is drafted.", SpeculationConfig),
-    ("link", "The wire between one verifier and one drafter.", LinkConfig),
-    ("serving", "Serve, ports and queues.", ServingConfig),
-    ("serving.node_types", "A kind of nodes that may come ([kubernetes.md](kubernetes.md)).", NodeType),
-    (
-        "serving.autoscaling",
-        "How many target replicas there are ([autoscaling.md](autoscaling.md)).",
-        AutoscalingConfig,
-    ),
-    ("limits", "What callers may take, each and together. All of it is checked at the door.", LimitsConfig),
-    ("openai", "OpenAI's HTTP endpoints. Keys are vLLM's.", OpenAIConfig),
-]
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "target": TargetConfig,
+    "target.lora": LoraConfig,
+    "target.multimodal": MultimodalConfig,
+    "drafter, `method: draft_model`": DraftModelConfig,
+    "drafter.also": AlsoConfig,
+    "drafter.lora": DraftLoraConfig,
+    "drafter, `method: ngram`": NgramConfig,
+    "drafter, `method: suffix`": SuffixConfig,
+    "drafter, `placement: co_located`": CoLocatedConfig,
+    "drafter.learn": LearningConfig,
+    "drafter.autoscaling": PoolScalingConfig,
+    "speculation": SpeculationConfig,
+    "link": LinkConfig,
+    "serving": ServingConfig,
+    "serving.node_types": NodeType,
+    "serving.autoscaling": AutoscalingConfig,
+    "limits": LimitsConfig,
+    "openai": OpenAIConfig,
+}
+"""Each with the class whose docstring says what it is."""
 
 
 def render() -> str:
     parts = [_HEAD]
-    for name, summary, model in _SECTIONS:
-        parts.append(f"## {name}\n\n{summary}\n\n| key | default | |\n|---|---|---|\n" + "".join(_rows(model)))
+    for name, model in _SECTIONS.items():
+        about = _in_a_line(model.__doc__)
+        parts.append(f"## {name}\n\n{about}\n\n| key | default | |\n|---|---|---|\n" + "".join(_rows(model)))
     return "\n".join(parts)
 
 
 def _rows(model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        text = " ".join((field.description or "").replace("``", "`").split())
-        yield f"| `{name}` | {_default(field)} | {text} |\n"
+        yield f"| `{name}` | {_default(field)} | {_in_a_line(field.description)} |\n"
+
+
+def _in_a_line(text: str | None) -> str:
+    return " ".join((text or "").replace("``", "`").split())
 
 
 def _default(field: FieldInfo) -> str:

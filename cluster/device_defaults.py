@@ -7,19 +7,50 @@ configuration says is never overridden, not even where it says what the CPU's de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.cluster.config import DraftModelConfig, OutriderConfig
+from outrider.cluster.config import DraftModelConfig, LinkConfig, OutriderConfig
 from outrider.cluster.config_section import Section
-from outrider.cluster.drafter_config import DraftEngineConfig
 
-GPU_MAX_NUM_SEQS = 128
-GPU_MAX_ONGOING_REQUESTS = 256
-GPU_PREFILL_CHUNK_TOKENS = 1024
-GPU_ROUND_DEADLINE_STEPS = 2.0
-GPU_ROUND_DEADLINE_MS = 250.0
-GPU_LINK_DEADLINE_MS = 1000.0
+_ON_GPU: dict[str, tuple[Any, str, str]] = {
+    "max_num_seqs": (
+        128,
+        "a step of many requests takes hardly longer than of one",
+        "a step takes the longer the more requests it has",
+    ),
+    "max_ongoing_requests": (
+        256,
+        "a batch of target.max_num_seqs, and as many to follow",
+        "four batches of target.max_num_seqs",
+    ),
+    "prefill_chunk_tokens": (
+        1024,
+        "a chunk takes about as long as a few draft steps",
+        "a longer chunk delays proposals",
+    ),
+    "draft_vocab_size": (
+        0,
+        "the whole output head: cutting it was measured on CPU only",
+        "what it was trained on, else 32768 of a vocabulary twice as large: the head is a large part of a step",
+    ),
+    "round_deadline_steps": (
+        2.0,
+        "waiting longer than two of the target's steps, as measured while it runs, costs more than drafts give",
+        "link.round_deadline_ms alone",
+    ),
+    "round_deadline_ms": (
+        250.0,
+        "until the target's step has been measured, and never longer",
+        "a draft step takes tens of milliseconds on a core, and a prefill chunk may come first",
+    ),
+    "link_deadline_ms": (
+        1000.0,
+        "a drafter beats its heart four times as often; plain decoding meanwhile costs every request",
+        "a process that has to share its core may be silent for seconds",
+    ),
+}
+"""By key: the value on a GPU, why, and why the CPU's is what it is."""
 
 CPU_KV_CACHE_BYTES = 512 << 20
 """Where kv_cache_memory_bytes is not set. vLLM's CPU default is 92% of the machine, which two engines on one machine
@@ -40,22 +71,15 @@ class Choice:
 
 def choices(config: OutriderConfig, gpu: bool) -> list[Choice]:
     """Of every field whose default depends on the device. gpu: whether the engines run on one."""
-    found = [_batch(config.target, "target.max_num_seqs", gpu)]
-    found.append(
-        _choice(
-            config.serving,
-            "serving.max_ongoing_requests",
-            GPU_MAX_ONGOING_REQUESTS,
-            gpu,
-            "a batch of target.max_num_seqs, and as many to follow",
-            "four batches of target.max_num_seqs",
-        )
-    )
+    found = [
+        _choice("target", config.target, "max_num_seqs", gpu),
+        _choice("serving", config.serving, "max_ongoing_requests", gpu),
+    ]
     if isinstance(config.drafter, DraftModelConfig):
-        for section, engine in config.drafter.models.items():
-            found += _of_draft_model(section, engine, gpu)
+        keys = ("max_num_seqs", "prefill_chunk_tokens", "draft_vocab_size")
+        found += [_choice(name, engine, key, gpu) for name, engine in config.drafter.models.items() for key in keys]
     if config.remote_drafter is not None:
-        found += _deadlines(config, gpu)
+        found += _deadlines(config.link, gpu)
     return found
 
 
@@ -77,74 +101,20 @@ def with_device_defaults(config: OutriderConfig, gpu: bool) -> OutriderConfig:
     return config.model_copy(update=changed) if changed else config
 
 
-def _of_draft_model(section: str, engine: DraftEngineConfig, gpu: bool) -> list[Choice]:
-    chunk = _choice(
-        engine,
-        f"{section}.prefill_chunk_tokens",
-        GPU_PREFILL_CHUNK_TOKENS,
-        gpu,
-        "a chunk takes about as long as a few draft steps",
-        "a longer chunk delays proposals",
-    )
-    head = _choice(
-        engine,
-        f"{section}.draft_vocab_size",
-        0,
-        gpu,
-        "the whole output head: cutting it was measured on CPU only",
-        "what it was trained on, else 32768 of a vocabulary twice as large: the head is a large part of a step",
-    )
-    return [_batch(engine, f"{section}.max_num_seqs", gpu), chunk, head]
-
-
-def _batch(section: Section, field: str, gpu: bool) -> Choice:
-    return _choice(
-        section,
-        field,
-        GPU_MAX_NUM_SEQS,
-        gpu,
-        "a step of many requests takes hardly longer than of one",
-        "a step takes the longer the more requests it has",
-    )
-
-
-def _deadlines(config: OutriderConfig, gpu: bool) -> list[Choice]:
-    link = config.link
-    written = "round_deadline_ms" in link.model_fields_set
-    steps = _choice(
-        link,
-        "link.round_deadline_steps",
-        # Whoever wrote a deadline in milliseconds means it.
-        None if written else GPU_ROUND_DEADLINE_STEPS,
-        gpu,
-        "link.round_deadline_ms is written"
-        if written
-        else "waiting longer than two of the target's steps, as measured while it runs, costs more than drafts give",
-        "link.round_deadline_ms alone",
-    )
-    round_ms = _choice(
-        link,
-        "link.round_deadline_ms",
-        GPU_ROUND_DEADLINE_MS,
-        gpu,
-        "until the target's step has been measured, and never longer",
-        "a draft step takes tens of milliseconds on a core, and a prefill chunk may come first",
-    )
-    link_ms = _choice(
-        link,
-        "link.link_deadline_ms",
-        # Never at or below a round's deadline that is written.
-        max(GPU_LINK_DEADLINE_MS, 2 * float(round_ms.value)),
-        gpu,
-        "a drafter beats its heart four times as often; plain decoding meanwhile costs every request",
-        "a process that has to share its core may be silent for seconds",
-    )
+def _deadlines(link: LinkConfig, gpu: bool) -> list[Choice]:
+    keys = ("round_deadline_steps", "round_deadline_ms", "link_deadline_ms")
+    steps, round_ms, link_ms = (_choice("link", link, key, gpu) for key in keys)
+    if gpu and round_ms.written and not steps.written:  # whoever wrote a deadline in milliseconds means it
+        steps = replace(steps, value=None, why="GPU: link.round_deadline_ms is written")
+    if gpu and not link_ms.written:  # never at or below a round's deadline that is written
+        link_ms = replace(link_ms, value=max(link_ms.value, 2 * float(round_ms.value)))
     return [steps, round_ms, link_ms]
 
 
-def _choice(section: Section, field: str, on_gpu: Any, gpu: bool, why_on_gpu: str, why_on_cpu: str) -> Choice:
-    key = field.rpartition(".")[2]
-    value = getattr(section, key)
+def _choice(name: str, section: Section, key: str, gpu: bool) -> Choice:
+    """name: of the section."""
+    field, value = f"{name}.{key}", getattr(section, key)
     if key in section.model_fields_set:
         return Choice(field, value, "as the configuration says", written=True)
+    on_gpu, why_on_gpu, why_on_cpu = _ON_GPU[key]
     return Choice(field, on_gpu, f"GPU: {why_on_gpu}") if gpu else Choice(field, value, f"CPU: {why_on_cpu}")

@@ -256,16 +256,12 @@ REFUSED["drafter"] = (*REFUSED["target"], *_DRAFTERS_REFUSED)
 RUN_HERE: dict[Side, frozenset[str]] = {
     "target": frozenset(
         {
-            "block_size",
-            "enable_chunked_prefill",
-            "hf_overrides",
-            "kv_cache_dtype",
-            "load_format",
+            "block_size", "enable_chunked_prefill", "hf_overrides", "kv_cache_dtype", "load_format",
             "prefix_caching_hash_algo",
         }
     ),
     "drafter": frozenset({"load_format", "num_gpu_blocks_override"}),
-}
+}  # fmt: skip
 """What engines under test run with. No test of Outrider's has run an engine with any other that is passed on."""
 
 

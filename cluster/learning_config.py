@@ -13,7 +13,8 @@ TAUGHT_AT_ONCE = 128
 
 
 class LearningConfig(Section):
-    """Training beside serving; docs/learning.md says what is learned from, and what keeps a bad version out."""
+    """Training it on the answers it drafts for; [learning.md](learning.md) says what is learned from, and what keeps a
+    bad version out."""
 
     share: float = Field(1.0, gt=0, le=1)
     """Share of the requests that are learned from."""

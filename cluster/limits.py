@@ -18,6 +18,8 @@ LIMITS_VARIABLE = "OUTRIDER_LIMITS"
 
 
 class LimitsConfig(Section):
+    """What callers may take, each and together. All of it is checked at the door."""
+
     receive_timeout_s: float = Field(30.0, gt=0, le=3600)
     """Time for a request to come in: for a TLS handshake, for a connection's first bytes and an HTTP header, for a
     body, and for the message of a gRPC call. Who is later gets 408 or DEADLINE_EXCEEDED, or is hung up on."""
@@ -154,27 +156,17 @@ class LimitsConfig(Section):
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> LimitsConfig:
-        if self.default_timeout_s > self.greatest_timeout_s:
-            raise ValueError(
-                f"default_timeout_s ({self.default_timeout_s:g}) is above greatest_timeout_s "
-                f"({self.greatest_timeout_s:g}); lower the first or raise the second"
-            )
-        if self.max_connections_per_peer is not None and self.max_connections_per_peer > self.max_connections:
-            raise ValueError(
-                f"max_connections_per_peer ({self.max_connections_per_peer}) is above max_connections "
-                f"({self.max_connections}); lower the first or raise the second"
-            )
-        if self.max_watch_streams_per_peer is not None and self.max_watch_streams_per_peer > self.max_watch_streams:
-            raise ValueError(
-                f"max_watch_streams_per_peer ({self.max_watch_streams_per_peer}) is above max_watch_streams "
-                f"({self.max_watch_streams}); lower the first or raise the second"
-            )
-        default, greatest = self.default_max_tokens, self.greatest_max_tokens
-        if default is not None and greatest is not None and default > greatest:
-            raise ValueError(
-                f"default_max_tokens ({default}) is above greatest_max_tokens ({greatest}); lower the first or raise "
-                "the second"
-            )
+        for low, high in (
+            ("default_timeout_s", "greatest_timeout_s"),
+            ("max_connections_per_peer", "max_connections"),
+            ("max_watch_streams_per_peer", "max_watch_streams"),
+            ("default_max_tokens", "greatest_max_tokens"),
+        ):
+            first, second = getattr(self, low), getattr(self, high)
+            if first is not None and second is not None and first > second:
+                raise ValueError(
+                    f"{low} ({first:.12g}) is above {high} ({second:.12g}); lower the first or raise the second"
+                )
         return self
 
     @property

@@ -45,7 +45,7 @@ def check_names(adapters: tuple[AdapterConfig, ...]) -> None:
 
 
 class DraftLoraConfig(Section):
-    """Adapters of the draft model ([lora.md](lora.md))."""
+    """Adapters of the draft model's own ([lora.md](lora.md))."""
 
     adapters: tuple[AdapterConfig, ...] = Field(min_length=1, max_length=256)
     """Mappings of ``name``, that of one of ``target.lora.adapters``, and ``path``, a directory as there with an adapter

@@ -20,7 +20,7 @@ _ENVELOPE_BYTES = 4096
 
 
 class MultimodalConfig(Section):
-    """Pictures in chats and responses ([pictures.md](pictures.md)). Keys are vLLM's where vLLM has one."""
+    """Pictures in requests ([pictures.md](pictures.md)). Keys are vLLM's where vLLM has one."""
 
     limit_mm_per_prompt: dict[str, int] = Field({TAKEN: 1}, validate_default=True)
     """Most pictures in one prompt, of all its messages: ``{image: 2}``. Video and sound are not taken."""

@@ -14,7 +14,7 @@ nothing lately; the configuration's limits have changed."""
 
 
 class AutoscalingConfig(Section):
-    """As many target replicas as the load takes; docs/autoscaling.md says how that is told."""
+    """As many target replicas as the load takes; [autoscaling.md](autoscaling.md) says how that is told."""
 
     min: int = 1
     """Replicas that there always are. At least 1: a request that no replica takes could not be answered for as long as
@@ -61,7 +61,7 @@ limits."""
 
 
 class PoolScalingConfig(Section):
-    """As many drafters as pay for themselves; docs/pool.md says how that is told."""
+    """As many drafters in a pool as pay for themselves; [pool.md](pool.md) says how that is told."""
 
     min: int = Field(0, ge=0, le=1024)
     """Drafters that there always are. 0: where none pays, all targets decode plainly."""

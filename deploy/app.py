@@ -21,6 +21,7 @@ from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.serving.access.settings import ProxyAccess, check_access
+from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.config import (
     ConfigError,
     DraftModelConfig,
@@ -32,7 +33,6 @@ from outrider.cluster.config import (
 from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_config import ActorConfig, check_build_drafts, check_several_models
 from outrider.cluster.installed import installed_version
-from outrider.cluster.link.rendezvous import DEVICE_BACKENDS
 from outrider.cluster.nodes import in_words
 from outrider.cluster.placement import (
     REPLICA_CPUS,

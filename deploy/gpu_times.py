@@ -22,14 +22,13 @@ import numpy as np
 import torch
 
 from outrider.actors.drafter.engine import Draw, StepPlan, StepRow
-from outrider.actors.round.request import RequestSampling
 from outrider.actors.verification.batch import choose
+from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.installed import installed_version
 from outrider.cluster.link import Link, LinkInvitation, host_link, join_link
 from outrider.cluster.link.codec import frame_capacity_words
 from outrider.cluster.link.messages import DraftSampling, SparseQ
-from outrider.cluster.link.rendezvous import DEVICE_BACKENDS
 from outrider.cluster.modes import Mode
 
 if TYPE_CHECKING:
@@ -160,11 +159,11 @@ def sampler_tail(
     for batch in batches:
         drafts, logits, q = _proposed(batch, num_drafts, vocab_size, min(top_n, vocab_size), device)
         for top_p in TOP_PS:
-            sampling = [RequestSampling(Mode.REJECTION, 1.0, 0, top_p, 0.0, seed) for seed in range(batch)]
+            sampling = [DraftSampling(Mode.REJECTION, 1.0, top_p=top_p, seed=seed) for seed in range(batch)]
 
             def run(
                 logits: torch.Tensor = logits,
-                sampling: list[RequestSampling] = sampling,
+                sampling: list[DraftSampling] = sampling,
                 drafts: list[list[int]] = drafts,
                 q: list[SparseQ | None] = q,
             ) -> list[list[int]]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch.distributed import Backend, ProcessGroupGloo
 
-from outrider.cluster.link.rendezvous import DEVICE_BACKENDS
+from outrider.cluster.backends import DEVICE_BACKENDS
 
 BACKEND = "polled_gloo"
 CONNECT_S = 30.0

@@ -1,10 +1,8 @@
-"""Greedy tokens from one plain vLLM engine, of a process of its own.
+"""Greedy answers from one plain vLLM engine, of a process of its own: one in the test's process would stay there.
 
-    python plain_engine.py MODEL '[[prompt ids], …]' MAX_TOKENS ADAPTERS ENGINE_ARGS
+    python plain_engine.py MODEL < request.json
 
-ADAPTERS: JSON, a LoRA adapter's directory or null for each prompt, or []. ENGINE_ARGS: JSON, vLLM's.
-
-It is one of its own, because an engine in the test's process would stay there. The last line of stdout is JSON.
+The last line of stdout is JSON: of each prompt or chat its token ids and its answer's.
 """
 
 import json
@@ -23,12 +21,23 @@ def greedy_tokens(
     adapters: Sequence[Path | None] | None = None,
     **engine_args: Any,
 ) -> list[list[int]]:
-    """One answer a prompt. adapters: of each prompt; None: none of any. engine_args: vLLM's."""
+    """One answer a prompt. adapters: LoRA directories, of each prompt; None: none of any. engine_args: vLLM's."""
     paths = [None if path is None else str(path) for path in adapters or ()]
-    given = [[list(prompt) for prompt in prompts], max_tokens, paths, engine_args]
-    arguments = [str(model), *map(json.dumps, given)]
+    request = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "adapters": paths}
+    return [answer for _, answer in _answers(model, {**request, "engine_args": engine_args})]
+
+
+def greedy_answers(model: Path, chats: Sequence[Any], max_tokens: int) -> list[tuple[list[int], list[int]]]:
+    """Of each chat its prompt and its answer, up to max_tokens whatever it says. chats: lists of messages as OpenAI's
+    API has them, with up to two pictures each."""
+    engine_args = {"limit_mm_per_prompt": {"image": 2}}
+    return _answers(model, {"chats": list(chats), "max_tokens": max_tokens, "engine_args": engine_args})
+
+
+def _answers(model: Path, request: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     done = subprocess.run(
-        [sys.executable, __file__, *arguments],
+        [sys.executable, __file__, str(model)],
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         timeout=600,
@@ -37,27 +46,31 @@ def greedy_tokens(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[list[int]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answers
+    return [(prompt, answer) for prompt, answer in json.loads(done.stdout.strip().splitlines()[-1])]
 
 
 def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    model, prompts, max_tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-    paths = json.loads(sys.argv[4])
+    request = json.load(sys.stdin)
+    paths = request.get("adapters", [])
     numbers = {path: number for number, path in enumerate(filter(None, dict.fromkeys(paths)), start=1)}
     # One slot stays empty: vLLM's CPU kernels answer prompts without an adapter with that of the last slot.
     lora = {"enable_lora": True, "max_loras": len(numbers) + 1, "max_lora_rank": 8} if numbers else {}
     ours = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
-    engine = LLM(model, **{**ours, **lora, **json.loads(sys.argv[5])})
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=bool(numbers))
-    asked = [None if path is None else LoRARequest(path, numbers[path], path) for path in paths] or None
-    outputs = engine.generate(
-        [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False, lora_request=asked
-    )
-    print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]), flush=True)
+    engine = LLM(sys.argv[1], **{**ours, **lora, **request["engine_args"]})
+    chats = request.get("chats")
+    ignore_eos = bool(numbers) or chats is not None
+    params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=ignore_eos)
+    if chats is not None:
+        outputs = engine.chat(chats, params, use_tqdm=False)
+    else:
+        asked = [None if path is None else LoRARequest(path, numbers[path], path) for path in paths] or None
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+        outputs = engine.generate(prompts, params, use_tqdm=False, lora_request=asked)
+    found = [(list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)) for output in outputs]
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

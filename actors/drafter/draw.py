@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.actors.drafter.engine import Draw, Drawn
-from outrider.actors.verification.constraints import Constraints
+from outrider.actors.verification.constraints import Constraints, known_of
 from outrider.actors.verification.draft_sampler import DraftSample, greedy_drafts, sample_drafts
 from outrider.actors.verification.search import TokenSubset
 from outrider.actors.verification.transfer import in_one_read, to_device
@@ -98,15 +98,10 @@ def _limits(
     samplings: Sequence[DraftSampling], vocab_size: int
 ) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:
     """`Constraints`: what it has of each row, and what the host knows of all."""
-    top_k = [s.top_k if s.top_k < vocab_size else 0 for s in samplings]
-    arrays = [
-        np.array([min(max(s.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for s in samplings], np.float32),
-        np.array(top_k),
-        np.array([s.top_p for s in samplings], np.float32),
-        np.array([s.min_p for s in samplings], np.float32),
-    ]
-    any_top_p, any_min_p = any(s.top_p < 1 for s in samplings), any(s.min_p > 0 for s in samplings)
-    return arrays, (max(top_k), all(limit > 0 for limit in top_k), any_top_p, any_min_p)
+    temperature = [min(max(s.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for s in samplings]
+    top_k = np.array([s.top_k if s.top_k < vocab_size else 0 for s in samplings])
+    top_p, min_p = (np.array([getattr(s, name) for s in samplings], np.float32) for name in ("top_p", "min_p"))
+    return [np.array(temperature, np.float32), top_k, top_p, min_p], known_of(top_k, top_p, min_p)
 
 
 def _biased(

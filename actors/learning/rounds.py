@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,3 +132,53 @@ class StepTimes:
         """Likewise where all drafting is done ahead, while the target verifies: no deployment does better. The round's
         k drafts and a guess of the bonus token are k + 1 steps."""
         return tokens_per_round * self.target_ms / max(self.target_ms, (k + 1) * self.draft_ms)
+
+
+@dataclass
+class ByMode:
+    """Rounds of one way to verify, for every number of drafts up to K."""
+
+    tallies: list[Tally]
+    overlaps: list[float] = field(default_factory=list)
+    """At every token alike: the probability that a draft there is accepted. Of draft models only."""
+
+    moves: list[list[float]] = field(default_factory=list)
+    """Of each text, at every token but the first: the probability that a draft moved the round on. Likewise."""
+
+    chosen: dict[str, int] | None = None
+    """Of several drafters, whose drafts were sent in how many rounds of K."""
+
+    @staticmethod
+    def up_to(k: int) -> ByMode:
+        return ByMode([Tally(size) for size in range(1, k + 1)])
+
+    def walk(self, overlap: list[float], moves_on: list[float]) -> None:
+        self.overlaps += overlap
+        self.moves.append(moves_on)
+        for tally in self.tallies:
+            tally.add(walk(overlap, moves_on, tally.k))
+
+    def document(self, times: StepTimes | None) -> dict[str, Any]:
+        rows = []
+        for tally in self.tallies:
+            row: dict[str, Any] = {
+                "k": tally.k,
+                "tokens_per_round": tally.tokens_per_round,
+                "accepted_per_round": tally.tokens_per_round - 1.0,
+                "proposed_per_round": tally.proposed_per_round,
+                "acceptance_rate": tally.acceptance_rate,
+            }
+            if times is not None:
+                row["speedup_in_turn"] = times.in_turn(tally.tokens_per_round, tally.k)
+                row["speedup_hidden"] = times.hidden(tally.tokens_per_round, tally.k)
+            rows.append(row)
+        last = self.tallies[-1]
+        return {
+            "acceptance_rate": last.acceptance_rate,
+            "per_token_acceptance": last.per_token,
+            "by_position": last.by_position,
+            "rounds": last.rounds,
+            "overlap": sum(self.overlaps) / len(self.overlaps) if self.overlaps else None,
+            "by_k": rows,
+            **({} if self.chosen is None else {"chosen": self.chosen}),
+        }

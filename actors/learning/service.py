@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from outrider.actors.learning.gate import LEAST_TEXTS
-from outrider.actors.learning.idle import IdleTime
 from outrider.actors.learning.learner import Learner, Learnt
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.versions import VersionStore, sampled_digest
@@ -37,6 +36,12 @@ logger = logging.getLogger(__name__)
 
 LEAST_GENERAL = 2 * LEAST_TEXTS
 """Prompts of general texts: every other one's to compare versions on, the rest to train on."""
+
+MOMENT_S = 1.0
+"""A drafter that has had nothing to do for so long is idle: between two rounds of a request it is not."""
+
+FORGOTTEN_S = 5.0
+"""A drafter that has not been heard of for so long is gone, or hands over nothing."""
 
 _PAUSE_S = 0.5
 _LOWEST_PRIORITY = 19
@@ -163,6 +168,25 @@ class OnDisk:
     def _failed(self, number: int, error: Exception) -> None:
         self.failures += 1
         logger.error("drafter.learn.directory: version %d is not kept: %s", number, error)
+
+
+class IdleTime:
+    """Whether drafters have so little to do that their cores can be trained on. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard: dict[str, tuple[float, bool]] = {}
+        """By drafter: when, and whether it was idle."""
+
+    def heard(self, drafter: str, idle_s: float | None) -> None:
+        """idle_s: for how long it has had nothing to do; None: it has."""
+        self._heard[drafter] = self._clock(), idle_s is not None and idle_s >= MOMENT_S
+
+    @property
+    def is_now(self) -> bool:
+        """All drafters that are there are idle."""
+        now = self._clock()
+        return all(idle for at, idle in list(self._heard.values()) if now - at < FORGOTTEN_S)
 
 
 class DrafterTrainer:

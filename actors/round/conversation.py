@@ -253,7 +253,7 @@ class Conversation:
                 offset=0,
                 token_ids=list(request.token_ids),
                 num_speculative_tokens=request.max_drafts,
-                sampling=request.draft_sampling,
+                sampling=request.sampling,
             )
         )
         return handle
@@ -388,10 +388,9 @@ class Conversation:
         return late
 
     def _take(self, request: Request, proposal: Proposals) -> None:
-        sampling = request.sampling
-        if not sampling.mode.samples_q:
+        if not request.sampling.mode.samples_q:
             proposal.q = None
-        elif proposal.q is not None and proposal.q.ids.shape[1] != request.draft_sampling.top_n:
+        elif proposal.q is not None and proposal.q.ids.shape[1] != request.sampling.top_n:
             self.unusable += 1
             self.degrade(request, "unusable")
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -45,65 +45,50 @@ def random_seed() -> int:
     return secrets.randbits(63)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSampling:
-    """Fixed for a request's life, preemptions included.
+def sampling_of(params: Any, deployment: str) -> DraftSampling:
+    """How a request's tokens are chosen: fixed for its life, preemptions included, and without what a drafter alone is
+    told. params: vLLM's SamplingParams. deployment: the configured ``speculation.verification``.
 
-    seed: the client's or a random one; top_k: 0 for none.
+    Raises ValueError for a choice of verification that the request's other parameters rule out.
     """
+    mode = mode_for(
+        greedy=params.temperature < GREEDY_BELOW,
+        seeded=params.seed is not None,
+        structured=params.structured_outputs is not None,
+        asked=carried(params).get("verification"),
+        deployment=deployment,
+    )
+    seed = _as_int64(params.seed) if params.seed is not None else random_seed()
+    if mode is Mode.GREEDY:
+        return DraftSampling(mode, seed=seed, top_n=0)
+    return DraftSampling(
+        mode=mode,
+        temperature=params.temperature,
+        top_k=min(max(params.top_k, 0), MAX_INT31),  # more than any vocabulary has
+        top_p=max(params.top_p, _LEAST_TOP_P),
+        min_p=params.min_p,
+        seed=seed,
+        top_n=0,
+    )
 
-    mode: Mode
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
 
-    @classmethod
-    def of(cls, params: Any, deployment: str, make_seed: Callable[[], int] = random_seed) -> RequestSampling:
-        """params: vLLM's SamplingParams. deployment: the configured ``speculation.verification``.
-
-        Raises ValueError for a choice of verification that the request's other parameters rule out.
-        """
-        mode = mode_for(
-            greedy=params.temperature < GREEDY_BELOW,
-            seeded=params.seed is not None,
-            structured=params.structured_outputs is not None,
-            asked=carried(params).get("verification"),
-            deployment=deployment,
-        )
-        greedy = mode is Mode.GREEDY
-        return cls(
-            mode=mode,
-            temperature=0.0 if greedy else params.temperature,
-            top_k=0 if greedy else min(max(params.top_k, 0), MAX_INT31),  # more than any vocabulary has
-            top_p=1.0 if greedy else max(params.top_p, _LEAST_TOP_P),
-            min_p=0.0 if greedy else params.min_p,
-            seed=_as_int64(params.seed) if params.seed is not None else make_seed(),
-        )
-
-    def drafting(self, params: Any, top_n: int, vocab_size: int) -> DraftSampling:
-        """What the drafter is told. params: the same as for `of`; top_n: the configured ``draft_top_n``."""
-        biases, only_biased = _biases(params, vocab_size)
-        return DraftSampling(
-            tenant=carried(params).get("tenant", 0),
-            remembered=bool(carried(params).get("learn", True)),
-            mode=self.mode,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            top_n=top_n if self.mode.samples_q else 0,
-            biases=biases,
-            only_biased=only_biased,
-        )
+def as_drafted(sampling: DraftSampling, params: Any, top_n: int, vocab_size: int) -> DraftSampling:
+    """With what the drafter is told. params: the same as for `sampling_of`; top_n: the configured ``draft_top_n``."""
+    biases, only_biased = _biases(params, vocab_size)
+    return replace(
+        sampling,
+        top_n=top_n if sampling.mode.samples_q else 0,
+        biases=biases,
+        only_biased=only_biased,
+        tenant=carried(params).get("tenant", 0),
+        remembered=bool(carried(params).get("learn", True)),
+    )
 
 
 def check_for_ranks(params: Any) -> None:
     """params: vLLM's SamplingParams, at the door. Raises ValueError or KeyError for what rank 0, or the drafter's link,
     would trip over: an exception there ends the engine."""
-    RequestSampling.of(params, "coupled").drafting(params, MAX_TOP_N, MAX_INT31)
+    as_drafted(sampling_of(params, "coupled"), params, MAX_TOP_N, MAX_INT31)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,11 +102,12 @@ class Request:
     params: Any
     """vLLM's SamplingParams."""
 
-    sampling: RequestSampling
+    sampling: DraftSampling
+    """How its tokens are chosen, and, where any are, its drafts."""
+
     token_ids: list[int]
     num_prompt_tokens: int
     max_drafts: int = 0
-    draft_sampling: DraftSampling = field(default_factory=DraftSampling)
 
     running: bool = True
     """False from a preemption until it is resumed."""
@@ -186,20 +172,17 @@ class Request:
 
         Raises ValueError for a choice of verification that the request's other parameters rule out.
         """
-        sampling = RequestSampling.of(params, deployment.verification)
-        request = cls(request_id, params, sampling, token_ids, num_prompt_tokens)
+        sampling = sampling_of(params, deployment.verification)
         most = deployment.num_speculative_tokens
-        request.max_drafts = max(0, min(carried(params).get("num_speculative_tokens", most), most))
-        if request.max_drafts:
+        max_drafts = max(0, min(carried(params).get("num_speculative_tokens", most), most))
+        if max_drafts:
             top_n = min(deployment.draft_top_n, deployment.vocab_size)
-            draft_sampling = sampling.drafting(params, top_n, deployment.vocab_size)
+            sampling = as_drafted(sampling, params, top_n, deployment.vocab_size)
+            tenant = sampling.tenant
             if (adapter or shows_pictures) and deployment.remembers_answers:
-                whose = _tenant_of(draft_sampling.tenant, told_apart(adapter, shows_pictures))
-                draft_sampling = replace(draft_sampling, tenant=whose)
-            if adapter in deployment.draft_adapters:
-                draft_sampling = replace(draft_sampling, adapter=deployment.draft_adapters[adapter])
-            request.draft_sampling = draft_sampling
-        return request
+                tenant = _tenant_of(tenant, told_apart(adapter, shows_pictures))
+            sampling = replace(sampling, tenant=tenant, adapter=deployment.draft_adapters.get(adapter, 0))
+        return cls(request_id, params, sampling, token_ids, num_prompt_tokens, max_drafts)
 
     def is_asked_no_more(self) -> None:
         """No answer to its last commit counts any more, nor what was sent ahead."""

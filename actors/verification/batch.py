@@ -10,14 +10,14 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.actors.verification.constraints import Constraints
+from outrider.actors.verification.constraints import Constraints, known_of
 from outrider.actors.verification.transfer import to_device
 from outrider.cluster.link.messages import Q_SUM_TOLERANCE
 from outrider.cluster.modes import Mode
@@ -37,7 +37,7 @@ class Status(enum.IntFlag):
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
-    """Per-request sampling parameters, CPU tensors [B] of any integer or floating type.
+    """Per-request sampling parameters, [B] each, of any integer or floating type, in the host's memory.
 
     mode: `Mode`. temperature: above 0, ignored in GREEDY. top_k: 0 or -1 for none. top_p in (0, 1], min_p in [0, 1].
     seed: 64 bits. Requests without one need a random seed of their own, from the operating system, in every mode but
@@ -45,20 +45,20 @@ class Sampling:
     position: of the first row's token in the sequence, prompt included.
     """
 
-    mode: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    position: Tensor
+    mode: NDArray[Any]
+    temperature: NDArray[Any]
+    top_k: NDArray[Any]
+    top_p: NDArray[Any]
+    min_p: NDArray[Any]
+    seed: NDArray[Any]
+    position: NDArray[Any]
 
     @classmethod
     def uniform(
         cls,
         mode: Mode,
-        seed: Tensor,
-        position: Tensor,
+        seed: NDArray[Any],
+        position: NDArray[Any],
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -67,60 +67,37 @@ class Sampling:
         """The same parameters for all requests but seed and position."""
         count = len(seed)
         return cls(
-            mode=torch.full((count,), int(mode)),
-            temperature=torch.full((count,), temperature),
-            top_k=torch.full((count,), top_k),
-            top_p=torch.full((count,), top_p),
-            min_p=torch.full((count,), min_p),
+            mode=np.full(count, int(mode)),
+            temperature=np.full(count, temperature),
+            top_k=np.full(count, top_k),
+            top_p=np.full(count, top_p),
+            min_p=np.full(count, min_p),
             seed=seed,
             position=position,
         )
 
-    def check(self) -> None:
-        """Raises ValueError naming the parameter that is out of its range."""
-        self.on_host(len(self.mode))
-
-    def on_host(self, requests: int) -> HostSampling:
-        """The parameters of so many requests. Raises ValueError naming one that is out of its range."""
+    def checked(self, requests: int) -> Sampling:
+        """The parameters of so many requests as int64 and float32. Raises ValueError naming one that is out of its
+        range."""
         for name, value in vars(self).items():
             if len(value) != requests:
                 raise ValueError(f"{name} of {len(value)} requests for {requests}")
-        integer, real = torch.int64, torch.float32
-        host = HostSampling(
-            self.mode.to(integer).numpy(),
-            self.temperature.to(real).numpy(),
-            self.top_k.to(integer).numpy(),
-            self.top_p.to(real).numpy(),
-            self.min_p.to(real).numpy(),
-            self.seed.to(integer).numpy(),
-            self.position.to(integer).numpy(),
-        )
-        mode, temperature, top_k, top_p, min_p, _, position = host
+        real = ("temperature", "top_p", "min_p")
+        kinds = {name: np.float32 if name in real else np.int64 for name in vars(self)}
+        s = Sampling(**{name: np.asarray(value, kinds[name]) for name, value in vars(self).items()})
         # Written so that NaN fails.
         right = {
-            "mode": (mode >= 0) & (mode <= 3),
-            "temperature": (mode == 0) | ((temperature > 0) & (temperature < np.inf)),
-            "top_k": top_k >= -1,
-            "top_p": (top_p > 0) & (top_p <= 1),
-            "min_p": (min_p >= 0) & (min_p <= 1),
-            "position": (position >= 0) & (position < 2**31),
+            "mode": (s.mode >= 0) & (s.mode <= 3),
+            "temperature": (s.mode == 0) | ((s.temperature > 0) & (s.temperature < np.inf)),
+            "top_k": s.top_k >= -1,
+            "top_p": (s.top_p > 0) & (s.top_p <= 1),
+            "min_p": (s.min_p >= 0) & (s.min_p <= 1),
+            "position": (s.position >= 0) & (s.position < 2**31),
         }
         if not np.logical_and.reduce(list(right.values()), axis=None):
             name, request = next((name, int(good.argmin())) for name, good in right.items() if not good.all())
             raise ValueError(f"{name} of request {request} is out of range: {getattr(self, name)[request].item()}")
-        return host
-
-
-class HostSampling(NamedTuple):
-    """`Sampling` as int64 and float32 arrays [B], every value in its range. They may share memory with the tensors."""
-
-    mode: NDArray[np.int64]
-    temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    seed: NDArray[np.int64]
-    position: NDArray[np.int64]
+        return s
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +154,7 @@ class VerificationBatch:
         """
         device, (rows, vocab_size) = logits.device, logits.shape
         requests, drafts = len(num_drafts), len(draft_ids)
-        host = sampling.on_host(requests)
+        sampling = sampling.checked(requests)
         counts = num_drafts.to(torch.int64).numpy()
         if (counts < 0).any() or int(counts.sum()) != drafts or rows != drafts + requests:
             raise ValueError(f"{rows} rows of logits and {drafts} drafts do not fit num_drafts of {requests} requests")
@@ -192,8 +169,9 @@ class VerificationBatch:
         index = np.arange(requests)
         first_draft = counts.cumsum() - counts
         row_request = index.repeat(counts + 1)
-        limits, known = _constraints(host, vocab_size)
-        arrays = [counts, first_draft + index, first_draft, row_request, host.mode, host.seed, host.position]
+        limits, known = _constraints(sampling, vocab_size)
+        arrays = [counts, first_draft + index, first_draft, row_request]
+        arrays += [sampling.mode, sampling.seed, sampling.position]
         arrays += [limit[row_request] for limit in limits]
         sent: list[NDArray[Any]] = []
         if draft_ids.device.type == "cpu":
@@ -217,7 +195,7 @@ class VerificationBatch:
             seed=parts[5],
             position=parts[6],
             constraints=Constraints(parts[7], parts[8], parts[9], parts[10], *known),
-            groups=_groups(host.mode, counts),
+            groups=_groups(sampling.mode, counts),
         )
 
     @property
@@ -304,7 +282,7 @@ def _proposals(
     return [drafts, ids, probs]
 
 
-def _constraints(s: HostSampling, vocab_size: int) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:
+def _constraints(s: Sampling, vocab_size: int) -> tuple[list[NDArray[Any]], tuple[int, bool, bool, bool]]:
     """`Constraints` of requests, before they are repeated for rows: the arrays, and what the host knows of them."""
     greedy = s.mode == 0
     top_k = np.where(greedy | (s.top_k < 0) | (s.top_k >= vocab_size), 0, s.top_k)
@@ -313,9 +291,7 @@ def _constraints(s: HostSampling, vocab_size: int) -> tuple[list[NDArray[Any]], 
         one, zero = np.float32(1), np.float32(0)
         top_p, min_p = np.where(greedy, one, top_p), np.where(greedy, zero, min_p)
         temperature = np.where(greedy, one, temperature)
-    max_top_k = int(top_k.max(initial=0))
-    known = max_top_k, max_top_k > 0 and bool((top_k > 0).all()), bool((top_p < 1).any()), bool((min_p > 0).any())
-    return [temperature, top_k, top_p, min_p], known
+    return [temperature, top_k, top_p, min_p], known_of(top_k, top_p, min_p)
 
 
 def _groups(mode: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> tuple[RowGroup, ...]:

@@ -7,9 +7,11 @@ threshold, and no masked copy of the logits is needed. Tokens that tie with the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 PREFIX = 1024  # tokens that hold the mass asked for in most rows; ordering these is 14 times cheaper than all on a CPU
@@ -42,16 +44,14 @@ class Constraints:
 
     def rows(self, part: slice | Tensor) -> Constraints:
         """The same for some of the rows. What the host knew of all rows holds for them, if less sharply."""
-        return Constraints(
-            self.temperature[part],
-            self.top_k[part],
-            self.top_p[part],
-            self.min_p[part],
-            self.max_top_k,
-            self.all_top_k,
-            self.any_top_p,
-            self.any_min_p,
-        )
+        values = {name: getattr(self, name)[part] for name in ("temperature", "top_k", "top_p", "min_p")}
+        return replace(self, **values)
+
+
+def known_of(top_k: NDArray[Any], top_p: NDArray[Any], min_p: NDArray[Any]) -> tuple[int, bool, bool, bool]:
+    """What `Constraints` has of all rows together, in its order."""
+    max_top_k = int(top_k.max(initial=0))
+    return max_top_k, max_top_k > 0 and bool((top_k > 0).all()), bool((top_p < 1).any()), bool((min_p > 0).any())
 
 
 def thresholds(logits: Tensor, row_max: Tensor, constraints: Constraints) -> Tensor:

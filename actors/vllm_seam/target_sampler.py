@@ -26,11 +26,11 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from outrider.actors.round.request import Request, RequestSampling
+from outrider.actors.round.request import Request
 from outrider.actors.round.round import Step
 from outrider.actors.verification.batch import Sampling, VerificationBatch, choose
 from outrider.actors.verification.transfer import to_device
-from outrider.cluster.link.messages import SparseQ
+from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
 
 
@@ -79,7 +79,7 @@ class TargetSampler:
     def warm_up(self, vocab_size: int, num_drafts: int, top_n: int) -> None:
         """Compile what verification compiles on first use, so that no request waits for it. num_drafts, top_n: of the
         deployment, 0 without a drafter."""
-        draws = {mode: RequestSampling(mode, float(mode is not Mode.GREEDY), 0, 1.0, 0.0, 0) for mode in Mode}
+        draws = {mode: DraftSampling(mode, float(mode is not Mode.GREEDY)) for mode in Mode}
         n = min(top_n, vocab_size)
         q = None
         if num_drafts and n:
@@ -181,7 +181,7 @@ def _of_rows(values: Tensor | None, owner: Tensor) -> Tensor | None:
 
 def verification_batch(
     logits: Tensor,
-    samplings: Sequence[RequestSampling],
+    samplings: Sequence[DraftSampling],
     positions: Sequence[int],
     drafts: Sequence[Sequence[int]],
     q: Sequence[SparseQ | None],
@@ -195,13 +195,13 @@ def verification_batch(
         _on_host(num_drafts),
         _on_host([token for ids in drafts for token in ids]),
         Sampling(
-            mode=_on_host([int(sampling.mode) for sampling in samplings]),
-            temperature=_on_host([sampling.temperature for sampling in samplings], np.float32),
-            top_k=_on_host([sampling.top_k for sampling in samplings]),
-            top_p=_on_host([sampling.top_p for sampling in samplings], np.float32),
-            min_p=_on_host([sampling.min_p for sampling in samplings], np.float32),
-            seed=_on_host([sampling.seed for sampling in samplings]),
-            position=_on_host(positions),
+            mode=np.array([int(each.mode) for each in samplings]),
+            temperature=np.array([each.temperature for each in samplings], np.float32),
+            top_k=np.array([each.top_k for each in samplings]),
+            top_p=np.array([each.top_p for each in samplings], np.float32),
+            min_p=np.array([each.min_p for each in samplings], np.float32),
+            seed=np.array([each.seed for each in samplings]),
+            position=np.array(positions),
         ),
         q_ids=q_ids,
         q_probs=q_probs,
@@ -209,8 +209,8 @@ def verification_batch(
     )
 
 
-def _on_host(values: Sequence[float], dtype: type[np.number[Any]] = np.int64) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype))  # torch takes longer for a list
+def _on_host(values: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int64))  # torch takes longer for a list
 
 
 def _q_rows(

@@ -67,7 +67,7 @@ class Transport(Protocol):
 
     @property
     def backend(self) -> str:
-        """Which wire: local, gloo, or one of rendezvous.DEVICE_BACKENDS."""
+        """Which wire: local, gloo, or one of backends.DEVICE_BACKENDS."""
 
     def start_send(self, buffer: np.ndarray) -> Callable[[], None] | None:
         """Begin to send a frame, or leave all of it to the function returned; never blocks. That function, which

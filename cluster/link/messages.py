@@ -95,7 +95,8 @@ class ProposalStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
-    """How a request's drafts are to be drawn. Only mode, seed and top_n bear on exactness; the rest helps acceptance.
+    """How a request's tokens are chosen, and its drafts to be drawn. Of a draft only mode, seed and top_n bear on
+    exactness; the rest helps acceptance.
 
     mode: how the drafts will be verified. temperature: above 0, ignored in GREEDY. top_k: 0 for none.
     seed: the request's, the same as the verifier uses: a client's or a random one, never shared by requests.

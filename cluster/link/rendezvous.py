@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
+from outrider.cluster.backends import DEVICE_BACKENDS, Backend
 from outrider.cluster.link import local_transport
 from outrider.cluster.link.authentication import HELLO_NONCE_BYTES, Handshake, SealedTransport, new_hello
 from outrider.cluster.link.link import LinkError, Transport, TransportError
@@ -31,12 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 logger = logging.getLogger(__name__)
-
-Backend = Literal["auto", "local", "gloo", "nccl", "hccl", "xccl"]
-
-DEVICE_BACKENDS = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu"}
-"""Those of torch.distributed, by its names, that move a device's memory, and torch's name for that kind of device.
-ROCm's are nccl and cuda."""
 
 VERIFIER_RANK, DRAFTER_RANK = 0, 1
 _ROLES = ("verifier", "drafter")

@@ -14,7 +14,7 @@ from outrider.actors.learning.rounds import StepTimes
 from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig
 from outrider.deploy.argument_types import positive
 from outrider.deploy.bench.plot import check_plot
-from outrider.deploy.cli.models import add_device_arguments, exit_status
+from outrider.deploy.cli.models import add_device_arguments, check_can_write, exit_status
 from outrider.deploy.preset import resolve_config
 from outrider.deploy.progress import Progress
 
@@ -86,18 +86,19 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--target-ms and --draft-ms: give both, or neither")
     if args.target_ms is not None and (args.target_ms <= 0 or args.draft_ms < 0):
         raise ConfigError("--target-ms and --draft-ms: milliseconds above 0 (--draft-ms 0 for a look-up)")
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
     if args.plot is not None:
         check_plot(args.plot)
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None:
+            check_can_write(option, path)
 
 
 def _measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from transformers.utils import logging
 
     from outrider.deploy.distill import memory
-    from outrider.deploy.distill.measure import LookUp, Settings, look_up_of, measure
+    from outrider.deploy.distill.look_ups import LookUp, look_up_of
+    from outrider.deploy.distill.measure import Settings, measure
     from outrider.deploy.distill.models import locate
     from outrider.deploy.distill.prompts import read_prompts
     from outrider.deploy.distill.run import device_of, dtype_of

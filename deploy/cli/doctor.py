@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.cluster.device_defaults import choices
 from outrider.cluster.drafter_config import check_build_drafts
-from outrider.cluster.link.rendezvous import DEVICE_BACKENDS
 from outrider.deploy.app import describe, engine_on_gpu
 from outrider.deploy.doctor import (
     Finding,

@@ -1,26 +1,23 @@
 """Acceptance without a server: the target answers prompts, and a drafter's rounds are walked along its answers.
 
 A draft model's forward pass over an answer gives what it would have drafted at every token of it (`rounds.walk`).
-Look-up drafters are the served ones' own strategies, told the text round by round; beside a draft model each round is
-the one's that the served judge (drafter/several.py) chooses.
+Look-ups, and look-ups beside it: `look_ups.py`.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.actors.drafter.draft_model import verified
-from outrider.actors.drafter.judge import MODEL, Judge, Offer
 from outrider.actors.learning import draft_models
 from outrider.actors.learning.draft_models import end_tokens
-from outrider.actors.learning.rounds import StepTimes, Tally, look_up, walk
-from outrider.cluster.config import ConfigError, NgramConfig, SpeculationConfig, SuffixConfig
+from outrider.actors.learning.rounds import ByMode, StepTimes
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
+from outrider.deploy.distill.look_ups import BESIDE, LookUp, looked_up, together_with
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
 from outrider.deploy.models.identity import check_made_for
 from outrider.deploy.progress import Progress
@@ -34,11 +31,6 @@ if TYPE_CHECKING:
 TOGETHER = 16
 TOP_N = 64
 """Tokens of q that travel to the verifier, as DraftSampling.top_n has it."""
-
-LookUp = NgramConfig | SuffixConfig
-
-BESIDE: dict[str, LookUp] = {"ngram": NgramConfig(method="ngram"), "suffix": SuffixConfig(method="suffix")}
-"""As `drafter.beside` has them."""
 
 ChooseNext = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """(logits float32 [B, V], tokens before int64 [B]) -> token ids [B]."""
@@ -69,56 +61,6 @@ class Settings:
     """What a draft model's output head is cut to, as drafter.draft_vocab_size has it."""
 
 
-@dataclass
-class ByMode:
-    """Rounds of one way to verify, for every number of drafts up to K."""
-
-    tallies: list[Tally]
-    overlaps: list[float] = field(default_factory=list)
-    """At every token alike: the probability that a draft there is accepted. Of draft models only."""
-
-    moves: list[list[float]] = field(default_factory=list)
-    """Of each text, at every token but the first: the probability that a draft moved the round on. Likewise."""
-
-    chosen: dict[str, int] | None = None
-    """Of several drafters, whose drafts were sent in how many rounds of K."""
-
-    @staticmethod
-    def up_to(k: int) -> ByMode:
-        return ByMode([Tally(size) for size in range(1, k + 1)])
-
-    def walk(self, overlap: list[float], moves_on: list[float]) -> None:
-        self.overlaps += overlap
-        self.moves.append(moves_on)
-        for tally in self.tallies:
-            tally.add(walk(overlap, moves_on, tally.k))
-
-    def document(self, times: StepTimes | None) -> dict[str, Any]:
-        rows = []
-        for tally in self.tallies:
-            row: dict[str, Any] = {
-                "k": tally.k,
-                "tokens_per_round": tally.tokens_per_round,
-                "accepted_per_round": tally.tokens_per_round - 1.0,
-                "proposed_per_round": tally.proposed_per_round,
-                "acceptance_rate": tally.acceptance_rate,
-            }
-            if times is not None:
-                row["speedup_in_turn"] = times.in_turn(tally.tokens_per_round, tally.k)
-                row["speedup_hidden"] = times.hidden(tally.tokens_per_round, tally.k)
-            rows.append(row)
-        last = self.tallies[-1]
-        return {
-            "acceptance_rate": last.acceptance_rate,
-            "per_token_acceptance": last.per_token,
-            "by_position": last.by_position,
-            "rounds": last.rounds,
-            "overlap": sum(self.overlaps) / len(self.overlaps) if self.overlaps else None,
-            "by_k": rows,
-            **({} if self.chosen is None else {"chosen": self.chosen}),
-        }
-
-
 def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
     """The report. Raises ConfigError."""
     prompts = spread(settings.data.prompts, settings.limit)
@@ -146,14 +88,16 @@ def measure(settings: Settings, progress: Progress) -> dict[str, Any]:
             progress.wait("answers:", f"{len(texts)} of {len(tokens)} at temperature {temperature:g}")
         if drafter is None:
             assert not isinstance(settings.drafter, Path)
-            modes = {"greedy" if temperature == 0 else "sampled": _looked_up(texts, settings.drafter, settings.k)}
+            modes = {"greedy" if temperature == 0 else "sampled": looked_up(texts, settings.drafter, settings.k)}
         else:
             head = _cut_head(target, drafter, settings)
             modes = _walked(target, drafter, head, texts, settings, temperature)
             for name in settings.beside:
-                look_ups[name]["sampled" if temperature else "greedy"] = _looked_up(texts, BESIDE[name], settings.k)
+                look_ups[name]["sampled" if temperature else "greedy"] = looked_up(texts, BESIDE[name], settings.k)
             if settings.beside:
-                together |= {mode: _together(texts, modes[mode], mode, settings) for mode in modes}
+                together |= {
+                    mode: together_with(texts, modes[mode], mode, settings.beside, settings.seed) for mode in modes
+                }
         found |= modes
     chosen = "greedy" if settings.temperature == 0 else next(mode for mode in found if mode != "greedy")
     return {
@@ -402,124 +346,3 @@ def rejection(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor) -> tuple[t
     overlap = torch.minimum(p.gather(1, ids), kept).sum(-1)
     at_token = torch.where(ids == tokens[:, None], kept, 0.0).sum(-1)
     return overlap, (at_token / p.gather(1, tokens[:, None])[:, 0].clamp(min=1e-30)).clamp(max=1.0)
-
-
-def _looked_up(texts: Sequence[tuple[list[int], list[int]]], config: LookUp, k: int) -> ByMode:
-    """q of a look-up is one-hot, so a draft is accepted where the text has it, whatever the temperature. Every K is a
-    deployment of its own, which reads the answers one after the other."""
-    found = ByMode.up_to(k)
-    for tally in found.tallies:
-        propose_for = _strategy(config, tally.k)
-        for handle, (prompt, answer) in enumerate(texts):
-            with_end = propose_for(handle, prompt)
-            tally.add(look_up(answer, with_end, tally.k))
-            with_end([])
-    return found
-
-
-def _together(texts: Sequence[tuple[list[int], list[int]]], model: ByMode, mode: str, settings: Settings) -> ByMode:
-    """Rounds of a draft model with look-ups beside it. model: alone, in that mode. Under rejection whether a token was
-    the model's draft is drawn from the seed with the probability that it was."""
-    import random
-
-    longer = [(prompt, answer) for prompt, answer in texts if len(answer) > 1]
-    found = ByMode.up_to(settings.k)
-    for tally in found.tallies:
-        chance = random.Random(f"{settings.seed}:{tally.k}")
-        judge = Judge([MODEL, *settings.beside])
-        openers = {name: _strategy(BESIDE[name], tally.k) for name in settings.beside}
-        for handle, ((prompt, answer), moves_on) in enumerate(zip(longer, model.moves, strict=True)):
-            agrees = [chance.random() < moved for moved in moves_on]
-            look_ups = {name: opened(handle, prompt) for name, opened in openers.items()}
-            tally.add(look_up(answer, Judged(judge, answer, agrees, look_ups, tally.k, mode != "rejection"), tally.k))
-            for with_end in look_ups.values():
-                with_end([])
-        found.chosen = dict(judge.chosen)
-    return found
-
-
-class Judged:
-    """Proposes along one answer as `several.SeveralStrategy` does where all of the model's drafts are at hand: none is
-    waited for."""
-
-    def __init__(
-        self,
-        judge: Judge,
-        answer: Sequence[int],
-        agrees: Sequence[bool],
-        look_ups: dict[str, Callable[[Sequence[int]], list[int]]],
-        k: int,
-        free_of_rounds: bool,
-    ) -> None:
-        """agrees: whether the model's draft in the place of each token but the first is that token. look_ups: told what
-        was committed, each gives what it would send. free_of_rounds: what the model would have drafted is known where
-        it was not sent."""
-        self._judge, self._answer, self._agrees, self._look_ups = judge, answer, agrees, look_ups
-        self._k, self._free_of_rounds = k, free_of_rounds
-        self._record = judge.record()
-        self._offered: dict[str, list[int]] = {}
-        self._at = 0
-
-    def __call__(self, committed: Sequence[int]) -> list[int]:
-        """committed: what was committed last. Returns the drafts of who is chosen."""
-        self._at += len(committed)
-        for name, drafts in self._offered.items():
-            self._judge.verdict(self._record, name, *verified(drafts, committed))
-        offered = {name: propose(committed) for name, propose in self._look_ups.items()}
-        self._offered = {name: drafts for name, drafts in offered.items() if drafts}
-        ahead = range(self._at, self._at + self._k)
-        known = len(self._answer)
-        model = [self._answer[at] if at < known and self._agrees[at - 1] else _ANOTHER for at in ahead]
-        offers = [Offer(MODEL, self._k), *(Offer(name, len(drafts)) for name, drafts in self._offered.items())]
-        chosen = self._judge.choose(self._record, offers).drafter
-        sent = model if chosen == MODEL else self._offered[chosen]
-        if chosen == MODEL or self._free_of_rounds:
-            self._offered[MODEL] = model
-        return sent
-
-
-_ANOTHER = -1
-"""In place of a draft that is not the text's token, whatever it would have been."""
-
-
-def _strategy(config: LookUp, k: int) -> Callable[[int, list[int]], Callable[[Sequence[int]], list[int]]]:
-    """What opens a sequence with its prompt. That gives what proposes; told no tokens, it closes the sequence."""
-    from outrider.actors.drafter.load import load_strategy
-    from outrider.cluster.link.messages import Commit, DraftSampling, Open
-
-    strategy = load_strategy(config, SpeculationConfig(num_speculative_tokens=k), None, None)
-
-    def work_off() -> None:
-        while (work := strategy.plan()[0]) is not None:
-            work.execute()
-            strategy.complete(work)
-
-    def open_sequence(handle: int, prompt: list[int]) -> Callable[[Sequence[int]], list[int]]:
-        sequence = strategy.new_sequence((0, handle))
-        sequence.add_prompt(Open(handle, len(prompt), 0, prompt, k, DraftSampling()))
-        strategy.open(sequence)
-        work_off()
-
-        def propose(committed: Sequence[int]) -> list[int]:
-            if not committed:
-                strategy.close(sequence)
-                work_off()
-                return []
-            answers = strategy.commit(sequence, Commit(handle, sequence.committed_len, list(committed), k, k))
-            work_off()
-            return list(answers[-1].proposals.token_ids)[:k]
-
-        return propose
-
-    return open_sequence
-
-
-def look_up_of(drafter: Any) -> LookUp:
-    """Raises ConfigError for a drafter that is no look-up."""
-    if not isinstance(drafter, LookUp):
-        method = getattr(drafter, "method", "none")
-        raise ConfigError(
-            f"--preset: its drafter is of method {method}, which drafts from inside the target; only draft_model, "
-            "ngram and suffix can be measured without a server; use outrider bench"
-        )
-    return drafter

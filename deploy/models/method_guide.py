@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cluster.drafter_config import CO_LOCATED_METHODS, GPU_ONLY_METHODS, REFUSED_METHODS, REMOTE_METHODS
+from outrider.cluster.co_located_config import CO_LOCATED_METHODS, GPU_ONLY_METHODS, REFUSED_METHODS
+from outrider.cluster.drafter_config import REMOTE_METHODS
 
 ModelJson = Mapping[str, Any]
 

@@ -1,10 +1,11 @@
 """``python -m tests.bench.access_cost``: what keys, TLS and links' MACs take of a round, and of a request.
 
 Each part is measured by itself: keys on the ingress' own guard, TLS on real servers whose handlers do nothing but send
-a message now and then, as rounds do, MACs on a round's frames (`frame_mac`). Sides take turns, and the medians of their
-turns are compared: in processor time of this process, both ends together, which another program on the machine does not
-stretch as it does the clock's. What is compared with is a round of ROUND_MS milliseconds of one core, and a request of
-TOKENS tokens all of whose drafts were right: the fewest rounds, so that what is paid once weighs most.
+a message now and then, as rounds do, MACs on a round's frames, written, sealed and checked again. Sides take turns, and
+the medians of their turns are compared: in processor time of this process, both ends together, which another program on
+the machine does not stretch as it does the clock's. What is compared with is a round of ROUND_MS milliseconds of one
+core, and a request of TOKENS tokens all of whose drafts were right: the fewest rounds, so that what is paid once weighs
+most.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import uvloop
 
 from outrider.actors.serve_seam.listening import bind_grpc
@@ -31,12 +33,17 @@ from outrider.actors.serving.access.guard import GRPC_CALLS, Asked, Guard, Refus
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
 from outrider.actors.serving.access.process import guard_ingress, ingress_guard
 from outrider.actors.serving.access.tls import reloading_certificates
-from tests.bench.frame_mac import TOP_N, Cost, K, cost
+from outrider.cluster.link.authentication import SealedTransport
+from outrider.cluster.link.codec import frame_capacity_words, pack
+from outrider.cluster.link.frame import FrameKind, decode, encode
+from outrider.cluster.link.messages import Commit, Message, Proposals, SparseQ
 from tests.bench.machine import machine
 from tests.certificates import Authority
 
 METHOD = "/outrider.v1.GenerationService/Generate"
 ROUND_MS, TOKENS = 25.0, 64
+K, TOP_N = 4, 64
+FRAME_ROUNDS, FRAME_TURNS = 20, 400
 GOAL = 0.01
 """Of a round."""
 
@@ -256,7 +263,71 @@ class Part:
         return (self.request_us + rounds * self.round_us / self.batch) / (rounds * ROUND_MS * 1000)
 
 
-def parts(check: float, count: float, tls: dict[str, float], macs: dict[tuple[int, int], Cost]) -> list[Part]:
+class Wire:
+    """Hands over what was sent last."""
+
+    def __init__(self) -> None:
+        self.sent = np.empty(0, dtype=np.int32)
+
+    def start_send(self, buffer: np.ndarray) -> Callable[[], None]:
+        self.sent = buffer
+        return lambda: None
+
+    def recv(self, buffer: np.ndarray, timeout_s: float) -> None:
+        buffer[:] = self.sent
+
+    def abort(self) -> None: ...
+
+
+def frames_us(payloads: list[np.ndarray], capacity: int, sealed: bool) -> float:
+    near = far = Wire()
+    if sealed:
+        keys = {"send_key": bytes(32), "receive_key": bytes(32)}
+        near, far = SealedTransport(near, **keys), SealedTransport(far, **keys)  # type: ignore[assignment]
+    out, into = np.zeros(capacity, np.int32), np.zeros(capacity, np.int32)
+    sequence = 0
+    started = time.process_time()
+    for _ in range(FRAME_ROUNDS):
+        for payload in payloads:
+            encode(out, epoch=1, sequence=sequence, kind=FrameKind.DATA, payload=payload)
+            near.start_send(out)
+            far.recv(into, 1.0)
+            decode(into, 1, sequence)
+            sequence += 1
+    return (time.process_time() - started) / FRAME_ROUNDS * 1e6
+
+
+def messages(batch: int, top_n: int) -> tuple[list[Message], list[Message]]:
+    q = None
+    if top_n:
+        q = SparseQ(np.tile(np.arange(top_n, dtype=np.int32), (K, 1)), np.full((K, top_n), 1 / top_n, np.float32))
+    commits: list[Message] = [Commit(one, 100, [1, 2, 3], K, K) for one in range(batch)]
+    return commits, [Proposals(one, 103, [1] * K, q=q) for one in range(batch)]
+
+
+@dataclass(frozen=True)
+class MacCost:
+    """Of one round. plain_us, sealed_us: processor time, both ends together."""
+
+    num_bytes: int
+    plain_us: float
+    sealed_us: float
+
+    @property
+    def added_us(self) -> float:
+        return self.sealed_us - self.plain_us
+
+
+def mac_cost(batch: int, top_n: int) -> MacCost:
+    """Of so many requests, whose drafts come with q of top_n tokens a position."""
+    capacity = frame_capacity_words(batch, K, TOP_N)
+    payloads = [payload for part in messages(batch, top_n) for payload in pack(part, capacity)]
+    taken = [(frames_us(payloads, capacity, False), frames_us(payloads, capacity, True)) for _ in range(FRAME_TURNS)]
+    plain, sealed = (min(turn[side] for turn in taken) for side in (0, 1))
+    return MacCost(sum(4 * len(payload) for payload in payloads), plain, sealed)
+
+
+def parts(check: float, count: float, tls: dict[str, float], macs: dict[tuple[int, int], MacCost]) -> list[Part]:
     """check, count: of a key, at one place; macs: by batch and tokens of q."""
     found = []
     for batch in BATCHES:
@@ -295,10 +366,15 @@ def main() -> None:
         wrong = check_us(guard, "Bearer outrider_wrong")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray's actors have it
         tls = runner.run(tls_us(args.turns))
-    macs = {(batch, top_n): cost(batch, top_n) for batch in BATCHES for top_n in (0, TOP_N)}
+    macs = {(batch, top_n): mac_cost(batch, top_n) for batch in BATCHES for top_n in (0, TOP_N)}
     print(f"a key, of 1,000: {check:.1f} us; of 1: {check_of_one:.1f}; a wrong one: {wrong:.1f}; counting: {count:.2f}")
     for name, value in tls.items():
         print(f"TLS, {name}: {value:.1f} us")
+    for (batch, top_n), of in macs.items():
+        ratio = of.sealed_us / of.plain_us
+        print(
+            f"frames of {batch} requests, q of {top_n} tokens: {of.num_bytes} bytes, sealed {ratio:.2f} times as long"
+        )
     print()
     for line in table(parts(check, count, tls, macs)):
         print(line)

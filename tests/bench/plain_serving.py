@@ -9,55 +9,17 @@ turn's speed is the sum of its streams' own, each from its first chunk to its la
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import signal
-import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.ports import pick_free_port
-from tests.bench.emulated_speed import numbers, working_directory
+from tests.bench.emulated_speed import working_directory
 from tests.bench.emulation import served
-from tests.bench.emulation.load import prompt
 from tests.bench.emulation.pair import write_pair
-from tests.bench.emulation.paired import ratio_of_pairs
+from tests.bench.emulation.paired import in_turns, ratio_of_pairs
 from tests.bench.emulation.profiles import PROFILES, TEXTS
+from tests.bench.emulation.streams import arguments, client, parsed, stream, write
 from tests.bench.emulation.vllm_server import vllm_serving
-
-
-async def stream(
-    session: aiohttp.ClientSession, port: int, index: int, max_tokens: int, further: Mapping[str, Any] | None = None
-) -> float:
-    """Tokens a second after the first. further: keys of the request. Raises RuntimeError where a token is missing."""
-    body = {
-        "model": "target", "prompt": prompt(index), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True}, **(further or {}),
-    }  # fmt: skip
-    first = last = tokens = 0.0
-    async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = json.loads(line.removeprefix(b"data: "))
-            if chunk["choices"]:
-                last = time.perf_counter()
-                first = first or last
-            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-    if tokens != max_tokens:
-        raise RuntimeError(f"port {port}: {tokens} of {max_tokens} tokens came")
-    return (max_tokens - 1) / (last - first)
-
-
-def client() -> aiohttp.ClientSession:
-    """Without limits of its own."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
 
 
 async def _turn(port: int, first_index: int, concurrency: int, max_tokens: int) -> float:
@@ -68,21 +30,11 @@ async def _turn(port: int, first_index: int, concurrency: int, max_tokens: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", choices=PROFILES, default="32b-0.6b")
-    parser.add_argument("--dilation", type=float, default=4.0)
-    parser.add_argument("--concurrency", type=numbers, default=[1, 8])
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--out", type=Path, help="every turn as JSON")
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    profile = PROFILES[args.profile]
+    args = parsed(arguments(__doc__, "--concurrency", 8, "32b-0.6b"))
     ports = {"outrider": pick_free_port(), "vllm": pick_free_port()}
     speeds: dict[int, dict[str, list[float]]] = {}
-    print(f"{args.profile}, dilation {args.dilation:g}, {machine(())}, {versions()}", flush=True)
     with working_directory(None) as directory:
-        pair = write_pair(directory, profile.times(args.dilation), TEXTS["stated"])
+        pair = write_pair(directory, PROFILES[args.profile].times(args.dilation), TEXTS["stated"])
         most = max(args.concurrency)
         config: dict[str, Any] = served.configuration(pair, 1, most, {"serving": {"http_port": ports["outrider"]}})
         del config["drafter"], config["speculation"]
@@ -90,23 +42,19 @@ def main() -> None:
             served.serving(config, directory),
             vllm_serving(pair.target, ports["vllm"], most, directory),
         ):
-            index = 0
             for port in ports.values():
                 asyncio.run(_turn(port, 900_000, most, 16))
-            for concurrency in args.concurrency:
-                found: dict[str, list[float]] = {name: [] for name in ports}
-                for number in range(args.pairs):
-                    order = list(ports.items())[:: 1 if number % 2 == 0 else -1]
-                    for name, port in order:
-                        speed = asyncio.run(_turn(port, index, concurrency, args.tokens))
-                        found[name].append(speed * args.dilation)
-                    index += concurrency
-                speeds[concurrency] = found
+            for place, concurrency in enumerate(args.concurrency):
+
+                def turn(name: str, number: int, place: int = place, concurrency: int = concurrency) -> float:
+                    first = (place * args.pairs + number) * most
+                    return asyncio.run(_turn(ports[name], first, concurrency, args.tokens)) * args.dilation
+
+                found = speeds[concurrency] = in_turns(list(ports), args.pairs, turn)
                 means = ", ".join(f"{name} {sum(of) / len(of):.1f}" for name, of in found.items())
                 ratio = ratio_of_pairs(found["outrider"], found["vllm"])
                 print(f"concurrency {concurrency}, {args.pairs} pairs: {means} tok/s; ratio {ratio}", flush=True)
-    if args.out:
-        args.out.write_text(json.dumps({"settings": {k: str(v) for k, v in vars(args).items()}, "speeds": speeds}))
+    write(args, speeds)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ SHARED = (
     "tests/unit/drafter/test_draft_loop.py",
     "tests/unit/drafter/test_draft_model.py",
     "tests/unit/drafter/test_draft_vocabulary.py",
+    "tests/unit/drafter/test_judge.py",
     "tests/unit/drafter/test_link_shares.py",
     "tests/unit/drafter/test_ngram.py",
     "tests/unit/drafter/test_pause.py",

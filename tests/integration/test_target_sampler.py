@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.actors.round.request import Request, RequestSampling
+from outrider.actors.round.request import Request, sampling_of
 from outrider.actors.round.round import UNUSABLE, Step
 from outrider.actors.verification.batch import Status
 from outrider.cluster.link.messages import SparseQ
@@ -57,7 +57,7 @@ class Part:
 def requests_of(*all_params, drafts=DRAFTS, q=None):
     made = []
     for p in all_params:
-        sampling = RequestSampling.of(p, "rejection")
+        sampling = sampling_of(p, "rejection")
         request = Request(f"r{next(_NUMBERS)}", p, sampling, [*PROMPT, *OUTPUT], len(PROMPT))
         made.append(Part(request, list(drafts), q))
     return made

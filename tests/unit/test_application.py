@@ -23,11 +23,8 @@ DRAIN_S = 77.0
 
 
 def built(**serving: Any) -> dict[str, Any]:
-    """By name: the deployments of an application, Ingress first, as Serve would get them."""
-    config = parse_config({"target": {"model": "t"}, "drafter": {"method": "ngram"}, "serving": serving})
-    ingress = build_app(config, plan_replica(config))._bound_deployment
-    (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
-    return {bound.name: bound for bound in (ingress, target)}
+    """By name: the deployments of an application, as Serve would get them."""
+    return bound({"method": "ngram"}, **serving)
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +32,8 @@ def deployments() -> dict[str, Any]:
     return built(drain_s=DRAIN_S)
 
 
-def bound(
-    drafter: dict[str, Any], num_replicas: int = 1, target: dict[str, Any] | None = None, **serving: Any
-) -> dict[str, Any]:
+def bound(drafter: dict[str, Any], target: dict[str, Any] | None = None, **serving: Any) -> dict[str, Any]:
     """By name: what is bound for such a drafter."""
-    serving = {"num_replicas": num_replicas, **serving}
     config = parse_config({"target": target or {"model": "t"}, "drafter": drafter, "serving": serving})
     ingress = build_app(config, plan_replica(config))._bound_deployment
     found = [*ingress.init_args, *ingress.init_kwargs.values()]

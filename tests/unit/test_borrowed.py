@@ -8,9 +8,11 @@ import types
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from outrider.cluster.borrowed import Borrowed, Project, Table, rows
 from outrider.cluster.config import ConfigError
+from outrider.cluster.link.leans_on import LEANS_ON
 
 LIMIT = 3
 
@@ -144,3 +146,15 @@ m:X: goes
 def test_what_is_no_row_is_refused(line):
     with pytest.raises(ValueError, match="no row of a table"):
         rows(f"m:A.g: there\n{line}\nm:A.h: there")
+
+
+def test_torch_has_what_links_lean_on(monkeypatch):
+    assert LEANS_ON.problems() == []
+    c10d = torch.distributed.distributed_c10d
+    monkeypatch.delattr(c10d, "_DistributedBackendOptions")
+    monkeypatch.setattr(c10d, "_new_process_group_helper", lambda: None)
+    assert LEANS_ON.problems() == [
+        "torch.distributed.distributed_c10d._new_process_group_helper no longer looks up "
+        "torch.distributed.Backend._plugins",
+        "torch.distributed.distributed_c10d._DistributedBackendOptions does not exist",
+    ]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import ast
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, SuffixConfig, parse_config
-from outrider.cluster.drafter_config import (
+from outrider.cluster.co_located_config import (
     CO_LOCATED_METHODS,
     GPU_ONLY_METHODS,
+    MTP_ALIAS,
     REFUSED_KEYS,
     REFUSED_METHODS,
-    REMOTE_METHODS,
     CoLocatedConfig,
-    check_build_drafts,
 )
+from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, SuffixConfig, parse_config
+from outrider.cluster.drafter_config import REMOTE_METHODS, check_build_drafts
 from outrider.cluster.placement import placement_of, plan_cores
 
 SOURCE = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "config" / "speculative.py"
@@ -61,19 +61,23 @@ def test_every_key_of_vllms_speculative_config_is_taken_or_refused_with_a_reason
 
 def test_every_method_of_vllms_is_placed_or_refused_with_a_reason():
     names = literals_of_vllm()
-    known = [*names["SpeculativeMethod"], *names["MTPModelTypes"], *names["NgramGPUTypes"]]
-    known += [*names["DFlashModelTypes"], *names["DSparkModelTypes"], *names["EagleModelTypes"]]
-    assert set(known) == set(CO_LOCATED_METHODS) | set(REFUSED_METHODS)
+    known = {*names["SpeculativeMethod"], *names["NgramGPUTypes"], "mtp"}
+    known |= {*names["DFlashModelTypes"], *names["DSparkModelTypes"], *names["EagleModelTypes"]}
+    assert known == set(CO_LOCATED_METHODS) | set(REFUSED_METHODS)
     assert set(REMOTE_METHODS) <= set(CO_LOCATED_METHODS)
-    assert set(get_args(CoLocatedConfig.model_fields["method"].annotation)) == set(CO_LOCATED_METHODS)
+    aliases = set(names["MTPModelTypes"]) - {"mtp"}
+    assert aliases == {name for name in aliases if name.endswith(MTP_ALIAS)}
+    assert "deepseek_mtp" in aliases
 
 
-@pytest.mark.parametrize("method", sorted(REFUSED_METHODS))
+@pytest.mark.parametrize("method", [*REFUSED_METHODS, "deepseek_mtp"])
 @pytest.mark.parametrize("placement", ["with_target", "co_located"])
 def test_refused_methods_say_why(method, placement):
     with pytest.raises(ConfigError) as caught:
         parsed({"placement": placement, "method": method})
-    assert f"drafter.method: {REFUSED_METHODS[method]}" in str(caught.value)
+    assert f"drafter.method: {REFUSED_METHODS.get(method, 'vLLM has replaced this name; write method: mtp')}" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("method", [name for name in CO_LOCATED_METHODS if name not in REMOTE_METHODS])

@@ -107,9 +107,21 @@ def groups(overlay: str) -> Iterator[tuple[str, Tree]]:
     yield from ((group["groupName"], group) for group in spec["workerGroupSpecs"])
 
 
+def config_map(overlay: str, name: str) -> dict[str, str]:
+    (found,) = [each["data"] for each in installed(overlay, "ConfigMap") if each["metadata"]["name"] == name]
+    return found
+
+
 def configurations(overlay: str) -> dict[str, str]:
-    (found,) = installed(overlay, "ConfigMap")
-    return found["data"]
+    return config_map(overlay, "outrider-configuration")
+
+
+def environment_of(overlay: str, container: Tree) -> dict[str, str]:
+    """As a container sees it."""
+    found: dict[str, str] = {}
+    for source in container["envFrom"]:
+        found |= config_map(overlay, source["configMapRef"]["name"])
+    return found | {variable["name"]: variable["value"] for variable in container["env"]}
 
 
 def configuration(overlay: str) -> OutriderConfig:
@@ -330,7 +342,7 @@ def test_the_application_and_the_proxies_are_told_the_same(overlay: str) -> None
     for role, group in groups(overlay):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
-        environment = {variable["name"]: variable["value"] for variable in container["env"]}
+        environment = environment_of(overlay, container)
         found = ProxyAccess.from_environment(environment)
         assert found == ProxyAccess.of(config.serving), role
         assert PROXY_ENVIRONMENT.items() <= environment.items(), role
@@ -351,9 +363,7 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
     workers = {role: group for role, group in groups(overlay) if role != "head"}
     for group in workers.values():
         pod = group["template"]["spec"]
-        (drained_s,) = [
-            float(variable["value"]) for variable in pod["containers"][0]["env"] if variable["name"] == DRAINED_WITHIN
-        ]
+        drained_s = float(environment_of(overlay, pod["containers"][0])[DRAINED_WITHIN])
         assert drained_s >= LOADS_WITHIN_S + config.serving.drain_s + TAKE_DOWN_S, "Serve cuts what is left before"
         assert pod["terminationGracePeriodSeconds"] >= drained_s + ENDS_WITHIN_S
         assert group["labels"]["outrider-role"] == group["groupName"]

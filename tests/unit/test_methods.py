@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from outrider.cluster.co_located_config import CO_LOCATED_METHODS
 from outrider.cluster.config import ConfigError
-from outrider.cluster.drafter_config import CO_LOCATED_METHODS, REMOTE_METHODS
+from outrider.cluster.drafter_config import REMOTE_METHODS
 from outrider.deploy.cli import main
 from outrider.deploy.models.check import check_drafts, check_heads, check_mtp
 from outrider.deploy.models.method_guide import Build, Candidate, advise, kind_of

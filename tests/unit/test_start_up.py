@@ -39,8 +39,8 @@ for config in (NgramConfig(method="ngram"), SuffixConfig(method="suffix")):
 """
 
 
-def heavy_after(code: str) -> list[str]:
-    code += f"\nimport json, sys; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+def heavy_after(code: str, heavy: tuple[str, ...] = HEAVY) -> list[str]:
+    code += f"\nimport json, sys; print(json.dumps([name for name in {heavy!r} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -51,8 +51,12 @@ def test_only_engines_import_vllm_and_torch() -> None:
     assert heavy_after("\n".join([*(f"import {module}" for module in LIGHT), LOOK_UP_DRAFTERS])) == []
 
 
-def test_the_check_above_sees_a_heavy_import() -> None:
-    assert heavy_after("import outrider.cluster.link.transport") == ["torch"]
+def test_the_configuration_imports_no_library_of_numbers_or_of_a_cluster() -> None:
+    assert heavy_after("import outrider.cluster.config_reference", (*HEAVY, "numpy", "ray", "grpc")) == []
+
+
+def test_the_checks_above_see_a_heavy_import() -> None:
+    assert heavy_after("import outrider.cluster.link.transport", (*HEAVY, "numpy")) == ["torch", "numpy"]
 
 
 @pytest.mark.parametrize("form", ["%(levelname)s %(message)s", '{"level": "INFO", "message": "%(message)s"}'])

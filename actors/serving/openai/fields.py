@@ -46,6 +46,11 @@ Rule = Works | Label | Refused
 Rules = Mapping[str, Rule]
 
 
+def plain(*names: str) -> dict[str, Rule]:
+    """Fields that do what their documentation says, and no more is to be said of them."""
+    return dict.fromkeys(names, Works())
+
+
 def held_against(rules: Rules, body: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """The body without labels and without refused fields that ask for nothing.
 
@@ -105,7 +110,9 @@ def _same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-_TEXT_ONLY = "text in, text out"
+TEXT_ONLY = "text in, text out"
+CACHE_HINT = Label("a hint for OpenAI's cache")
+DETAIL = Label("a hint for OpenAI's models; here the model has its own way")
 _DISAGGREGATED = "prefill and decode are not split between engines here"
 _RENDER_ONLY = "for vLLM's render endpoints, which are not served"
 
@@ -115,28 +122,19 @@ _SPECULATION: dict[str, Rule] = {
     "verification": Works("`rejection`, `block` or `coupled`"),
 }
 
-_JSON_SCHEMA: dict[str, Rule] = {
-    "name": Works(),
-    "description": Works(),
-    "schema": Works(),
+JSON_SCHEMA: dict[str, Rule] = {
+    **plain("name", "description", "schema"),
     "strict": Works("a grammar is always strict"),
 }
 
 _RESPONSE_FORMAT: dict[str, Rule] = {
     "type": Works(),
-    "json_schema": Works(shape="object", inner=_JSON_SCHEMA),
-    "structures": Works(),
-    "triggers": Works(),
-    "format": Works(),
+    "json_schema": Works(shape="object", inner=JSON_SCHEMA),
+    **plain("structures", "triggers", "format"),
 }
 
 _STRUCTURED_OUTPUTS: dict[str, Rule] = {
-    "json": Works(),
-    "regex": Works(),
-    "choice": Works(),
-    "grammar": Works(),
-    "json_object": Works(),
-    "structural_tag": Works(),
+    **plain("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
     "disable_any_whitespace": Refused("set for the whole engine, not for a request", (False,)),
     "disable_additional_properties": Refused("set for the whole engine, not for a request", (False,)),
     "whitespace_pattern": Refused("xgrammar, which compiles the grammars here, has none"),
@@ -164,12 +162,14 @@ _SHARED: dict[str, Rule] = {
     "min_p": Works("on drafted tokens too"),
     "seed": Works("the same tokens with any drafter, or none; see speculation"),
     "stop": Works("4 at most"),
-    "stop_token_ids": Works(),
-    "include_stop_str_in_output": Works(),
-    "ignore_eos": Works(),
-    "min_tokens": Works(),
-    "frequency_penalty": Works(),
-    "presence_penalty": Works(),
+    **plain(
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "min_tokens",
+        "frequency_penalty",
+        "presence_penalty",
+    ),
     "repetition_penalty": Works("0.01 to 100"),
     "logit_bias": Works("on drafted tokens too"),
     "bad_words": Works(),
@@ -223,9 +223,7 @@ _TOOL: dict[str, Rule] = {
     "function": Works(
         shape="object",
         inner={
-            "name": Works(),
-            "description": Works(),
-            "parameters": Works(),
+            **plain("name", "description", "parameters"),
             "strict": Works("true: arguments keep to parameters"),
             "defer_loading": Works("as the model's chat template has it"),
         },
@@ -244,37 +242,28 @@ _TOOL_CALL: dict[str, Rule] = {
 
 _CONTENT_PART: dict[str, Rule] = {
     "type": Works("text, input_text, output_text, refusal, thinking; image_url with target.multimodal"),
-    "text": Works(),
-    "refusal": Works(),
-    "thinking": Works(),
+    **plain("text", "refusal", "thinking"),
     "closed": Works("of a thinking part"),
     "image_url": Works(
         "with target.multimodal, and not of tokenize: see pictures.md",
         "object",
         {
             "url": Works("data:image/…;base64,… of png, jpeg, webp or gif, or of an allowed host"),
-            "detail": Label("a hint for OpenAI's models; here the model has its own way"),
+            "detail": DETAIL,
         },
     ),
     "name": Refused("tool references are for one family of models"),
     "cache_control": Label("a hint for other servers' caches"),
-    "prompt_cache_breakpoint": Label("a hint for OpenAI's cache"),
+    "prompt_cache_breakpoint": CACHE_HINT,
     "uuid": Refused("pictures are told apart by what they hold"),
     **{
         name: Refused("of media pictures alone are taken, as image_url")
         for name in (
-            "image_pil",
-            "image_embeds",
-            "input_audio",
-            "audio_url",
-            "audio_embeds",
-            "video_url",
-            "video_embeds",
-            "data",
-            "file",
+            "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds", "video_url", "video_embeds",
+            "data", "file",
         )
     },
-}
+}  # fmt: skip
 
 _MESSAGE: dict[str, Rule] = {
     "role": Works(),
@@ -286,8 +275,8 @@ _MESSAGE: dict[str, Rule] = {
     "reasoning": Works("as the model's chat template has it"),
     "reasoning_content": Works("the older name of reasoning"),
     "refusal": Refused("what a model said is content here"),
-    "annotations": Refused(_TEXT_ONLY, ([],)),
-    "audio": Refused(_TEXT_ONLY),
+    "annotations": Refused(TEXT_ONLY, ([],)),
+    "audio": Refused(TEXT_ONLY),
     "function_call": Refused("deprecated by OpenAI and not in vLLM; use tool_calls"),
     "task": Refused("for translation models"),
 }
@@ -307,10 +296,10 @@ _CHAT_ONLY: dict[str, Rule] = {
     "chat_template_kwargs": Works(shape="object"),
     "return_prompt_text": Works(),
     "chat_template": Refused("a template is a program, and clients' programs are not run; set openai.chat_template"),
-    "media_io_kwargs": Refused(_TEXT_ONLY, ({},)),
-    "mm_processor_kwargs": Refused(_TEXT_ONLY, ({},)),
-    "modalities": Refused(_TEXT_ONLY, (["text"], [])),
-    "audio": Refused(_TEXT_ONLY),
+    "media_io_kwargs": Refused(TEXT_ONLY, ({},)),
+    "mm_processor_kwargs": Refused(TEXT_ONLY, ({},)),
+    "modalities": Refused(TEXT_ONLY, (["text"], [])),
+    "audio": Refused(TEXT_ONLY),
     "functions": Refused("deprecated by OpenAI and not in vLLM; use tools", ([],)),
     "function_call": Refused("deprecated by OpenAI and not in vLLM; use tool_choice", ("none",)),
     "metadata": Refused("answers are not stored", ({},)),
@@ -327,7 +316,7 @@ _CHAT_ONLY: dict[str, Rule] = {
 _COMPLETIONS_ONLY: dict[str, Rule] = {
     "prompt": Works("text, token ids, a list of texts, or a list of lists of ids; 256 answers at most"),
     "suffix": Refused("filling in the middle needs a renderer that vLLM has for few models"),
-    "prompt_embeds": Refused(_TEXT_ONLY, ([],)),
+    "prompt_embeds": Refused(TEXT_ONLY, ([],)),
     "best_of": Refused("removed from vLLM; use n", (1,)),
 }
 
@@ -344,14 +333,10 @@ TOKENIZE: Rules = {
     **{
         name: _CHAT_ONLY[name]
         for name in (
-            "add_generation_prompt",
-            "continue_final_message",
-            "chat_template_kwargs",
-            "chat_template",
-            "media_io_kwargs",
-            "mm_processor_kwargs",
+            "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "chat_template",
+            "media_io_kwargs", "mm_processor_kwargs",
         )
     },
-}
+}  # fmt: skip
 
 DETOKENIZE: Rules = {"model": _SHARED["model"], "tokens": Works()}

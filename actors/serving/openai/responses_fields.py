@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from outrider.actors.serving.openai.fields import CHAT, Label, Refused, Rule, Rules, Works
+from outrider.actors.serving.openai.fields import (
+    CACHE_HINT,
+    CHAT,
+    DETAIL,
+    JSON_SCHEMA,
+    TEXT_ONLY,
+    Label,
+    Refused,
+    Rule,
+    Rules,
+    Works,
+    plain,
+)
 
 _STATELESS = "responses are not stored here; send the whole conversation in input"
 _NO_BUILT_IN_TOOLS = "there are no built-in tools"
 _OPENAIS_OWN = "OpenAI's own"
 _SUMMARY = "reasoning comes as it is, not summarised"
 
-_TEXT_FORMAT: dict[str, Rule] = {
-    "type": Works("text, json_object, json_schema"),
-    "name": Works(),
-    "description": Works(),
-    "schema": Works(),
-    "strict": Works("a grammar is always strict"),
-}
+_TEXT_FORMAT: dict[str, Rule] = {"type": Works("text, json_object, json_schema"), **JSON_SCHEMA}
 
 _TEXT: dict[str, Rule] = {
     "format": Works(shape="object", inner=_TEXT_FORMAT),
@@ -54,45 +60,13 @@ RESPONSES: Rules = {
     **{
         name: CHAT[name]
         for name in (
-            "model",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "stop",
-            "stop_token_ids",
-            "include_stop_str_in_output",
-            "ignore_eos",
-            "frequency_penalty",
-            "presence_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "stream",
-            "structured_outputs",
-            "skip_special_tokens",
-            "parallel_tool_calls",
-            "include_reasoning",
-            "chat_template_kwargs",
-            "cache_salt",
-            "request_id",
-            "speculation",
-            "safety_identifier",
-            "prompt_cache_key",
-            "media_io_kwargs",
-            "mm_processor_kwargs",
-            "moderation",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "service_tier",
-            "watermarking",
-            "priority",
-            "session_id",
-            "mm_payload",
-            "return_mm_kwargs",
-            "kv_transfer_params",
-            "ec_transfer_params",
-            "vllm_xargs",
+            "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+            "include_stop_str_in_output", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty",
+            "logit_bias", "stream", "structured_outputs", "skip_special_tokens", "parallel_tool_calls",
+            "include_reasoning", "chat_template_kwargs", "cache_salt", "request_id", "speculation", "safety_identifier",
+            "prompt_cache_key", "media_io_kwargs", "mm_processor_kwargs", "moderation", "prompt_cache_options",
+            "prompt_cache_retention", "service_tier", "watermarking", "priority", "session_id", "mm_payload",
+            "return_mm_kwargs", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
         )
     },
     "stream_options": Refused("events are not padded, and usage is always there", ({}, {"include_obfuscation": False})),
@@ -107,70 +81,47 @@ RESPONSES: Rules = {
     "truncation": Refused("a prompt that is too long is refused, not cut", ("disabled",)),
     "max_tool_calls": Refused(_NO_BUILT_IN_TOOLS),
     "access_programs": Refused(_OPENAIS_OWN),
-    "image": Refused("text in, text out"),
-}
+    "image": Refused(TEXT_ONLY),
+}  # fmt: skip
 
 INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
-_ID, _STATUS = Label("an item's own"), Label("an item's own")
-_CALLER = Refused("programs that call tools are OpenAI's own")
+_OWN = Label("an item's own")
+_NAMESPACE = Refused("tools are in no namespaces here")
+_PROGRAMS = "programs that call tools are OpenAI's own"
+_ASYNC = Refused(_OPENAIS_OWN, (False,))
+
+_CALLED: Rules = {"type": Works(), "call_id": Works()}
+_OF_AN_ITEM: Rules = {"id": _OWN, "status": _OWN, "caller": Refused(_PROGRAMS)}
+_OF_A_CALL: Rules = {**_OF_AN_ITEM, "namespace": _NAMESPACE, "async": _ASYNC}
+_OUTPUT = Works("text, or parts of text")
 
 INPUT_ITEMS: Mapping[str, Rules] = {
     "message": {
         "type": Works("or left out"),
         "role": Works("user, assistant, system or developer, as the model's chat template has them"),
         "content": Works("text, or parts of text; a user's with pictures"),
-        "id": _ID,
+        "id": _OWN,
         "status": Works("in_progress or incomplete, of an assistant's message that is the last: it is gone on with"),
         "phase": Label("where in OpenAI's answers a message stood"),
     },
-    "function_call": {
-        "type": Works(),
-        "call_id": Works(),
-        "name": Works(),
-        "arguments": Works(),
-        "id": _ID,
-        "status": _STATUS,
-        "namespace": Refused("tools are in no namespaces here"),
-        "caller": _CALLER,
-        "async": Refused(_OPENAIS_OWN, (False,)),
-    },
+    "function_call": {**_CALLED, "name": Works(), "arguments": Works(), **_OF_A_CALL},
     "function_call_output": {
-        "type": Works(),
-        "call_id": Works(),
-        "output": Works("text, or parts of text"),
-        "id": _ID,
-        "status": _STATUS,
+        **_CALLED,
+        "output": _OUTPUT,
         "name": Label("the call's own"),
-        "namespace": Refused("tools are in no namespaces here"),
-        "caller": _CALLER,
+        **_OF_AN_ITEM,
+        "namespace": _NAMESPACE,
     },
-    "custom_tool_call": {
-        "type": Works(),
-        "call_id": Works(),
-        "name": Works(),
-        "input": Works(),
-        "id": _ID,
-        "status": _STATUS,
-        "namespace": Refused("tools are in no namespaces here"),
-        "caller": _CALLER,
-        "async": Refused(_OPENAIS_OWN, (False,)),
-    },
-    "custom_tool_call_output": {
-        "type": Works(),
-        "call_id": Works(),
-        "output": Works("text, or parts of text"),
-        "id": _ID,
-        "status": _STATUS,
-        "caller": _CALLER,
-    },
+    "custom_tool_call": {**_CALLED, "name": Works(), "input": Works(), **_OF_A_CALL},
+    "custom_tool_call_output": {**_CALLED, "output": _OUTPUT, **_OF_AN_ITEM},
     "reasoning": {
         "type": Works(),
         "content": Works("parts of text, as the model's chat template has earlier reasoning"),
         "summary": Works("where there is no content"),
         "encrypted_content": Refused("reasoning is not encrypted here; send content"),
-        "id": _ID,
-        "status": _STATUS,
+        "id": _OWN,
+        "status": _OWN,
     },
 }
 """By type. Every other is refused."""
@@ -180,9 +131,9 @@ TEXT_PARTS: Mapping[str, Rules] = {
         kind: {
             "type": Works(),
             "text": Works(),
-            "annotations": Refused("text in, text out", ([],)),
+            "annotations": Refused(TEXT_ONLY, ([],)),
             "logprobs": Label("of an answer that is sent back"),
-            "prompt_cache_breakpoint": Label("a hint for OpenAI's cache"),
+            "prompt_cache_breakpoint": CACHE_HINT,
         }
         for kind in ("input_text", "output_text", "text", "reasoning_text", "summary_text")
     },
@@ -194,33 +145,28 @@ PICTURE_PARTS: Mapping[str, Rules] = {
     "input_image": {
         "type": Works("with target.multimodal: see pictures.md"),
         "image_url": Works("a text, as a chat's url"),
-        "detail": Label("a hint for OpenAI's models; here the model has its own way"),
+        "detail": DETAIL,
         "file_id": Refused("files are not stored here; send image_url"),
-        "prompt_cache_breakpoint": Label("a hint for OpenAI's cache"),
+        "prompt_cache_breakpoint": CACHE_HINT,
     },
 }
 """Of a user's message."""
 
 TOOLS: Mapping[str, Rules] = {
     "function": {
-        "type": Works(),
-        "name": Works(),
-        "description": Works(),
-        "parameters": Works(),
+        **plain("type", "name", "description", "parameters"),
         "strict": Works("true: arguments keep to parameters"),
         "defer_loading": Works("as the model's chat template has it"),
         "output_schema": Refused(_OPENAIS_OWN),
-        "allowed_callers": Refused("programs that call tools are OpenAI's own", (["direct"],)),
-        "async": Refused(_OPENAIS_OWN, (False,)),
+        "allowed_callers": Refused(_PROGRAMS, (["direct"],)),
+        "async": _ASYNC,
     },
     "custom": {
-        "type": Works(),
-        "name": Works(),
-        "description": Works(),
+        **plain("type", "name", "description"),
         "format": Works("text"),
         "defer_loading": Refused(_OPENAIS_OWN, (False,)),
-        "allowed_callers": Refused("programs that call tools are OpenAI's own", (["direct"],)),
-        "async": Refused(_OPENAIS_OWN, (False,)),
+        "allowed_callers": Refused(_PROGRAMS, (["direct"],)),
+        "async": _ASYNC,
     },
 }
 """By type. OpenAI's built-in tools are refused by theirs."""

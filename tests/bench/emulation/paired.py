@@ -1,17 +1,30 @@
-"""The ratio of two ways that were measured in turns. Pure."""
+"""Ways that are measured in turns, and the ratio of two. Pure."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 _T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 """97.5th percentile of Student's t with 1 to 30 degrees of freedom."""
+
+
+def in_turns(names: Sequence[str], pairs: int, turn: Callable[[str, int], _T]) -> dict[str, list[_T]]:
+    """What `turn` finds of each, asked with its name and the number of the pair. Who is first changes from pair to
+    pair."""
+    found: dict[str, list[_T]] = {name: [] for name in names}
+    for number in range(pairs):
+        for name in names[:: -1 if number % 2 else 1]:
+            found[name].append(turn(name, number))
+    return found
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,21 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 
 from outrider.actors.drafter.judge import MODEL, Judge
+from outrider.actors.learning.rounds import ByMode
 from outrider.deploy import cli
-from outrider.deploy.distill.measure import BESIDE, ByMode, Judged, _looked_up, _together
+from outrider.deploy.distill.look_ups import BESIDE, Judged, looked_up, together_with
 from tests.tiny_models import build_tiny_llama
 
 K = 3
 LOOP = list(range(10, 17))
 
 
-def settings(**changes):
-    return SimpleNamespace(**{"seed": 0, "k": K, "beside": ("ngram",), **changes})
+def together(texts, model, mode, seed=0):
+    return together_with(texts, model, mode, ("ngram",), seed)
 
 
 def fresh(count, seed):
@@ -40,15 +40,15 @@ def rates(found):
 def test_where_only_one_is_ever_right_it_is_the_one(mode):
     texts = [(LOOP * 3, (LOOP * 20)[:120]) for _ in range(3)]
     model = alone(texts, [[0.0] * 119] * 3)
-    both = _together(texts, model, mode, settings())
-    looked_up = _looked_up(texts, BESIDE["ngram"], K)
-    assert rates(looked_up)[-1] > 3.9
-    assert all(ours > 0.95 * its for ours, its in zip(rates(both), rates(looked_up), strict=True))
+    both = together(texts, model, mode)
+    one = looked_up(texts, BESIDE["ngram"], K)
+    assert rates(one)[-1] > 3.9
+    assert all(ours > 0.95 * its for ours, its in zip(rates(both), rates(one), strict=True))
     assert both.chosen["ngram"] > 20 * both.chosen[MODEL]
 
     texts = [(fresh(20, seed), fresh(120, seed + 50)) for seed in range(3)]
     model = alone(texts, [[1.0] * 119] * 3)
-    both = _together(texts, model, mode, settings())
+    both = together(texts, model, mode)
     assert rates(both) == rates(model) == [2.0, 3.0, 4.0]
     assert both.chosen["ngram"] == 0
 
@@ -61,23 +61,23 @@ def test_where_they_take_turns_both_together_are_better_than_either():
         texts.append((prompt, new + prompt))
         moves.append([1.0] * 59 + [0.0] * 60)
     model = alone(texts, moves)
-    both, looked_up = _together(texts, model, "greedy", settings()), _looked_up(texts, BESIDE["ngram"], K)
-    for ours, *each in zip(rates(both), rates(model), rates(looked_up), strict=True):
+    both, one = together(texts, model, "greedy"), looked_up(texts, BESIDE["ngram"], K)
+    for ours, *each in zip(rates(both), rates(model), rates(one), strict=True):
         assert ours > 1.15 * max(each)
     assert all(count > 20 for count in both.chosen.values())
     # Of those that it proposes the look-up has nearly all accepted, and the model half: neither is its worth.
-    assert looked_up.tallies[-1].acceptance_rate > 0.9
-    assert looked_up.tallies[-1].proposed_per_round < 2
-    assert both.tallies[-1].acceptance_rate < looked_up.tallies[-1].acceptance_rate
+    assert one.tallies[-1].acceptance_rate > 0.9
+    assert one.tallies[-1].proposed_per_round < 2
+    assert both.tallies[-1].acceptance_rate < one.tallies[-1].acceptance_rate
 
 
 def test_under_rejection_a_token_was_the_models_draft_as_often_as_is_likely():
     texts = [(fresh(20, seed), fresh(400, seed + 50)) for seed in range(8)]
     model = alone(texts, [[0.6] * 399] * 8)
-    both = _together(texts, model, "rejection", settings())
+    both = together(texts, model, "rejection")
     assert rates(both) == pytest.approx(rates(model), rel=0.05)
-    assert rates(both) == rates(_together(texts, model, "rejection", settings())), "the same by seed"
-    assert rates(both) != rates(_together(texts, model, "rejection", settings(seed=1)))
+    assert rates(both) == rates(together(texts, model, "rejection")), "the same by seed"
+    assert rates(both) != rates(together(texts, model, "rejection", seed=1))
 
 
 @pytest.mark.parametrize("free_of_rounds", [True, False])

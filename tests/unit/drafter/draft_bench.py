@@ -25,8 +25,14 @@ class Bench:
         self.texts[key] = list(tokens)
         return self.strategy.open(key, list(tokens), k, sampling)
 
-    def commit(self, key, tokens, k=4, on_miss=None):
-        commit = Commit(key[1], len(self.texts[key]), tokens, k, k if on_miss is None else on_miss)
+    def opened(self, tokens=range(10), sampling=GREEDY):
+        """With one request, whose prompt has been read."""
+        self.open(KEY, tokens, sampling)
+        self.settle()
+        return self
+
+    def commit(self, key, tokens, k=4, on_miss=None, has_drafts=False):
+        commit = Commit(key[1], len(self.texts[key]), tokens, k, k if on_miss is None else on_miss, has_drafts)
         self.texts[key] += tokens
         return self.strategy.commit(key, commit)
 

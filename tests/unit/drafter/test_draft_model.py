@@ -14,9 +14,7 @@ from tests.unit.drafting_engine import continuation, drawn_token
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("prompt_len", [3, 4, 40, 100])
 def test_a_miss_is_drafted_at_once(sampling, prompt_len):
-    bench = Bench()
-    bench.open(KEY, range(prompt_len), sampling)
-    bench.settle()
+    bench = Bench().opened(range(prompt_len), sampling)
     assert bench.commit(KEY, [999]) == []
     (answer,) = bench.settle()
     assert ids(answer) == bench.drafts(KEY, samples_q=sampling is SAMPLED)
@@ -26,9 +24,7 @@ def test_a_miss_is_drafted_at_once(sampling, prompt_len):
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_a_main_line_hit_is_answered_without_a_step(sampling):
-    bench = Bench()
-    bench.open(KEY, range(10), sampling)
-    bench.settle()
+    bench = Bench().opened(sampling=sampling)
     bench.commit(KEY, [999])
     (answer,) = bench.settle()
     for _ in range(5):
@@ -45,9 +41,7 @@ def test_a_main_line_hit_is_answered_without_a_step(sampling):
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_side_branch_hit_is_answered_without_a_step_and_goes_on_as_the_main_line(sampling, accepted, rank):
     samples_q = sampling is SAMPLED
-    bench = Bench(LookaheadLimits(max_side_branches=20))
-    bench.open(KEY, range(10), sampling)
-    bench.settle()
+    bench = Bench(LookaheadLimits(max_side_branches=20)).opened(sampling=sampling)
     bench.commit(KEY, [999])
     (answer,) = bench.settle()
     for _ in range(6):
@@ -61,9 +55,7 @@ def test_a_side_branch_hit_is_answered_without_a_step_and_goes_on_as_the_main_li
 
 
 def test_the_outcomes_that_are_likeliest_get_the_branches():
-    bench = Bench(LookaheadLimits(max_side_branches=3))
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench(LookaheadLimits(max_side_branches=3)).opened()
     bench.commit(KEY, [999])
     bench.settle()
     sides = bench.strategy.sequences[KEY].sides
@@ -73,9 +65,7 @@ def test_the_outcomes_that_are_likeliest_get_the_branches():
 
 
 def test_without_lookahead_nothing_runs_between_commits():
-    bench = Bench(LookaheadLimits(ahead=False))
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench(LookaheadLimits(ahead=False)).opened()
     bench.commit(KEY, [999])
     (answer,) = bench.settle()
     assert ids(answer) == bench.drafts(KEY)
@@ -87,9 +77,7 @@ def test_without_lookahead_nothing_runs_between_commits():
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_drafts_that_were_not_verified_serve_another_round_only_if_they_belong_to_none(sampling):
     """The verifier used two of four drafts and chose the third itself: the fourth was drawn for a round now over."""
-    bench = Bench()
-    bench.open(KEY, range(10), sampling)
-    bench.settle()
+    bench = Bench().opened(sampling=sampling)
     bench.commit(KEY, [999])
     (answer,) = bench.settle()
     first = bench.answer(KEY, ids(answer)[:3])
@@ -99,9 +87,7 @@ def test_drafts_that_were_not_verified_serve_another_round_only_if_they_belong_t
 
 
 def test_a_partial_hit_is_answered_with_what_is_there():
-    bench = Bench()
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench().opened()
     bench.commit(KEY, [999])
     while not (answers := bench.step()):
         pass
@@ -112,9 +98,7 @@ def test_a_partial_hit_is_answered_with_what_is_there():
 
 
 def test_a_miss_that_is_not_worth_waiting_for_is_answered_empty():
-    bench = Bench()
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench().opened()
     answer = bench.answer(KEY, [999], on_miss=0)
     assert (ids(answer), answer.origin) == ([], DraftOrigin.MISS)
     bench.settle()
@@ -124,9 +108,7 @@ def test_a_miss_that_is_not_worth_waiting_for_is_answered_empty():
 
 
 def test_no_drafts_wanted_is_no_answer_and_no_draft():
-    bench = Bench(chunk=16)
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench(chunk=16).opened()
     before = len(bench.engine.plans)
     for token in range(100):
         assert bench.commit(KEY, [token], k=0) == []
@@ -140,9 +122,7 @@ def test_no_drafts_wanted_is_no_answer_and_no_draft():
 
 
 def test_what_is_wanted_is_prefilled_before_what_is_not():
-    bench = Bench(chunk=16)
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench(chunk=16).opened()
     for token in range(50):
         bench.commit(KEY, [token], k=0)
     bench.open(OTHER, range(100))
@@ -150,9 +130,7 @@ def test_what_is_wanted_is_prefilled_before_what_is_not():
 
 
 def test_a_commit_that_is_overtaken_is_answered_empty():
-    bench = Bench()
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench().opened()
     assert bench.commit(KEY, [999]) == []
     (late,) = bench.commit(KEY, [998])
     assert (late.base_committed_len, late.token_ids, late.status) == (11, [], ProposalStatus.OK)
@@ -178,9 +156,7 @@ def test_with_more_sequences_than_rows_everybody_is_answered():
 
 def test_a_draw_under_way_for_a_round_that_wants_fewer_is_no_guess_of_its_bonus_token():
     """It was drawn from q, for the round's third draft; the guess is the likeliest."""
-    bench = Bench(LookaheadLimits(max_side_branches=0))
-    bench.open(KEY, [1, 2, 3], SAMPLED)
-    bench.settle()
+    bench = Bench(LookaheadLimits(max_side_branches=0)).opened([1, 2, 3], SAMPLED)
     bench.commit(KEY, [7])
     sequence = bench.strategy.sequences[KEY]
     while sequence.num_drafted < 4 + 1 + 2:

@@ -41,9 +41,7 @@ def test_a_prompt_in_the_prefix_cache_needs_no_prefill():
 
 
 def test_prompts_get_their_share_while_sequences_wait():
-    bench = Bench(LookaheadLimits(ahead=False), chunk=16)
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench(LookaheadLimits(ahead=False), chunk=16).opened()
     bench.open(OTHER, range(200))
     steps = 0
     while bench.strategy.usage()["num_prefilling"]:
@@ -70,9 +68,7 @@ def test_blocks_are_asked_for_once_a_commit(monkeypatch):
 
 
 def test_out_of_kv_is_answered_and_room_brings_drafts_back():
-    bench = Bench(num_blocks=8)  # 32 tokens
-    bench.open(KEY, range(20))
-    bench.settle()
+    bench = Bench(num_blocks=8).opened(range(20))  # 32 tokens
     bench.open(OTHER, range(100, 106))
     bench.settle()
     bench.commit(OTHER, [7], k=8)
@@ -84,9 +80,7 @@ def test_out_of_kv_is_answered_and_room_brings_drafts_back():
 
 
 def test_side_branches_yield_to_texts():
-    bench = Bench(LookaheadLimits(max_side_branches=20), num_blocks=14)
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench(LookaheadLimits(max_side_branches=20), num_blocks=14).opened()
     bench.commit(KEY, [999])
     bench.settle()
     assert bench.strategy.usage()["num_side_branches"] > 0
@@ -97,9 +91,7 @@ def test_side_branches_yield_to_texts():
 
 
 def test_drafts_end_at_the_longest_text_the_model_takes():
-    bench = Bench(max_model_len=16)
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench(max_model_len=16).opened()
     bench.commit(KEY, [1, 2, 3])
     assert ids(bench.settle()[0]) == bench.drafts(KEY, 3)
     bench.commit(KEY, [1, 2])
@@ -111,9 +103,7 @@ def test_drafts_end_at_the_longest_text_the_model_takes():
 
 
 def test_a_text_that_outgrows_the_model_while_nobody_wants_drafts_is_not_fed_to_it():
-    bench = Bench(max_model_len=64)
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench(max_model_len=64).opened()
     for token in range(100):
         assert bench.commit(KEY, [token], k=0) == []
         bench.settle()
@@ -122,9 +112,7 @@ def test_a_text_that_outgrows_the_model_while_nobody_wants_drafts_is_not_fed_to_
 
 
 def test_bad_logits_end_the_drafts_and_nothing_else():
-    bench = Bench()
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench().opened()
     bench.engine.bad_after = 13
     bench.commit(KEY, [1])
     assert ids(bench.settle()[0]) == bench.drafts(KEY, 2)
@@ -179,9 +167,7 @@ def test_a_thousand_requests_leave_nothing_behind():
 
 
 def test_no_step_draws_what_the_smallest_linked_target_lacks():
-    bench = Bench()
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = Bench().opened()
     assert {plan.num_drawable for plan in bench.engine.plans} == {None}
     for size, expected in ((VOCAB + 5, VOCAB + 5), (VOCAB - 3, VOCAB - 3), (VOCAB, VOCAB - 3)):
         bench.engine.plans.clear()

@@ -46,10 +46,7 @@ class Foreseeing(Bench):
 
 @pytest.fixture(params=[GREEDY, COUPLED], ids=["greedy", "coupled"])
 def bench(request):
-    bench = Foreseeing()
-    bench.open(KEY, PROMPT, request.param)
-    bench.settle()
-    return bench
+    return Foreseeing().opened(PROMPT, request.param)
 
 
 def first_drafts(bench):
@@ -110,9 +107,7 @@ def test_a_branch_that_was_given_up_after_it_was_sent_costs_nothing(bench):
 
 
 def test_drafts_with_a_q_are_answered_and_never_sent_ahead():
-    bench = Foreseeing()
-    bench.open(KEY, PROMPT, SAMPLED)
-    bench.settle()
+    bench = Foreseeing().opened(PROMPT, SAMPLED)
     first_drafts(bench)
     assert bench.ahead == {}
 

@@ -118,9 +118,7 @@ def test_one_target_s_rounds_bring_more_by_it(monkeypatch):
 
 def test_a_round_that_somebody_else_s_drafts_answer_says_nothing_of_how_long_a_target_verifies():
     """Else two rounds would count as one, and as rounds unlike one another."""
-    bench = TimedBench()
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = TimedBench().opened()
     bench.rounds([KEY], 14)
     rounds = bench.strategy._pauses._links[KEY[0]]
     before = rounds.verify_s.value

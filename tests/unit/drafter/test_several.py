@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
-from outrider.actors.drafter.judge import Judge, Offer
 from outrider.actors.drafter.ngram import NgramStrategy
 from outrider.actors.drafter.planner import LookaheadLimits
 from outrider.actors.drafter.several import SeveralStrategy
@@ -33,9 +32,9 @@ class SeveralBench(Bench):
         self.strategy = Drive(self.several)
         self.sent_by = []
 
-    def commit(self, key, tokens, k=4, on_miss=None):
+    def commit(self, key, tokens, *how):
         before = dict(self.several.judge.chosen)
-        answers = super().commit(key, tokens, k, on_miss)
+        answers = super().commit(key, tokens, *how)
         self.sent_by.append(next((name for name, n in self.several.judge.chosen.items() if n > before[name]), None))
         return answers
 
@@ -49,9 +48,7 @@ def test_whoever_drafts_the_model_goes_on_from_the_text(sampling, seed):
     """Of targets that sometimes say what they said before and sometimes what the model says. The engine in memory fails
     on a wrong block or position, and what the model sends is always its own continuation."""
     chance = random.Random(seed)
-    bench = SeveralBench(max_model_len=2000)
-    bench.open(KEY, LOOP * 4, sampling)
-    bench.settle()
+    bench = SeveralBench(max_model_len=2000).opened(LOOP * 4, sampling)
     samples_q = sampling is SAMPLED
     drafts, loops = [], True
     for _ in range(80):
@@ -83,9 +80,7 @@ def test_whoever_drafts_the_model_goes_on_from_the_text(sampling, seed):
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_the_model_drafts_ahead_from_what_was_looked_up(sampling):
     """So that leaving the loop is answered at once, with the model's drafts."""
-    bench = SeveralBench()
-    bench.open(KEY, LOOP * 5, sampling)
-    bench.settle()
+    bench = SeveralBench().opened(LOOP * 5, sampling)
     for _ in range(4):
         text = bench.texts[KEY]
         answer = bench.answer(KEY, [LOOP[len(text) % 6]])
@@ -119,63 +114,6 @@ def test_drafts_that_were_not_sent_are_judged_too_but_not_a_models_under_rejecti
     assert counted["suffix_cached_tokens"] > 0, "the look-ups' own counts too"
 
 
-def played(rates, rounds=60, seed=0):
-    """A judge that has heard of so many rounds of one request, and its record."""
-    chance = random.Random(seed)
-    judge = Judge(list(rates))
-    record = judge.record()
-    for _ in range(rounds):
-        for name, rate in rates.items():
-            right = next((n for n in range(4) if chance.random() >= rate), 4)
-            judge.verdict(record, name, right, min(right + 1, 4))
-        judge.took(0.02)
-    return judge, record
-
-
-def test_the_one_with_the_better_drafts_is_chosen():
-    for rates in ({MODEL: 0.8, "ngram": 0.3}, {MODEL: 0.3, "ngram": 0.8}):
-        judge, record = played(rates)
-        best = judge.choose(record, [Offer(MODEL, 4), Offer("ngram", 4)])
-        assert best.drafter == max(rates, key=rates.get)
-
-
-def test_a_few_good_drafts_at_once_beat_more_that_are_waited_for():
-    judge, record = played({MODEL: 0.8, "ngram": 0.75})
-    offers = [Offer(MODEL, 4, 0.02), Offer("ngram", 3)]
-    assert judge.choose(record, offers).drafter == "ngram"
-    assert judge.choose(record, [Offer(MODEL, 4, 0.0005), Offer("ngram", 1)]).drafter == MODEL
-
-
-def test_a_model_that_is_hardly_ever_right_is_not_waited_for():
-    judge, record = played({MODEL: 0.05})
-    assert judge.choose(record, [Offer(MODEL, 0), Offer(MODEL, 2, 0.012)]).wait_s == 0
-    judge, record = played({MODEL: 0.9})
-    assert judge.choose(record, [Offer(MODEL, 0), Offer(MODEL, 2, 0.012)]).wait_s > 0
-
-
-def test_a_new_request_begins_with_what_others_have_shown_and_soon_has_its_own():
-    judge, _ = played({MODEL: 0.9, "ngram": 0.1}, rounds=200)
-    record = judge.record()
-    offers = [Offer(MODEL, 4), Offer("ngram", 4)]
-    assert judge.choose(record, offers).drafter == MODEL
-    for _ in range(4):
-        judge.verdict(record, MODEL, 0, 1)
-        judge.verdict(record, "ngram", 4, 4)
-    assert judge.choose(record, offers).drafter == "ngram"
-
-
-def test_a_model_that_nothing_is_heard_of_is_tried_ever_more_rarely():
-    judge, record = played({MODEL: 0.1, "ngram": 0.9})
-    judge.chosen[MODEL] = 0
-    offers = [Offer(MODEL, 0), Offer(MODEL, 2, 0.012), Offer("ngram", 4)]
-    tried = [number for number in range(1, 200) if judge.choose(record, offers) is offers[1]]
-    assert tried == [25, 74, 171]
-    assert judge.chosen[MODEL] == 3
-    for _ in range(200):
-        judge.verdict(record, MODEL, 0, 1)
-        assert judge.choose(record, offers) is offers[2], "it is heard of"
-
-
 @pytest.mark.parametrize("limits", [LookaheadLimits(), LookaheadLimits(ahead=False)])
 def test_a_model_that_was_bad_and_is_good_now_drafts_again(limits):
     """Even where a round is too short for it to draft ahead, or it must not."""
@@ -188,9 +126,7 @@ def test_a_model_that_was_bad_and_is_good_now_drafts_again(limits):
 
 
 def test_a_long_prompt_is_read_between_steps_and_drafted_for_meanwhile():
-    bench = SeveralBench(max_model_len=5000, num_blocks=3000)
-    bench.open(KEY, LOOP * 200)
-    bench.settle()
+    bench = SeveralBench(max_model_len=5000, num_blocks=3000).opened(LOOP * 200)
     assert bench.answer(KEY, [LOOP[0]]) is not None
     for own in bench.several._beside[bench.strategy.sequences[KEY]].lookups.values():
         assert own.text == bench.texts[KEY]
@@ -201,10 +137,8 @@ def test_a_long_prompt_is_read_between_steps_and_drafted_for_meanwhile():
 
 
 def test_no_drafts_are_wanted():
-    bench = SeveralBench()
-    bench.open(KEY, LOOP * 5)
-    bench.settle()
-    assert bench.commit(KEY, [LOOP[0]], k=0) == []
+    bench = SeveralBench().opened(LOOP * 5)
+    assert bench.commit(KEY, [LOOP[0]], 0) == []
     assert bench.several.judge.chosen == {MODEL: 0, "ngram": 0, "suffix": 0}
     assert Commit(1, 31, [5], 0, 0).num_wanted == 0
 

@@ -11,7 +11,7 @@ from outrider.actors.drafter.suffix import PART_TOKENS, AnswerPart, SuffixAnswer
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.suffix_pool import PartLog, PoolMember
 from outrider.actors.round.conversation import Conversation
-from outrider.actors.round.request import Request, RequestSampling
+from outrider.actors.round.request import Request
 from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.messages import Commit, DraftOrigin, DraftSampling, Proposals, ProposalStatus
 from outrider.cluster.modes import Mode
@@ -208,8 +208,7 @@ def test_a_round_that_waits_for_an_unread_prompt_gets_its_drafts():
     """The verifier waits from READY on: by then the answer must be on its way."""
     drafter, wire = strategy(), Wire()
     prompt = [*range(10_000), 5, 6]
-    sampling = RequestSampling(Mode.GREEDY, 0.0, 0, 1.0, 0.0, seed=1)
-    request = Request("a", None, sampling, list(prompt), len(prompt), max_drafts=4)
+    request = Request("a", None, DraftSampling(seed=1), list(prompt), len(prompt), max_drafts=4)
     conversation = Conversation({"a": request}, 1.0, time.monotonic)
     conversation.offer(wire)
     assert conversation.check_link()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
-from outrider.actors.drafter.judge import MODEL, Judge, Offer
+from outrider.actors.drafter.judge import MODEL
 from outrider.actors.drafter.load import warm_up
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.ngram import NgramStrategy
@@ -18,8 +18,9 @@ from outrider.actors.drafter.several import SeveralStrategy
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, ProposalStatus
 from outrider.cluster.modes import Mode
 from tests.bench.several_drafters import SMALL, Play, Texts, Times
-from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED
+from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench
 from tests.unit.drafter.drive import Drive, prompt_of
+from tests.unit.drafter.scripted_strategy import Sink
 from tests.unit.drafting_engine import VOCAB, MemoryEngine, drawn_token
 
 COUPLED = DraftSampling(Mode.COUPLED, temperature=1.0, seed=3)
@@ -54,7 +55,7 @@ def said_by(name, text, count, samples_q):
     return said[len(text) :]
 
 
-class TwoBench:
+class TwoBench(Bench):
     """Both models over engines in memory, and targets that commit what they like."""
 
     def __init__(self, lookups=None, chunk=16, limits=None, **engines):
@@ -63,20 +64,18 @@ class TwoBench:
         self.engines = {name: SaltedEngine(name, **engines.get(name, {})) for name in SALTS}
         models = {name: DraftModelStrategy(engine, chunk, limits, clock=clock) for name, engine in self.engines.items()}
         self.several = SeveralStrategy(models[MODEL], lookups or {}, clock, {SMALL: models[SMALL]})
-        self.drive = Drive(self.several)
+        self.strategy = Drive(self.several)
         self.texts, self.sampling = {}, {}
         self.ahead = {}
         """Drafts that were sent before anybody asked, by what they are for."""
 
-    def open(self, key, text, sampling=GREEDY):
-        self.texts[key], self.sampling[key] = list(text), sampling
+    def open(self, key, tokens, sampling=GREEDY, k=K):
+        self.sampling[key] = sampling
         self.ahead = {of: drafts for of, drafts in self.ahead.items() if of[0] != key}
-        return self.drive.open(key, list(text), K, sampling)
+        return super().open(key, tokens, sampling, k)
 
     def commit(self, key, tokens, k=K, on_miss=2, has_drafts=False):
-        commit = Commit(key[1], len(self.texts[key]), tokens, k, min(k, on_miss), has_drafts)
-        self.texts[key] += tokens
-        return self.drive.commit(key, commit)
+        return super().commit(key, tokens, k, min(k, on_miss), has_drafts)
 
     def take(self, key, tokens):
         """Commits what drafts have been sent for, and returns them; None: there are none, and nothing is done."""
@@ -87,21 +86,13 @@ class TwoBench:
         return drafts
 
     def beside(self, key=KEY):
-        return self.several._beside[self.drive.sequences[key]]
+        return self.several._beside[self.strategy.sequences[key]]
 
     def step(self):
-        """Answers of one piece of work; None: there is none."""
-        work, answers = self.drive.plan()
-        if work is None:
-            return answers or None
-        work.execute()
-        answers += self.drive.complete(work)
+        answers = super().step()
         for sequence, ahead in self.several.foreseen():
             self.ahead[sequence.key, ahead.base_committed_len, ahead.position, ahead.next_token] = ahead.token_ids
         return answers
-
-    def settle(self):
-        return [answer for more in iter(self.step, None) for answer in more]
 
     def answer(self, key, tokens, k=K):
         """The one answer to a commit."""
@@ -133,6 +124,14 @@ class TwoBench:
             assert answer.q.ids[:, 1].tolist() == [VOCAB + len(text) + index for index in range(len(answer.token_ids))]
         else:
             assert answer.q is None
+
+
+def opened(sampling=GREEDY, led_by=None, **bench):
+    """One request, which both models have read. led_by: who is to draft for it."""
+    made = TwoBench(**bench).opened(range(20), sampling)
+    if led_by is not None:
+        made.led_by(led_by)
+    return made
 
 
 @pytest.mark.parametrize("few", [{}, {MODEL: {"num_blocks": 60}}, {SMALL: {"num_blocks": 60}}])
@@ -179,7 +178,7 @@ def test_what_is_sent_is_the_leaders_own_whoever_leads(few, seed):
         elif what < 0.3 and (key not in waiting or chance.random() < 0.2):
             text, sent = bench.texts[key], drafts.pop(key, [])
             if len(text) > 200:
-                bench.drive.close(key)
+                bench.strategy.close(key)
                 del bench.texts[key]
                 waiting.discard(key)
                 continue
@@ -209,8 +208,8 @@ def test_what_is_sent_is_the_leaders_own_whoever_leads(few, seed):
     assert statuses[ProposalStatus.OK] > 100
     assert num_taken > 10
     assert all(len(engine.plans) > 50 for engine in bench.engines.values())
-    for key in list(bench.drive.sequences):
-        bench.drive.close(key)
+    for key in list(bench.strategy.sequences):
+        bench.strategy.close(key)
     assert bench.settle() == []
     for engine in bench.engines.values():
         assert sorted(engine.free) == list(range(engine.num_blocks))
@@ -219,10 +218,7 @@ def test_what_is_sent_is_the_leaders_own_whoever_leads(few, seed):
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED])
 def test_the_leaders_drafts_are_sent_ahead_until_another_is_to_lead(sampling):
-    bench = TwoBench()
-    bench.open(KEY, list(range(20)), sampling)
-    bench.settle()
-    bench.led_by(MODEL)
+    bench = opened(sampling, led_by=MODEL)
     first = drafts = bench.answer(KEY, [5]).token_ids
     for number in range(6):
         bench.settle()
@@ -250,8 +246,7 @@ def test_who_is_ready_first_answers_while_the_other_reads():
     answer = bench.answer(KEY, [5])
     assert (answer.status, bench.beside().leader) == (ProposalStatus.OK, SMALL)
     bench.check(answer)
-    said = bench.settle()
-    assert all(told.status is not ProposalStatus.READY for told in said), "told twice"
+    assert all(told.status is not ProposalStatus.READY for told in bench.settle()), "told twice"
     assert bench.beside().models[MODEL].can_draft
     bench.led_by(MODEL)
     bench.check(bench.answer(KEY, [6]))
@@ -260,19 +255,15 @@ def test_who_is_ready_first_answers_while_the_other_reads():
 
 def test_a_target_is_told_that_nobody_is_ready_and_then_that_one_is():
     bench = TwoBench()
-    bench.open(KEY, list(range(300)))
+    bench.open(KEY, range(300))
     (told,) = bench.commit(KEY, [5])
     assert told.status is ProposalStatus.NOT_READY
-    said = [answer.status for answer in bench.settle()]
-    assert said.count(ProposalStatus.READY) == 1
+    assert [answer.status for answer in bench.settle()].count(ProposalStatus.READY) == 1
 
 
 def test_whoever_gets_ready_first_again_is_announced():
     """After both fell behind, though one that rests was announced before."""
-    bench = TwoBench()
-    bench.open(KEY, list(range(20)))
-    bench.settle()
-    bench.led_by(MODEL)
+    bench = opened(led_by=MODEL)
     bench.answer(KEY, [5])
     bench.commit(KEY, [number % VOCAB for number in range(40)], k=0)
     (told,) = bench.commit(KEY, [7])
@@ -288,10 +279,7 @@ def test_whoever_gets_ready_first_again_is_announced():
 
 @pytest.mark.parametrize("full", list(SALTS))
 def test_without_room_for_one_the_other_answers(full):
-    bench = TwoBench(**{full: {"num_blocks": 6}})
-    bench.open(KEY, list(range(20)))
-    bench.settle()
-    bench.led_by(full)
+    bench = opened(led_by=full, **{full: {"num_blocks": 6}})
     answers = [bench.answer(KEY, [number]) for number in range(8)]
     assert all(answer.status is ProposalStatus.OK for answer in answers)
     assert bench.beside().leader != full
@@ -299,19 +287,13 @@ def test_without_room_for_one_the_other_answers(full):
 
 
 def test_the_target_hears_that_there_is_no_room_when_nobody_has_any():
-    bench = TwoBench(**{name: {"num_blocks": 6} for name in SALTS})
-    bench.open(KEY, list(range(20)))
-    bench.settle()
-    bench.led_by(MODEL)
+    bench = opened(led_by=MODEL, **{name: {"num_blocks": 6} for name in SALTS})
     statuses = [bench.answer(KEY, [number]).status for number in range(8)]
     assert ProposalStatus.OUT_OF_KV in statuses
 
 
 def test_a_text_that_is_too_long_for_one_is_the_others():
-    bench = TwoBench(draft_model={"max_model_len": 30})
-    bench.open(KEY, list(range(20)))
-    bench.settle()
-    bench.led_by(MODEL)
+    bench = opened(led_by=MODEL, draft_model={"max_model_len": 30})
     leaders = []
     for number in range(20):
         answer = bench.answer(KEY, [number])
@@ -320,14 +302,6 @@ def test_a_text_that_is_too_long_for_one_is_the_others():
         leaders.append(bench.beside().leader)
     assert leaders == sorted(leaders)
     assert {*leaders} == {*SALTS}
-
-
-class Sink:
-    def __init__(self):
-        self.sent = []
-
-    def send(self, proposals, work_us):
-        self.sent += [(said, work_us) for said in proposals]
 
 
 def test_the_loop_counts_the_wait_for_a_model_that_is_not_the_first():
@@ -344,7 +318,7 @@ def test_the_loop_counts_the_wait_for_a_model_that_is_not_the_first():
         outgoing = loop._outgoing([*answers, *bench.several.complete(work)])
         for to, said, work_us in outgoing:
             to.send(said, work_us)
-    (answer, work_us) = sink.sent[-1]
+    (*_, answer), work_us = sink.answers.queue[-1]
     assert answer.token_ids == said_by(SMALL, [*range(20), 5], K, samples_q=False)
     assert work_us > 0
     assert loop.sequences[1, 1].asked_len is None
@@ -354,10 +328,7 @@ def test_the_loop_counts_the_wait_for_a_model_that_is_not_the_first():
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, SAMPLED])
 def test_a_model_that_rests_is_judged_by_what_is_committed_unless_its_q_counts(sampling):
-    bench = TwoBench()
-    bench.open(KEY, list(range(20)), sampling)
-    bench.settle()
-    bench.led_by(MODEL)
+    bench = opened(sampling, led_by=MODEL)
     bench.answer(KEY, [5])
     for number in range(60):
         text = bench.texts[KEY]
@@ -374,10 +345,7 @@ def test_a_model_that_rests_is_judged_by_what_is_committed_unless_its_q_counts(s
 
 
 def test_one_that_has_to_read_before_it_is_judged_does_both():
-    bench = TwoBench()
-    bench.open(KEY, list(range(20)))
-    bench.settle()
-    bench.led_by(MODEL)
+    bench = opened(led_by=MODEL)
     for _ in range(3):
         bench.answer(KEY, said_by(SMALL, bench.texts[KEY], 25, samples_q=False))
     own = bench.beside().models[SMALL]
@@ -396,10 +364,7 @@ def test_one_that_has_to_read_before_it_is_judged_does_both():
 
 
 def test_one_whose_q_counts_reads_what_it_is_to_be_tried_on():
-    bench = TwoBench()
-    bench.open(KEY, list(range(20)), SAMPLED)
-    bench.settle()
-    bench.led_by(MODEL)
+    bench = opened(SAMPLED, led_by=MODEL)
     bench.answer(KEY, list(range(40)))
     own, judge = bench.beside().models[SMALL], bench.several.judge
     assert bench.several._scoring(is_idle=False) is None
@@ -413,9 +378,7 @@ def test_one_whose_q_counts_reads_what_it_is_to_be_tried_on():
 
 
 def test_an_answer_that_says_nothing_but_that_it_is_overtaken_begins_no_round():
-    bench = TwoBench(limits=LookaheadLimits(ahead=False))
-    bench.open(KEY, list(range(20)))
-    bench.settle()
+    bench = opened(limits=LookaheadLimits(ahead=False))
     for before, after in ((SMALL, MODEL), (MODEL, SMALL)):
         bench.led_by(before)
         assert bench.commit(KEY, [7]) == []
@@ -456,9 +419,7 @@ def test_look_ups_beside_two_models_are_sent_where_they_are_better():
 
 
 def test_counters_and_usage_are_of_all_models():
-    bench = TwoBench()
-    bench.open(KEY, list(range(20)))
-    bench.settle()
+    bench = opened()
     for name in SALTS:
         bench.led_by(name)
         bench.answer(KEY, [3])
@@ -470,15 +431,13 @@ def test_counters_and_usage_are_of_all_models():
     usage = bench.several.usage()
     assert (usage["num_sequences"], usage["num_prefilling"]) == (1, 0)
     assert usage["kv_cache_usage"] == max(engine.kv_cache_usage for engine in bench.engines.values())
-    bench.several.close(bench.drive.sequences.pop(KEY))
+    bench.several.close(bench.strategy.sequences.pop(KEY))
     bench.several.unlink(1)
     assert bench.several.counters()["link_steps"] == {}
 
 
 def test_another_version_of_the_learned_one_makes_what_was_counted_of_it_count_half():
-    bench = TwoBench()
-    bench.open(KEY, list(range(20)))
-    bench.settle()
+    bench = opened()
     record, judge = bench.beside().record, bench.several.judge
     for name in SALTS:
         judge.verdict(record, name, 8, 10)
@@ -502,67 +461,6 @@ def test_warming_up_is_of_every_model_and_leaves_nothing_behind():
     assert all(model.step_us() > 0 for model in bench.several.models.values())
     assert set(bench.several.judge.judged.values()) == {0}
     assert not bench.several._beside
-
-
-def leading(rates, steps_s):
-    """A judge that has heard as much of each model, and who leads then."""
-    judge = Judge(list(rates), tuple(rates))
-    record = judge.record()
-    judge.took(0.025)
-    for name, rate in rates.items():
-        judge.verdict(record, name, round(200 * rate), 200)
-    return judge, record, judge.lead(record, list(rates), K, 2, steps_s)
-
-
-STEPS_S = {MODEL: 0.006, SMALL: 0.0014}
-
-
-def test_the_larger_leads_where_it_is_so_much_better_that_its_steps_pay():
-    assert leading({MODEL: 0.8, SMALL: 0.3}, STEPS_S)[2] == MODEL
-    assert leading({MODEL: 0.85, SMALL: 0.8}, STEPS_S)[2] == SMALL
-    assert leading({MODEL: 0.85, SMALL: 0.8}, {MODEL: 0.0015, SMALL: 0.0014})[2] == MODEL
-
-
-def test_a_leader_stays_where_another_is_no_better_for_certain():
-    judge, record, leader = leading({MODEL: 0.8, SMALL: 0.8}, dict.fromkeys(STEPS_S, 0.003))
-    other = SMALL if leader == MODEL else MODEL
-    assert judge.lead(record, list(STEPS_S), K, 2, {leader: 0.0032, other: 0.003}) == leader
-    assert judge.lead(record, list(STEPS_S), K, 2, {leader: 0.006, other: 0.003}) == other
-
-
-def test_what_is_heard_of_one_that_rests_counts_at_once():
-    judge, record, leader = leading({MODEL: 0.8, SMALL: 0.3}, STEPS_S)
-    assert leader == MODEL
-    judge.verdict(record, SMALL, 1800, 2000)
-    assert judge.lead(record, list(STEPS_S), K, 2, STEPS_S) == SMALL
-
-
-def test_one_that_nothing_is_heard_of_is_tried_ever_more_rarely():
-    judge, record, _ = leading({MODEL: 0.8, SMALL: 0.1}, STEPS_S)
-    led = []
-    for _ in range(200):
-        led.append(judge.lead(record, list(STEPS_S), K, 2, STEPS_S))
-        judge.verdict(record, MODEL, 3, 4)
-    trials = [number for number, name in enumerate(led) if name == SMALL]
-    gaps = [after - before for before, after in itertools.pairwise(trials) if after - before > 1]
-    assert trials
-    assert gaps == sorted(gaps)
-    assert len(trials) < 20
-
-
-def test_one_that_leads_and_is_never_sent_drafts_as_rarely_as_one_alone():
-    judge = Judge([*STEPS_S, "ngram"], tuple(STEPS_S))
-    record = judge.record()
-    judge.took(0.02)
-    for name, rate in {MODEL: 0.5, SMALL: 0.1, "ngram": 0.9}.items():
-        judge.verdict(record, name, round(200 * rate), 200)
-    offers, tried = [Offer(MODEL, 0), Offer(MODEL, 2, 0.012), Offer("ngram", 4)], []
-    for number in range(1, 200):
-        assert judge.lead(record, list(STEPS_S), K, 2, STEPS_S) == MODEL
-        judge.verdict(record, SMALL, 0, 1)
-        if judge.choose(record, offers) is offers[1]:
-            tried.append(number)
-    assert tried == [24, 73, 170]
 
 
 def test_requests_that_are_many_have_one_leader():

@@ -71,9 +71,7 @@ class TimedBench(Bench):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("share", [0.1, 0.95])
 def test_an_answer_waits_for_the_step_that_is_about_to_bring_another_draft(sampling, rank, share):
-    bench = TimedBench()
-    bench.open(KEY, range(10), sampling)
-    bench.settle()
+    bench = TimedBench().opened(sampling=sampling)
     bench.rounds([KEY], 14)
     answered = bench.round(KEY)
     assert answered is not None
@@ -147,9 +145,7 @@ def test_in_a_batch_of_many_nobody_waits(size):
 
 
 def test_nobody_waits_for_a_step_that_does_not_draft_for_them():
-    bench = TimedBench(max_side_branches=0)
-    bench.open(KEY, range(10))
-    bench.settle()
+    bench = TimedBench(max_side_branches=0).opened()
     bench.rounds([KEY], 14)
     bench.strategy.open((1, 2), list(range(300)), 4, GREEDY)
     told = []

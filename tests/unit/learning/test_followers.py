@@ -18,7 +18,7 @@ from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSamp
 from tests.unit.drafter.scripted_strategy import SOON_S, Sink
 from tests.unit.drafter.test_learning_member import Drafting, lesson, opening
 from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation
-from tests.unit.learning.test_learner import learner, many, one_thread, work  # noqa: F401 - each test's
+from tests.unit.learning.tiny_learner import learner, many, work
 
 pytestmark = pytest.mark.timeout(60)
 

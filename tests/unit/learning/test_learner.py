@@ -8,89 +8,27 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.actors.learning.gate import LEAST_TEXTS
-from outrider.actors.learning.learner import PARTS, Learner, Scores, _text
+from outrider.actors.learning.learner import PARTS, Scores, _text
 from outrider.actors.learning.lessons import Taught
-from outrider.cluster.learning_config import LearningConfig
+from tests.unit.learning.tiny_learner import (
+    VOCAB,
+    acceptance,
+    alike,
+    drafter,
+    experienced,
+    half,
+    learner,
+    many,
+    noise,
+    plus,
+    serve,
+    taught,
+    work,
+)
 
-VOCAB, END = 64, 63
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def drafter(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        eos_token_id=END,
-        pad_token_id=END,
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config)
-    model.lm_head.weight.data *= 20  # it stays as it is, and must be able to say something for certain
-    return model
-
-
-def learner(general=(), model=None, **changes):
-    settings = {"learning_rate": 3e-3, "steps_per_version": 30, "passes": 100.0, **changes}
-    types = {"dtype": torch.float32, "kept_dtype": torch.float32}
-    return Learner(model or drafter(), LearningConfig(**settings), general=general, **types)
-
-
-def follows(token, rule):
-    """What the target says after a token: another rule is another domain."""
-    return (rule * token + 1) % (VOCAB - 1)
-
-
-def taught(number, rule=5, greedy=True, length=24):
-    """A text by a rule, with the target's likeliest tokens at each place."""
-    chance = random.Random(number)
-    ids = [chance.randrange(VOCAB - 1)]
-    while len(ids) < length:
-        ids.append(follows(ids[-1], rule))
-    start = 4
-    likely = np.array(ids[start:], np.int32)
-    top = np.stack([likely, (likely + 1) % VOCAB], 1).astype(np.int32)
-    log_p = np.log(np.tile([0.95, 0.02], (len(likely), 1))).astype(np.float16)
-    return Taught(np.array(ids, np.int32), start, top, log_p, greedy, chance.getrandbits(63))
-
-
-def half(one, lowest):
-    """The same text in the lower or higher half of the vocabulary, by a rule of its own."""
-    ids = [lowest + int(one.ids[0]) % 31]
-    while len(ids) < len(one.ids):
-        ids.append(lowest + (5 * (ids[-1] - lowest) + 1 + lowest) % 31)
-    likely = np.array(ids[one.start :], np.int32)
-    top = np.stack([likely, lowest + (likely + 1 - lowest) % 31], 1).astype(np.int32)
-    return dataclasses.replace(one, ids=np.array(ids, np.int32), top_ids=top)
-
-
-def many(count=400, first=0, **changes):
-    return [taught(first + number, **changes) for number in range(count)]
-
-
-def acceptance(made, tensors, texts):
-    values = made._acceptance(tensors, [_text(one) for one in texts])
-    return sum(values) / len(values)
-
-
-def work(made, steps):
-    for _ in range(steps):
-        assert made.work()
+GENERAL = [_text(taught(number)) for number in range(500, 600)]
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -140,9 +78,7 @@ def test_what_came_while_there_was_no_time_is_owed_no_turns_that_it_cannot_have(
 def test_what_was_forgotten_is_owed_nothing():
     made = learner(passes=10.0, batch_size=8, steps_per_version=10_000)
     made.add(many(200))
-    serving = made.serving
-    with made._lock:
-        made._publish({name: tensor + 1 for name, tensor in serving.tensors.items()}, None, serving)
+    serve(made)
     made.go_back(0)
     assert not made.work()
     fresh = [taught(number) for number in range(1000, 1020)]
@@ -161,22 +97,11 @@ def test_too_few_held_out_texts_decide_nothing():
     assert LEAST_TEXTS > 0
 
 
-def learned(**target):
-    """A version for the target that says so."""
-    made = learner()
-    made.add(many(**target))
-    work(made, 90)
-    return made.serving.tensors
-
-
 @pytest.mark.parametrize("poison", ["noise", "shuffled", "not_finite", "another_target"])
 def test_what_was_poisoned_never_serves_and_is_forgotten(poison):
-    made = learner()
-    made.add(many())
-    work(made, 90)
+    made = experienced()
     good = made.serving
-    assert good.version.number >= 1
-    foreign = learned(rule=11) if poison == "another_target" else {}
+    foreign = experienced(many(rule=11)).serving.tensors if poison == "another_target" else {}
     with torch.no_grad():
         for name, parameter in made._trainer.trained.items():
             if foreign:
@@ -192,7 +117,7 @@ def test_what_was_poisoned_never_serves_and_is_forgotten(poison):
     assert sum(made.figures()["refused"].values()) >= 1
     assert not made._trainer.optimizer.state, "what the optimizer remembers led there"
     # Training goes on from what serves.
-    assert all(torch.equal(made._trainer.trained[name], tensor) for name, tensor in good.tensors.items())
+    assert alike(made._trainer.trained, good.tensors)
     made.add(many(200, first=1000))
     work(made, 30)
     assert made.serving.version.number >= good.version.number
@@ -281,61 +206,21 @@ def test_what_the_traffic_does_not_hold_is_kept_by_general_texts():
     assert without < with_them - 0.05, "it forgets"
 
 
-def test_a_version_that_turns_out_worse_is_withdrawn():
-    made = learner()
-    made.add(many())
-    work(made, 90)
-    good = made.serving
-    # As if the gate had been wrong.
-    bad = {name: torch.randn_like(tensor) for name, tensor in good.tensors.items()}
-    with made._lock:
-        made._publish(bad, None, good)
-    made._set(bad)
-    made.compare()
-    assert made.figures()["withdrawn"] == 0, "nothing has come since"
-    made.add(many(200, first=2000))
-    made.compare()
-    assert made.figures()["withdrawn"] == 1
-    assert made.serving.version.number == good.version.number + 2
-    assert made._previous is None, "it is not to come back"
-    assert all(torch.equal(made.serving.tensors[name], tensor) for name, tensor in good.tensors.items())
-    made.compare()
-    assert made.figures()["withdrawn"] == 1
+class Candidates:
+    """Versions that are compared one after the other, each with what a score says of its number and a text."""
 
+    def __init__(self, made, monkeypatch, score):
+        self._made, self._known, self._monkeypatch = made, [made.serving.tensors], monkeypatch
+        made._scores = Scores(lambda tensors, texts: [score(self._number(tensors), text) for text in texts])
+        monkeypatch.setattr("outrider.actors.learning.learner.PARTS", ())
 
-def test_a_version_is_withdrawn_where_there_is_no_time_to_train():
-    made = learner()
-    made.add(many())
-    work(made, 90)
-    good, steps = made.serving, made.figures()["steps"]
-    with made._lock:
-        made._publish({name: torch.randn_like(tensor) for name, tensor in good.tensors.items()}, None, good)
-    assert not made.turn(may_train=False)
-    assert made.figures()["withdrawn"] == 0, "nothing has come since"
-    made.add(many(200, first=2000))
-    assert not made.turn(may_train=False)
-    assert made.figures()["withdrawn"] == 1
-    assert all(torch.equal(made.serving.tensors[name], tensor) for name, tensor in good.tensors.items())
-    assert made.figures()["steps"] == steps
-    assert made.turn(may_train=True)
+    def _number(self, tensors):
+        return next(at for at, known in enumerate(self._known) if known is tensors)
 
-
-def test_versions_are_looked_at_again_only_when_texts_have_come(monkeypatch):
-    """Each look costs certainty."""
-    made = learner()
-    serving = made.serving
-    with made._lock:
-        made._publish({name: tensor + 1 for name, tensor in serving.tensors.items()}, None, serving)
-    made._scores = Scores(lambda tensors, texts: [0.5] * len(texts))
-    for number in range(3):
-        made.add(many(200, first=1000 * number))
-        for _ in range(5):
-            made.compare()
-            made.turn(may_train=False)
-    assert made._looks == 3
-    with made._lock:
-        made._publish(serving.tensors, None, serving)
-    assert made._looks == 0
+    def compare(self):
+        self._known.append(plus(self._known[-1]))
+        self._monkeypatch.setattr(self._made, "_rounded", lambda: self._known[-1])
+        self._made.compare()
 
 
 def test_little_by_little_no_more_of_the_past_is_lost_than_at_once(monkeypatch):
@@ -343,23 +228,16 @@ def test_little_by_little_no_more_of_the_past_is_lost_than_at_once(monkeypatch):
     made = learner(held_out=0.5, recent_tokens=1024)
     made.add(many(200))
     past = {id(text) for text in made._replay.held_past()}
-    versions = [made.serving.tensors]
-
-    def acceptance(tensors, texts):
-        number = next(at for at, known in enumerate(versions) if known is tensors)
-        return [0.5 - 0.015 * number if id(text) in past else 0.5 + 0.1 * number for text in texts]
-
-    made._scores = Scores(acceptance)
-    monkeypatch.setattr("outrider.actors.learning.learner.PARTS", ())
+    candidates = Candidates(
+        made, monkeypatch, lambda number, text: 0.5 - 0.015 * number if id(text) in past else 0.5 + 0.1 * number
+    )
     monkeypatch.setattr(made._replay, "held_past", lambda: [t for t in made._replay._held_past.kept if id(t) in past])
     monkeypatch.setattr(made._replay, "held_recent", lambda since=0: [_text(one) for one in fresh])
     # Of a certain loss nothing is let in anyway: here it is lost in the mean.
     monkeypatch.setattr("outrider.actors.learning.gate.Difference.is_loss", property(lambda self: False))
     for number in range(1, 4):
         fresh = many(20, first=1000 * number)
-        versions.append({name: tensor + 1 for name, tensor in versions[-1].items()})
-        monkeypatch.setattr(made, "_rounded", lambda: versions[-1])
-        made.compare()
+        candidates.compare()
     figures = made.figures()
     assert (figures["adopted"], figures["refused"]) == (1, {"forgets": 2})
 
@@ -393,17 +271,6 @@ def test_texts_may_arrive_while_it_trains():
     assert made.figures()["steps"] == 60
 
 
-def test_an_earlier_life_s_version_serves_at_once():
-    first = learner()
-    first.add(many())
-    work(first, 90)
-    second = learner()
-    second.resume(7, first.serving.tensors)
-    assert second.serving.version.number == 7
-    assert second.serving.version.learner != first.serving.version.learner
-    assert all(torch.equal(second.serving.tensors[name], tensor) for name, tensor in first.serving.tensors.items())
-
-
 def test_parts_of_one_answer_are_one_text_to_the_gate():
     made = learner(held_out=0.5)
     made.add([dataclasses.replace(one, prompt=0) for one in many(60)])
@@ -414,35 +281,9 @@ def test_parts_of_one_answer_are_one_text_to_the_gate():
     assert (recent.texts, made.figures()["held_out"]) == (1, 60)
 
 
-def test_a_resumed_version_that_is_worse_is_withdrawn():
-    made = learner()
-    bad = {name: torch.zeros_like(tensor) for name, tensor in made.serving.tensors.items()}
-    first = learner()
-    first.add(many())
-    work(first, 90)
-    made = learner(model=first._trainer.drafter)
-    made.resume(7, bad)
-    made.add(many(200, first=2000))
-    made.compare()
-    assert made.figures()["withdrawn"] == 1
-    assert made.serving.version.number == 8
-    assert any(bool(tensor.any()) for tensor in made.serving.tensors.values())
-
-
-def test_versions_get_numbers_above_what_is_on_disk():
-    made = learner()
-    made.count_from(50)
-    assert made.serving.version.number == 0, "it is as it was loaded"
-    made.add(many())
-    work(made, 90)
-    assert made.serving.version.number > 50
-
-
 def test_general_texts_are_compared_with_where_learning_began_and_some_are_never_trained_on():
     general = [_text(one) for one in many(64, first=8000, greedy=False)]
-    first = learner()
-    first.add(many())
-    work(first, 90)
+    first = experienced()
     made = learner(general=general, model=copy.deepcopy(first._trainer.drafter))
     held = set(map(id, made._held_general))
     assert held
@@ -450,10 +291,9 @@ def test_general_texts_are_compared_with_where_learning_began_and_some_are_never
     trained = {id(text) for _ in range(400) for text in made._replay.batch(8)}
     assert not held & trained
     # What serves has lost all of it: better than that is not good enough.
-    bad = {name: torch.randn_like(tensor) for name, tensor in made.serving.tensors.items()}
     half_lost = {name: 0.5 * tensor for name, tensor in made.serving.tensors.items()}
-    with made._lock:
-        made._publish(bad, None, None)
+    serve(made, noise(made.serving.tensors))
+    made._previous = None
     made._set(half_lost)
     made.add(many(200, first=4000))
     made.compare()
@@ -465,11 +305,11 @@ def test_general_texts_are_compared_with_where_learning_began_and_some_are_never
 @pytest.mark.parametrize(("loss", "served"), [(0.01, 1.0), (0.04, PARTS[1]), (0.3, None)])
 def test_part_of_the_way_serves_where_the_whole_gains_and_forgets(monkeypatch, loss, served):
     """Of a gain that grows with the way gone, and a loss on general texts that grows with it too."""
-    made = learner(general=[_text(taught(number)) for number in range(500, 600)], held_out=0.25)
+    made = learner(general=GENERAL, held_out=0.25)
     made.add(many(200))
     start = made.serving.tensors
     name = next(iter(start))
-    learned = {key: tensor + 1.0 for key, tensor in start.items()}
+    learned = plus(start)
 
     def acceptance(tensors, texts):
         share = float((tensors[name] - start[name]).mean())
@@ -490,24 +330,17 @@ def test_part_of_the_way_serves_where_the_whole_gains_and_forgets(monkeypatch, l
 def test_no_version_serves_that_may_have_lost_too_much_of_general_texts(monkeypatch, spread, served):
     """Each loses a little more in the mean, and less than may be lost: whether that is so for certain is another
     matter, where some texts lose much and others gain."""
-    made = learner(general=[_text(taught(number)) for number in range(500, 600)], held_out=0.25)
+    made = learner(general=GENERAL, held_out=0.25)
     made.add(many(200))
-    versions = [made.serving.tensors]
     place = {id(text): at for at, text in enumerate(made._held_general)}
 
-    def acceptance(tensors, texts):
-        number = next(at for at, known in enumerate(versions) if known is tensors)
-        return [
-            0.5 + number * (0.1 if id(text) not in place else spread * (-1) ** place[id(text)] - 0.005)
-            for text in texts
-        ]
+    def score(number, text):
+        at = place.get(id(text))
+        return 0.5 + number * (0.1 if at is None else spread * (-1) ** at - 0.005)
 
-    made._scores = Scores(acceptance)
-    monkeypatch.setattr("outrider.actors.learning.learner.PARTS", ())
+    candidates = Candidates(made, monkeypatch, score)
     for _ in range(3):
-        versions.append({name: tensor + 1 for name, tensor in versions[-1].items()})
-        monkeypatch.setattr(made, "_rounded", lambda: versions[-1])
-        made.compare()
+        candidates.compare()
     figures = made.figures()
     assert (figures["adopted"], figures["refused"].get("forgets", 0)) == (served, 3 - served)
 
@@ -515,7 +348,7 @@ def test_no_version_serves_that_may_have_lost_too_much_of_general_texts(monkeypa
 @pytest.mark.parametrize("number", [LEAST_TEXTS - 1, LEAST_TEXTS])
 def test_general_texts_that_the_drafter_was_not_made_from_are_the_ones_to_compare_with(number):
     """Where there are enough of them."""
-    general = [_text(taught(each)) for each in range(500, 600)]
+    general = list(GENERAL)
     general[40 : 40 + number] = [dataclasses.replace(text, held_out=True) for text in general[40 : 40 + number]]
     made = learner(general=general)
     held = [text.held_out for text in made._held_general]
@@ -525,9 +358,9 @@ def test_general_texts_that_the_drafter_was_not_made_from_are_the_ones_to_compar
     assert not {id(text) for _ in range(200) for text in made._replay.batch(8)} & set(map(id, made._held_general))
 
 
-def test_each_version_is_measured_once_on_each_text(monkeypatch):
+def test_each_version_is_measured_once_on_each_text():
     """However many comparisons it is in; texts that are gone are forgotten, and so are versions."""
-    made = learner(general=[_text(taught(number)) for number in range(500, 540)], held_out=0.25)
+    made = learner(general=GENERAL[:40], held_out=0.25)
     measured = []
     acceptance = made._acceptance
 
@@ -555,100 +388,3 @@ def test_each_version_is_measured_once_on_each_text(monkeypatch):
     made.compare()
     texts = {*map(id, made._replay.held_recent()), *map(id, made._replay.held_past()), *map(id, made._held_general)}
     assert all(scores.keys() <= texts for _, scores in made._scores._known)
-
-
-def test_a_former_version_serves_again_when_somebody_asks_for_it_and_what_led_away_is_forgotten():
-    made = learner()
-    made.add(many())
-    work(made, 90)
-    left = made.serving
-    (first, *_) = [row["number"] for row in made.figures()["versions"] if row["number"]]
-    assert first < left.version.number, made.figures()
-    wanted = made._kept[first]
-    serving = made.go_back(first)
-    assert made.serving.version.number == serving == left.version.number + 1
-    assert all(torch.equal(made.serving.tensors[name], tensor) for name, tensor in wanted.items())
-    # Nothing is left of what was learned, so it is not learned again.
-    assert not made.work()
-    assert all(torch.equal(made._trainer.trained[name], tensor) for name, tensor in wanted.items())
-    assert not made._trainer.optimizer.state
-    made.compare()
-    assert made.serving.version.number == serving, "neither by looking back nor by a comparison"
-    rows = {row["number"]: row for row in made.figures()["versions"]}
-    assert rows[left.version.number]["state"] == "reverted"
-    assert (rows[serving]["state"], rows[serving]["again"]) == ("serves", first)
-    assert made.figures()["reverted"] == 1
-    # It learns from what comes now.
-    made.add(many(400, first=5000))
-    work(made, 60)
-    assert made.serving.version.number > serving
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_latest_versions_and_the_drafter_as_it_was_loaded_can_be_gone_back_to(number):
-    made = learner(kept_versions=2)
-    start = made.serving.tensors
-    for _ in range(3):
-        serving = made.serving
-        with made._lock:
-            made._history.ended("replaced")
-            made._publish({name: tensor + 1 for name, tensor in serving.tensors.items()}, None, serving)
-    kept = {row["number"]: row["kept"] for row in made.figures()["versions"]}
-    assert kept == {0: True, 1: False, 2: True, 3: True}
-    with pytest.raises(ValueError, match="3 serves; send one that does not"):
-        made.go_back(3)
-    if number:
-        with pytest.raises(ValueError, match="1 is not kept; send one of 0, 2, 3"):
-            made.go_back(number)
-        return
-    assert made.go_back(0) == 4
-    assert made.serving.tensors is start
-    with pytest.raises(ValueError, match="4 serves"):
-        made.go_back(4)
-    with pytest.raises(ValueError, match="0 serves"):
-        made.go_back(0)
-
-
-def test_who_goes_back_while_versions_are_compared_has_the_last_word(monkeypatch):
-    made = learner()
-    made.add(many())
-    work(made, 90)
-    left = made.serving.version.number
-    learned = {name: tensor + 1 for name, tensor in made.serving.tensors.items()}
-
-    def acceptance(tensors, texts):
-        if tensors is learned and made.serving.version.number == left:
-            made.go_back(0)
-        return [float(tensors is learned)] * len(texts)
-
-    made._scores = Scores(acceptance)
-    monkeypatch.setattr(made, "_rounded", lambda: learned)
-    made.compare()
-    assert made.serving.version.number == left + 1
-    assert made.serving.tensors is made._started_from
-    assert made.figures()["versions"][-1]["again"] == 0
-
-
-def test_why_a_version_was_withdrawn_is_in_its_history():
-    made = learner()
-    made.add(many())
-    work(made, 90)
-    good = made.serving
-    with made._lock:
-        made._history.ended("replaced")
-        made._publish({name: torch.randn_like(tensor) for name, tensor in good.tensors.items()}, None, good)
-    made.add(many(200, first=2000))
-    made.compare()
-    *_, bad, again = made.figures()["versions"]
-    assert (bad["state"], again["state"], again["again"]) == ("withdrawn", "serves", good.version.number)
-    assert bad["since"]["mean"] + bad["since"]["margin"] < 0
-    assert again["verdict"] == next(
-        row["verdict"] for row in made.figures()["versions"] if row["number"] == good.version.number
-    )
-
-
-def test_a_resumed_version_stands_after_the_drafter_as_it_was_loaded():
-    made = learner()
-    made.resume(7, {name: tensor + 1 for name, tensor in made.serving.tensors.items()})
-    assert [(row["number"], row["state"]) for row in made.figures()["versions"]] == [(0, "replaced"), (7, "serves")]
-    assert made.go_back(0) == 8

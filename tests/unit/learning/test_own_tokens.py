@@ -2,28 +2,15 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.actors.learning.own_tokens import grown, reach, rooted
 from outrider.actors.learning.text import Text
-
-VOCAB = 50
+from tests.unit.learning.tiny_learner import VOCAB, drafter
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).eval()
+    return drafter(layers=2).eval()
 
 
 def a_text(length, start, seed):

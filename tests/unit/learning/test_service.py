@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from outrider.actors.learning.service import (
+    FORGOTTEN_S,
     LEAST_GENERAL,
+    MOMENT_S,
     DrafterTrainer,
     HandOut,
+    IdleTime,
     OnDisk,
     Report,
     general_texts,
@@ -20,7 +23,8 @@ from outrider.actors.learning.versions import VersionStore
 from outrider.actors.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.cluster.learning_config import LearningConfig
 from outrider.deploy.distill.texts import Job, TextStore
-from tests.unit.learning.test_learner import drafter, learner, many, one_thread  # noqa: F401 - each test's
+from tests.clock import Clock
+from tests.unit.learning.tiny_learner import drafter, learner, many, serve
 
 
 class PlayedStore:
@@ -45,19 +49,13 @@ def trainer(made, store):
     return one
 
 
-def served(made, count):
-    for _ in range(count):
-        serving = made.serving
-        with made._lock:
-            made._publish({name: tensor + 1 for name, tensor in serving.tensors.items()}, None, serving)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_way_back_is_on_disk_before_it_is_answered(fails):
     made = learner()
     store = PlayedStore(fails)
     one = trainer(made, store)
-    served(made, 3)
+    for _ in range(3):
+        serve(made)
     assert asyncio.run(one.go_back(1)) == (4, "")
     assert store.left == ([] if fails else [(1, 4)])
     assert one._on_disk.failures == fails
@@ -69,7 +67,7 @@ def test_what_serves_is_written_once():
     made, store = learner(), PlayedStore()
     kept = OnDisk(made, store)
     kept.save()
-    served(made, 1)
+    serve(made)
     kept.save()
     kept.save()
     assert store.saved == [1]
@@ -97,7 +95,7 @@ def test_a_disk_that_is_full_while_it_learns_costs_the_copies_there_and_nothing_
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     assert not list(versions.iterdir()), "nothing half written stays"
-    served(made, 1)
+    serve(made)
     kept.save()
     assert kept.failures == 2
     assert store.latest(set(made.serving.tensors))[0] == made.serving.version.number == 3
@@ -143,7 +141,7 @@ class Drafters:
 
     def __init__(self):
         self.learner = learner()
-        served(self.learner, 1)
+        serve(self.learner)
         self._hand_out = HandOut(self.learner, "base", lambda tensors: tensors)
 
     def offered(self, life, held=None, refused=None, drafter="one"):
@@ -163,7 +161,7 @@ def test_a_version_that_ends_a_drafter_time_and_again_is_not_given_to_it_again()
     assert drafters.offered("c") is None
     assert drafters.offered("c", held=drafters.version) is None
     assert drafters.offered("x", drafter="another") == 1
-    served(drafters.learner, 1)
+    serve(drafters.learner)
     assert drafters.offered("c", held=("t", 1)) == 2
 
 
@@ -180,5 +178,31 @@ def test_a_version_that_a_drafter_could_not_load_is_not_given_to_it_again():
     assert drafters.offered("a", held=drafters.version, refused=drafters.version) is None
     assert drafters.offered("b") is None
     assert drafters.offered("b", drafter="another") == 1
-    served(drafters.learner, 1)
+    serve(drafters.learner)
     assert drafters.offered("b") == 2
+
+
+def test_all_drafters_have_to_be_idle_for_a_moment():
+    clock = Clock(100.0)
+    idle = IdleTime(clock)
+    assert idle.is_now, "there is none"
+    idle.heard("a", MOMENT_S)
+    idle.heard("b", MOMENT_S - 0.01)
+    assert not idle.is_now
+    idle.heard("b", 30.0)
+    assert idle.is_now
+    idle.heard("a", None)
+    assert not idle.is_now
+
+
+def test_a_drafter_that_is_gone_holds_nobody_up():
+    clock = Clock(100.0)
+    idle = IdleTime(clock)
+    idle.heard("a", None)
+    clock.now += FORGOTTEN_S - 0.1
+    idle.heard("b", 2.0)
+    assert not idle.is_now
+    clock.now += 0.2
+    assert idle.is_now
+    idle.heard("a", None)
+    assert not idle.is_now

@@ -6,35 +6,18 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.actors.learning import train
 from outrider.actors.learning.draft_models import freeze
 from outrider.actors.learning.text import TOP, Text
 from outrider.actors.learning.train import Recipe, Trainer, alike, draft_vocabulary
 from outrider.deploy.distill.models import from_layers
-
-VOCAB, END = 64, 63
+from tests.unit.learning.tiny_learner import END, VOCAB, drafter
 
 
 @pytest.fixture(scope="module")
 def target():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        eos_token_id=END,
-        pad_token_id=END,
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    model.lm_head.weight.data *= 20  # no near-ties
-    return model
+    return drafter(layers=3).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.link import TransportClosed, TransportError, TransportTimeout
-from outrider.cluster.link.rendezvous import DEVICE_BACKENDS, check_device
+from outrider.cluster.link.rendezvous import check_device
 from outrider.cluster.link.transport import DeviceTransport
 from tests import cpu_device
 from tests.unit.link.memory_transport import CAPACITY, frame

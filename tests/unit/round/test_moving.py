@@ -86,6 +86,21 @@ def test_one_whose_prompt_is_not_read_yet_begins_anew_at_once():
     assert engine.step({"a": [9]}) == [[7]]
 
 
+def test_a_target_that_idles_makes_no_step_and_leaves_the_old_link_too(engine):
+    """Its drafter would count it as one of its targets for as long."""
+    old, new = engine.link, engine.offer(silent)
+    engine.round.status()
+    assert old.broken is None, "while there are requests their steps see to it"
+    engine.tell(finished=["a"])
+    newest = engine.offer(silent)
+    engine.round.status()
+    assert "takes its place" in old.broken
+    assert "takes its place" in new.broken
+    assert newest.broken is None
+    engine.begin("b")
+    assert opened_with(newest) == [PROMPT]
+
+
 def test_the_old_link_breaks_on_the_way(engine):
     is_read = []
     old, new = moved_to(engine, reading_until(is_read))

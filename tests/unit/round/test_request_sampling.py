@@ -6,39 +6,39 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.actors.round.request import Request, RequestSampling, check_for_ranks, random_seed
-from outrider.cluster.link.messages import MAX_BIASED_TOKENS, MessageError
+from outrider.actors.round.request import Request, as_drafted, check_for_ranks, random_seed, sampling_of
+from outrider.cluster.link.messages import MAX_BIASED_TOKENS, DraftSampling, MessageError
 from outrider.cluster.modes import BY_NAME, Mode, mode_for
 from tests.unit.round.scripted_link import DEPLOYMENT, asked, params
 
 
 @pytest.mark.parametrize("deployment", BY_NAME)
 def test_a_plain_sampled_request_is_verified_as_deployed(deployment):
-    assert RequestSampling.of(params(), deployment).mode is BY_NAME[deployment]
+    assert sampling_of(params(), deployment).mode is BY_NAME[deployment]
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_asked():
-    sampling = RequestSampling.of(
+    sampling = sampling_of(
         params(temperature=0.0, seed=3, top_p=0.5, extra_args=asked(verification="block")), "rejection"
     )
-    assert sampling == RequestSampling(Mode.GREEDY, 0.0, 0, 1.0, 0.0, 3)
+    assert sampling == DraftSampling(Mode.GREEDY, seed=3, top_n=0)
 
 
 def test_a_seed_couples_unless_the_request_asks_for_something_else():
-    assert RequestSampling.of(params(seed=7), "rejection").mode is Mode.COUPLED
-    assert RequestSampling.of(params(seed=7, extra_args=asked(verification="block")), "rejection").mode is Mode.BLOCK
+    assert sampling_of(params(seed=7), "rejection").mode is Mode.COUPLED
+    assert sampling_of(params(seed=7, extra_args=asked(verification="block")), "rejection").mode is Mode.BLOCK
 
 
 @pytest.mark.parametrize("deployment", BY_NAME)
 def test_a_grammar_couples_because_the_scheduler_cuts_drafts_by_the_token(deployment):
-    assert RequestSampling.of(params(structured_outputs=object()), deployment).mode is Mode.COUPLED
+    assert sampling_of(params(structured_outputs=object()), deployment).mode is Mode.COUPLED
 
 
 @pytest.mark.parametrize("top_k", [2**31, 2**63 - 1, 10**300])
 def test_a_top_k_that_no_vocabulary_reaches_is_told_as_the_largest_there_is(top_k):
     """An exception on rank 0 would end the engine, and the next one to which the request is sent again."""
-    sampling = RequestSampling.of(params(top_k=top_k), "rejection")
-    assert sampling.drafting(params(top_k=top_k), 64, 1000).top_k == sampling.top_k == 2**31 - 1
+    sampling = sampling_of(params(top_k=top_k), "rejection")
+    assert as_drafted(sampling, params(top_k=top_k), 64, 1000).top_k == sampling.top_k == 2**31 - 1
     check_for_ranks(params(top_k=top_k))
 
 
@@ -54,7 +54,7 @@ def test_a_grammar_with_rejection_is_refused(choice):
 
 
 def test_requests_without_a_seed_get_one_each():
-    seeds = {RequestSampling.of(params(), "rejection").seed for _ in range(100)}
+    seeds = {sampling_of(params(), "rejection").seed for _ in range(100)}
     assert len(seeds) == 100
     assert all(0 <= random_seed() < 2**63 for _ in range(100))
 
@@ -70,13 +70,12 @@ def test_a_random_seed_uses_every_bit_it_has():
 
 @pytest.mark.parametrize(("seed", "kept"), [(5, 5), (-5, -5), (2**63 - 1, 2**63 - 1), (2**63, -(2**63))])
 def test_seeds_stay_within_64_bits(seed, kept):
-    assert RequestSampling.of(params(seed=seed), "rejection").seed == kept
+    assert sampling_of(params(seed=seed), "rejection").seed == kept
 
 
 def test_the_drafter_is_told_the_request_s_own_constraints_and_seed():
     given = params(temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, seed=4, extra_args=asked(verification="rejection"))
-    sampling = RequestSampling.of(given, "coupled")
-    drafting = sampling.drafting(given, top_n=16, vocab_size=2000)
+    drafting = as_drafted(sampling_of(given, "coupled"), given, 16, 2000)
     assert (drafting.mode, drafting.temperature, drafting.top_p, drafting.min_p) == (Mode.REJECTION, 0.7, 0.9, 0.1)
     assert (drafting.top_k, drafting.seed, drafting.top_n) == (0, 4, 16)
     assert (drafting.biases, drafting.only_biased) == ((), False)
@@ -84,12 +83,12 @@ def test_the_drafter_is_told_the_request_s_own_constraints_and_seed():
 
 def test_only_modes_that_need_q_ask_for_it():
     given = params(seed=4)
-    assert RequestSampling.of(given, "rejection").drafting(given, top_n=16, vocab_size=2000).top_n == 0
+    assert as_drafted(sampling_of(given, "rejection"), given, 16, 2000).top_n == 0
 
 
 def drafting(**changes):
     given = params(**changes)
-    return RequestSampling.of(given, "rejection").drafting(given, 64, 2000)
+    return as_drafted(sampling_of(given, "rejection"), given, 64, 2000)
 
 
 def test_bias_and_single_token_bad_words_reach_the_drafter():
@@ -122,7 +121,7 @@ def test_bad_words_that_the_model_has_no_logits_for_stay_here():
 
 def test_a_top_p_too_small_for_float32_stays_above_zero():
     """The kernels refuse a top_p of 0, and an exception there would end the engine."""
-    sampling = RequestSampling.of(params(top_p=1e-300), "rejection")
+    sampling = sampling_of(params(top_p=1e-300), "rejection")
     assert float(np.float32(sampling.top_p)) > 0
 
 
@@ -137,8 +136,7 @@ def test_a_request_has_fewer_drafts_than_the_deployment_or_as_many(wanted, most)
 
 def test_a_request_s_drafts_are_drawn_with_its_own_sampling():
     request = made(temperature=0.7)
-    assert (request.draft_sampling.mode, request.draft_sampling.seed) == (Mode.REJECTION, request.sampling.seed)
-    assert request.draft_sampling.top_n == 2
+    assert (request.sampling.mode, request.sampling.temperature, request.sampling.top_n) == (Mode.REJECTION, 0.7, 2)
 
 
 def test_a_request_that_forbids_its_own_verification_is_refused():
@@ -149,7 +147,7 @@ def test_a_request_that_forbids_its_own_verification_is_refused():
 def tenant(adapter, remembers_answers=True, **ours):
     deployment = replace(DEPLOYMENT, remembers_answers=remembers_answers)
     request = Request.of("a", params(extra_args=asked(**ours)), [1, 2], 2, deployment, adapter)
-    return request.draft_sampling.tenant
+    return request.sampling.tenant
 
 
 def test_answers_of_an_adapter_are_remembered_for_the_same_tenant_s_with_it_alone():
@@ -165,7 +163,7 @@ def test_answers_about_pictures_are_remembered_apart():
     told = [
         Request.of(
             "a", params(extra_args=asked(tenant=whose)), [1, 2], 2, deployment, adapter, shows_pictures=shown
-        ).draft_sampling.tenant
+        ).sampling.tenant
         for whose in (0, 7)
         for adapter in ("", "one")
         for shown in (False, True)
@@ -178,7 +176,7 @@ def test_the_drafter_hears_of_adapters_that_it_has_itself():
     deployment = replace(DEPLOYMENT, draft_adapters={"one": 1, "two": 2})
 
     def told(adapter):
-        return Request.of("a", params(), [1, 2], 2, deployment, adapter).draft_sampling.adapter
+        return Request.of("a", params(), [1, 2], 2, deployment, adapter).sampling.adapter
 
     assert [told(adapter) for adapter in ("one", "two", "three", "")] == [1, 2, 0, 0]
 
@@ -190,6 +188,6 @@ def test_a_draft_model_s_cached_prompts_are_shared_by_all_adapters():
 
 @pytest.mark.parametrize("ours", [{}, {"tenant": 7}, {"learn": True}, {"learn": False}, {"learn": False, "tenant": 7}])
 def test_the_answer_of_who_is_not_learned_from_is_not_remembered(ours):
-    told = Request.of("a", params(extra_args=asked(**ours)), [1, 2], 2, DEPLOYMENT, "").draft_sampling
+    told = Request.of("a", params(extra_args=asked(**ours)), [1, 2], 2, DEPLOYMENT, "").sampling
     assert told.remembered is ours.get("learn", True)
     assert told.tenant == ours.get("tenant", 0), "it is drafted for as others are"

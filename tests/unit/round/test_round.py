@@ -40,7 +40,7 @@ from tests.unit.round.scripted_link import (
 def test_the_round_loads_neither_ray_nor_vllm():
     modules = [f"{room.__name__}.{module.name}" for module in pkgutil.iter_modules(room.__path__)]
     assert "outrider.actors.round.round" in modules
-    code = f"import sys, {', '.join(modules)}; print([name for name in ('ray', 'vllm') if name in sys.modules])"
+    code = f"import tests, sys, {', '.join(modules)}; print([name for name in ('ray', 'vllm') if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
 

@@ -146,7 +146,7 @@ def test_sampling_parameters_out_of_range_are_named(field, value):
     sampling = Sampling.uniform(Mode.REJECTION, torch.arange(2), torch.tensor([0, 1]))
     getattr(sampling, field)[1] = value
     with pytest.raises(ValueError, match=f"{field} of request 1"):
-        sampling.check()
+        sampling.checked(2)
 
 
 def test_sampling_parameters_of_too_few_requests():

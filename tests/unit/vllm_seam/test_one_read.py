@@ -19,7 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from outrider.actors.drafter.draw import draw
 from outrider.actors.drafter.engine import Draw
-from outrider.actors.round.request import Request, RequestSampling
+from outrider.actors.round.request import Request
 from outrider.actors.round.round import Step
 from outrider.actors.verification import torch_kernel
 from outrider.actors.verification.search import TokenSubset
@@ -39,7 +39,7 @@ def requests_of(modes: list[Mode], **params: Any) -> list[Request]:
     made = []
     for number, mode in enumerate(modes):
         p = SamplingParams(temperature=float(mode is not Mode.GREEDY), **params)
-        sampling = RequestSampling(mode, p.temperature, 0, params.get("top_p", 1.0), 0.0, number)
+        sampling = DraftSampling(mode, p.temperature, top_p=params.get("top_p", 1.0), seed=number)
         made.append(Request(f"r{number}", p, sampling, [1, 2, 3, 4], 3))
     return made
 
