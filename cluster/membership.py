@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -103,7 +102,7 @@ class LinkReport:
     rtt_us: float = 0.0
     last_error: str = ""
     backend: str = ""
-    """Of a link that is up: local, gloo, or one of link.rendezvous.DEVICE_BACKENDS."""
+    """Of a link that is up: local, gloo, or one of backends.DEVICE_BACKENDS."""
 
 
 @dataclass(frozen=True)
@@ -195,13 +194,19 @@ class Membership:
     """Replica -> when its lease ends."""
 
     verifiers: dict[str, Verifier] = field(default_factory=dict)
-    """Those that have asked, by name."""
+    """Those that have asked, by name, but for those whose drafter is not known here."""
+
+    works: dict[str, Work] = field(default_factory=dict)
+    """By verifier, whatever it is linked to: what it last told of."""
 
     links: dict[str, LinkReport] = field(default_factory=dict)
     """By verifier."""
 
     assigned: dict[str, str] = field(default_factory=dict)
     """Verifier -> drafter."""
+
+    granted: dict[str, str] = field(default_factory=dict)
+    """Verifier -> the drafter that it was to link to last: another than the assigned one while that is unreachable."""
 
     round_trips: RoundTrips = field(default_factory=RoundTrips)
     rows: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -221,11 +226,13 @@ class Membership:
     def expire(self, now: float) -> None:
         for replica in [name for name, end in self.leases.items() if end <= now]:
             self.leave(replica)
-        for name in (self.verifiers.keys() | self.links.keys()) - self.leases.keys():
+        for name in (self.works.keys() | self.links.keys()) - self.leases.keys():
             self.leave(name)
 
     def leave(self, replica: str) -> None:
-        for table in (self.leases, self.members, self.verifiers, self.links, self.assigned, self.rows):
+        for table in (
+            self.leases, self.members, self.verifiers, self.works, self.links, self.assigned, self.granted, self.rows
+        ):  # fmt: skip
             table.pop(replica, None)
 
     def drain(self, replica: str, now: float) -> list[str]:
@@ -256,16 +263,19 @@ class Membership:
         unreachable the first is tried again.
         """
         self.assigned_to(verifier, now)
-        candidates = self._in_order(verifier)
+        candidates = self._in_order(verifier, unreachable)
         if not candidates:
             return None
         self.epoch = max(self.epoch, last_epoch) + 1
         reachable = [name for name in candidates if name not in unreachable]
-        return LinkGrant(self.epoch, (reachable or candidates)[0], len(reachable) > 1)
+        drafter = self.granted[verifier.name] = (reachable or candidates)[0]
+        return LinkGrant(self.epoch, drafter, len(reachable) > 1)
 
     def assigned_to(self, verifier: Verifier, now: float) -> Assignment:
         """Which drafter the verifier should have now."""
         linked_to = verifier.linked_to
+        self.works[verifier.name] = verifier.work
+        self._know_link(verifier)
         # A registry that was made anew moves nobody, and learns who is linked to whom.
         if linked_to and all(member.drafter != linked_to for member in self.members.values()):
             for table in (self.verifiers, self.assigned):
@@ -273,7 +283,6 @@ class Membership:
             return Assignment(linked_to)
         if linked_to:
             self.assigned.setdefault(verifier.name, linked_to)
-            self.links.setdefault(verifier.name, LinkReport("up", drafter=linked_to))
         if verifier.name not in self.verifiers:
             self._look_at = now + MOVE_PAUSE_S  # of a registry that was made anew: others have not asked yet
         self.verifiers[verifier.name] = verifier
@@ -281,6 +290,15 @@ class Membership:
         self.assign(now)
         going = any(member.drafter == linked_to for member in self.members.values() if member.draining)
         return Assignment(self.assigned.get(verifier.name), at_once=going)
+
+    def _know_link(self, verifier: Verifier) -> None:
+        """Its last report may have been lost, or told to another registry."""
+        known = self.links.get(verifier.name)
+        of_link = known.drafter if known is not None and known.state == "up" else ""
+        if verifier.linked_to and verifier.linked_to != of_link:
+            self.links[verifier.name] = LinkReport("up", drafter=verifier.linked_to)
+        elif known is not None and of_link and not verifier.linked_to:
+            self.links[verifier.name] = replace(known, state="down")
 
     def assign(self, now: float) -> None:
         """Bring ``assigned`` up to date: drafters for those that have none, and at most one move for better shares."""
@@ -314,12 +332,16 @@ class Membership:
         member = self.members.get(verifier)
         return None if member is None or member.pooled else member.drafter
 
-    def _in_order(self, verifier: Verifier) -> list[str]:
+    def _in_order(self, verifier: Verifier, unreachable: Container[str]) -> list[str]:
         """Everyone who can draft for it, the assigned one first, then its peers of the pool, then other replicas' own,
-        which step in for one that is unreachable."""
+        which step in for one that is unreachable. Those who share one that is lost part among all others."""
         shares = _Shares(self)
+        guests: dict[str, float] = {}
+        for name, drafter in self.granted.items():
+            if name != verifier.name and self.assigned.get(name) != drafter:
+                guests[drafter] = guests.get(drafter, 0.0) + self.weight(name)
         first: Iterable[str] = filter(None, [self.assigned.get(verifier.name)])
-        pooled = [offer.drafter for offer in shares.offers(verifier)]
+        pooled = [*(offer.drafter for offer in shares.offers(verifier, unreachable, guests)), *shares.pool(verifier)]
         owned = [
             member.drafter
             for member in self.members.values()
@@ -409,12 +431,18 @@ class _Shares:
                 moves.append((excess, now.distance - then.distance, relief, verifier.name, then.drafter))
         return max(moves)[-2:] if moves else None
 
-    def offers(self, verifier: Verifier) -> list[_Offer]:
+    def offers(
+        self, verifier: Verifier, unreachable: Container[str] = (), guests: Mapping[str, float] | None = None
+    ) -> list[_Offer]:
         """Its pool, in the order in which one that has none would take them. Round trips are told apart by powers of
-        two; one that is not known counts as the median of those that are, at the same distance."""
-        pool, current = self.pool(verifier), self._assigned.get(verifier.name)
-        weight = self._weight(verifier.name)
+        two; one that is not known counts as the median of those that are, at the same distance. guests: what drafters
+        have beside those whom they are assigned to."""
+        pool = {name: member for name, member in self.pool(verifier).items() if name not in unreachable}
+        weight, current = self._weight(verifier.name), self._assigned.get(verifier.name)
         loads = {name: self._loads[name] + (weight if name != current else 0.0) for name in pool}
+        for name, load in (guests or {}).items():
+            if name in loads:
+                loads[name] += load
         most = max(TOLERANCE * self._fair.get(verifier.fingerprint, 0.0), min(loads.values(), default=0.0))
         offers = []
         known: dict[int, list[float]] = {}
@@ -452,46 +480,3 @@ def fair_share(weights: Collection[float], num_drafters: int) -> float:
             break
         rest, left = rest - weight, left - 1
     return rest / left if left else 0.0
-
-
-class Homing:
-    """When a verifier that is linked to another drafter than the one it is assigned goes there. Pure.
-
-    The other must have answered every look for a while; that while doubles each time it is left again soon after, so a
-    drafter that dies of every link is not run to and from.
-    """
-
-    FIRST_S, LONGEST_S = 2.0, 300.0
-    SETTLED_S = 60.0
-    """A link at home that lasted so long was no mistake."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._pause_s = self.FIRST_S
-        self._ready_since: float | None = None
-        self._came_home: float | None = None
-
-    def look(self, ready: bool) -> bool:
-        """While on another drafter: whether the assigned one answers now. Returns whether to go there."""
-        now = self._clock()
-        if not ready:
-            self._ready_since = None
-            return False
-        if self._ready_since is None:
-            self._ready_since = now
-        return now - self._ready_since >= self._pause_s
-
-    def went_home(self) -> None:
-        self._came_home = self._clock()
-
-    def link_ended(self) -> None:
-        since, self._came_home, self._ready_since = self._came_home, None, None
-        if since is not None and self._clock() - since >= self.SETTLED_S:
-            self._pause_s = self.FIRST_S
-        elif since is not None:
-            self.failed()
-
-    def failed(self) -> None:
-        """It said that it is ready, and could not be linked to or was soon left."""
-        self._ready_since = None
-        self._pause_s = min(2 * self._pause_s, self.LONGEST_S)

@@ -31,7 +31,7 @@ ROUNDS = (
     MetricSpec(
         "outrider:late_rounds_total", "counter", "Rounds decoded plainly because their proposals missed the deadline."
     ),
-    MetricSpec("outrider:proposals_total", "counter", "Proposals with drafts that arrived, for an outcome or ahead of it."),
+    MetricSpec("outrider:proposals_total", "counter", "Proposals with drafts that arrived, some ahead of an outcome."),
     MetricSpec(
         "outrider:foreseen_total",
         "counter",

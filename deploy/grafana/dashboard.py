@@ -246,9 +246,13 @@ SPECULATION = Row(
         ),
         Panel(
             "Foreseen",
-            ((ratio("outrider:foreseen_total{$of}", "outrider:drafted_rounds_total{$of}"), "{{replica}}"),),
+            (
+                (ratio("outrider:foreseen_total{$of}", "outrider:drafted_rounds_total{$of}"), "rounds, {{replica}}"),
+                (ratio("outrider:foreseen_total{$of}", "outrider:proposals_total{$of}"), "proposals, {{replica}}"),
+            ),
             "percentunit",
-            "Rounds whose drafts had arrived before the outcome was known: the drafter was not asked.",
+            "Rounds whose drafts had arrived before the outcome was known, so that the drafter was not asked; and what "
+            "share of all that is sent they are.",
         ),
         Panel(
             "Chosen k",
