@@ -67,9 +67,10 @@ class Registry:
     async def links(self) -> dict[str, LinkReport]:
         return dict(self._members.links)
 
-    async def work(self) -> list[Work]:
-        """Of every verifier that has asked for a drafter."""
-        return [verifier.work for verifier in self._members.verifiers.values()]
+    async def work(self) -> list[Work] | None:
+        """Of every verifier that has asked for a drafter; None: none has, of targets that load or a registry that was
+        made anew."""
+        return list(self._members.works.values()) or None
 
     async def drafters(self) -> dict[str, list[str]]:
         """Those of the pool, each with the verifiers whose links to it are up."""

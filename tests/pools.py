@@ -15,11 +15,12 @@ from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import registry_name
 from outrider.deploy.top import Scrape, parse
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
-from tests.traffic import Traffic
+from tests.traffic import EVERY_WAY, Traffic
 
 FRESH_S = 5.0
 """What is older was counted before."""
 
+ANSWER_WITHIN_S = 10.0
 MAX_TOKENS = 300
 PROMPT = list(b"Whoever drafts, the words are the same. ")
 
@@ -52,11 +53,24 @@ def scraped(pool: Deployment) -> Scrape:
 
 @contextmanager
 def load(pool: Deployment) -> Iterator[None]:
-    """Streams to both targets, each answer checked."""
+    """Streams to both targets, each way of choosing tokens at any time, each answer checked. None of them has left
+    anything at a drafter afterwards."""
     with ExitStack() as streams:
-        for _ in range(4):
-            streams.enter_context(Traffic(pool, PROMPT, MAX_TOKENS))
+        for first in range(len(EVERY_WAY)):
+            choices = [*EVERY_WAY[first:], *EVERY_WAY[:first]]
+            streams.enter_context(Traffic(pool, PROMPT, MAX_TOKENS, choices))
         yield
+    wait_until(lambda: not any(map(holds, pool.drafters())), HANG_GUARD_S, "all drafters hold nothing")
+
+
+def holds(drafter: str) -> dict[str, float]:
+    """Of what requests take there, by name: what is not 0, or not known."""
+    try:
+        status = ray.get(ray.get_actor(drafter, namespace=NAMESPACE).status.remote(), timeout=ANSWER_WITHIN_S)
+    except (ValueError, ray.exceptions.RayError):
+        return {"no answer": 1.0}
+    taken = "num_sequences", "num_prefilling", "num_side_branches", "branch_blocks", "kv_cache_usage"
+    return {name: status[name] for name in taken if status.get(name)}
 
 
 def by_target(pool: Deployment, name: str, **labels: str) -> dict[str, float]:

@@ -6,16 +6,30 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from tests.reference import GREEDY, Coupled
+from tests.reference import GREEDY, Choice, Coupled, Greedy
 from tests.serving import HANG_GUARD_S, Deployment
 from tests.stalls import Stalls
 
-CHOICES = (GREEDY, Coupled(seed=31), Coupled(seed=32, temperature=0.7, top_p=0.95))
+CHOICES: tuple[Choice, ...] = (GREEDY, Coupled(seed=31), Coupled(seed=32, temperature=0.7, top_p=0.95))
 """Taken in turn."""
+
+
+@dataclass(frozen=True)
+class OnlyOne(Greedy):
+    """Drawn from p and q, by rejection or block verification; both leave one token, the likeliest."""
+
+    verification: str
+
+    def options(self) -> dict[str, Any]:
+        return {"temperature": 1.5, "top_k": 1, "verification": self.verification}
+
+
+EVERY_WAY = (*CHOICES, OnlyOne("rejection"), OnlyOne("block"))
 
 
 @contextmanager
@@ -58,11 +72,14 @@ def longest_gap_s(times: Sequence[float], stalls: Stalls) -> float:
 class Traffic:
     """Streams the same prompt over and over from entering to leaving the with block, which waits for the last one.
 
-    Greedy, coupled and coupled with top_p take turns. Every answer is checked against the reference on leaving.
+    Choices take turns. Every answer is checked against the reference on leaving.
     """
 
-    def __init__(self, deployment: Deployment, prompt: Sequence[int], max_tokens: int) -> None:
+    def __init__(
+        self, deployment: Deployment, prompt: Sequence[int], max_tokens: int, choices: Sequence[Choice] = CHOICES
+    ) -> None:
         self._deployment, self._prompt, self._max_tokens = deployment, list(prompt), max_tokens
+        self._choices = choices
         self.answers: list[list[int]] = []
         self.errors: list[Exception] = []
         self._times: list[list[float]] = []
@@ -89,7 +106,7 @@ class Traffic:
         assert not self.errors, f"a request failed: {self.errors[0]!r}"
         for number, answer in enumerate(self.answers):
             assert len(answer) == self._max_tokens
-            choice = CHOICES[number % len(CHOICES)]
+            choice = self._choices[number % len(self._choices)]
             self._deployment.reference.check(self._prompt, answer, label=f"stream {number}", choice=choice)
 
     def wait_for_messages(self, more: int) -> None:
@@ -109,7 +126,7 @@ class Traffic:
                 tokens: list[int] = []
                 times: list[float] = []
                 self._times.append(times)
-                options = CHOICES[len(self.answers) % len(CHOICES)].options()
+                options = self._choices[len(self.answers) % len(self._choices)].options()
                 with self._deployment.client.stream(
                     self._prompt, max_tokens=self._max_tokens, ignore_eos=True, **options
                 ) as stream:

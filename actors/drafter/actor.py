@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _RESTART_PAUSE_S = 5.0
 
+ASK_AGAIN_S = 10.0
+"""Whether a drafter has loaded."""
+
 _ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # steps are hand-built for the V1 runner; with Triton vLLM would take V2
@@ -234,6 +237,19 @@ class Drafter:
 async def find_actor(name: str) -> Any:
     """In a thread, for it asks Ray's GCS. Raises ValueError when there is none."""
     return await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+
+
+async def has_loaded(drafter: Any) -> None:
+    """Returns when it has. Raises RayError where it does not load. One whose process dies meanwhile, as for want of
+    memory, is started anew by Ray without end, and what it was asked before waits for as long: only who asks again is
+    told."""
+    answer = asyncio.ensure_future(drafter.ready.remote())
+    while not (await asyncio.wait({answer}, timeout=ASK_AGAIN_S))[0]:
+        drafter.ready.remote()
+    try:
+        await answer
+    except ray.exceptions.ActorUnavailableError:
+        raise ray.exceptions.RayError("the drafter's process died while it loaded") from None
 
 
 class DrafterStatus:

@@ -351,6 +351,11 @@ class Round:
         self.steps.clear()
 
     def status(self) -> dict[str, Any]:
+        """In plain values. Asked for every couple of seconds, between two steps: by this a target that idles, and makes
+        none, goes to another drafter, too."""
+        if not self.requests:
+            self._check_link(at_boundary=True)
+            self._drafter.flush()
         lengths = self._guarded(self._lengths.snapshot)
         return {
             **self.statistics.snapshot(),

@@ -26,6 +26,9 @@ from outrider.cluster.scaling_config import POOL_REASONS, PoolScalingConfig
 SAID_LATELY_S = 15.0
 """What the registry said longer ago is not known any more."""
 
+LOST_S = 60.0
+"""A question that has been out for so long is asked once more, as by a LinkKeeper."""
+
 logger = logging.getLogger("ray.serve.outrider.autoscaling")
 
 
@@ -80,6 +83,7 @@ class RegistryCalls:
         self._name = registry_name(app_name)
         self._registry: Any = None
         self._asked: Any = None
+        self._asked_s = float("-inf")
         self._said: Sequence[Work] | None = None
         self._said_s = float("-inf")
 
@@ -89,10 +93,10 @@ class RegistryCalls:
             if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
                 answer, self._asked = self._asked, None
                 self._said, self._said_s = ray.get(answer), now_s
-            if self._asked is None:
+            if self._asked is None or now_s - self._asked_s >= LOST_S:
                 if self._registry is None:
                     self._registry = ray.get_actor(self._name, namespace=NAMESPACE)
-                self._asked = self._registry.work.remote()
+                self._asked, self._asked_s = self._registry.work.remote(), now_s
         except (RayError, ValueError):  # it is made anew by whoever misses it first
             self._asked = self._registry = None
         return self._said if now_s - self._said_s < SAID_LATELY_S else None

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from outrider.actors.drafter.actor import DrafterStatus, drafter_name, launch_drafter
+from outrider.actors.drafter.actor import DrafterStatus, drafter_name, has_loaded, launch_drafter
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.replica_calls import ReplicaReply, sign
@@ -38,9 +38,6 @@ _LOOK_S = 0.5
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Before a drafter that could not be loaded is tried again; twice as long each time."""
-
-ASK_AGAIN_S = 10.0
-"""Whether it has loaded."""
 
 MOST_OF_A_REASON = 300
 """Characters."""
@@ -95,7 +92,7 @@ class DrafterPool:
             drafter = None
             try:
                 drafter = launch()
-                await _loaded(drafter)
+                await has_loaded(drafter)
             except (ray.exceptions.RayError, ValueError) as error:  # the latter: its name is not free again yet
                 logger.warning("the drafter does not load, next attempt in %g s: %s", pause_s, error)
                 if drafter is not None:
@@ -139,18 +136,6 @@ class DrafterPool:
                 logger.warning("%s cannot be left yet: %s", drafter, error)
             await asyncio.sleep(_LOOK_S)
         logger.warning("%s ends without having been left", drafter)
-
-
-async def _loaded(drafter: Any) -> None:
-    """Raises RayError where it does not load. One whose process dies meanwhile, as for want of memory, is started anew
-    by Ray without end, and what it was asked before waits for as long: only who asks again is told."""
-    answer = asyncio.ensure_future(drafter.ready.remote())
-    while not (await asyncio.wait({answer}, timeout=ASK_AGAIN_S))[0]:
-        drafter.ready.remote()
-    try:
-        await answer
-    except ray.exceptions.ActorUnavailableError:
-        raise ray.exceptions.RayError("its process died while it loaded") from None
 
 
 def reason(error: BaseException) -> str:

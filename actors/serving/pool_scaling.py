@@ -89,7 +89,6 @@ class PoolPolicy:
         assert look.work is not None
         busy = [work for work in look.work if work.is_busy]
         if not busy:
-            self._unpaid_since = self._trial_until = None
             return 0, "idle"
         taken = math.ceil(len(busy) / self._settings.targets_per_drafter)
         paid = self._paid(busy)

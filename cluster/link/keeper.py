@@ -19,7 +19,7 @@ import ray
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.link import HANG, Link, LinkError, host_link
 from outrider.cluster.link.rendezvous import check_device
-from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Place, Verifier, Work, fingerprint
+from outrider.cluster.membership import LinkGrant, LinkReport, Place, Verifier, Work, fingerprint
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import this_place
 from outrider.cluster.vocabulary import marks_of
@@ -55,8 +55,8 @@ class ReplicaIdentity:
 
 
 class SilentLinks:
-    """When a drafter is taken for stuck: several links in a row were given up because it answered nothing, on all but
-    the first of them it said nothing whatever, and together they lasted for as long as an honest step may. Pure.
+    """When a drafter is taken for stuck: several links in a row to it were given up because it answered nothing, on all
+    but the first of them it said nothing whatever, and together they lasted for as long as an honest step may. Pure.
 
     A drafter that is only slow, behind a deadline shorter than its steps, says that it is not ready.
     """
@@ -65,15 +65,61 @@ class SilentLinks:
         """link_deadline_s: so long at least was the silence on each."""
         self._most = max(_HANGS_BEFORE_RESTART, math.ceil(_LEAST_SILENCE_S / link_deadline_s))
         self.in_a_row = 0
+        self._drafter = ""
 
-    def ended(self, reason: str, heard: bool) -> bool:
+    def ended(self, drafter: str, reason: str, heard: bool) -> bool:
         """A link has ended. heard: messages came over it. Returns whether to restart the drafter."""
+        if drafter != self._drafter:
+            self._drafter, self.in_a_row = drafter, 0
         silent = HANG in reason and (self.in_a_row == 0 or not heard)
         self.in_a_row = self.in_a_row + 1 if silent else 0
         if self.in_a_row < self._most:
             return False
         self.in_a_row = 0
         return True
+
+
+class Homing:
+    """When a verifier that is linked to another drafter than the one it is assigned goes there. Pure.
+
+    The other must have answered every look for a while; that while doubles each time it is left again soon after, so a
+    drafter that dies of every link is not run to and from.
+    """
+
+    FIRST_S, LONGEST_S = 2.0, 300.0
+    SETTLED_S = 60.0
+    """A link at home that lasted so long was no mistake."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause_s = self.FIRST_S
+        self._ready_since: float | None = None
+        self._came_home: float | None = None
+
+    def look(self, ready: bool) -> bool:
+        """While on another drafter: whether the assigned one answers now. Returns whether to go there."""
+        now = self._clock()
+        if not ready:
+            self._ready_since = None
+            return False
+        if self._ready_since is None:
+            self._ready_since = now
+        return now - self._ready_since >= self._pause_s
+
+    def went_home(self) -> None:
+        self._came_home = self._clock()
+
+    def link_ended(self) -> None:
+        since, self._came_home, self._ready_since = self._came_home, None, None
+        if since is not None and self._clock() - since >= self.SETTLED_S:
+            self._pause_s = self.FIRST_S
+        elif since is not None:
+            self.failed()
+
+    def failed(self) -> None:
+        """It said that it is ready, and could not be linked to or was soon left."""
+        self._ready_since = None
+        self._pause_s = min(2 * self._pause_s, self.LONGEST_S)
 
 
 class LinkKeeper:
@@ -106,7 +152,8 @@ class LinkKeeper:
         self._pooled = config.remote_drafter is not None and config.remote_drafter.pooled
         self._place: Place | None = None
         self._ready: dict[str, tuple[Any, float]] = {}
-        """Drafter -> a question not answered yet: a stopped drafter is asked once, not once a try."""
+        """Drafter -> a question not answered yet: a stopped drafter is asked once, not once a try. Those that are lost
+        are forgotten, like drafters that are gone."""
 
         self._stopping = threading.Event()
         self._broken = threading.Event()
@@ -157,7 +204,7 @@ class LinkKeeper:
             retry_s = _FIRST_RETRY_S
             while (another := self._serve(link, grant.drafter)) is not None:
                 link, grant = another
-            if silent.ended(link.broken or "", link.counters.data_frames_received > 0):
+            if silent.ended(grant.drafter, link.broken or "", link.counters.data_frames_received > 0):
                 self._restart(grant.drafter)
 
     def _verifier(self, linked_to: str = "") -> Verifier:
@@ -311,8 +358,10 @@ class LinkKeeper:
 
     def _ask(self, name: str, drafter: Any) -> Any:
         """Whether it is ready."""
+        now = time.monotonic()
+        self._ready = {other: asked for other, asked in self._ready.items() if now - asked[1] < LOST_S}
         question = drafter.ready.remote()
-        self._ready[name] = question, time.monotonic()
+        self._ready[name] = question, now
         return question
 
     def _asked(self, name: str) -> Any:

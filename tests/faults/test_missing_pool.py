@@ -1,8 +1,10 @@
-"""A pool whose drafter cannot be loaded: its target serves, what is waited for is told, and it is tried again."""
+"""A drafter that cannot be loaded: a pool's target serves, what is waited for is told, and it is tried again. A
+target's own ends the start."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +16,7 @@ import pytest
 
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
-from tests.outrider_serve import outrider_serve
+from tests.outrider_serve import command, outrider_serve, write_config
 from tests.reference import Reference
 from tests.serving import HANG_GUARD_S, Models, drafted, engine, num_draft_tokens, wait_until
 
@@ -25,6 +27,7 @@ TRIED_AGAIN_WITHIN_S = 300.0
 """After a minute at most, and it loads its model while requests run."""
 
 
+DIED = "the drafter's process died while it loaded"
 SPECULATION = {"num_speculative_tokens": 8, "adaptive": False}
 
 
@@ -108,7 +111,7 @@ def test_a_drafter_whose_process_dies_whenever_it_loads_is_told_of_too(models: M
         OutriderClient(server.grpc) as client,
     ):
         told = wait_until(
-            lambda: [line for line in server.said() if "its process died while it loaded" in line],
+            lambda: [line for line in server.said() if DIED in line],
             HANG_GUARD_S,
             "the operator is told",
         )
@@ -120,3 +123,15 @@ def test_a_drafter_whose_process_dies_whenever_it_loads_is_told_of_too(models: M
             return num_draft_tokens(client.generate(PROMPT, temperature=0.0, max_tokens=100))
 
         wait_until(lambda: drafts() > 0, TRIED_AGAIN_WITHIN_S, "an answer with drafts", every_s=1.0)
+
+
+def test_a_start_ends_whose_own_drafters_process_dies_whenever_it_loads(models: Models, tmp_path: Path) -> None:
+    drafter = {"method": "draft_model", **engine(models.drafter)}
+    config = write_config(tmp_path, models, drafter=drafter, speculation=SPECULATION)
+    with drafters_die():
+        done = subprocess.run(
+            command("serve", str(config), "--grpc-port", "0", "--http-port", "0"),
+            capture_output=True, text=True, timeout=HANG_GUARD_S, check=False, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert DIED in done.stderr.splitlines()[-1], done.stderr[-3000:]

@@ -11,9 +11,9 @@ import pytest
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
-from outrider.cluster.link.keeper import LOST_S, LinkKeeper, ReplicaIdentity, SilentLinks
+from outrider.cluster.link.keeper import LOST_S, Homing, LinkKeeper, ReplicaIdentity, SilentLinks
 from outrider.cluster.link.link import LinkCounters
-from outrider.cluster.membership import Homing, LinkGrant, LinkReport, Member, Membership, Place
+from outrider.cluster.membership import LinkGrant, LinkReport, Member, Membership, Place
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.vocabulary import marks_of
 from tests.clock import Clock
@@ -181,10 +181,23 @@ def test_a_question_that_is_lost_is_asked_once_more(monkeypatch):
         assert len(asked) == questions
 
 
+def test_of_drafters_that_are_gone_nothing_is_kept(monkeypatch):
+    """A pool has many in a target's life, each under a name of its own."""
+    clock = Clock()
+    ready = SimpleNamespace(remote=lambda: "question")
+    monkeypatch.setattr(link_keeper.time, "monotonic", clock)
+    monkeypatch.setattr(link_keeper.ray, "get_actor", lambda name, namespace: SimpleNamespace(ready=ready))
+    keeper = ScriptedKeeper()
+    for number in range(10):
+        assert not LinkKeeper._is_ready(keeper, f"D{number}")
+        clock.now += LOST_S / 2
+    assert keeper._ready.keys() == {"D8", "D9"}
+
+
 def silent_links(deadline_s, *heard):
     """The number of the link after which the drafter is restarted; None: it is not."""
     links = SilentLinks(deadline_s)
-    return next((number for number, one in enumerate(heard, 1) if links.ended(f"{HANG}: no answer", one)), None)
+    return next((number for number, one in enumerate(heard, 1) if links.ended("D1", f"{HANG}: no answer", one)), None)
 
 
 def test_the_first_of_the_silent_links_may_have_worked_until_then():
@@ -202,11 +215,66 @@ def test_a_deadline_shorter_than_an_honest_step_costs_no_drafter():
 
 def test_what_ends_otherwise_is_no_silence():
     links = SilentLinks(5.0)
-    assert not links.ended(f"{HANG}: no answer", False)
-    assert not links.ended("connection lost", False)
-    assert not links.ended(f"{HANG}: no answer", False)
-    assert links.ended(f"{HANG}: no answer", False)
-    assert not links.ended(f"{HANG}: no answer", False), "the new one starts afresh"
+    assert not links.ended("D1", f"{HANG}: no answer", False)
+    assert not links.ended("D1", "connection lost", False)
+    assert not links.ended("D1", f"{HANG}: no answer", False)
+    assert links.ended("D1", f"{HANG}: no answer", False)
+    assert not links.ended("D1", f"{HANG}: no answer", False), "the new one starts afresh"
+
+
+def test_each_drafter_of_a_pool_answers_for_its_own_silence():
+    """It drafts for others, too."""
+    links = SilentLinks(5.0)
+    for drafter in ("D1", "D2", "D3"):
+        assert not links.ended(drafter, f"{HANG}: no answer", False)
+    assert links.ended("D3", f"{HANG}: no answer", False)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def looks_until_due(homing, clock):
+    """Looks once a second at a drafter that always answers. Returns how long it took."""
+    start = clock.now
+    while not homing.look(True):
+        clock.now += 1
+    return clock.now - start
+
+
+def test_a_borrower_goes_home_when_its_own_has_been_ready_for_a_while(clock):
+    homing = Homing(clock)
+    assert not homing.look(False)
+    assert not homing.look(True)
+    clock.now += Homing.FIRST_S / 2
+    assert not homing.look(False), "gone again: the while begins anew"
+    assert looks_until_due(homing, clock) == Homing.FIRST_S
+
+
+def test_a_home_that_is_left_soon_is_gone_to_less_and_less_often(clock):
+    homing = Homing(clock)
+    waits = []
+    for _ in range(12):
+        waits.append(looks_until_due(homing, clock))
+        homing.went_home()
+        clock.now += Homing.SETTLED_S / 2
+        homing.link_ended()
+    assert waits[:4] == [Homing.FIRST_S * 2**n for n in range(4)]
+    assert waits[-1] == Homing.LONGEST_S
+    homing.went_home()
+    clock.now += Homing.SETTLED_S
+    homing.link_ended()
+    assert looks_until_due(homing, clock) == Homing.FIRST_S, "that one lasted"
+
+
+def test_a_home_that_cannot_be_linked_to_is_tried_less_often_and_borrowed_links_say_nothing(clock):
+    homing = Homing(clock)
+    homing.link_ended()
+    assert looks_until_due(homing, clock) == Homing.FIRST_S
+    homing.failed()
+    homing.link_ended()
+    assert looks_until_due(homing, clock) == 2 * Homing.FIRST_S
 
 
 class Inviting(LinkKeeper):

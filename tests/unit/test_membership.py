@@ -5,15 +5,14 @@ import pytest
 from outrider.cluster.config import parse_config
 from outrider.cluster.membership import (
     MOVE_PAUSE_S,
-    Homing,
     LinkReport,
     Member,
     Membership,
     Place,
     Verifier,
+    Work,
     fingerprint,
 )
-from tests.clock import Clock
 
 
 def grant(members, verifier, unreachable=(), last_epoch=0, now=0.0):
@@ -183,6 +182,20 @@ def test_who_has_lost_its_drafter_does_not_wait_for_the_pause():
     assert shares(members, verifiers, now=0.1) == [4]
 
 
+def test_those_who_have_lost_their_drafter_for_a_while_part_among_the_others():
+    """They all ask at once, and it stays the one that they are assigned."""
+    members = pool("D1", "D2", "D3")
+    verifiers = [Verifier(f"r{n}") for n in range(12)]
+    for verifier in verifiers:
+        members.assigned_to(verifier, 0.0)
+    orphans = [verifier for verifier in verifiers if members.assigned[verifier.name] == "D1"]
+    assert len(orphans) == 4
+    lent = [grant(members, orphan.name, {"D1"}).drafter for orphan in orphans]
+    assert sorted(lent) == ["D2", "D2", "D3", "D3"]
+    assert [grant(members, orphan.name).drafter for orphan in orphans] == ["D1"] * 4, "it is back"
+    assert grant(members, orphans[0].name, {"D1"}).drafter == lent[0], "and those who were lent are guests no more"
+
+
 def test_a_drafter_that_drains_is_left_by_all_at_once():
     members = pool("D1", "D2")
     assert shares(members, ["r1", "r2", "r3", "r4"]) == [2, 2]
@@ -317,6 +330,31 @@ def test_a_registry_that_was_made_anew_knows_who_has_to_move():
     assert members.drain("p-D1", 1.0) == ["r0"]
 
 
+def test_a_report_that_was_lost_is_made_good_by_what_is_asked_next():
+    members = pool("D1", "D2")
+    assigned(members, "r0")
+    members.report("r0", LinkReport("up", 1, "D1"))
+    members.report("r0", LinkReport("up", 1, "D1", rtt_us=5.0))
+    assigned(members, Verifier("r0", linked_to="D1"))
+    assert members.links["r0"].rtt_us == 5.0, "what is known of a link stays"
+    assigned(members, Verifier("r0", linked_to="D2"))
+    assert (members.users("D1"), members.users("D2")) == ([], ["r0"])
+    grant(members, "r0")
+    assert members.users("D2") == []
+    assert members.links["r0"].state == "down"
+
+
+def test_what_targets_do_is_known_though_their_drafter_is_not():
+    """Of a registry that was made anew, and of a pool's replica whose lease is over: its drafter drafts on."""
+    members = pool("D1")
+    members.renew(Member("r0"), 10, now=0)
+    busy = Work(3, 60.0, 40.0)
+    assert assigned(members, Verifier("r0", linked_to="D9", work=busy)) == "D9"
+    assert members.works == {"r0": busy}
+    members.expire(now=10)
+    assert members.works == {}
+
+
 def test_who_drains_where_nobody_knew_it_before():
     members = pool("D1")
     members.renew(Member("p-D2", "D2", pooled=True, draining=True), 1000, now=0)
@@ -329,50 +367,3 @@ def test_who_uses_a_drafter():
     members.links["r1"] = LinkReport("up", 1, "D1")
     members.links["r2"] = LinkReport("down", 1, "D1")
     assert members.users("D1") == ["r1"]
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-def looks_until_due(homing, clock):
-    """Looks once a second at a drafter that always answers. Returns how long it took."""
-    start = clock.now
-    while not homing.look(True):
-        clock.now += 1
-    return clock.now - start
-
-
-def test_a_borrower_goes_home_when_its_own_has_been_ready_for_a_while(clock):
-    homing = Homing(clock)
-    assert not homing.look(False)
-    assert not homing.look(True)
-    clock.now += Homing.FIRST_S / 2
-    assert not homing.look(False), "gone again: the while begins anew"
-    assert looks_until_due(homing, clock) == Homing.FIRST_S
-
-
-def test_a_home_that_is_left_soon_is_gone_to_less_and_less_often(clock):
-    homing = Homing(clock)
-    waits = []
-    for _ in range(12):
-        waits.append(looks_until_due(homing, clock))
-        homing.went_home()
-        clock.now += Homing.SETTLED_S / 2
-        homing.link_ended()
-    assert waits[:4] == [Homing.FIRST_S * 2**n for n in range(4)]
-    assert waits[-1] == Homing.LONGEST_S
-    homing.went_home()
-    clock.now += Homing.SETTLED_S
-    homing.link_ended()
-    assert looks_until_due(homing, clock) == Homing.FIRST_S, "that one lasted"
-
-
-def test_a_home_that_cannot_be_linked_to_is_tried_less_often_and_borrowed_links_say_nothing(clock):
-    homing = Homing(clock)
-    homing.link_ended()
-    assert looks_until_due(homing, clock) == Homing.FIRST_S
-    homing.failed()
-    homing.link_ended()
-    assert looks_until_due(homing, clock) == 2 * Homing.FIRST_S

@@ -12,8 +12,15 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve._private.config import DeploymentConfig
 
 from outrider.actors.serve_seam import pool_scaling
-from outrider.actors.serve_seam.pool_scaling import SAID_LATELY_S, PoolScaling, RegistryCalls, serve_pool_autoscaling
-from outrider.cluster.membership import Work
+from outrider.actors.serve_seam.pool_scaling import (
+    LOST_S,
+    SAID_LATELY_S,
+    PoolScaling,
+    RegistryCalls,
+    serve_pool_autoscaling,
+)
+from outrider.cluster.membership import Verifier, Work
+from outrider.cluster.registry import Registry
 from outrider.cluster.scaling_config import PoolScalingConfig
 from tests.clock import Clock
 
@@ -126,3 +133,20 @@ def test_a_registry_that_is_lost_is_asked_when_there_is_another(monkeypatch: pyt
     answers.there.append([IDLE])
     assert calls.work(3.0) == [IDLE]
     assert answers.looked_up == 2
+
+
+def test_a_question_that_is_lost_is_asked_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, calls = Answers(monkeypatch), RegistryCalls("app")
+    for now, questions in ((0.0, 1), (LOST_S - 1, 1), (LOST_S, 2), (2 * LOST_S - 1, 2)):
+        assert calls.work(now) is None
+        assert len(answers.asked) == questions
+    answers.there.append([GOOD])
+    assert calls.work(2 * LOST_S) == [GOOD]
+
+
+async def test_a_registry_that_no_target_has_asked_says_nothing_of_their_work() -> None:
+    """They load, or it was made anew: that is no reason to take a drafter away."""
+    registry = Registry()
+    assert await registry.work() is None
+    await registry.assigned_to(Verifier("r1", linked_to="D1", work=GOOD))
+    assert await registry.work() == [GOOD]

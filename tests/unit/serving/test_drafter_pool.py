@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from outrider.actors.drafter import actor
 from outrider.actors.serving import drafter_pool
 from outrider.actors.serving.drafter_pool import DrafterPool
 from outrider.cluster.membership import Member
@@ -77,9 +78,9 @@ async def test_one_whose_process_dies_while_it_loads_has_failed(monkeypatch: pyt
                 each.exception()
         return asked[-1]
 
-    monkeypatch.setattr(drafter_pool, "ASK_AGAIN_S", 0.001)
-    with pytest.raises(ray.exceptions.RayError, match="its process died while it loaded"):
-        await drafter_pool._loaded(SimpleNamespace(ready=SimpleNamespace(remote=ready)))
+    monkeypatch.setattr(actor, "ASK_AGAIN_S", 0.001)
+    with pytest.raises(ray.exceptions.RayError, match="process died while it loaded"):
+        await actor.has_loaded(SimpleNamespace(ready=SimpleNamespace(remote=ready)))
 
 
 def test_one_that_is_taken_away_before_its_drafter_has_loaded_is_forgotten_at_once() -> None:

@@ -93,6 +93,20 @@ def test_one_that_does_not_pay_goes_and_is_tried_again_now_and_then() -> None:
     assert pool.run(PROBE_S - 10, POOR) == [0], "rarely"
 
 
+def test_requests_that_come_in_bursts_are_tried_too() -> None:
+    """A pause tells nothing of what a drafter gains, and ends no trial of one that loads."""
+    pool = Pool(load_s=30.0)
+    assert pool.run(DOWN_S + 2, POOR) == [1, 0]
+    burst = [(8, POOR), (2, IDLE)]
+    seen = [pool.run(*each) for _ in range(int(PROBE_S // 10) - 1) for each in burst]
+    assert max(map(max, seen)) == 0
+    for each in burst * 6:
+        pool.run(*each)
+    pool.run(2, IDLE)
+    pool.run(2, POOR)
+    assert (pool.wanted, pool.reason) == (1, "probe")
+
+
 def test_a_trial_that_pays_is_none_any_more() -> None:
     pool = Pool()
     pool.run(DOWN_S + 2, POOR)
