@@ -6,7 +6,7 @@ Each raises RequestError with the field as that API calls it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from outrider.actors.replica_calls import RequestError
@@ -23,6 +23,28 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "repetition_penalty": (0.01, 100, "a number from 0.01 to 100 (1 is off)"),
 }
 """Sampling parameters whose least and most, and how a refusal puts them, are our own and not vLLM's."""
+
+NO_TEMPLATE_VARIABLES = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "max_length",
+        "messages",
+        "model_config",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+"""Arguments of what applies a chat template, vLLM's or the tokenizer's own."""
+
+TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message")
 
 _MOST_OF_A_PROBLEM = 300
 _MOST_NAMED = 20
@@ -58,6 +80,16 @@ def chars_of(text: str) -> int:
     """As texts are held against limits: its characters, or half the bytes of UTF-8 where these are more. A tokenizer
     makes up to four tokens of a rare character."""
     return len(text) if text.isascii() else max(len(text), len(text.encode(errors="surrogatepass")) // 2)
+
+
+def check_template_variables(field: str, names: Iterable[str], chat: str | None) -> None:
+    """names: of chat_template_kwargs. chat: what goes before a field of the chat; None: it has none of TEMPLATE_FIELDS.
+    Raises RequestError."""
+    for name in names:
+        if name in TEMPLATE_FIELDS and chat is not None:
+            raise RequestError(f"{field}.{name}", "has a field of its own", f"send {chat}{name}")
+        if name in NO_TEMPLATE_VARIABLES or name in TEMPLATE_FIELDS:
+            raise RequestError(f"{field}.{name}", "is no variable of a template", "leave it out")
 
 
 TOKEN_STRS_COUNT = 8
@@ -103,7 +135,9 @@ def check_repetition(field: str, asked: dict[str, Any]) -> None:
     for name, value in asked.items():
         if value is not None and value < 0:
             raise RequestError(f"{field}.{name}", f"{value} is negative", "send 0 or more, or leave it out")
-    size, count = (asked.get(name) or 0 for name in ("max_pattern_size", "min_count"))
+    size, least, count = (asked.get(name) or 0 for name in ("max_pattern_size", "min_pattern_size", "min_count"))
+    if least > size:
+        raise RequestError(f"{field}.min_pattern_size", f"{least} is above max_pattern_size ({size})", "lower it")
     if size > MAX_REPEATED_PATTERN:
         raise RequestError(
             f"{field}.max_pattern_size", f"{size} is too long a pattern", f"send {MAX_REPEATED_PATTERN} at most"

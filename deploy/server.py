@@ -486,5 +486,5 @@ def _last_exception(text: str) -> str | None:
 
 
 def _squeeze(text: str) -> str:
-    squeezed = " ".join(text.split())
+    squeezed = " ".join(text.split()).partition(" [type=")[0]  # pydantic's, with all of the value and an address
     return squeezed if len(squeezed) <= 600 else squeezed[:600] + " …"

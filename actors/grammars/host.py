@@ -350,7 +350,7 @@ class GrammarHost:
                 room.close_later = lambda: keeper.close(job.number)
                 return room, answer["ready"]
             elif "invalid" in answer:
-                result = Ending(f"does not compile: {answer['invalid']}", "invalid")
+                result = Ending(f"does not compile: {answer['invalid']}".removesuffix(": "), "invalid")
                 break
             elif "no_memory" in answer:
                 result = Ending(f"takes more than {bounds.compile_bytes >> 20} MiB to compile", "compile_memory")

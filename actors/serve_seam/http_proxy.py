@@ -27,7 +27,7 @@ from outrider.actors.serving.access.calls import GuardedHttp, HandOn
 from outrider.actors.serving.access.process import proxy_guard
 from outrider.actors.serving.access.settings import proxy_access
 from outrider.actors.serving.connections import Address, Limit, address_of, sentence
-from outrider.actors.serving.failures import RETRY_AFTER_S
+from outrider.actors.serving.failures import RETRY_AFTER_S, leave_out_who_left
 from outrider.actors.serving.gate import doors
 from outrider.actors.serving.heap import return_memory
 from outrider.actors.serving.http.browsers import CheckBrowsers
@@ -43,6 +43,7 @@ def middlewares() -> list[Middleware]:
     leans_on.HEADERS.check()
     go_by_steady_time()
     return_memory()
+    leave_out_who_left()
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
     listen_as_configured(proxy_access())
@@ -174,6 +175,9 @@ class TimedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and self._should_upgrade():
             self._refuse(400, "upgrade: no WebSockets are served here; ask without it, answers are streamed over HTTP")
             raise _Refused
+        if self.parser.should_upgrade() and self._has_body():  # which the parser takes for the other protocol's
+            self._refuse(400, "upgrade: a body cannot be read behind it; ask without it, over HTTP/1.1")
+            raise _Refused
         if len(self.pipeline) == MOST_PIPELINED:
             self._hang_up()
             raise _Refused
@@ -247,6 +251,12 @@ class TimedProtocol(HttpToolsProtocol):
             self._lingers.cancel()
         super().connection_lost(exc)
         self._end_answer()
+
+    def _has_body(self) -> bool:
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+            for name, value in self.headers
+        )
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete

@@ -29,13 +29,20 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+    gRPCStatusError,
+)
 from ray.serve.grpc_util import RayServegRPCContext
 
 from outrider.actors.replica_calls import ReplicaLost, RequestError, RequestIdInUse, SamplingFailed, TooManyRefused
 from outrider.actors.request_checks import check_request_id
 
-logger = logging.getLogger("ray.serve.outrider.serving")
+_SERVES_LOG = "ray.serve"
+logger = logging.getLogger(f"{_SERVES_LOG}.outrider.serving")
 
 STATUS_DETAILS_METADATA = "grpc-status-details-bin"
 """Trailing metadata with a serialised google.rpc.Status: gRPC's own name for it."""
@@ -74,6 +81,9 @@ REPLICA_LOST = (
 )
 """Raised by a call whose replica is gone, or cannot serve any more. Another one may take the request."""
 
+_TOLD = (gRPCStatusError, RequestError, RequestIdInUse, TooManyRefused, TimeoutError)
+"""gRPCStatusError: what Serve makes of a call of the ingress's that has its status."""
+
 _UNAVAILABLE = (*REPLICA_LOST, DeploymentUnavailableError, ConnectionError, MemoryError)
 
 
@@ -94,6 +104,27 @@ def errors_become_status(grpc_context: RayServegRPCContext, call: str, request_i
         # Serve needs an exception to end a stream with a code. A built-in one: the proxy, which unpickles it, need not
         # be able to import this package. No cause: the traceback would only be logged again.
         raise RuntimeError(f"{failure.code.name}: {failure.message}") from None
+
+
+def leave_out_what_is_told() -> None:
+    """Serve's log of this replica has a traceback of some forty lines for each request that fails, be it the request's
+    own fault: what its client is told, and a line of ours says, is left out."""
+    logging.getLogger(_SERVES_LOG).addFilter(_is_news)
+
+
+def leave_out_who_left() -> None:
+    """Of a proxy's log: Serve leaves a task behind for each client that leaves, and asyncio logs that nobody asked what
+    became of it."""
+    logging.getLogger("asyncio").addFilter(_is_of_this_process)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or not isinstance(cause_of(error), _TOLD)
+
+
+def _is_of_this_process(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], RequestCancelledError))
 
 
 def failure_of(error: BaseException, call: str, request_id: str | None = None) -> CallFailure:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, launch_drafter
+from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, has_loaded, launch_drafter
 from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.learning.history import status_of
 from outrider.actors.observability.environment import process_environment
@@ -43,6 +43,7 @@ from outrider.actors.serve_seam.steady_time import go_by_steady_time
 from outrider.actors.serving.adapters import RunTimeAdapters, asked_of
 from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.co_located import check_co_located
+from outrider.actors.serving.failures import leave_out_what_is_told
 from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
 from outrider.actors.serving.ways_out import WaysOut
 from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, Heartbeat
@@ -86,6 +87,7 @@ class Target:
         self._address = ray.get_runtime_context().gcs_address
         start_up = StartUp(logger)
         go_by_steady_time()
+        leave_out_what_is_told()
         with serve_log_kept():
             # Seconds of imports, in which the registry's and the drafter's processes start.
             imports = asyncio.create_task(asyncio.to_thread(_import_engine))
@@ -116,7 +118,7 @@ class Target:
         self._engine.watch_steps(config.serving.step_watchdog_s)
         self._heartbeat.start()
         if self._drafter is not None:
-            await self._drafter.ready.remote()
+            await has_loaded(self._drafter)
             start_up.done("waiting for the drafter")
         if drafter is not None:
             await self._engine.call_ranks("open_link")

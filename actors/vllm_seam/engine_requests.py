@@ -40,7 +40,7 @@ from outrider.actors.round.origins import RoundLog, TakenRounds
 from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
 from outrider.actors.vllm_seam.structured_outputs import checked, refusal_of
 from outrider.cluster.limits import LimitsConfig
-from outrider.cluster.link.messages import MessageError
+from outrider.cluster.link.messages import MAX_INT31, MessageError
 
 CONSTRAINT = "sampling.structured_outputs"
 _TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
@@ -101,10 +101,19 @@ def sampling_params(
     try:
         check_for_ranks(params)
     except MessageError as error:
-        raise RequestError(f"sampling.{error.field.removeprefix('Open.')}", error.problem, "change it") from None
+        raise RequestError(f"sampling.{blamed_by_ranks(error, params)}", error.problem, "change it") from None
     except (ValueError, KeyError) as error:
         raise RequestError("speculation.verification", str(error), "leave it out, or use coupled") from None
     return params
+
+
+def blamed_by_ranks(error: MessageError, params: SamplingParams) -> str:
+    """The parameter that `check_for_ranks` found wrong: to the drafter allowed tokens are biases, too."""
+    name = error.field.removeprefix("Open.")
+    if name != "biases":
+        return name
+    is_bias = any(not 0 <= token <= MAX_INT31 for token in params.logit_bias or ())
+    return "logit_bias" if is_bias else "allowed_token_ids"
 
 
 def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None = None) -> RequestError:

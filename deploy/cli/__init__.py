@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,6 +29,9 @@ COMMANDS = {
 """Name -> summary. Each is a module beside this one with ``add_arguments(parser)`` and ``run(args) -> int``."""
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="outrider", description="Speculative decoding for vLLM on Ray.")
@@ -35,12 +40,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
-        if name == chosen:
-            importlib.import_module(f"outrider.deploy.cli.{name}").add_arguments(command)
-    args = parser.parse_args(arguments)
-    return int(importlib.import_module(f"outrider.deploy.cli.{args.command}").run(args))
+    try:
+        for name, summary in COMMANDS.items():
+            command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+            if name == chosen:
+                importlib.import_module(f"outrider.deploy.cli.{name}").add_arguments(command)
+        args = parser.parse_args(arguments)
+        status = int(importlib.import_module(f"outrider.deploy.cli.{args.command}").run(args))
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever read it has had enough
+            _write_no_more()
+    except KeyboardInterrupt:
+        return fail("interrupted", status=130)
+    except BrokenPipeError:
+        _write_no_more()
+        return 1
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NO_ROOM:
+            raise
+        _write_no_more()
+        return fail(f"standard output: {error.strerror}; write it elsewhere")
+    return status
+
+
+def _write_no_more() -> None:
+    """Leaves the interpreter nothing to flush into what takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(message: str, *, status: int = 1, verbose: bool = False) -> int:

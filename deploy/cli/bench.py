@@ -19,6 +19,7 @@ from outrider.deploy.bench.plot import check_plot, draw
 from outrider.deploy.bench.report import table
 from outrider.deploy.bench.run import BenchRun, configuration, other_configuration
 from outrider.deploy.cli import fail
+from outrider.deploy.cli.models import check_can_write
 from outrider.deploy.client.request import OutriderError
 from outrider.deploy.processes import SharedMemoryWatch, Stopped, StopSignal, adopt_orphans, end_descendants
 from outrider.deploy.progress import Progress
@@ -70,8 +71,8 @@ def prepare(
     if args.plot is not None:
         check_plot(args.plot)
     for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
+        if path is not None:
+            check_can_write(option, path)
     config = configuration(args, progress)
     check_comparison(args, config)
     if args.prompts is not None and args.prompts > len(dataset.prompts):

@@ -10,7 +10,6 @@ import argparse
 import io
 import json
 import math
-import os
 import signal
 import sys
 import threading
@@ -99,12 +98,6 @@ def run(args: argparse.Namespace) -> int:
         return fail(f"standard input is not text: {error}", status=2)
     except ValueError as error:  # of tls_of, and of a key that cannot be one
         return fail(str(error), status=2)
-    except KeyboardInterrupt:
-        return fail("interrupted", status=130)
-    except BrokenPipeError:
-        # Whoever read our output has had enough. Leave the interpreter nothing to flush into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return 0
 
 

@@ -1,9 +1,12 @@
-"""What the commands share that run models in their own process, without a server."""
+"""What the commands share that work for minutes or hours before they write what they found."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from outrider.cluster.config import ConfigError
 from outrider.deploy.cli import fail
@@ -31,3 +34,18 @@ def exit_status(command: str, work: Callable[[], None], *, interrupted: str = "i
     except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
         return fail(f"{command}: {type(error).__name__}: {error}", verbose=verbose)
     return 0
+
+
+def check_can_write(option: str, path: Path) -> None:
+    """Before the work. A file that is there stays as it is. Raises ConfigError."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); write elsewhere") from None

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from outrider.deploy.argument_types import positive
-from outrider.deploy.cli.models import add_device_arguments, exit_status
+from outrider.deploy.cli.models import add_device_arguments, check_can_write, exit_status
 from outrider.deploy.progress import Progress
 
 
@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     def work() -> None:
         device = device_of(args.device)
         dtype = str(dtype_of(args.dtype, device)).removeprefix("torch.")
+        if args.out.suffix == ".jsonl" and not args.out.exists():
+            check_can_write("--out", args.out)
         settings = Settings(args.target, args.out, args.count, args.prompt_tokens, args.seed, device, dtype)
         print(invent(settings, Progress()), flush=True)
 

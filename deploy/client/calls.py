@@ -161,8 +161,10 @@ class Servers:
 
     def explained(self, error: OutriderError, number: int) -> OutriderError:
         """UNAVAILABLE from where nothing listens, in words that help."""
-        message = f"no server answers at {self.addresses[number]}; start one with 'outrider serve'"
-        return OutriderError(error.code, message, request_id=error.request_id)
+        over, other = ("", "with") if self.credentials is None else (" over TLS", "without")
+        found = f"no server answers{over} at {self.addresses[number]}"
+        fix = f"start one with 'outrider serve', or ask {other} TLS"
+        return OutriderError(error.code, f"{found}; {fix}", request_id=error.request_id)
 
 
 def _shown_key(api_key: str | None, metadata: Pairs) -> Pairs:

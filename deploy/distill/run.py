@@ -111,7 +111,10 @@ class Clock:
 
 def distill(settings: Settings, progress: Progress) -> Path:
     """Returns the assembled checkpoint's directory. Raises ConfigError."""
-    settings.out.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {settings.out} cannot be made ({error.strerror}); write elsewhere") from None
     with _alone(settings.out):
         return _Run(settings, progress).run()
 

@@ -212,17 +212,28 @@ REFUSED = {
     "token out of the vocabulary": ({"logit_bias": {"5000": 1}}, "logit_bias"),
     "no token of that number": ({"logit_bias": {"a": 1}}, "logit_bias"),
     "allowed tokens out of the vocabulary": ({"extra": {"allowed_token_ids": [5000]}}, "allowed_token_ids"),
-    "a grammar that does not compile": ({"extra": {"structured_outputs": {"grammar": "root ::= ("}}}, None),
-    "a schema that does not compile": ({"extra": {"structured_outputs": {"json": '{"type": "nothing"}'}}}, None),
+    "a grammar that does not compile": (
+        {"extra": {"structured_outputs": {"grammar": "root ::= ("}}},
+        "structured_outputs",
+    ),
+    "a schema that does not compile": (
+        {"extra": {"structured_outputs": {"json": '{"type": "nothing"}'}}},
+        "structured_outputs",
+    ),
     "block verification with a grammar": (
         {"extra": {"structured_outputs": {"regex": "a"}, "speculation": {"verification": "block"}}},
         "speculation.verification",
     ),
     "no token left": ({"extra": {"allowed_token_ids": [256], "min_tokens": 4}}, "allowed_token_ids"),
-    "a prompt too long": ({"prompt": "x" * 2000}, None),
-    "a token that is none": ({"prompt": [1, 5000]}, None),
-    "too many logprobs": ({"logprobs": 100}, None),
-    "many greedy answers": ({"n": 2, "temperature": 0}, None),
+    "a prompt too long": ({"prompt": "x" * 2000}, "prompt"),
+    "a prompt that leaves no room": ({"prompt": [5] * MAX_MODEL_LEN, "max_tokens": 1}, "prompt"),
+    "one of several prompts is empty": ({"prompt": ["a", ""]}, "prompt"),
+    "a token that is none": ({"prompt": [1, 5000]}, "prompt"),
+    "too many logprobs": ({"logprobs": 100}, "logprobs"),
+    "many greedy answers": ({"n": 2, "temperature": 0}, "n"),
+    "an empty stop": ({"stop": ""}, "stop"),
+    "an empty word": ({"extra": {"bad_words": [""]}}, "bad_words"),
+    "a negative bias": ({"logit_bias": {"-1": 1}}, "logit_bias"),
 }
 
 
@@ -234,9 +245,9 @@ def test_refused_with_a_status(client, name, stream):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, stream=stream, **changes)
     assert set(caught.value.body) >= {"message", "type", "param", "code"}
-    if field is not None:
-        assert caught.value.param == field
+    assert caught.value.param == field
     assert len(caught.value.message) < 1000
+    assert "parameter=" not in caught.value.message
 
 
 def test_another_model_is_not_found(client):

@@ -72,6 +72,18 @@ def test_every_option_others_script_against_is_there(capsys: pytest.CaptureFixtu
         assert option in shown
 
 
+@pytest.mark.parametrize("command", ["methods", "doctor", "keys"])
+def test_an_interrupt_is_one_line_whichever_command_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"outrider.deploy.cli.{command}.run", interrupted)
+    assert cli.main([command, *{"methods": ["x"], "doctor": ["x"], "keys": ["list"]}[command]]) == 130
+    assert capsys.readouterr().err == "outrider: interrupted\n"
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["flood"], ["serve"], ["fetch", "gpt"], ["serve", "smollm2", "--dtype", "int8"]]
 )
@@ -287,6 +299,8 @@ def test_the_cause_of_a_failed_start_is_one_line() -> None:
         "ValidationError: 1 validation error for ModelConfig Value error, the checkpoint"
     )
     assert "further information" not in explain(PYDANTIC)
+    quoted = " ".join(PYDANTIC.partition("ValidationError: ")[2].split())
+    assert explain(f"x.ConfigError: target: {quoted}").endswith("the checkpoint is odd")
     assert explain(POINTER, ["nothing here", ENGINE_LOG]) == "ValueError: no room for 12 KV blocks"
     assert explain(POINTER, []).startswith("RuntimeError: Engine core initialization failed")
     assert explain("it just\nended") == "it just ended"

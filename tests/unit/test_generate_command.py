@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -256,19 +257,10 @@ def test_a_wrong_command_line_is_exit_2(arguments: list[str], capsys: pytest.Cap
     capsys.readouterr()
 
 
-_AS_A_PROGRAM = """
-import argparse, sys
-from outrider.deploy.cli import generate
-parser = argparse.ArgumentParser()
-generate.add_arguments(parser)
-sys.exit(generate.run(parser.parse_args()))
-"""
-
-
-def as_a_program(*arguments: str) -> subprocess.Popen[str]:
+def as_a_program(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _AS_A_PROGRAM, *arguments],
-        stdout=subprocess.PIPE,
+        [sys.executable, "-m", "outrider.deploy.cli", "generate", *arguments],
+        stdout=stdout,
         stderr=subprocess.PIPE,
         encoding="utf-8",
     )
@@ -293,3 +285,15 @@ def test_a_reader_that_leaves_ends_the_program_without_a_trace(address: str) -> 
         error = child.stderr.read()
     assert child.returncode == 1
     assert error == ""
+
+
+def test_an_output_that_is_full_is_said_in_one_line(address: str) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with as_a_program("--address", address, "hello", stdout=full) as child:
+            assert child.stderr is not None
+            error = child.stderr.read()
+    finally:
+        os.close(full)
+    assert child.returncode == 1
+    assert error == "outrider: standard output: No space left on device; write it elsewhere\n"

@@ -49,7 +49,8 @@ def read_file(field: str, path: str | Path, *, private: bool = False) -> bytes:
         raise ConfigError(f"{field}: {path}: no such file; name one that exists, or leave the key out") from None
     except OSError as error:
         who = f"user {os.getuid()}"
-        raise ConfigError(f"{field}: {path} cannot be read by {who} ({error.strerror}); let it be") from None
+        fix = "let that user read it" if isinstance(error, PermissionError) else "name a file"
+        raise ConfigError(f"{field}: {path} cannot be read by {who} ({error.strerror}); {fix}") from None
 
 
 class Reloading(Generic[Loaded]):

@@ -48,7 +48,13 @@ from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.capacity import Capacity
 from outrider.actors.serving.connections import address_of_call
 from outrider.actors.serving.draining import DRAIN, DrainCalls
-from outrider.actors.serving.failures import IN_PROCESS_PEERS, REQUEST_ID_METADATA, UnknownService, errors_become_status
+from outrider.actors.serving.failures import (
+    IN_PROCESS_PEERS,
+    REQUEST_ID_METADATA,
+    UnknownService,
+    errors_become_status,
+    leave_out_what_is_told,
+)
 from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
 from outrider.actors.serving.grpc.responses import (
     Answers,
@@ -268,6 +274,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         num_ingresses: replicas of this deployment, which share limits out. lora: the target's adapters. waiting:
         for whom no node has room; None: not known. Raises ConfigError for a file of keys that cannot be used.
         """
+        leave_out_what_is_told()
         DRAIN.watch(is_stopping)
         guard_ingress(keys_file, num_ingresses)
         self._target, self._broadcast = target, broadcast

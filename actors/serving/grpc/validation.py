@@ -35,6 +35,7 @@ from outrider.actors.request_checks import (
     check_range,
     check_request_id,
     check_seeds,
+    check_template_variables,
     check_timeout,
     check_verification_under_grammar,
     most_to_tokenize,
@@ -85,24 +86,6 @@ VERIFICATIONS: dict[pb.Verification, str | None] = {
 
 MAX_TEMPLATE_DEPTH = 32
 MAX_CACHE_SALT = 128
-
-_OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
-_RESERVED = frozenset(
-    {
-        "chat_template",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "truncation",
-    }
-)
-"""Arguments of a tokenizer's apply_chat_template that are no variables of the template."""
 
 
 @dataclass(frozen=True)
@@ -397,11 +380,7 @@ def to_chat_prompt(chat: pb.Chat) -> ChatPrompt:
 
 def _template_kwargs(struct: struct_pb2.Struct) -> dict[str, Any]:
     field = "chat.chat_template_kwargs"
-    for name in struct.fields:
-        if name in _OWN_FIELDS:
-            raise RequestError(f"{field}.{name}", "has a field of its own", f"send chat.{name}")
-        if name in _RESERVED:
-            raise RequestError(f"{field}.{name}", "is no variable of a template", "leave it out")
+    check_template_variables(field, struct.fields, "chat.")
     return {name: _plain(value, f"{field}.{name}", MAX_TEMPLATE_DEPTH) for name, value in struct.fields.items()}
 
 

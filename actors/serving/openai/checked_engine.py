@@ -28,7 +28,7 @@ from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
 from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.engine_args import on_gpu
-from outrider.actors.vllm_seam.engine_requests import traced_generate
+from outrider.actors.vllm_seam.engine_requests import blamed_by_ranks, traced_generate
 from outrider.actors.vllm_seam.structured_outputs import checked
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.link.messages import MessageError
@@ -163,7 +163,7 @@ def check_what_ranks_take(params: SamplingParams) -> None:
     try:
         check_for_ranks(params)
     except MessageError as error:
-        raise VLLMValidationError(error.problem, parameter=error.field.removeprefix("Open.")) from None
+        raise VLLMValidationError(error.problem, parameter=blamed_by_ranks(error, params)) from None
     except (ValueError, KeyError) as error:
         raise VLLMValidationError(str(error), parameter="speculation.verification") from None
 

@@ -25,9 +25,11 @@ from outrider.actors.request_checks import (
     check_repetition,
     check_request_id,
     check_seeds,
+    check_template_variables,
     check_timeout,
     check_verification_under_grammar,
     most_to_tokenize,
+    shown,
 )
 from outrider.actors.request_costs import (
     MAX_STREAMED_WITH_TOOLS,
@@ -72,6 +74,9 @@ _NUMBERS = (
     "prompt_logprobs",
 )
 _FLAGS = ("stream", "echo")
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_PART_TYPES = ("text", "input_text", "output_text", "refusal", "thinking", "image_url", "input_image")
+"""Of a message's content. Pictures have checks of their own."""
 
 
 def to_openai_request(
@@ -98,6 +103,9 @@ def to_openai_request(
     if endpoint == "responses":
         kept = checked_response(kept)
     check_pictures(endpoint, kept, None if endpoint == "tokenize" else multimodal)
+    _check_messages(kept)
+    _check_prompts(endpoint, kept)
+    _check_constraints(kept)
     request_id = _request_id(kept, headers, request_id)
     speculation = kept.pop("speculation", {})
     _check_numbers(kept)
@@ -145,6 +153,59 @@ def _check_chars(endpoint: Endpoint, body: Mapping[str, Any], limits: LimitsConf
         check_chars(name, total, most)
 
 
+def _check_messages(body: Mapping[str, Any]) -> None:
+    """What vLLM finds when it reads them one by one, and then says of no field."""
+    messages = body.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        where = f"messages.{number}"
+        for index, part in enumerate(_listed(message, "content")):
+            field = f"{where}.content.{index}"
+            if not isinstance(part, dict):
+                raise RequestError(field, "is no object", 'send {"type": "text", "text": "…"}')
+            kind = part.get("type")
+            if not isinstance(kind, str):
+                raise RequestError(f"{field}.type", "is missing, or no text", "send text")
+            if kind not in _PART_TYPES:
+                raise RequestError(f"{field}.type", f"{shown(kind)} is not known here", "send text")
+            if kind == "text" and not isinstance(part.get("text"), str):
+                raise RequestError(f"{field}.text", "is missing, or no text", "send one")
+        for index, call in enumerate(_listed(message, "tool_calls")):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str):
+                field = f"{where}.tool_calls.{index}.function.arguments"
+                raise RequestError(field, "is no text", "send the JSON of the arguments as a text")
+
+
+def _listed(message: Any, name: str) -> list[Any]:
+    found = message.get(name) if isinstance(message, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _check_prompts(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
+    if endpoint == "tokenize" and "prompt" in body and "messages" in body:
+        raise RequestError("prompt", "cannot go with messages", "leave one of the two out")
+    variables = body.get("chat_template_kwargs")
+    if isinstance(variables, dict):
+        check_template_variables("chat_template_kwargs", variables, None if endpoint == "responses" else "")
+
+
+def _check_constraints(body: Mapping[str, Any]) -> None:
+    """vLLM says what it has instead, its own settings included."""
+    structured, response_format = body.get("structured_outputs"), body.get("response_format")
+    if isinstance(structured, dict):
+        kinds = [name for name in _CONSTRAINTS if structured.get(name) is not None]
+        if not kinds:
+            raise RequestError("structured_outputs", "has no constraint", f"send one of {', '.join(_CONSTRAINTS)}")
+        if len(kinds) > 1:
+            raise RequestError("structured_outputs", f"has {' and '.join(kinds)}", "send one constraint")
+        if isinstance(response_format, dict) and response_format.get("type") not in (None, "text"):
+            raise RequestError("structured_outputs", "cannot go with response_format", "leave one of the two out")
+    if isinstance(response_format, dict) and response_format.get("type") == "json_schema":
+        named = response_format.get("json_schema")
+        if isinstance(named, dict) and named.get("schema") is None:
+            raise RequestError("response_format.json_schema.schema", "is missing", "send a JSON schema")
+
+
 def _check_numbers(body: dict[str, Any]) -> None:
     """What is bounded here is a number here, and not only to vLLM, which takes texts for numbers and for true and
     false. A whole number with a point becomes one without."""
@@ -156,6 +217,9 @@ def _check_numbers(body: dict[str, Any]) -> None:
             raise RequestError(name, "is no number", "send a number, or leave it out")
         if isinstance(value, float) and abs(value) >= 2**63:
             raise RequestError(name, "is too large a number", "send one of 64 bits, or leave it out")
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):  # to vLLM -1 is all of the vocabulary
+        if isinstance(value := body.get(name), (int, float)) and value < 0:
+            raise RequestError(name, f"{value} is out of range", "send 0 to 20, or leave it out")
     for name in _FLAGS:
         if isinstance(body.get(name), str):
             raise RequestError(name, "is neither true nor false", "send one of them, or leave it out")

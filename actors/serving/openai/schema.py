@@ -25,6 +25,7 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.request_checks import shortened
+from outrider.actors.serving.openai.blamed import named_in
 from outrider.actors.serving.openai.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Refused, Rules
 from outrider.actors.serving.openai.responses_fields import RESPONSES
 from outrider.cluster.modes import BY_NAME
@@ -47,7 +48,9 @@ def validated(kind: type[Model], body: Mapping[str, Any]) -> Model:
     except ValidationError as error:
         raise _explain(error, body) from None
     except VLLMClientError as error:
-        raise RequestError(_parameter(error) or "body", problem_of(error), "change it or leave it out") from None
+        problem = problem_of(error)
+        field = _parameter(error) or named_in(problem, body) or "body"
+        raise RequestError(field, problem, "change it or leave it out") from None
     except _READ_WRONG as error:
         problem = f"cannot be read as {kind.__name__}: {type(error).__name__}: {error}"
         raise RequestError("body", shortened(problem), "check the types of its fields") from None
@@ -83,11 +86,29 @@ def _parameter(error: Exception) -> str | None:
 
 
 def _explain(error: ValidationError, body: Mapping[str, Any]) -> RequestError:
-    """Of a value that may be of several types, pydantic reports what is wrong with it as each of them."""
-    found = [(_path(item["loc"], item["type"], body), item["msg"]) for item in error.errors(include_url=False)]
+    """Of a value that may be of several types, pydantic reports what is wrong with it as each of them. Those that it
+    says itself it is not, by a role or a type of another name, are left out where others are left."""
+    errors = error.errors(include_url=False)
+    others = {_kind(item["loc"], body) for item in errors if item["type"] == "literal_error"}
+    errors = [item for item in errors if _kind(item["loc"], body) not in others] or errors
+    found = [(_path(item["loc"], item["type"], body), item["msg"]) for item in errors]
     path = found[0][0]
     problems = list(dict.fromkeys(problem for where, problem in found if where == path))[:_MAX_ALTERNATIVES]
     return RequestError(path or "body", shortened(", or: ".join(problems)), "change it or leave it out")
+
+
+def _kind(location: tuple[int | str, ...], body: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """A pydantic location up to the first step that names a type, and leads nowhere in the body."""
+    at: Any = body
+    for number, step in enumerate(location):
+        if not _leads_on(at, step):
+            return location[: number + 1]
+        at = at[step]
+    return location
+
+
+def _leads_on(at: Any, step: int | str) -> bool:
+    return step in at if isinstance(at, dict) else isinstance(at, list) and step in range(len(at))
 
 
 def _path(location: tuple[int | str, ...], kind: str, body: Mapping[str, Any]) -> str:
@@ -95,8 +116,7 @@ def _path(location: tuple[int | str, ...], kind: str, body: Mapping[str, Any]) -
     parts: list[str] = []
     at: Any = body
     for step in location:
-        leads_on = step in at if isinstance(at, dict) else isinstance(at, list) and step in range(len(at))
-        if leads_on:
+        if _leads_on(at, step):
             at = at[step]
             parts.append(str(step))
     if kind == "missing":

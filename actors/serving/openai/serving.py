@@ -38,7 +38,8 @@ from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed, 
 from outrider.actors.replica_calls import OF_THE_CALLER, ReplicaLost, RequestError
 from outrider.actors.request_checks import shortened, shown
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.serving.openai.checked_engine import CONSTRAINT, TALLY, CheckedEngine, Tally
+from outrider.actors.serving.openai.blamed import by_its_name
+from outrider.actors.serving.openai.checked_engine import TALLY, CheckedEngine, Tally
 from outrider.actors.serving.openai.errors import HttpFailure, failed_inside, failure_of, refused, timed_out
 from outrider.actors.serving.openai.pictures import pictures
 from outrider.actors.serving.openai.responses import ID_PREFIX, ResponsesServing, as_validated, texts_of
@@ -130,7 +131,7 @@ class OpenAIServing:
         except (EngineDeadError, RetryableRequestError) as error:
             raise ReplicaLost(self._replica_id, str(error)) from None
         except Exception as error:  # noqa: BLE001 - the client gets a status and a sentence, the log the rest
-            failure = _by_its_name(_failure_of(error, request.request_id), request)
+            failure = by_its_name(_failure_of(error, request.request_id), request)
         else:
             async with aclosing(_parts(result, request, self._replica_id)) as parts:
                 async for part in parts:
@@ -249,20 +250,6 @@ class OpenAIServing:
                 check_kind(field, "structural_tag", self._config.serving.structured_output)
 
 
-_OF_RESPONSES = {"input_tokens": "input", "input_text": "input", "logprobs": "top_logprobs"}
-"""Fields of a response by the names that vLLM blames."""
-
-
-def _by_its_name(failure: HttpFailure, request: OpenAIRequest) -> HttpFailure:
-    """What is wrong under the field that the client sent: to vLLM all constraints are structured_outputs, for one."""
-    if request.endpoint == "responses" and failure.param in _OF_RESPONSES:
-        return replace(failure, param=_OF_RESPONSES[failure.param])
-    if failure.param is None or not failure.param.startswith(CONSTRAINT) or CONSTRAINT in request.body:
-        return failure
-    sent = next((name for name in ("response_format", "text", "tools") if name in request.body), failure.param)
-    return replace(failure, param=sent)
-
-
 async def _parts(result: Any, request: OpenAIRequest, replica_id: str) -> AsyncGenerator[OpenAIHead | str, None]:
     if isinstance(result, AsyncGenerator):
         texts = texts_of(result) if request.endpoint == "responses" else result
@@ -270,7 +257,7 @@ async def _parts(result: Any, request: OpenAIRequest, replica_id: str) -> AsyncG
             async for event in events:
                 yield event
     elif isinstance(result, ErrorResponse):
-        failure = _by_its_name(HttpFailure(result.error.code, result.error.message, result.error.param), request)
+        failure = by_its_name(HttpFailure(result.error.code, result.error.message, result.error.param), request)
         yield OpenAIHead(failure.status)
         yield json.dumps(failure.body())
     else:
@@ -291,7 +278,7 @@ async def _events(
             if event is None:
                 return
             if event.startswith(_ERROR_EVENT):
-                failure = _by_its_name(_failure_in(event, request.request_id), request)
+                failure = by_its_name(_failure_in(event, request.request_id), request)
                 if not sent and failure.status == HTTPStatus.SERVICE_UNAVAILABLE:
                     raise ReplicaLost(replica_id, failure.message)
                 break
@@ -309,7 +296,7 @@ async def _events(
             raise lost from None
         failure = failure_of(lost, request.request_id)
     except Exception as error:  # noqa: BLE001 - the client gets a status and a sentence, the log the rest
-        failure = _by_its_name(_failure_of(error, request.request_id), request)
+        failure = by_its_name(_failure_of(error, request.request_id), request)
     if sent:
         yield failure.event_of(request.endpoint, sent)
     else:

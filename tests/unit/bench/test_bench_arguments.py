@@ -140,6 +140,8 @@ def test_a_place_to_write_is_looked_for_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}')
     for option, path, message in (
         ("--json", tmp_path / "none" / "o.json", "--json: .* is no directory"),
+        ("--json", tmp_path, "--json: .* cannot be written .Is a directory."),
+        ("--json", Path("/proc/o.json"), "--json: /proc/o.json cannot be written"),
         ("--plot", tmp_path / "o.svg", "--plot: .* is not called"),
     ):
         args = parse("--address", "127.0.0.1:1", option, str(path))

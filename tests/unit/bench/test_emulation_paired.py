@@ -9,7 +9,7 @@ import pytest
 from outrider.cluster.config import SpeculationConfig, TargetConfig
 from tests.bench.ablation import PARTS, Cell, Compared, add_contenders, contenders, table
 from tests.bench.emulation.measurement import Ceiling
-from tests.bench.emulation.paired import ratio_of_pairs
+from tests.bench.emulation.paired import in_turns, ratio_of_pairs
 from tests.bench.emulation.rounds import COLUMNS, RoundTimes, Spread
 
 
@@ -24,6 +24,13 @@ def test_what_both_have_in_common_falls_out() -> None:
     assert (found.low, found.ratio, found.high) == pytest.approx((1.04, 1.04, 1.04))
     with pytest.raises(ValueError, match="two"):
         ratio_of_pairs([1.0], [1.0])
+
+
+def test_who_is_asked_first_changes_from_pair_to_pair() -> None:
+    asked: list[tuple[str, int]] = []
+    found = in_turns(["a", "b"], 3, lambda name, number: asked.append((name, number)) or len(asked))
+    assert asked == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
 
 
 def test_every_part_is_one_setting_that_the_default_is_not() -> None:

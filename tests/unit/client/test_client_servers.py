@@ -116,6 +116,14 @@ def test_a_request_is_ended_wherever_it_runs(service: ScriptedService, address: 
             client.abort("r-nowhere")
 
 
+def test_a_server_that_speaks_no_tls_is_not_said_to_be_down(address: str) -> None:
+    with (
+        OutriderClient(address, credentials=grpc.ssl_channel_credentials()) as client,
+        pytest.raises(OutriderError, match=r"over TLS at .* or ask without TLS"),
+    ):
+        client.generate("hi")
+
+
 def test_no_address_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="address: is empty"):
         OutriderClient([])

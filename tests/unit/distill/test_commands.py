@@ -64,6 +64,14 @@ def test_what_distill_refuses(target, data, tmp_path, capsys, options, message):
     assert message in failure(capsys, "distill", target, "--out", tmp_path / "out", *given)
 
 
+def test_a_place_to_write_is_looked_for_before_the_work(target, data, capsys):
+    said = failure(capsys, "distill", target, "--layers", "1", "--data", data, "--out", "/proc/out")
+    assert "distill: --out: /proc/out cannot be made" in said
+    assert "prompts: --out: /proc/out.jsonl cannot be written" in failure(
+        capsys, "prompts", target, "--out", "/proc/out.jsonl"
+    )
+
+
 def test_too_few_prompts_are_refused(target, tmp_path, capsys):
     file = tmp_path / "few.txt"
     file.write_text("one\ntwo\none\ntwo\n")
@@ -90,6 +98,7 @@ def test_two_runs_in_one_directory_are_refused(target, data, tmp_path, capsys):
         (["{target}", "{target}", "--temperature", "-1"], "--temperature: -1 is below 0"),
         (["{target}", "{target}", "--target-ms", "30"], "give both, or neither"),
         (["{target}", "{target}", "--json", "/nowhere/out.json"], "--json: /nowhere is no directory"),
+        (["{target}", "{target}", "--json", "/proc/out.json"], "--json: /proc/out.json cannot be written"),
         (["{target}", "{target}", "--plot", "out.jpg"], "--plot: out.jpg is not called *.png"),
         (["{target}", "/nowhere/at/all"], "DRAFTER: /nowhere/at/all is no directory"),
         (["--preset", "{none}"], "--preset: its drafter is of method none"),

@@ -263,6 +263,21 @@ async def test_a_websocket_is_refused_before_anything_is_asked(monkeypatch: pyte
         assert await server.status() == 200
 
 
+@pytest.mark.parametrize("length", [b"content-length: 2", b"transfer-encoding: chunked"])
+async def test_a_body_behind_an_upgrade_is_refused_and_not_lost(monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
+    """Clients that would rather speak HTTP/2 ask so with their first request."""
+    upgrade = b" HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: h2c\r\n"
+    async with serving(monkeypatch) as server:
+        asked = len(server.headers)
+        reader, _ = await server.send(b"POST /v1/completions" + upgrade + length + b"\r\n\r\n{}")
+        answer = await rest(reader)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"upgrade: " in answer
+        assert len(server.headers) == asked
+        reader, _ = await server.send(b"POST /ping" + upgrade + b"content-length: 0\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
 BEHIND = b"POST /ping HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n"
 
 

@@ -170,9 +170,84 @@ def test_repetitions_are_looked_for_within_limits():
     for asked in (
         {"max_pattern_size": 64, "min_count": 8},
         {"max_pattern_size": 1, "min_count": 512},
-        {"max_pattern_size": None, "min_pattern_size": 9_000},  # off, or vLLM's to refuse
+        {"max_pattern_size": None, "min_count": 9_000},  # off
     ):
         assert door({**CHAT, "repetition_detection": asked}).body["repetition_detection"] == asked
+    crossed = {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}
+    assert refused({**CHAT, "repetition_detection": crossed}).field == "repetition_detection.min_pattern_size"
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "user", "content": ["hi"]}, "content.0"),
+        ({"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text"}]}, "content.1.text"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content.0.text"),
+        ({"role": "user", "content": [{"type": "sound"}]}, "content.0.type"),
+        ({"role": "user", "content": [{"text": "hi"}]}, "content.0.type"),
+        ({"role": "user", "content": [{"type": ["text"], "text": "hi"}]}, "content.0.type"),
+        ({"role": "user", "content": [{"type": 0, "text": "hi"}]}, "content.0.type"),
+        (
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
+            "tool_calls.0.function.arguments",
+        ),
+    ],
+)
+def test_a_message_is_refused_by_the_path_of_what_is_wrong_in_it(message, field):
+    assert refused({"messages": [USER, message]}).field == f"messages.1.{field}"
+
+
+def test_parts_and_calls_of_messages_are_taken():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "c"}]
+    body = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]}
+    assert door(body).body == body
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": None}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": SCHEMA}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+def test_there_is_one_constraint(changes, field):
+    assert refused({**CHAT, **changes}).field == field
+
+
+def test_a_format_of_text_is_no_constraint():
+    door({**CHAT, "structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}})
+
+
+def test_no_number_stands_for_all_of_the_vocabulary():
+    assert refused({"prompt": "hi", "logprobs": -1}, endpoint="completions").field == "logprobs"
+    for name in ("top_logprobs", "prompt_logprobs"):
+        assert refused({**CHAT, "logprobs": True, name: -1}).field == name
+    response = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": -9}
+    assert refused(response, endpoint="responses").field == "top_logprobs"
+
+
+def test_a_prompt_beside_messages_is_not_dropped():
+    assert refused({**CHAT, "prompt": "hi"}, endpoint="tokenize").field == "prompt"
+
+
+@pytest.mark.parametrize("name", ["messages", "self", "tokenizer", "tokenize", "add_generation_prompt"])
+def test_what_is_no_variable_of_a_template_is_refused_by_name(name):
+    for endpoint, body in (("chat", CHAT), ("tokenize", CHAT), ("responses", {"input": "hi"})):
+        error = refused({**body, "chat_template_kwargs": {"enable_thinking": False, name: 1}}, endpoint=endpoint)
+        assert error.field == f"chat_template_kwargs.{name}"
 
 
 def test_answers_of_one_request_are_limited():

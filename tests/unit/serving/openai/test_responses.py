@@ -191,7 +191,6 @@ async def test_an_answer_that_was_cut_is_incomplete(serving, llm, monkeypatch):
         ({"top_p": 0.0}, 400, "top_p"),
         ({"input": "x" * 300}, 400, "input"),
         ({"input": "x" * 9000}, 400, "input"),
-        ({"include": ["message.output_text.logprobs"], "top_logprobs": -9}, 400, "top_logprobs"),
         ({"tools": [{**TOOL, "parameters": 3}]}, 400, "tools.0.parameters"),
     ],
 )

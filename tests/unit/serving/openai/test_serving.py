@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import xgrammar
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser.abstract_parser import _xgrammar_supports
@@ -298,6 +299,22 @@ async def test_options_of_the_round_reach_the_engine(serving, llm):
         ("chat", {"top_p": 0.0}, 400, "top_p"),
         ("completions", {"prompt": ""}, 400, "prompt"),
         ("completions", {"suffix": "x"}, 400, "suffix"),
+        ("completions", {"n": 2, "temperature": 0}, 400, "n"),
+        ("completions", {"stop": ""}, 400, "stop"),
+        ("completions", {"bad_words": [""]}, 400, "bad_words"),
+        ("completions", {"min_p": 1.5}, 400, "min_p"),
+        ("completions", {"top_k": -2}, 400, "top_k"),
+        ("completions", {"frequency_penalty": 3}, 400, "frequency_penalty"),
+        ("completions", {"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens"),
+        ("completions", {"logit_bias": {"-1": 1}}, 400, "logit_bias"),
+        ("completions", {"allowed_token_ids": [-1]}, 400, "allowed_token_ids"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": [1] * 300}, 400, "prompt"),
+        ("chat", {"messages": []}, 400, "messages"),
+        ("chat", {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+        ("chat", {"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message"),
+        ("chat", {"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]}, 400, "messages.0.tool_call_id"),
+        ("chat", {"messages": [{"content": "x"}]}, 400, "messages.0.role"),
     ],
 )
 async def test_refused(serving, llm, endpoint, changes, status, param, stream):
@@ -307,6 +324,23 @@ async def test_refused(serving, llm, endpoint, changes, status, param, stream):
     if param is not None:
         assert error["error"]["param"] == param
     assert llm.open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_leaves_no_room_is_to_blame_and_not_max_tokens(serving, llm, stream):
+    body = {"prompt": [1] * 256, "max_tokens": 1, "stream": stream}
+    status, error = await whole(serving, "completions", body)
+    assert (status, error["error"]["param"]) == (400, "prompt")
+    status, error = await whole(serving, "completions", {**body, "max_tokens": 0})
+    assert (status, error["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_does_not_say_the_value_again(serving, llm, stream):
+    llm.script = [VLLMValidationError("is wrong", parameter="stop", value="x" * 50)]
+    status, body = await whole(serving, "chat", {**CHAT, "stream": stream, "stop": "x" * 50})
+    assert (status, body["error"]["param"]) == (400, "stop")
+    assert body["error"]["message"] == "is wrong"
 
 
 @pytest.mark.parametrize("stream", [False, True])
