@@ -20,7 +20,7 @@ from outrider.cluster.co_located_config import CoLocatedConfig as CoLocatedConfi
 from outrider.cluster.config_section import ConfigError as ConfigError
 from outrider.cluster.config_section import EngineConfig as EngineConfig
 from outrider.cluster.config_section import NodeLabels as NodeLabels
-from outrider.cluster.config_section import Section
+from outrider.cluster.config_section import Section, read_yaml
 from outrider.cluster.drafter_config import TAGS, DrafterConfig, refusal_of
 from outrider.cluster.drafter_config import DraftModelConfig as DraftModelConfig
 from outrider.cluster.drafter_config import LookupConfig as LookupConfig
@@ -364,7 +364,7 @@ def load_config(path: str | Path) -> OutriderConfig:
     """Read one YAML file. Raises ConfigError for a missing file, bad YAML or a wrong field."""
     path = Path(path)
     try:
-        data = yaml.safe_load(path.read_text())
+        data = read_yaml(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:

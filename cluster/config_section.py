@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -25,6 +26,43 @@ CoreSet = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 class ConfigError(ValueError):
     """A configuration that cannot work. The message names the field and the fix."""
+
+
+_YAML = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
+
+class StandsTwice(yaml.MarkedYAMLError):
+    """A mapping has a key twice, of which YAML itself would take the last."""
+
+
+def read_yaml(text: str) -> Any:
+    """One document. Raises YAMLError, StandsTwice among them."""
+    loader = _YAML(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_keys(node, set())
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_keys(node: yaml.Node, seen: set[yaml.Node]) -> None:
+    if isinstance(node, yaml.ScalarNode) or node in seen:  # an alias may lead to where it stands
+        return
+    seen.add(node)
+    if isinstance(node, yaml.SequenceNode):
+        for entry in node.value:
+            _check_keys(entry, seen)
+        return
+    keys: set[str] = set()
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in keys:
+                raise StandsTwice(problem=f"{key.value!r} stands twice; keep one of them", problem_mark=key.start_mark)
+            keys.add(key.value)
+        _check_keys(value, seen)
 
 
 class Section(BaseModel):

@@ -151,11 +151,19 @@ def test_load_names_the_file(tmp_path: Path) -> None:
     file.write_text("target: [")
     with pytest.raises(ConfigError, match=r"c\.yaml: not readable as YAML"):
         load_config(file)
+    file.write_text("target:\n  model: a\n  seed: 1\n  model: b\n")
+    with pytest.raises(
+        ConfigError, match=r"c\.yaml: not readable as YAML: 'model' stands twice; keep one of them"
+    ) as twice:
+        load_config(file)
+    assert "line 4, column 3" in str(twice.value)
     file.write_text("target: {model: m, extra: 1}")
     with pytest.raises(ConfigError, match=r"c\.yaml: target\.extra: unknown key"):
         load_config(file)
     file.write_text("target: {model: m}")
     assert load_config(file).target.model == "m"
+    file.write_text("target: &a {model: m}\ndrafter: {<<: *a, method: draft_model, model: d}")
+    assert load_config(file).drafter.model == "d", "what is merged may be said anew"
 
 
 def test_a_parsed_configuration_survives_a_round_trip() -> None:

@@ -26,7 +26,7 @@ import yaml
 from pydantic import AwareDatetime, Field, ValidationError, field_validator
 
 from outrider.actors.serving.access.files import read_file
-from outrider.cluster.config_section import ConfigError, Section
+from outrider.cluster.config_section import ConfigError, Section, StandsTwice, read_yaml
 
 FIELD = "serving.keys_file"
 
@@ -40,7 +40,6 @@ PREFIX = "outrider_"
 """Of secrets that are made here, by which scanners of code and logs can know one."""
 
 _HASH = "sha256:"
-_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class Key(Section):
@@ -113,11 +112,13 @@ def load_keys(path: str | Path) -> KeyRing:
 def parse_keys(text: str) -> list[Key]:
     """Raises ConfigError for what is no list of keys, and for a name or a secret that stands twice."""
     try:
-        entries = yaml.load(text, _LOADER)
+        entries = read_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         where = getattr(error, "problem_mark", None)
         # What YAML says of the text around may be a hash, or a secret that was put there by mistake.
         at = f" at line {where.line + 1}" if where is not None else ""
+        if isinstance(error, StandsTwice):
+            raise ConfigError(f"has a key twice in one entry{at}; keep one of them") from None
         raise ConfigError(f"is no YAML{at}; write it with: outrider keys new NAME") from None
     if entries is None:
         return []

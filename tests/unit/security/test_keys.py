@@ -89,6 +89,7 @@ def test_when_a_key_expires(written, meant):
     ("text", "told"),
     [
         ("- name: [", "is no YAML at line"),
+        (f"{ENTRY}  name: cd\n", r"has a key twice in one entry at line \d; keep one of them"),
         ("name: ci", "is no list of keys"),
         ("- ci", "entry 1 is no mapping"),
         (ENTRY.replace("ci", "a b"), "entry 1: name: is missing or no name"),
@@ -106,7 +107,7 @@ def test_when_a_key_expires(written, meant):
         (ENTRY + ENTRY, "entries 1 and 2 have the same name 'ci'; remove one"),
         (ENTRY + ENTRY.replace("ci", "other"), "entries 1 and 2 have the same hash; remove one"),
     ],
-    ids=range(14),  # the texts hold a hash of this process's own, and every worker must collect the same
+    ids=range(15),  # the texts hold a hash of this process's own, and every worker must collect the same
 )
 def test_a_mistake_is_told_by_entry_and_field_and_never_with_the_secret(text, told):
     with pytest.raises(ConfigError, match=told) as caught:
