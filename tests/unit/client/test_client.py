@@ -6,7 +6,9 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -58,7 +60,18 @@ def test_an_interrupted_wait_cancels_the_request(client: OutriderClient, service
 
     def press() -> None:
         assert service.started.wait(HANG_GUARD_S)
+        while not waits():
+            time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGUSR1)
+
+    def waits() -> bool:
+        assert main.ident is not None
+        frame = sys._current_frames().get(main.ident)
+        while frame is not None and frame.f_code.co_name != "result":
+            frame = frame.f_back
+        return frame is not None
+
+    main = threading.current_thread()
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     pressing = threading.Thread(target=press)
