@@ -367,7 +367,7 @@ def load_config(path: str | Path) -> OutriderConfig:
         data = read_yaml(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, OSError) as error:  # ValueError: no UTF-8, or a date that there is none of
         raise ConfigError(f"{path}: not readable as YAML: {error}") from None
     return parse_config(data, str(path))
 

@@ -421,14 +421,12 @@ class Round:
             self._drafter.open(request)
 
     def _pause(self, request_id: str) -> None:
-        request = self.requests.get(request_id)
-        if request is not None:
+        if (request := self.requests.get(request_id)) is not None:
             request.running, request.proposal = False, None
             self._drafter.close(request, CloseReason.PREEMPTED)
 
     def _leave(self, request_id: str, reason: CloseReason) -> None:
-        request = self.requests.pop(request_id, None)
-        if request is not None:
+        if (request := self.requests.pop(request_id, None)) is not None:
             self._drafter.close(request, reason)
 
     # What was heard, and what it took.

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments)
         status = int(importlib.import_module(f"outrider.deploy.cli.{args.command}").run(args))
         try:
-            sys.stdout.flush()
+            print(end="", flush=True)  # where there is a standard output
         except BrokenPipeError:  # whoever read it has had enough
             _write_no_more()
     except KeyboardInterrupt:

@@ -46,6 +46,6 @@ def check_can_write(option: str, path: Path) -> None:
         there = path.exists()
         path.open("ab").close()
         if not there:
-            path.unlink()
+            path.resolve().unlink()  # a link that leads to it stays
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); write elsewhere") from None

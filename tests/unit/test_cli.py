@@ -84,6 +84,12 @@ def test_an_interrupt_is_one_line_whichever_command_it_ends(
     assert capsys.readouterr().err == "outrider: interrupted\n"
 
 
+def test_a_command_ends_well_where_there_is_no_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.deploy.cli.keys.run", lambda args: print("said") or 0)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["keys", "list"]) == 0
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["flood"], ["serve"], ["fetch", "gpt"], ["serve", "smollm2", "--dtype", "int8"]]
 )

@@ -151,6 +151,9 @@ def test_load_names_the_file(tmp_path: Path) -> None:
     file.write_text("target: [")
     with pytest.raises(ConfigError, match=r"c\.yaml: not readable as YAML"):
         load_config(file)
+    file.write_text("target: {model: m, revision: 2026-13-45}")
+    with pytest.raises(ConfigError, match=r"c\.yaml: not readable as YAML: month must be in"):
+        load_config(file)
     file.write_text("target:\n  model: a\n  seed: 1\n  model: b\n")
     with pytest.raises(
         ConfigError, match=r"c\.yaml: not readable as YAML: 'model' stands twice; keep one of them"

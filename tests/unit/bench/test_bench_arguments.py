@@ -15,6 +15,7 @@ from outrider.deploy.bench.load import Dataset
 from outrider.deploy.bench.machine import BenchError, check_memory
 from outrider.deploy.bench.run import configuration
 from outrider.deploy.cli import bench
+from outrider.deploy.cli.models import check_can_write
 from outrider.deploy.client import sync_client
 from outrider.deploy.processes import SharedMemoryWatch, StopSignal
 from outrider.deploy.progress import Progress
@@ -148,3 +149,13 @@ def test_a_place_to_write_is_looked_for_before_the_run(tmp_path: Path) -> None:
         args.dataset = tmp_path / "p.jsonl"
         with pytest.raises(ConfigError, match=message):
             bench.prepare(args, tmp_path, Progress(), StopSignal(), SharedMemoryWatch())
+
+
+def test_looking_for_a_place_to_write_leaves_what_is_there(tmp_path: Path) -> None:
+    new, link, old = (tmp_path / name for name in ("new.json", "link.json", "old.json"))
+    link.symlink_to("later.json")
+    old.write_text("{}")
+    for path in (new, link, old):
+        check_can_write("--json", path)
+    assert sorted(tmp_path.iterdir()) == [link, old]
+    assert old.read_text() == "{}"
