@@ -21,6 +21,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from ray.exceptions import (
+    GetTimeoutError,
     LocalRayletDiedError,
     NodeDiedError,
     OutOfMemoryError,
@@ -120,7 +121,8 @@ def leave_out_who_left() -> None:
 
 def _is_news(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    return error is None or not isinstance(cause_of(error), _TOLD)
+    cause = None if error is None else cause_of(error)
+    return not isinstance(cause, _TOLD) or isinstance(cause, GetTimeoutError)  # the latter: our own, of Ray
 
 
 def _is_of_this_process(record: logging.LogRecord) -> bool:

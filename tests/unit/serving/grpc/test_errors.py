@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from ray.exceptions import GetTimeoutError
 from ray.serve.exceptions import RequestCancelledError, gRPCStatusError
 
 from outrider.actors.replica_calls import RequestError
@@ -65,6 +66,7 @@ def test_the_log_has_no_traceback_of_what_a_client_is_told(serves_log, caplog) -
     assert not logged(serves_log, caplog, gRPCStatusError(told, grpc.StatusCode.INVALID_ARGUMENT, "sampling.n"))
     assert not logged(serves_log, caplog, TimeoutError())
     assert logged(serves_log, caplog, RuntimeError("a fault of ours"))
+    assert logged(serves_log, caplog, GetTimeoutError("another"))
     serves_log.error("without an exception")
 
 
