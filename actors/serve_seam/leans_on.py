@@ -30,10 +30,28 @@ CALLER = Table(
         ),
         Borrowed(
             f"{_ROUTER}._choose_replica_for_request",
-            "overridden: where a caller that gives up waiting shows; there is no hook for it",
+            "overridden: where a request begins to wait, and a caller that gives up shows; there is no hook for it",
             exactly=("pending_request", "is_retry"),
             read_by=(f"{_CALLER}._route_and_send_request_once",),
         ),
+        Borrowed(
+            f"{_ROUTER}._get_next_pending_request_to_route",
+            "overridden: whose turn it is",
+            exactly=(),
+            read_by=(f"{_ROUTER}._fulfill_pending_requests",),
+        ),
+        Borrowed(
+            f"{_ROUTER}._pending_requests_to_route",
+            "who waits and is looked for a place for by no task",
+            read_by=(f"{_ROUTER}._choose_replica_for_request",),
+        ),
+        Borrowed(
+            f"{_ROUTER}._cancel_routing_task_for_pending_request",
+            "makes way for one whose turn comes before",
+            exactly=("pending_request",),
+        ),
+        Borrowed(f"{_ROUTER}.curr_num_routing_tasks", "whether all of its tasks are taken"),
+        Borrowed(f"{_ROUTER}.max_num_routing_tasks", "likewise"),
         Borrowed(f"{_ROUTER}.initialize_state", "overridden: the policy's settings", exactly=("kwargs",)),
         Borrowed(
             f"{_ROUTER}.update_replicas",
@@ -61,8 +79,8 @@ CALLER = Table(
         ),
         Borrowed(
             "ray.serve._private.request_router.common:PendingRequest",
-            "what a request is profiled by; carries the replica it is charged to",
-            also=("args", "metadata", "routing_context", "__dict__"),
+            "what a request is profiled by; carries that, and the replica it is charged to",
+            also=("args", "metadata", "routing_context", "future", "__dict__"),
         ),
         Borrowed(
             "ray.serve._private.request_router.common:RequestRoutingContext.should_backoff",

@@ -43,6 +43,9 @@ class RoutedRequest:
     avoid: frozenset[str] = frozenset()
     """Replicas that have just failed it."""
 
+    caller: int = 0
+    """Whose it is; 0: nobody knows."""
+
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.answer_tokens
@@ -66,6 +69,7 @@ def _of_generation(request: GenerationRequest) -> RoutedRequest:
         request.num_answers * _answer_tokens(request.sampling.get("max_tokens")),
         request.speculation and request.num_speculative_tokens != 0,
         frozenset(request.avoid_replicas),
+        request.caller,
     )
 
 
@@ -100,6 +104,7 @@ def _of_openai(request: OpenAIRequest) -> RoutedRequest:
         answers * _answer_tokens(request.max_tokens),
         options.get("num_speculative_tokens") != 0,
         frozenset(request.avoid_replicas),
+        options.get("caller", 0),
     )
 
 

@@ -1,6 +1,7 @@
 """The adapter in Serve's own routing loop, with replicas that are no processes."""
 
 import asyncio
+import random
 from collections import Counter
 from types import SimpleNamespace
 
@@ -43,11 +44,25 @@ def generation(request_id, topic=1, **fields):
     return pending(request_id, GenerationRequest(request_id, prompt_token_ids=ids, **fields))
 
 
+class Telling(TargetRouter):
+    """What its tasks have looked for a place for, in order."""
+
+    def initialize_state(self, **settings):
+        super().initialize_state(**settings)
+        self.tried = []
+
+    def _get_next_pending_request_to_route(self):
+        chosen = super()._get_next_pending_request_to_route()
+        if chosen is not None:
+            self.tried.append(chosen.metadata.request_id)
+        return chosen
+
+
 class Routed:
     """A router with two replicas, and what it did."""
 
     def __init__(self, max_ongoing_requests=4, names=("a", "b")):
-        self.router = TargetRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
+        self.router = Telling(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
         self.router.initialize_state(max_ongoing_requests=max_ongoing_requests)
         self.router.update_replicas([replica(name) for name in names])
 
@@ -192,3 +207,184 @@ def test_a_request_that_cannot_be_read_is_routed_all_the_same(caplog):
 
     assert set(asyncio.run(route())) <= {"a", "b"}
     assert sum("could not be read for routing" in record.message for record in caplog.records) <= 1
+
+
+class Crowd:
+    """Requests that wait for the only place there is, and in what order they get one."""
+
+    def __init__(self, max_ongoing_requests=1, names=("a",)):
+        self.routed = Routed(max_ongoing_requests, names)
+        self.tasks, self.order, self.homes = {}, [], {}
+        self.served = asyncio.Event()
+
+    def come(self, name, **fields):
+        async def wait():
+            self.homes[name] = await self.routed.choose(generation(name, **fields))
+            self.order.append(name)
+            self.served.set()
+
+        self.tasks[name] = asyncio.create_task(wait())
+
+    async def give_up(self, name):
+        self.tasks[name].cancel()
+        await asyncio.wait([self.tasks[name]])
+
+    async def end(self, name):
+        """Until somebody has its place."""
+        self.served.clear()
+        self.routed.done(self.homes[name], name)
+        await asyncio.wait_for(self.served.wait(), 60.0)
+
+    async def serve_all(self):
+        for number in range(len(self.tasks)):
+            if len(self.order) == len([task for task in self.tasks.values() if not task.cancelled()]):
+                break
+            await self.end(self.order[number])
+
+    def callers(self):
+        """Of those that were served, by the letters that their names begin with."""
+        return "".join(name[0] for name in self.order)
+
+    def is_over(self):
+        router = self.routed.router
+        return not (router._turns._callers or router._tried or router._pending_requests_to_route)
+
+
+async def crowd_of(number, **fields):
+    """One has the place; Serve's two tasks have tried for the next ones, and the others are queued."""
+    crowd = Crowd()
+    for each in range(number):
+        crowd.come(f"g{each}", **fields)
+    await asyncio.sleep(0.05)
+    assert crowd.order == ["g0"]
+    return crowd
+
+
+def test_the_next_place_is_for_a_caller_that_has_had_none():
+    async def wait():
+        crowd = await crowd_of(8, caller=1)
+        crowd.come("m0", caller=2)
+        crowd.come("m1", caller=2)
+        await crowd.serve_all()
+        return crowd
+
+    crowd = asyncio.run(wait())
+    assert crowd.callers() == "gmgmgggggg"
+    assert crowd.is_over()
+
+
+def test_larger_requests_have_fewer_turns():
+    async def wait():
+        crowd = await crowd_of(6, caller=1, sampling={"n": 4, "max_tokens": 256})
+        for number in range(8):
+            crowd.come(f"m{number}", caller=2, sampling={"max_tokens": 1})
+        await crowd.serve_all()
+        return crowd
+
+    crowd = asyncio.run(wait())
+    # 1,280 tokens and 257: the clocks of both are at 1,280 and 1,285 when five small ones have been served.
+    assert crowd.callers() == "gmmmmmgmmmgggg"
+
+
+def test_without_keys_places_are_given_in_order_of_arrival():
+    async def wait():
+        crowd = await crowd_of(5, sampling={"max_tokens": 200})
+        for number in range(5, 9):
+            crowd.come(f"g{number}", sampling={"max_tokens": 1})
+        await crowd.serve_all()
+        return crowd
+
+    crowd = asyncio.run(wait())
+    assert crowd.routed.router.tried == [f"g{number}" for number in range(9)]
+    assert crowd.is_over()
+
+
+def test_a_lone_full_replica_hears_a_control_call_however_many_wait():
+    async def ask():
+        crowd = await crowd_of(6)
+        assert await asyncio.wait_for(crowd.routed.choose(pending("s", method="status")), 60.0) == "a"
+        await crowd.serve_all()
+        return crowd
+
+    crowd = asyncio.run(ask())
+    assert sorted(crowd.order) == [f"g{number}" for number in range(6)], "and nobody has lost its turn by it"
+    assert crowd.is_over()
+
+
+def test_who_gives_up_takes_no_place():
+    async def leave():
+        crowd = await crowd_of(6, caller=1)
+        for number in range(3):
+            crowd.come(f"m{number}", caller=2)
+        await asyncio.sleep(0.02)
+        await crowd.give_up("m0")  # which a task tries for
+        await crowd.give_up("m2")
+        await crowd.give_up("g1")
+        await crowd.serve_all()
+        return crowd
+
+    crowd = asyncio.run(leave())
+    assert crowd.callers() == "gmgggg"
+    assert crowd.is_over()
+
+
+def test_a_request_that_is_routed_again_has_had_its_turn():
+    async def again():
+        crowd = await crowd_of(4, caller=1)
+        request = generation("m", caller=2)
+        crowd.tasks["m"] = asyncio.create_task(crowd.routed.choose(request))
+        await asyncio.sleep(0.02)
+        crowd.routed.done("a", "g0")
+        await crowd.tasks.pop("m")
+        crowd.come("n", caller=3)
+        retried = asyncio.create_task(crowd.routed.choose(request, is_retry=True))
+        assert await asyncio.wait_for(retried, 60.0) == "a", "whose place it has"
+        assert crowd.order == ["g0"]
+
+    asyncio.run(again())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nobody_waits_for_ever(seed):
+    """Callers come and leave, answers end, replicas come, die and are all gone for a while."""
+
+    async def run():
+        traffic = random.Random(seed)
+        crowd = Crowd(max_ongoing_requests=2, names=("r0", "r1"))
+        running, replicas, ended, controls = set(), ["r0", "r1"], set(), []
+        for step in range(300):
+            what = traffic.random()
+            waiting = [name for name, task in crowd.tasks.items() if not task.done()]
+            running = set(crowd.order) - ended
+            if what < 0.4:
+                fields = {"caller": traffic.randint(0, 3), "sampling": {"max_tokens": traffic.randint(1, 256)}}
+                crowd.come(f"{step}", **fields)
+            elif what < 0.5 and waiting:
+                crowd.tasks[traffic.choice(waiting)].cancel()
+            elif what < 0.55:
+                controls.append(asyncio.create_task(crowd.routed.choose(pending(f"s{step}", method="status"))))
+            elif what < 0.65:
+                replicas = [f"r{traffic.randint(0, 3)}" for _ in range(traffic.randint(0, 3))]
+                crowd.routed.router.update_replicas([replica(name) for name in dict.fromkeys(replicas)])
+            elif running:
+                name = traffic.choice(sorted(running))
+                ended.add(name)
+                crowd.routed.done(crowd.homes[name], name)
+            await asyncio.sleep(traffic.choice((0, 0, 0, 0.001)))
+        crowd.routed.router.update_replicas([replica("r0"), replica("r9")])
+
+        async def finish():
+            while not all(task.done() for task in crowd.tasks.values()):
+                for name in set(crowd.order) - ended:
+                    ended.add(name)
+                    crowd.routed.done(crowd.homes[name], name)
+                await asyncio.sleep(0.001)
+            await asyncio.gather(*controls)
+
+        await asyncio.wait_for(finish(), 60.0)
+        for name in set(crowd.order) - ended:
+            crowd.routed.done(crowd.homes[name], name)
+        assert crowd.is_over()
+        assert all(crowd.routed.load.requests(name) == 0 for name in ("r0", "r9"))
+
+    asyncio.run(run())
