@@ -31,9 +31,6 @@ class ConfigError(ValueError):
 _YAML = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
-_MERGE = "tag:yaml.org,2002:merge"
-
-
 class StandsTwice(yaml.MarkedYAMLError):
     """A mapping has a key twice, of which YAML itself would take the last."""
 
@@ -61,7 +58,7 @@ def _check_keys(node: yaml.Node, seen: set[yaml.Node]) -> None:
         return
     keys: set[tuple[str, str]] = set()
     for key, value in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+        if isinstance(key, yaml.ScalarNode):
             if (key.tag, key.value) in keys:
                 raise StandsTwice(problem=f"{key.value!r} stands twice; keep one of them", problem_mark=key.start_mark)
             keys.add((key.tag, key.value))

@@ -35,6 +35,17 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are slower on several of torch's."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 DEPLOYMENTS = {
     "pair": "Target and draft model, one rank each.",
     "ngram_pair": "Target and ngram drafter, with deadlines short enough to see pass.",

@@ -23,7 +23,7 @@ from tests.serving import engine
 from tests.tiny_distilled import build_distilled
 from tests.tiny_models import build_learnable
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 40
@@ -49,14 +49,6 @@ def heads(tmp_path_factory):
     root = tmp_path_factory.mktemp("heads")
     names = ("eagle", "eagle3", "medusa", "dflash", "mtp_target", "mlp_speculator")
     return {name: getattr(tiny_heads, f"build_{name}")(root / name) for name in names}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

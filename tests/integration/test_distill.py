@@ -27,7 +27,7 @@ from outrider.deploy.models.store import read_manifest
 from outrider.deploy.progress import Progress
 from tests.tiny_models import EOS, build_learnable
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 50
@@ -35,14 +35,6 @@ STEPS = 50
 
 class Interrupted(Exception):
     pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

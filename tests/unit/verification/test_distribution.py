@@ -21,6 +21,8 @@ from outrider.actors.verification.torch_kernel import verify
 from outrider.cluster.modes import Mode
 from tests.unit.verification.toy_target import FULL_LENGTH, START, Rounds, Toy, V, any_length, p_value, ragged
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SAMPLES = 200_000
 FALSE_ALARM = 1e-6
 FLAGGED = 1e-9
@@ -36,14 +38,6 @@ DRAFTERS = {
 # Seeds as users choose them: small, consecutive numbers.
 SEEDS = torch.arange(SAMPLES)
 FEWER = SEEDS[: SAMPLES // 2]  # enough to flag a mistake
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("mode", [Mode.REJECTION, Mode.BLOCK])
