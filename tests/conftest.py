@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.threads import one_thread  # noqa: F401
+
 if TYPE_CHECKING:
     from tests.serving import Deployment, Deployments, Models
 
@@ -33,17 +35,6 @@ def outrider_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     monkeypatch.setenv("OUTRIDER_HOME", str(home))
     return home
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several of torch's."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 DEPLOYMENTS = {

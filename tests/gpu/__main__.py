@@ -58,6 +58,7 @@ def main() -> int:
     configured = CONFIGURED if all(find_spec(name) for name in READS_CONFIGURATIONS) else ()
     options = ["-c", os.devnull, "--confcutdir", HERE, "--rootdir", str(ROOT), "--import-mode=importlib"]
     options += ["--ignore", f"{HERE}/engines", "-m", "not exhaustive", "-ra", "-p", "no:cacheprovider"]
+    options += ["-p", "tests.threads"]  # from a conftest that is not read here
     options += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     os.chdir(ROOT)
     status = pytest.main([*options, HERE, *SHARED, *configured, *sys.argv[1:]])

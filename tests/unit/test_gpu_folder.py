@@ -72,8 +72,8 @@ def test_the_bare_environment_is_bare(tmp_path):
         assert "ModuleNotFoundError" in done.stderr
 
 
-def test_everything_listed_can_be_imported_in_a_bare_checkout(tmp_path):
-    done = run(["tests.gpu", "--collect-only", "-q"], bare(tmp_path, ALL))
+def test_everything_listed_has_its_imports_and_fixtures_in_a_bare_checkout(tmp_path):
+    done = run(["tests.gpu", "--setup-plan", "-q"], bare(tmp_path, ALL))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     for module in ("gpu/test_nccl", "test_link_processes", "test_draft_loop", "test_draft_vocabulary", "length"):
         assert f"{module}" in done.stdout
