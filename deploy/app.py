@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -162,7 +164,13 @@ class ReplicaPlan:
 
 
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
-    """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had."""
+    """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had, and
+    for a Python that Ray cannot start there."""
+    if shlex.quote(sys.executable) != sys.executable:
+        raise ConfigError(
+            f"python: {sys.executable}: Ray starts engines through a shell, which takes this path apart; make the "
+            "environment in a place without spaces"
+        )
     gpu = engine_on_gpu()
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
     sizes: tuple[int, int, bool] = (0, 0, False)

@@ -12,6 +12,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -244,6 +245,13 @@ def main() -> int:
     parser.add_argument("--serving", action="store_true", help="for an image: no development tools, not editable")
     arguments = parser.parse_args()
     accelerator = arguments.accelerator or detect_accelerator()
+    if shlex.quote(sys.executable) != sys.executable:
+        print(
+            f"outrider: {sys.prefix}: Ray starts engines through a shell, which takes this path apart; make the "
+            "environment in another place: make VENV=/path/without/spaces, with this target and every later one",
+            file=sys.stderr,
+        )
+        return 1
     if sys.prefix == sys.base_prefix:
         print("outrider: run this with a virtual environment's Python; `make setup` does", file=sys.stderr)
         return 1

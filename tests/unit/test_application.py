@@ -110,6 +110,14 @@ def test_drafters_that_share_cores_are_told_of_by_the_field_that_says_their_numb
     assert f"drafters on one machine share the cores planned for one of them (drafter.{field})" in warnings
 
 
+def test_a_python_that_ray_cannot_start_is_refused_before_anything_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.executable", "/home/me/my models/.venv/bin/python")
+    with pytest.raises(ConfigError, match="without spaces"):
+        plan_replica(parse_config({"target": {"model": "t"}}))
+
+
 @pytest.mark.parametrize("name", ["Ingress", "Target"])
 def test_a_replica_that_is_taken_down_may_finish_what_it_has_begun(deployments: dict[str, Any], name: str) -> None:
     config = deployments[name]._deployment_config

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from outrider.deploy.setup_environment import explain, requirements, uv_settings
+from outrider.deploy.setup_environment import explain, main, requirements, uv_settings
 
 
 def test_places_that_pip_looks_at_in_uvs_words() -> None:
@@ -50,3 +51,13 @@ def test_a_failure_says_what_to_do(said: str, hint: str) -> None:
 def test_an_image_gets_a_copy_without_development_tools() -> None:
     assert requirements("cpu", serving=True) == [".[cpu,otel]"]
     assert requirements("gpu", serving=False) == ["--editable", ".[gpu,dev]"]
+
+
+def test_no_environment_is_made_where_ray_could_start_no_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["setup_environment.py"])
+    monkeypatch.setattr(sys, "prefix", "/home/me/my models/.venv")
+    monkeypatch.setattr(sys, "executable", "/home/me/my models/.venv/bin/python")
+    assert main() == 1
+    assert "make VENV=" in capsys.readouterr().err
