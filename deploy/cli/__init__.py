@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -34,6 +35,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows a question mark for any other
+        sys.stdout.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="outrider", description="Speculative decoding for vLLM on Ray.")
     parser.add_argument(
         "--version", action="version", version=f"outrider {installed_version('outrider') or '(not installed)'}"
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         for name, summary in COMMANDS.items():
-            command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+            command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
             if name == chosen:
                 importlib.import_module(f"outrider.deploy.cli.{name}").add_arguments(command)
         args = parser.parse_args(arguments)

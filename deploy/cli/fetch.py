@@ -101,9 +101,16 @@ def _assemble(source: DrafterSource, target: Path, directory: Path, progress: Pr
     except ConfigError as error:
         raise FetchError(f"{source.name}: {error}") from None
     except OSError as error:
-        raise FetchError(f"{error.filename or directory}: {error.strerror or error}") from error
+        raise _cannot_keep(error, directory) from error
     progress.say(f"{source.name}: assembled at {final}")
     return final
+
+
+def _cannot_keep(error: OSError, directory: Path) -> FetchError:
+    return FetchError(
+        f"{error.filename or directory}: {error.strerror or error}; models are kept below OUTRIDER_HOME, which may be any "
+        "directory"
+    )
 
 
 def fetch_model(
@@ -149,7 +156,7 @@ def fetch_model(
             checkpoint.replace(final)
             shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
-        raise FetchError(f"{error.filename or directory}: {error.strerror or error}") from error
+        raise _cannot_keep(error, directory) from error
     progress.say(f"{source.name}: ready at {final}")
     return final
 

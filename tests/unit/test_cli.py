@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -88,6 +89,14 @@ def test_a_command_ends_well_where_there_is_no_standard_output(monkeypatch: pyte
     monkeypatch.setattr("outrider.deploy.cli.keys.run", lambda args: print("said") or 0)
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(["keys", "list"]) == 0
+
+
+def test_a_terminal_of_few_letters_gets_the_others_as_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("outrider.deploy.cli.keys.run", lambda args: print("three dots: …") or 0)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.main(["keys", "list"]) == 0
+    assert terminal.buffer.getvalue() == b"three dots: ?\n"
 
 
 @pytest.mark.parametrize(
