@@ -93,7 +93,8 @@ class EngineConfig(Section):
     """Most requests in one step. Left out on GPU: 128."""
 
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Most tokens in one step; longer prefills are chunked."""
+    """Most tokens in one step; longer prefills are chunked. None: vLLM's own; of a target on GPU, that of `vllm
+    serve`."""
 
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
     """KV cache a rank, in bytes. None on CPU: 512 MiB; on GPU: what gpu_memory_utilization leaves."""

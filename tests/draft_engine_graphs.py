@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -50,7 +51,8 @@ class PlayedGraphs:
         inputs, then, output = self.captured[graph]
         if mode is CUDAGraphMode.FULL:
             self.replayed, context = (inputs, then), then
-        # Between pieces attention runs as it is told now.
+        else:  # Between pieces attention runs as it is told now. KV may be written in them.
+            context = replace(context, slot_mapping=then.slot_mapping)
         with override_forward_context(context):
             output.copy_(self.model(**inputs))
         return output

@@ -71,7 +71,7 @@ class Drafter:
         import_early("torch.distributed")
         try:
             self._strategy = load_strategy(config, speculation, ranks, placement_group, num_common_tokens)
-            warm_up(self._strategy)
+            warm_up(self._strategy, speculation.draft_top_n)
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise  # the replica reports it as the start-up error it is

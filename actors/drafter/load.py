@@ -140,23 +140,24 @@ def vocabulary_to_cut_to(
     return DraftVocabulary(vocab_size, size, always=end_token_ids, at_first=own)
 
 
-def warm_up(strategy: DraftStrategy[Any]) -> None:
+def warm_up(strategy: DraftStrategy[Any], draft_top_n: int = 64) -> None:
     """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
     from outrider.actors.drafter.several import SeveralStrategy
 
     if not isinstance(strategy, SeveralStrategy):
-        _draft_in_every_way(strategy)
+        _draft_in_every_way(strategy, draft_top_n)
         return
     for model in strategy.models.values():
-        _draft_in_every_way(model)
+        _draft_in_every_way(model, draft_top_n)
         model.forget_step_times()  # they are compared, and one that rests has no others for a while
-        _draft_in_every_way(model)
+        _draft_in_every_way(model, draft_top_n)
 
 
-def _draft_in_every_way(strategy: DraftStrategy[Any]) -> None:
+def _draft_in_every_way(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
     for sampling in (
         DraftSampling(),
-        DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9),
+        DraftSampling(Mode.REJECTION, temperature=1.0, top_n=draft_top_n),
+        DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9, top_n=draft_top_n),
         DraftSampling(Mode.COUPLED, temperature=1.0),
         DraftSampling(Mode.COUPLED, temperature=1.0, top_p=0.9),
     ):

@@ -416,7 +416,8 @@ def verify(batch: VerificationBatch) -> VerificationResult:
     return result
 
 
-@triton.jit
+# Rows differ from step to step: no kernel of its own for 1 or for multiples of 16.
+@triton.jit(do_not_specialize=["rows"])
 def find_nucleus(
     logits, weights, rows, vocab_size, aim_R, found_R, ROWS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip

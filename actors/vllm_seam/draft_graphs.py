@@ -2,11 +2,12 @@
 ones, of what lies between attention layers.
 
 A graph reads where it read when it was captured, whatever the model is handed now: in the runner's buffers. Pieces read
-token ids, positions and what is padding there, a FULL graph also what attention is told. What is a number on the host
-stays what it was, so a FULL graph is of so many rows, and a step with fewer has rows of nothing after its own, which
-read no KV and write none. What the attention backends keep in buffers of their own is renewed where metadata is built,
-in every step. M-RoPE positions, and states that are no KV, would be in other buffers: `DraftEngine` takes no model
-with either. Never run on a GPU.
+token ids, positions and what is padding there, and, where vLLM does not take the writing of KV out of them
+(`BreakableCUDAGraphCapture`, `use_inductor_graph_partition`), KV slots: one for every token, -1 for padding. A FULL
+graph reads all that attention is told. What is a number on the host stays what it was, so a FULL graph is of so many
+rows, and a step with fewer has rows of nothing after its own, which read no KV and write none. What the attention
+backends keep in buffers of their own is renewed where metadata is built, in every step. M-RoPE positions, and states
+that are no KV, would be in other buffers: `DraftEngine` takes no model with either. Never run on a GPU.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ class Graph:
     def padded(
         self, query_start: NDArray[np.int32], seq_lens: NDArray[np.int32], slots: Sequence[NDArray[np.int64]]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], list[NDArray[np.int64]]]:
-        """What a FULL graph's attention is told, for as many rows as it has. slots: of each KV cache group."""
-        num_rows = self.descriptor.num_reqs
-        assert num_rows is not None, "of a graph of pieces"
-        return (
-            _padded(query_start, num_rows + 1, query_start[-1]),
-            _padded(seq_lens, num_rows, 0),
-            [_padded(of_group, self.num_tokens, PAD_SLOT_ID) for of_group in slots],
-        )
+        """What attention is told: of each KV cache group a slot for each token of the graph, and, if it is FULL, for as
+        many rows as it has."""
+        if self.is_full:
+            num_rows = self.descriptor.num_reqs
+            assert num_rows is not None
+            query_start, seq_lens = _padded(query_start, num_rows + 1, query_start[-1]), _padded(seq_lens, num_rows, 0)
+        return query_start, seq_lens, [_padded(of_group, self.num_tokens, PAD_SLOT_ID) for of_group in slots]
 
 
 class DraftGraphs:
@@ -77,14 +77,14 @@ class DraftGraphs:
         return Graph(mode, descriptor)
 
     def put(
-        self, query_start: Tensor, seq_lens: Tensor, slots: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """What a FULL graph's attention is told, in the buffers that it reads. Block tables are there already."""
-        return (
-            _put(self._query_start, query_start),
-            _put(self._seq_lens, seq_lens),
-            [_put(buffer, of_group) for buffer, of_group in zip(self._slots, slots, strict=True)],
-        )
+        self, graph: Graph, query_start: Tensor, seq_lens: Tensor, slots: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """What attention is told, in the buffers that the graph reads. Block tables are there already."""
+        if graph.mode is not CUDAGraphMode.NONE:
+            slots = [_put(buffer, of_group) for buffer, of_group in zip(self._slots, slots, strict=True)]
+        if graph.is_full:
+            query_start, seq_lens = _put(self._query_start, query_start), _put(self._seq_lens, seq_lens)
+        return query_start, seq_lens, slots
 
     def put_inputs(self, graph: Graph, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """The model's inputs, [tokens], padded, in the buffers that graphs read, and what the forward context is

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.usage.usage_lib import UsageContext
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
@@ -195,8 +196,10 @@ _REFUSALS = (
 
 
 def _create(made_by: type[EngineArgs], args: dict[str, Any], placement_group: Any, config: EngineConfig) -> VllmConfig:
+    # By it vLLM chooses how many tokens a step has; without it they are 2,048 on any GPU, at which it warns itself.
+    usage = UsageContext.OPENAI_API_SERVER if on_gpu() and config.side == "target" else None
     try:
-        vllm_config = made_by(**args).create_engine_config()
+        vllm_config = made_by(**args).create_engine_config(usage)
     except _REFUSALS as error:
         raise ConfigError(_refusal(error, config)) from error
     vllm_config.parallel_config.placement_group = placement_group

@@ -74,11 +74,12 @@ class PagedForward:
         new_tables = [tables.update(rows, max_seq_len) for tables in self._tables]
         slots = [tables.slots(batch.row_of, batch.positions) for tables in self._tables]
         drawn = query_start[1:][[row.draw is not None for row in rows]].astype(np.int64) - 1
-        graphs, graph = self._graphs, None
+        graphs, graph, num_tokens = self._graphs, None, total
         if graphs is not None:
             graph = graphs.choose(total, batch.longest == 1, self._num_used)
+            query_start, seq_lens, slots = graph.padded(query_start, seq_lens, slots)
             if graph.is_full:
-                query_start, seq_lens, slots = graph.padded(query_start, seq_lens, slots)
+                num_tokens = graph.num_tokens
         # All that goes to the device, at once and before anything there is waited for.
         sent = iter(
             to_device(
@@ -90,16 +91,14 @@ class PagedForward:
             )
         )
         query_start_t, seq_lens_t, token_ids_t, positions_t, drawn_t = itertools.islice(sent, 5)
-        slots_t = list(itertools.islice(sent, len(slots)))
+        slots_t: Sequence[Tensor] = list(itertools.islice(sent, len(slots)))
         for tables, new in zip(self._tables, new_tables, strict=True):
             if new is not None:
                 tables.put(next(sent))
         context: dict[str, Any] = {"num_tokens": total}
         if graphs is not None and graph is not None:
-            if graph.is_full:
-                query_start_t, seq_lens_t, slots_t = graphs.put(query_start_t, seq_lens_t, slots_t)
+            query_start_t, seq_lens_t, slots_t = graphs.put(graph, query_start_t, seq_lens_t, slots_t)
             token_ids_t, positions_t, context = graphs.put_inputs(graph, token_ids_t, positions_t)
-        num_tokens = len(slots[0])
         common = CommonAttentionMetadata(
             query_start_loc=query_start_t,
             query_start_loc_cpu=torch.from_numpy(query_start),
@@ -134,11 +133,15 @@ class PagedForward:
         self, common: CommonAttentionMetadata, slots: Sequence[Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Attention metadata and KV slots by layer. common: but for block tables and slots. slots: int64 [tokens] of
-        each KV cache group."""
+        each KV cache group, with what a graph pads them with."""
         metadata: dict[str, Any] = {}
         slots_by_layer: dict[str, Tensor] = {}
         for groups, tables, slot_t in zip(self._groups, self._tables, slots, strict=True):
-            of_group = replace(common, block_table_tensor=tables.on_device(common.num_reqs), slot_mapping=slot_t)
+            of_group = replace(
+                common,
+                block_table_tensor=tables.on_device(common.num_reqs),
+                slot_mapping=slot_t[: common.num_actual_tokens],
+            )
             for group in groups:
                 built = group.build_metadata(of_group)
                 for name in group.layer_names:

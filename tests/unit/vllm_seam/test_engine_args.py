@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from vllm.config import AttentionConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 
 from outrider.actors.vllm_seam import engine_args, engine_args_schema
 from outrider.actors.vllm_seam.engine_args import drafter_vllm_config, target_engine_arguments, target_vllm_config
@@ -175,6 +176,14 @@ def test_there_are_graphs_for_as_many_rows_as_a_step_may_have(gpu, checkpoint, r
     assert [size for size in sizes if size <= rows] == full
     if rows == 12:
         assert tuple(sizes) == SIZES
+
+
+@pytest.mark.parametrize(("written", "tokens"), [({}, 8192), ({"max_num_batched_tokens": 512}, 512)])
+def test_on_a_gpu_a_target_s_step_has_as_many_tokens_as_vllm_serve_s(gpu, monkeypatch, checkpoint, written, tokens):
+    by_usage = {UsageContext.OPENAI_API_SERVER: 8192, UsageContext.LLM_CLASS: 16384}, {}  # vLLM's of an H100
+    monkeypatch.setattr(AsyncEngineArgs, "get_batch_defaults", classmethod(lambda cls, world_size: by_usage))
+    made = target_vllm_config(parse_config({"target": {"model": checkpoint, **written}}), RANKS, None)
+    assert made.scheduler_config.max_num_batched_tokens == tokens
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,21 @@ def test_what_a_step_needs_goes_to_the_device_in_one_copy_that_nobody_waits_for(
             assert {name: each.tolist() for name, each in there.items()} == {n: e.tolist() for n, e in here.items()}
 
 
+@pytest.mark.parametrize(("count", "mode", "padded"), [(1, "FULL", 1), (3, "PIECEWISE", 4), (9, "NONE", 9)])
+def test_kv_is_written_by_a_slot_for_each_token_of_the_graph_where_it_reads_them(runner, count, mode, padded):
+    seen, buffer = [], runner.input_batch.block_table[0].slot_mapping.gpu
+    buffer.fill_(77)
+    runner.attn_groups = [[attention := Attention()]]
+    runner.model = lambda input_ids, **_: seen.append(get_forward_context()) or torch.zeros(len(input_ids), 4)
+    PagedForward(capture(runner))([StepRow(list(range(count)), 15, ([2, 3],), ONE)])
+    (context,), expected = seen, [2 * 16 + 15, *range(3 * 16, 3 * 16 + count - 1)]
+    assert context.cudagraph_runtime_mode.name == mode
+    slots = context.slot_mapping["layer"]
+    assert slots.tolist() == expected + [-1] * (padded - count)
+    assert (slots.data_ptr() == buffer.data_ptr()) is (mode != "NONE")
+    assert attention.told[0]["slot_mapping"].tolist() == expected, "attention has the step's own tokens"
+
+
 def test_every_token_and_every_draw_is_of_its_row_s_adapter(runner):
     told = []
     runner._set_active_loras = lambda *mapping: told.append(mapping)
