@@ -68,9 +68,6 @@ _REASONS = {
 }
 _RETRIED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
-IN_PROCESS_PEERS = ("handle", "http")
-"""Peers of contexts that no proxy of Serve's stands behind."""
-
 REPLICA_LOST = (
     RayActorError,
     NodeDiedError,
@@ -99,7 +96,7 @@ def errors_become_status(grpc_context: RayServegRPCContext, call: str, request_i
     except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a code and a sentence
         failure = failure_of(error, call, request_id)
         grpc_context.set_code(failure.code)
-        over_grpc = isinstance(grpc_context, RayServegRPCContext) and grpc_context.peer() not in IN_PROCESS_PEERS
+        over_grpc = isinstance(grpc_context, RayServegRPCContext)
         grpc_context.set_details(failure.packed() if over_grpc else failure.message)
         grpc_context.set_trailing_metadata(failure.trailing_metadata())
         # Serve needs an exception to end a stream with a code. A built-in one: the proxy, which unpickles it, need not

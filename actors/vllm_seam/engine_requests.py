@@ -108,12 +108,12 @@ def sampling_params(
 
 
 def blamed_by_ranks(error: MessageError, params: SamplingParams) -> str:
-    """The parameter that `check_for_ranks` found wrong: to the drafter allowed tokens are biases, too."""
+    """The parameter that `check_for_ranks` found wrong: to the drafter allowed tokens are biases, too, of 0."""
     name = error.field.removeprefix("Open.")
     if name != "biases":
         return name
-    is_bias = any(not 0 <= token <= MAX_INT31 for token in params.logit_bias or ())
-    return "logit_bias" if is_bias else "allowed_token_ids"
+    is_allowed = any(not 0 <= token <= MAX_INT31 for token in params.allowed_token_ids or ())
+    return "allowed_token_ids" if is_allowed else "logit_bias"
 
 
 def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None = None) -> RequestError:

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from outrider.actors.verification.batch import choose
 from outrider.actors.vllm_seam.draft_worker import DraftWorker
@@ -114,12 +116,40 @@ def test_graphs_that_are_too_small_or_none_are_warned_of():
     some = {"mode": "FULL_AND_PIECEWISE", "sizes": [1, 2, 4, *range(8, 129, 8)], "max_rows": 128}
     assert judge_graphs(some).level is Level.OK
     assert "19 sizes: 1, 2, 4, 8 … 120, 128 tokens" in judge_graphs(some).text
-    for rows in (127, 256):
-        few = judge_graphs({**some, "max_rows": rows})
+    for mode, rows in (
+        ("FULL_AND_PIECEWISE", 127),
+        ("FULL_DECODE_ONLY", 127),
+        ("FULL_DECODE_ONLY", 256),
+        ("FULL", 129),
+    ):
+        few = judge_graphs({**some, "mode": mode, "max_rows": rows})
         assert (few.level, "max_draft_rows" in few.fix) == (Level.WARN, True)
     pieces = judge_graphs({**some, "mode": "PIECEWISE"})
     assert (pieces.level, "attention_backend" in pieces.fix) == (Level.WARN, True)
     assert "enforce_eager" in judge_graphs({"mode": "NONE", "sizes": [], "max_rows": 8}).fix
+
+
+def test_where_all_steps_are_captured_whole_a_size_above_the_rows_does():
+    """As vLLM's dispatcher has it, which is asked by hand."""
+    some = {"sizes": [1, 2, 4, 8, 16, 24], "max_rows": 21}
+    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE):
+        compilation = SimpleNamespace(
+            cudagraph_mode=mode,
+            cudagraph_capture_sizes=some["sizes"],
+            max_cudagraph_capture_size=some["sizes"][-1],
+            compile_sizes=[],
+            is_attention_compiled_piecewise=lambda: True,
+        )
+        scheduler = SimpleNamespace(max_num_seqs=some["max_rows"])
+        dispatcher = CudagraphDispatcher(
+            SimpleNamespace(
+                compilation_config=compilation, scheduler_config=scheduler, lora_config=None, num_speculative_tokens=0
+            )
+        )
+        dispatcher.initialize_cudagraph_keys(mode)
+        chosen, _ = dispatcher.dispatch(some["max_rows"], uniform_decode=True)
+        finding = judge_graphs({**some, "mode": mode.name})
+        assert (finding.level is Level.OK) == (chosen is CUDAGraphMode.FULL) == (mode is CUDAGraphMode.FULL)
 
 
 def test_steps_say_which_graphs_they_hit():

@@ -3,8 +3,7 @@ clients, and to target replicas through their handle.
 
 It checks, translates and forwards, one message a round, and holds no policy about tokens. Every error leaves with a
 status code, one sentence and details for programs; what the sentence leaves out is in the log, under the request id.
-``outrider.actors.serve_seam.grpc_proxy`` mounts it on Serve's proxies. Other Serve applications call it through its
-DeploymentHandle (HandleCalls).
+``outrider.actors.serve_seam.grpc_proxy`` mounts it on Serve's proxies.
 """
 
 from __future__ import annotations
@@ -12,23 +11,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-import grpc
 from google.protobuf import json_format
-from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health_pb2
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from outrider.actors.observability.exposition import merge
-from outrider.actors.observability.metrics import CANCELLED, METRICS, Scaling
-from outrider.actors.observability.tracing import RequestSpan, rpc_span
+from outrider.actors.observability.metrics import METRICS, Scaling
 from outrider.actors.replica_calls import (
     Broadcast,
     GenerationRequest,
@@ -40,7 +35,6 @@ from outrider.actors.replica_calls import (
     sign,
 )
 from outrider.actors.request_checks import check_request_id
-from outrider.actors.serving.access.calls import let_in
 from outrider.actors.serving.access.guard import CALLER, key_of_caller
 from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.access.process import guard_ingress
@@ -48,14 +42,9 @@ from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.capacity import Capacity
 from outrider.actors.serving.connections import address_of_call
 from outrider.actors.serving.draining import DRAIN, DrainCalls
-from outrider.actors.serving.failures import (
-    IN_PROCESS_PEERS,
-    REQUEST_ID_METADATA,
-    UnknownService,
-    errors_become_status,
-    leave_out_what_is_told,
-)
-from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
+from outrider.actors.serving.failures import REQUEST_ID_METADATA, leave_out_what_is_told
+from outrider.actors.serving.grpc.calls import HandleCalls, answering
+from outrider.actors.serving.grpc.health import HealthCalls
 from outrider.actors.serving.grpc.responses import (
     Answers,
     load_metadata,
@@ -75,164 +64,12 @@ from outrider.actors.serving.running import RunningRequests, retried
 from outrider.actors.serving.scaling_board import Teller
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.actors.serving.waiting import WaitingRoom
-from outrider.actors.serving.ways_out import COMES_THROUGH, PROXY, way_out
+from outrider.actors.serving.ways_out import way_out
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.lora_config import LoraConfig
 from outrider.v1 import generation_pb2 as pb
-from outrider.v1.handle_calls import RPCS, CallFailed
-
-HEALTH_PERIOD_S = 1.0
-
-LIVENESS, READINESS = "liveness", "readiness"
-"""Whether the server runs at all, and whether it can serve now. Only the first is a reason to start it anew."""
-
-HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name, READINESS, LIVENESS)
-"""Whose health can be asked for. The first two are asked for readiness."""
 
 ABORT_TIMEOUT_S = 2.0
-
-
-@contextmanager
-def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | None = None) -> Iterator[RequestSpan]:
-    """Around an RPC: it needs a key where keys are asked for, errors become its status, how it ended is counted, and a
-    request's is traced."""
-    in_process = not isinstance(grpc_context, RayServegRPCContext) or grpc_context.peer() in IN_PROCESS_PEERS
-    with ExitStack() as keyed:
-        if not in_process:
-            _heed_proxy(grpc_context)
-            with errors_become_status(grpc_context, rpc):
-                keyed.enter_context(let_in(grpc_context, rpc))
-        with _counted("in_process" if in_process else "grpc", grpc_context, rpc, request_id) as span:
-            yield span
-
-
-def _heed_proxy(grpc_context: RayServegRPCContext) -> None:
-    """What the proxy which the call came through tells of itself: what it has refused, and which one it is."""
-    for key, value in grpc_context.invocation_metadata():
-        if key == REFUSED and str(value).isdecimal():
-            METRICS.refused_generations("proxy", int(value))
-        elif key == PROXY:
-            COMES_THROUGH.set(str(value))
-
-
-@contextmanager
-def _counted(api: str, grpc_context: RayServegRPCContext, rpc: str, request_id: str | None) -> Iterator[RequestSpan]:
-    code = CANCELLED
-    try:
-        with (
-            METRICS.in_flight(api),
-            rpc_span(rpc, grpc_context, request_id) as span,
-            errors_become_status(grpc_context, _name(rpc, request_id), request_id),
-        ):
-            yield span
-        code = grpc.StatusCode.OK.name
-    except RuntimeError:
-        code = (grpc_context.code() or grpc.StatusCode.INTERNAL).name
-        raise
-    finally:
-        METRICS.ended(api, rpc, code)
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED.name:
-            METRICS.rejected("queue_full")
-
-
-def _name(rpc: str, request_id: str | None) -> str:
-    return rpc if request_id is None else f"request {request_id}"
-
-
-class HealthCalls:
-    """A base of the ingress deployment: ``grpc.health.v1.Health``. How the target replicas are is what matters to
-    clients."""
-
-    _target: DeploymentHandle
-    _broadcast: Broadcast
-    _health_poll: SharedPoll[int]
-    _capacity: Capacity | None
-
-    @property
-    def _capacity_metadata(self) -> list[tuple[str, str]]:
-        return [] if self._capacity is None else [(CAPACITY_METADATA, str(self._capacity.now(self._target)))]
-
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
-    ) -> health_pb2.HealthCheckResponse:
-        with answering(grpc_context, "Check"):
-            if request.service not in HEALTH_SERVICES:
-                raise UnknownService(request.service)
-            grpc_context.set_trailing_metadata(self._capacity_metadata)
-            return health_pb2.HealthCheckResponse(status=await self._health(request.service))
-
-    async def List(
-        self, request: health_pb2.HealthListRequest, grpc_context: RayServegRPCContext
-    ) -> health_pb2.HealthListResponse:
-        with answering(grpc_context, "List"):
-            health = health_pb2.HealthCheckResponse(status=await self._health())
-            statuses = dict.fromkeys(HEALTH_SERVICES, health)
-            statuses[LIVENESS] = health_pb2.HealthCheckResponse(status=await self._health(LIVENESS))
-            return health_pb2.HealthListResponse(statuses=statuses)
-
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
-    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """A service that is not known stays so: the stream says it once and goes on. It ends with the server."""
-        with answering(grpc_context, "Watch"):
-            last = None
-            while True:
-                service = request.service
-                known = service in HEALTH_SERVICES
-                status = await self._health(service) if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-                if status != last:
-                    yield health_pb2.HealthCheckResponse(status=status)
-                last = status
-                if DRAIN.ends_watches:
-                    return
-                await asyncio.sleep(HEALTH_PERIOD_S)
-
-    async def _health(self, service: str = "") -> int:
-        """Of liveness this answer is the proof."""
-        if service == LIVENESS:
-            return health_pb2.HealthCheckResponse.SERVING
-        if DRAIN.begun:
-            return health_pb2.HealthCheckResponse.NOT_SERVING
-        return await self._health_poll()
-
-    async def _ask_health(self) -> int:
-        """Serving, as long as one target replica runs that does not say it is broken. One that says nothing may be
-        busy: Serve's own checks of it, which wait longer, decide whether it runs."""
-        try:
-            replies = await self._broadcast(self._target, "check_health", timeout_s=HEALTH_PERIOD_S)
-        except (DeploymentUnavailableError, ConnectionError):
-            return health_pb2.HealthCheckResponse.NOT_SERVING
-        well = any(reply.ok or reply.replica_id is None for reply in replies)
-        return health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class HandleCalls:
-    """A base of the ingress deployment, which has the methods named like the RPCs: the API for other Serve
-    applications, which call the ingress through its DeploymentHandle.
-
-    They run through the very methods that gRPC calls, with a context that has no connection behind it, so checks,
-    errors and details are the same. Messages travel serialised: both sides then agree on them by their numbers, as
-    over gRPC. ``outrider.deploy.client.handle.OutriderHandle`` is the other side.
-    """
-
-    async def handle_unary(self, rpc: str, request: bytes) -> bytes:
-        """The serialised response. Raises CallFailed."""
-        context = _context()
-        try:
-            response = await getattr(self, rpc)(_parsed(rpc, request), context)
-        except Exception as error:  # noqa: BLE001 - raised again, as what the caller is to know
-            raise _failed(error, context) from None
-        return bytes(response.SerializeToString())
-
-    async def handle_stream(self, rpc: str, request: bytes) -> AsyncGenerator[bytes, None]:
-        """The serialised responses, as they come. Raises CallFailed."""
-        context = _context()
-        try:
-            async with aclosing(getattr(self, rpc)(_parsed(rpc, request), context)) as responses:
-                async for response in responses:
-                    yield response.SerializeToString()
-        except Exception as error:  # noqa: BLE001 - raised again, as what the caller is to know
-            raise _failed(error, context) from None
 
 
 class Ingress(HandleCalls, HealthCalls, DrainCalls):
@@ -305,7 +142,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         request_id = _request_id(request)
         with answering(grpc_context, "Generate", request_id) as span:
-            checked = replace(self._check(request, request_id, grpc_context), trace_headers=span.headers)
+            checked = self._check(request, request_id, grpc_context, span.headers)
             answers = Answers(request_id, checked.num_answers)
             load = None
             async with aclosing(self._rounds(checked)) as rounds:
@@ -320,7 +157,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         request_id = _request_id(request)
         with answering(grpc_context, "GenerateStream", request_id) as span:
-            checked = replace(self._check(request, request_id, grpc_context), trace_headers=span.headers)
+            checked = self._check(request, request_id, grpc_context, span.headers)
             grpc_context.set_trailing_metadata(self._trailing(request_id))
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
@@ -394,9 +231,7 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
         with answering(grpc_context, "Tokenize"):
             check_model(request, self._served)
-            tokens = await _within(
-                self._limits.control_timeout_s, self._target.tokenize.remote(to_tokenize_request(request, self._limits))
-            )
+            tokens = await self._answer(self._target.tokenize.remote(to_tokenize_request(request, self._limits)))
             return pb.TokenizeResponse(
                 token_ids=tokens.token_ids,
                 count=len(tokens.token_ids),
@@ -410,16 +245,14 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         with answering(grpc_context, "Detokenize"):
             check_model(request, self._served)
             ids = to_token_ids(request, self._limits)
-            text = await _within(
-                self._limits.control_timeout_s, self._target.detokenize.remote(ids, request.skip_special_tokens)
-            )
+            text = await self._answer(self._target.detokenize.remote(ids, request.skip_special_tokens))
             return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetModelInfoResponse:
         with answering(grpc_context, "GetModelInfo"):
-            info = await _within(self._limits.control_timeout_s, self._target.model_info.remote())
+            info = await self._answer(self._target.model_info.remote())
             grpc_context.set_trailing_metadata(self._capacity_metadata)
             return model_info_message(self._served.name, info)
 
@@ -454,24 +287,45 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         with answering(grpc_context, "RevertDrafter"):
             if not request.HasField("version"):
                 raise RequestError("version", "is missing", "send the number of a version that GetServerStatus lists")
-            reverting = self._target.revert_drafter.remote(request.version)
-            return pb.RevertDrafterResponse(serving=await _within(self._limits.control_timeout_s, reverting))
+            serving = await self._answer(self._target.revert_drafter.remote(request.version))
+            return pb.RevertDrafterResponse(serving=serving)
 
     async def _ask_status(self) -> dict[str, Any]:
-        return await _within(self._limits.control_timeout_s, self._target.status.remote())
+        return await self._answer(self._target.status.remote())
+
+    async def _answer(self, call: Any) -> Any:
+        """To a call of a target replica. Raises ConnectionError when there is none in time."""
+        seconds = self._limits.control_timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                return await call
+        except TimeoutError:
+            call.cancel()
+            raise ConnectionError(f"no target replica answered within {seconds:g} s") from None
 
     def _trailing(self, request_id: str, load: ReplicaLoad | None = None) -> list[tuple[str, str | bytes]]:
         return [(REQUEST_ID_METADATA, request_id), *self._capacity_metadata, *load_metadata(load)]
 
     def _check(
-        self, request: GenerationMessage, request_id: str, grpc_context: RayServegRPCContext
+        self,
+        request: GenerationMessage,
+        request_id: str,
+        grpc_context: RayServegRPCContext,
+        trace_headers: dict[str, str],
     ) -> GenerationRequest:
         checked = to_generation_request(request, self._served, request_id=request_id)
-        checked = replace(checked, asker=asker_of(CALLER.get(), address_of_call(grpc_context.peer() or "")))
-        caller = tenant_of(CALLER.get())
+        asks = CALLER.get()
+        caller = tenant_of(asks)
         tenant = caller if self._isolates_tenants else 0
-        salt = cache_salt(tenant, checked.cache_salt)
-        return replace(checked, caller=caller, tenant=tenant, cache_salt=salt, learns=may_learn_from(CALLER.get()))
+        return replace(
+            checked,
+            asker=asker_of(asks, address_of_call(grpc_context.peer() or "")),
+            caller=caller,
+            tenant=tenant,
+            cache_salt=cache_salt(tenant, checked.cache_salt),
+            learns=may_learn_from(asks),
+            trace_headers=trace_headers,
+        )
 
     async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """The target's outputs.
@@ -506,16 +360,6 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
                 )
 
 
-async def _within(seconds: float, call: Any) -> Any:
-    """The answer to a call of a target replica. Raises ConnectionError when there is none in time."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await call
-    except TimeoutError:
-        call.cancel()
-        raise ConnectionError(f"no target replica answered within {seconds:g} s") from None
-
-
 def _request_id(request: GenerationMessage) -> str:
     return request.request_id if request.HasField("request_id") else uuid.uuid4().hex
 
@@ -537,47 +381,3 @@ def _this_deployment() -> DeploymentHandle:
 
 def _this_replica() -> str:
     return serve.get_replica_context().replica_id.unique_id
-
-
-def _parsed(rpc: str, request: bytes) -> Any:
-    return GetMessageClass(RPCS[rpc].input_type).FromString(request)
-
-
-def _failed(error: Exception, context: RayServegRPCContext) -> Exception:
-    """error itself when the method has not said what the caller is to know."""
-    code = context.code()
-    if code is None:
-        return error
-    return CallFailed(code.value[0], context.details() or "", tuple(context.trailing_metadata()))
-
-
-def _context() -> RayServegRPCContext:
-    return RayServegRPCContext(_NoConnection())
-
-
-class _NoConnection:
-    """What a context copies from a gRPC connection, when there is none."""
-
-    def auth_context(self) -> dict[str, Any]:
-        return {}
-
-    def code(self) -> grpc.StatusCode | None:
-        return None
-
-    def details(self) -> str | None:
-        return None
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return []
-
-    def peer(self) -> str:
-        return "handle"
-
-    def peer_identities(self) -> None:
-        return None
-
-    def peer_identity_key(self) -> None:
-        return None
-
-    def trailing_metadata(self) -> list[tuple[str, str]]:
-        return []

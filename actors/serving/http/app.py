@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -131,6 +132,9 @@ def build_http_app(context: HttpContext, pool: DeploymentHandle | None = None) -
     add_page_routes(app)
     asked = [context.target] if pool is None else [context.target, pool]
     add_route_patterns(app, asked, context.broadcast, context.rpcs.all_metrics_text)
+    for route in app.routes:
+        if isinstance(route, APIRoute) and "GET" in route.methods:
+            route.methods.add("HEAD")  # by which load balancers probe; the server sends no body then
     app.add_middleware(CheckBrowsers, limits=context.limits)
     if context.capacity is not None:
         app.add_middleware(TellCapacity, capacity=context.capacity)
@@ -270,7 +274,7 @@ def add_page_routes(app: FastAPI) -> None:
         raise FileNotFoundError("actors/serving/http/static/index.html is not installed; install outrider again")
     paths = {"/": files.pop(INDEX)} | {f"{ASSETS_PATH}/{name}": file for name, file in files.items()}
     for path, file in paths.items():
-        app.add_api_route(path, _responder(file), methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, _responder(file), include_in_schema=False)
 
 
 def _responder(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:

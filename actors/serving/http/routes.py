@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -41,9 +41,10 @@ from outrider.actors.request_costs import USUAL_ANSWER_TOKENS
 from outrider.actors.serving.access.guard import CALLER, Caller, key_of_caller
 from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.admission import Admission
-from outrider.actors.serving.connections import Address, address_of
+from outrider.actors.serving.connections import address_of
 from outrider.actors.serving.draining import DRAIN, Draining
 from outrider.actors.serving.failures import STATUS_DETAILS_METADATA
+from outrider.actors.serving.grpc.calls import InProcessCall
 from outrider.actors.serving.http.body import read_json_object
 from outrider.actors.serving.openai.door import REQUEST_ID_HEADER, to_openai_request
 from outrider.actors.serving.openai.errors import DONE, HttpError, HttpFailure, failure_of
@@ -333,7 +334,7 @@ def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: Token
     @app.post("/outrider/v1/stream", include_in_schema=False)
     async def stream(request: Request) -> Response:
         message = to_message(await read_json_object(request, limits), pb.GenerateStreamRequest())
-        call = RpcCall(None if request.client is None else address_of(*request.client))
+        call = InProcessCall.over_http(None if request.client is None else address_of(*request.client))
         answers = rpcs.GenerateStream(message, call)
         # Before the status line leaves, so that what is refused at the door gets a status of its own.
         first = await _or_failure(call, anext(answers))
@@ -341,12 +342,12 @@ def add_generation_routes(app: FastAPI, rpcs: GenerationRpcs, token_texts: Token
 
     @app.get("/outrider/v1/status", include_in_schema=False)
     async def status() -> Response:
-        call = RpcCall()
+        call = InProcessCall.over_http()
         return _json(await _or_failure(call, rpcs.GetServerStatus(pb.GetServerStatusRequest(), call)))
 
     @app.get("/outrider/v1/model", include_in_schema=False)
     async def model() -> Response:
-        call = RpcCall()
+        call = InProcessCall.over_http()
         return _json(await _or_failure(call, rpcs.GetModelInfo(pb.GetModelInfoRequest(), call)))
 
     @app.post("/outrider/v1/token_texts", include_in_schema=False)
@@ -396,7 +397,7 @@ def to_token_ids(body: dict[str, Any]) -> list[int]:
 
 
 async def _rpc_events(
-    call: RpcCall, first: pb.GenerateStreamResponse, answers: AsyncGenerator[pb.GenerateStreamResponse, None]
+    call: InProcessCall, first: pb.GenerateStreamResponse, answers: AsyncGenerator[pb.GenerateStreamResponse, None]
 ) -> AsyncGenerator[str, None]:
     async with aclosing(answers):
         yield event(_compact(first))
@@ -404,18 +405,18 @@ async def _rpc_events(
             async for answer in answers:
                 yield event(_compact(answer))
         except RuntimeError:
-            if (failure := call.failure()) is None:
+            if (failure := _failure(call)) is None:
                 raise
             yield event(json.dumps(failure.body()))
     yield DONE
 
 
-async def _or_failure(call: RpcCall, answer: Awaitable[_Answer]) -> _Answer:
+async def _or_failure(call: InProcessCall, answer: Awaitable[_Answer]) -> _Answer:
     """Raises HttpError for an error that the RPC told its context; the ingress then ends with a RuntimeError."""
     try:
         return await answer
     except RuntimeError:
-        if (failure := call.failure()) is None:
+        if (failure := _failure(call)) is None:
             raise
         raise HttpError(failure) from None
 
@@ -432,59 +433,17 @@ def _json(message: Message) -> Response:
     return Response(text, media_type="application/json", headers=_UNCACHED)
 
 
-class RpcCall:
-    """What an RPC method of the ingress takes as its gRPC context. Keeps what a response needs of it."""
-
-    def __init__(self, address: Address | None = None) -> None:
-        """address: whose call it is."""
-        self._address = address
-        self._code: grpc.StatusCode | None = None
-        self._details = ""
-        self._trailing_metadata: list[tuple[str, str | bytes]] = []
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        self._code = code
-
-    def code(self) -> grpc.StatusCode | None:
-        return self._code
-
-    def set_details(self, details: str) -> None:
-        self._details = details
-
-    def details(self) -> str:
-        return self._details
-
-    def set_trailing_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        self._trailing_metadata = list(metadata)
-
-    def trailing_metadata(self) -> list[tuple[str, str | bytes]]:
-        return self._trailing_metadata
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return []
-
-    def peer(self) -> str:
-        """As gRPC names one."""
-        if self._address is None:
-            return "http"
-        host, port = self._address
-        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
-
-    def failure(self) -> HttpFailure | None:
-        """The error the RPC ended with; None: it set none."""
-        if self._code is None or self._code is grpc.StatusCode.OK:
-            return None
-        return HttpFailure.of_code(self._code, self._details, self._field())
-
-    def _field(self) -> str | None:
-        """The request field at fault, from the google.rpc details beside the status."""
-        packed = dict(self._trailing_metadata).get(STATUS_DETAILS_METADATA, b"")
-        assert isinstance(packed, bytes)
-        refusal = error_details_pb2.BadRequest()
-        for detail in status_pb2.Status.FromString(packed).details:
-            if detail.Unpack(refusal) and refusal.field_violations:
-                return refusal.field_violations[0].field
+def _failure(call: InProcessCall) -> HttpFailure | None:
+    """The error the RPC ended with; None: it set none."""
+    if (code := call.code()) is None or code is grpc.StatusCode.OK:
         return None
+    packed = dict(call.trailing_metadata()).get(STATUS_DETAILS_METADATA, b"")
+    assert isinstance(packed, bytes)
+    refusal, field_at_fault = error_details_pb2.BadRequest(), None
+    for detail in status_pb2.Status.FromString(packed).details:
+        if detail.Unpack(refusal) and refusal.field_violations:
+            field_at_fault = refusal.field_violations[0].field
+    return HttpFailure.of_code(code, call.details(), field_at_fault)
 
 
 def event(json_text: str) -> str:

@@ -6,6 +6,7 @@ What is known about a request without the model is checked here; the rest is vLL
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -169,11 +170,24 @@ def _check_messages(body: Mapping[str, Any]) -> None:
                 raise RequestError(f"{field}.type", f"{shown(kind)} is not known here", "send text")
             if kind == "text" and not isinstance(part.get("text"), str):
                 raise RequestError(f"{field}.text", "is missing, or no text", "send one")
-        for index, call in enumerate(_listed(message, "tool_calls")):
-            function = call.get("function") if isinstance(call, dict) else None
-            if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str):
-                field = f"{where}.tool_calls.{index}.function.arguments"
-                raise RequestError(field, "is no text", "send the JSON of the arguments as a text")
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            for index, call in enumerate(_listed(message, "tool_calls")):
+                _check_call(f"{where}.tool_calls.{index}", call)
+
+
+def _check_call(field: str, call: Mapping[str, Any]) -> None:
+    """vLLM's own model is held against it when the whole message has been, by a path that begins at the call."""
+    if not isinstance(call.get("id"), str):
+        raise RequestError(f"{field}.id", "is missing, or no text", "send the call's id")
+    if call.get("type") != "function":
+        raise RequestError(f"{field}.type", "is missing, or not known here", "send function")
+    if not isinstance(function := call.get("function"), dict):
+        raise RequestError(f"{field}.function", "is missing", 'send {"name": "…", "arguments": "…"}')
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{field}.function.name", "is missing, or no text", "send the function's name")
+    if not isinstance(function.get("arguments"), str):
+        problem = "is missing, or no text"
+        raise RequestError(f"{field}.function.arguments", problem, "send the JSON of the arguments as a text")
 
 
 def _listed(message: Any, name: str) -> list[Any]:
@@ -217,6 +231,11 @@ def _check_numbers(body: dict[str, Any]) -> None:
             raise RequestError(name, "is no number", "send a number, or leave it out")
         if isinstance(value, float) and abs(value) >= 2**63:
             raise RequestError(name, "is too large a number", "send one of 64 bits, or leave it out")
+    biases = body.get("logit_bias")
+    for token, bias in biases.items() if isinstance(biases, dict) else ():
+        if not (isinstance(bias, (int, float)) and abs(bias) < math.inf):
+            problem = f"{shown(str(bias))} for token {shown(token)} is no finite number"
+            raise RequestError("logit_bias", problem, "send numbers from -100 to 100")
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):  # to vLLM -1 is all of the vocabulary
         if isinstance(value := body.get(name), (int, float)) and value < 0:
             raise RequestError(name, f"{value} is out of range", "send 0 to 20, or leave it out")

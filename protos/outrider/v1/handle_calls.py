@@ -1,6 +1,6 @@
 """What the two sides of a call through a DeploymentHandle share: its RPCs, and how one fails.
 
-The ingress (outrider.actors.serving.grpc.servicer) raises what outrider.OutriderHandle catches.
+The ingress (outrider.actors.serving.grpc.calls) raises what outrider.OutriderHandle catches.
 """
 
 from __future__ import annotations

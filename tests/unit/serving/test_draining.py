@@ -15,7 +15,7 @@ from outrider.actors.replica_calls import ReplicaReply
 from outrider.actors.serving import running
 from outrider.actors.serving.draining import DRAIN, Drain, Draining
 from outrider.actors.serving.failures import failure_of
-from outrider.actors.serving.grpc.servicer import HealthCalls
+from outrider.actors.serving.grpc.health import HealthCalls
 from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.limits import LimitsConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,21 @@ def test_what_vllm_refuses_is_named(
     assert len(str(error)) < 500
     if "structured" not in field:
         assert error.fix == f"send ids below {VOCAB_SIZE}"
+
+
+@pytest.mark.parametrize(
+    ("field", "sampling"),
+    [
+        ("sampling.allowed_token_ids", {"allowed_token_ids": [1, -1], "logit_bias": {1: 1.0}}),
+        ("sampling.logit_bias", {"logit_bias": {2**31: 1.0}}),
+        *(("sampling.logit_bias", {"logit_bias": {1: bias}}) for bias in (math.nan, math.inf, 1e300)),
+        ("sampling.logit_bias", {"allowed_token_ids": [1], "logit_bias": {1: math.nan}}),
+    ],
+)
+def test_what_the_drafter_could_not_be_told_is_named(field: str, sampling: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        sampling_params(request(sampling=sampling), 2, 10)
+    assert caught.value.field == field
 
 
 def test_bad_words_that_have_no_tokens_are_named() -> None:

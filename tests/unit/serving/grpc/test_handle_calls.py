@@ -11,7 +11,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.serving.failures import errors_become_status
-from outrider.actors.serving.grpc.servicer import HandleCalls
+from outrider.actors.serving.grpc.calls import HandleCalls
 from outrider.deploy.client.error import FieldViolation, error_of_status
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1.handle_calls import CallFailed

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from outrider.actors.replica_calls import Deadline, RequestError
@@ -190,20 +192,46 @@ USER = {"role": "user", "content": "hi"}
         ({"role": "user", "content": [{"text": "hi"}]}, "content.0.type"),
         ({"role": "user", "content": [{"type": ["text"], "text": "hi"}]}, "content.0.type"),
         ({"role": "user", "content": [{"type": 0, "text": "hi"}]}, "content.0.type"),
-        (
-            {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
-            "tool_calls.0.function.arguments",
-        ),
     ],
 )
 def test_a_message_is_refused_by_the_path_of_what_is_wrong_in_it(message, field):
     assert refused({"messages": [USER, message]}).field == f"messages.1.{field}"
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "tokenize"])
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        ({name: CALL[name] for name in ("type", "function")}, "id"),
+        ({**CALL, "id": 3}, "id"),
+        ({**CALL, "id": None}, "id"),
+        ({**CALL, "type": "custom"}, "type"),
+        ({"id": "c", "function": CALL["function"]}, "type"),
+        ({"id": "c", "type": "function"}, "function"),
+        ({**CALL, "function": None}, "function"),
+        ({**CALL, "function": {"arguments": "{}"}}, "function.name"),
+        ({**CALL, "function": {"name": 5, "arguments": "{}"}}, "function.name"),
+        ({**CALL, "function": {"name": "f"}}, "function.arguments"),
+        ({**CALL, "function": {"name": "f", "arguments": {}}}, "function.arguments"),
+    ],
+)
+def test_a_call_in_a_message_is_refused_by_its_path(call, field, endpoint):
+    message = {"role": "assistant", "tool_calls": [CALL, call]}
+    assert refused({"messages": [USER, message]}, endpoint=endpoint).field == f"messages.1.tool_calls.1.{field}"
+
+
+@pytest.mark.parametrize("bias", ["NaN", "Infinity", "-inf", "5", math.nan, math.inf, -math.inf, None, [1]])
+def test_a_bias_is_a_finite_number(bias):
+    assert refused({**CHAT, "logit_bias": {"5": 1, "6": bias}}).field == "logit_bias"
+    assert door({**CHAT, "logit_bias": {"5": 101, "6": -0.5}}).body["logit_bias"] == {"5": 101, "6": -0.5}
+
+
 def test_parts_and_calls_of_messages_are_taken():
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "c"}]
-    body = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]}
+    body = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [CALL]}]}
     assert door(body).body == body
 
 
