@@ -107,10 +107,8 @@ def _assemble(source: DrafterSource, target: Path, directory: Path, progress: Pr
 
 
 def _cannot_keep(error: OSError, directory: Path) -> FetchError:
-    return FetchError(
-        f"{error.filename or directory}: {error.strerror or error}; models are kept below OUTRIDER_HOME, which may be any "
-        "directory"
-    )
+    problem = f"{error.filename or directory}: {error.strerror or error}"
+    return FetchError(f"{problem}; models are kept below OUTRIDER_HOME, which may be any directory")
 
 
 def fetch_model(

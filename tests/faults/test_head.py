@@ -1,12 +1,14 @@
 """The machine of a cluster's head is lost for good, under load, with all that ran there: GCS, Serve's controller, a
 proxy and the registry. Another one begins at its address from the store that GCS had, which outlives it: Ray's own, in
-files that the next machine has. The head is on a host of its own (tests/wire.py), all else here. How GCS
+files that the next machine has, or a Redis. The head is on a host of its own (tests/wire.py), all else here. How GCS
 alone goes and comes back: test_nodes.py.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,8 +45,40 @@ PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "240"}
 """Of nodes and what runs on them, for another head: 60 s by default."""
 
 PORT = 6379
+BOTH = "198.18.7.0/29"
+"""Their addresses, and more than the wire's network."""
+
 WORKER = {"role": "worker"}
 INGRESS_OPTIONS = {"num_cpus": 0, "label_selector": WORKER}
+
+
+@dataclass(frozen=True)
+class Store:
+    """How the head is told where GCS keeps what it knows."""
+
+    environment: Mapping[str, str]
+    options: Sequence[str] = ()
+
+
+@contextmanager
+def rocksdb(directory: Path) -> Iterator[Store]:
+    yield Store({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(directory)})
+
+
+@contextmanager
+def redis(directory: Path) -> Iterator[Store]:
+    """As KubeRay tells a head of it (gcsFaultToleranceOptions)."""
+    port, password = pick_free_port(), "of-the-store"
+    settings = {"port": port, "bind": HERE, "requirepass": password, "appendonly": "yes", "dir": directory}
+    command = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    process = subprocess.Popen(["redis-server", *command], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: _listens(HERE, port), HANG_GUARD_S, "a store", every_s=0.2)
+        environment = {"RAY_REDIS_ADDRESS": f"{HERE}:{port}", "REDIS_PASSWORD": password}
+        yield Store({**environment, "RAY_external_storage_namespace": "a-cluster"}, [f"--redis-password={password}"])
+    finally:
+        process.kill()
+        process.wait()
 
 
 class HostedHead:
@@ -52,8 +86,7 @@ class HostedHead:
 
     address = f"{THERE}:{PORT}"
 
-    def __init__(self, store: Mapping[str, str]) -> None:
-        """store: what tells GCS where it keeps what it knows, in its environment."""
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._ends = ExitStack()
 
@@ -63,15 +96,9 @@ class HostedHead:
         self._host.__enter__()
         self._head = _ray_start(
             "--head", f"--port={PORT}", f"--node-ip-address={THERE}", "--num-cpus=0", "--include-dashboard=false",
-            prefix=self._host.prefix, environment=self._store,
+            *self._store.options, prefix=self._host.prefix, environment=self._store.environment,
         )  # fmt: skip
-
-        def listens() -> bool:
-            with suppress(OSError), socket.create_connection((THERE, PORT), 1):
-                return True
-            return False
-
-        wait_until(listens, HANG_GUARD_S, "a head", every_s=0.2)
+        wait_until(lambda: _listens(THERE, PORT), HANG_GUARD_S, "a head", every_s=0.2)
 
     def lose(self) -> None:
         """As a machine goes whose power is cut."""
@@ -101,6 +128,12 @@ def _ray_start(
     )  # fmt: skip
 
 
+def _listens(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), 1):
+        return True
+    return False
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     its = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     for each in (process, *its):
@@ -110,13 +143,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def address_of_this_host() -> Iterator[None]:
-    """It would go with the wire to the other host else, and what runs here could not talk to itself."""
+def addresses_of_both_hosts() -> Iterator[None]:
+    """This one's would go with the wire to the other host else, and what runs here could not talk to itself. The other
+    is nowhere while there is no such host: in the network outside somebody might answer for it."""
     address = [f"{HERE}/32", "dev", "lo"]
+    nowhere = ["unreachable", BOTH]  # the wire is nearer, where there is one
     subprocess.run(["ip", "addr", "add", *address], check=True)
+    subprocess.run(["ip", "route", "add", *nowhere], check=True)
     try:
         yield
     finally:
+        subprocess.run(["ip", "route", "del", *nowhere], check=True)
         subprocess.run(["ip", "addr", "del", *address], check=True)
 
 
@@ -136,14 +173,21 @@ class Headed:
         """Living nodes' addresses."""
         return sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
 
+    def heads(self) -> set[str]:
+        """Ids of the living nodes there: one, or none while another begins."""
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == THERE}
+
     def on_the_head(self) -> list[str]:
         """What is there, by the beginning of its name."""
-        (node,) = [each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == THERE]
-        return sorted(name.split(":")[0] for name, of in actor_nodes().items() if of == node)
+        heads = self.heads()
+        return sorted(re.split("[:-]", name)[0] for name, node in actor_nodes().items() if node in heads)
 
 
-@pytest.fixture
-def headed(models: Models, tmp_path: Path) -> Iterator[Headed]:
+NEEDS_REDIS = pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server")
+
+
+@pytest.fixture(params=[rocksdb, pytest.param(redis, marks=NEEDS_REDIS)])
+def headed(models: Models, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Headed]:
     config = parse_config(
         {
             "target": engine(models.target, max_num_seqs=4, node_labels=WORKER),
@@ -152,11 +196,11 @@ def headed(models: Models, tmp_path: Path) -> Iterator[Headed]:
             "serving": {"grpc_port": pick_free_port(), "http_port": pick_free_port()},
         }
     )
-    with pytest.MonkeyPatch.context() as environment, address_of_this_host():
+    with pytest.MonkeyPatch.context() as environment, addresses_of_both_hosts(), request.param(tmp_path) as store:
         for name, value in {**PROXY_ENVIRONMENT, **GIVES_NODES_UP, **PATIENCE}.items():
             environment.setenv(name, value)
         environment.setenv("RAY_AUTH_MODE", "disabled")  # Ray's command line makes a token else
-        cluster = HostedHead({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path)})
+        cluster = HostedHead(store)
         cluster.start()
         cluster.add_node()
         with served_on(cluster, config, models, "EveryNode", INGRESS_OPTIONS, HERE) as app:
@@ -168,12 +212,15 @@ def headed(models: Models, tmp_path: Path) -> Iterator[Headed]:
 def test_another_head_goes_on_from_the_store_and_no_answer_is_lost(headed: Headed) -> None:
     app = headed.app
     link, on_the_head, replicas = app.linked(), headed.on_the_head(), (app.replicas(), app.replicas("Ingress"))
+    heads = headed.heads()
     with Faulted(app) as fault:
         headed.cluster.lose()
         lost = time.monotonic()
         while time.monotonic() - lost < WITHOUT_HEAD_S:
             fault.clients.wait_for_answers()
         headed.cluster.start()
+        # Until then GCS says what its store has: the lost head lives, and all that was there.
+        wait_until(lambda: headed.heads() - heads, HANG_GUARD_S, "the other head is known", every_s=0.2)
         fault.whole_again()
         print(f"whole again {time.monotonic() - lost:.1f} s after the head was lost")
         assert headed.there() == [HERE, THERE]
