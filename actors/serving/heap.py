@@ -35,12 +35,12 @@ def return_memory(trim_every_s: float = TRIM_EVERY_S) -> bool:
     library = ctypes.CDLL(None)
     if not (hasattr(library, "mallopt") and library.mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES) == 1):
         return False
-    threading.Thread(target=_trim, args=(library, trim_every_s), name="heap-trim", daemon=True).start()
+    arguments = library, trim_every_s, _resident_bytes()
+    threading.Thread(target=_trim, args=arguments, name="heap-trim", daemon=True).start()
     return True
 
 
-def _trim(library: ctypes.CDLL, every_s: float) -> None:
-    least = _resident_bytes()
+def _trim(library: ctypes.CDLL, every_s: float, least: int) -> None:
     while True:
         time.sleep(every_s)
         now = _resident_bytes()

@@ -22,7 +22,12 @@ from outrider.cluster.link.codec import pack, unpack
 VOCAB, K = 1000, 4
 CAPACITY = 4096
 DEADLINE_S = 2.0
-HANG_S = 30.0
+"""Of a link whose end by silence is looked at."""
+
+AGES_S = 600.0
+"""Of any other: however long this machine lets a process wait, its link lives."""
+
+HANG_S = 60.0
 """Only a guard against hanging; nothing here measures speed."""
 
 KIND_WORD, DATA = 4, 1
@@ -57,7 +62,7 @@ def invite(epoch, verifier_id, **changes):
         "backend": "gloo",
         "capacity_words": CAPACITY,
         "round_deadline_ms": 100,
-        "link_deadline_ms": DEADLINE_S * 1000,
+        "link_deadline_ms": AGES_S * 1000,
         "vocab_size": VOCAB,
         "num_speculative_tokens": K,
         "verifier_id": verifier_id,
@@ -67,12 +72,12 @@ def invite(epoch, verifier_id, **changes):
     return host_link(**arguments | changes)
 
 
-def make_link(transport, epoch, name, **options):
+def make_link(transport, epoch, name, deadline_s, **options):
     link = Link(
         transport,
         epoch=epoch,
         capacity_words=CAPACITY,
-        link_deadline_s=DEADLINE_S,
+        link_deadline_s=deadline_s,
         decode=partial(unpack, vocab_size=VOCAB, max_tokens_k=K),
         name=name,
         **options,
@@ -86,7 +91,7 @@ def peer_main():
         job = json.loads(line)
         invitation = LinkInvitation(**{**job["invitation"], "vocabulary": ()})
         transport = FlipBit(join_link(invitation, SECRET, HANG_S), job["flip_word"])
-        link = make_link(transport, invitation.epoch + job["epoch_offset"], "peer")
+        link = make_link(transport, invitation.epoch + job["epoch_offset"], "peer", invitation.link_deadline_ms / 1000)
         echoed = 0
         while link.broken is None:
             received = link.poll(0.2)
@@ -116,9 +121,19 @@ class Peer:
         self.links = []
         self.epoch = 0
 
-    def link(self, flip_word=None, epoch_offset=0, close_after=0, sealed=False, backend=None, **options):
+    def link(
+        self,
+        flip_word=None,
+        epoch_offset=0,
+        close_after=0,
+        sealed=False,
+        backend=None,
+        deadline_s=AGES_S,
+        **options,
+    ):
         self.epoch += 1
-        invitation, complete = invite(self.epoch, "test", sealed=sealed, backend=backend or self.backend)
+        changes = {"sealed": sealed, "backend": backend or self.backend, "link_deadline_ms": deadline_s * 1000}
+        invitation, complete = invite(self.epoch, "test", **changes)
         job = {
             "invitation": dataclasses.asdict(invitation),
             "flip_word": flip_word,
@@ -127,7 +142,7 @@ class Peer:
         }
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        link = make_link(complete(60), self.epoch, f"link{self.epoch}", **options)
+        link = make_link(complete(60), self.epoch, f"link{self.epoch}", deadline_s, **options)
         self.links.append(link)
         return link
 

@@ -77,7 +77,7 @@ def test_a_unary_call_is_cancelled(pair):
 def test_the_deadline_in_the_request_passes(pair):
     """No gRPC deadline: it is the server that ends the stream."""
     with grpc.insecure_channel(pair.address) as channel:
-        request = pb.GenerateStreamRequest(token_ids=pb.TokenIds(ids=PROMPT), timeout_ms=700)
+        request = pb.GenerateStreamRequest(token_ids=pb.TokenIds(ids=PROMPT), timeout_ms=250)
         request.sampling.temperature = 0.0
         received = []
         with pytest.raises(grpc.RpcError) as caught:
@@ -87,7 +87,7 @@ def test_the_deadline_in_the_request_passes(pair):
 
 @pytest.mark.usefixtures("freed")
 def test_the_client_s_own_deadline_passes(pair):
-    stream = pair.client.stream(PROMPT, temperature=0.0, timeout_s=0.7)
+    stream = pair.client.stream(PROMPT, temperature=0.0, timeout_s=0.25)
     with pytest.raises(OutriderError) as caught:
         list(stream)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -136,7 +136,7 @@ async def test_cancelling_the_task_that_waits_frees_the_engine(
 @pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
 async def test_a_passed_deadline_frees_the_engine(pair: Deployment, handle: OutriderHandle, streaming: bool) -> None:
     with pytest.raises(OutriderError) as caught:
-        await ask(handle, streaming, temperature=0.0, ignore_eos=True, timeout_s=0.5)
+        await ask(handle, streaming, temperature=0.0, ignore_eos=True, timeout_s=0.25)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

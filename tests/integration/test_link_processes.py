@@ -67,7 +67,7 @@ def ends(request):
     there.abort()
 
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 LONG = 1 << 20
 """Words of a frame that no socket takes at once: 4 MiB."""
@@ -100,7 +100,7 @@ def test_echo_and_ping(peer, capsys):
     link = peer.link()
     for _ in range(200):
         echo(link, ROUND)
-    stats = link.ping(count=64)
+    stats = link.ping(64, HANG_S)
     with capsys.disabled():
         print(f" [{peer.backend}, round trip through two links, µs: {stats}]", end="")
     assert 0 < stats.min_us <= stats.median_us <= stats.max_us
@@ -108,8 +108,8 @@ def test_echo_and_ping(peer, capsys):
 
 
 def test_idle_link_lives_on_heartbeats(peer):
-    link = peer.link()
-    time.sleep(1.5 * DEADLINE_S)
+    link = peer.link(deadline_s=2 * DEADLINE_S)
+    time.sleep(2.5 * DEADLINE_S)
     echo(link, ROUND)
 
 
@@ -157,7 +157,7 @@ def test_frame_of_another_epoch_is_never_delivered(peer):
 
 def test_stopped_peer(mortal_peer):
     """Silence breaks the link at its deadline. Until then, and after, no call on this thread waits for the peer."""
-    link = mortal_peer.link()
+    link = mortal_peer.link(deadline_s=DEADLINE_S)
     echo(link, ROUND)
     os.kill(mortal_peer.process.pid, signal.SIGSTOP)
     calls, start = [], time.monotonic()

@@ -174,12 +174,12 @@ def test_a_stream_that_is_closed_is_aborted(client, pair):
 
 def test_a_client_that_gives_up_waiting_is_aborted(client, pair):
     with ended_early(pair, TO_GO), pytest.raises(openai.APITimeoutError):
-        respond(client, temperature=0, max_output_tokens=TO_GO, timeout=0.7)
+        respond(client, temperature=0, max_output_tokens=TO_GO, timeout=0.25)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_the_deadline_is_kept(client, pair, stream):
-    options = {"temperature": 0, "max_output_tokens": TO_GO, "extra_headers": {"x-request-timeout-ms": "500"}}
+    options = {"temperature": 0, "max_output_tokens": TO_GO, "extra_headers": {"x-request-timeout-ms": "250"}}
     with ended_early(pair, TO_GO):
         if stream:
             with pytest.raises(openai.APIError, match="deadline"):

@@ -12,5 +12,5 @@ def nobody_goes_through_the_heap() -> Iterator[None]:
     from outrider.actors.serving import heap
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heap, "_trim", lambda library, every_s: None)
+        patch.setattr(heap, "_trim", lambda library, every_s, least: None)
         yield

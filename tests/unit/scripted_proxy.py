@@ -141,8 +141,8 @@ async def serving_port(proxy: Proxy) -> AsyncIterator[int]:
 
 
 def channel_to(port: int) -> grpc.aio.Channel:
-    """With a connection of its own, and HTTP/2 windows that stay as they are: those that follow the bandwidth take up to
-    16 MiB of each answer that nobody reads, as much as their probes happened to measure."""
+    """With a connection of its own, and HTTP/2 windows that stay as they are: those that follow the bandwidth take up
+    to 16 MiB of each answer that nobody reads, as much as their probes happened to measure."""
     options = [
         ("grpc.max_receive_message_length", 64 << 20),
         ("grpc.use_local_subchannel_pool", 1),

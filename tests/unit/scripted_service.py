@@ -16,7 +16,7 @@ from outrider.actors.serving.grpc.responses import LOAD_METADATA
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 
-HANG_GUARD_S = 20.0
+HANG_GUARD_S = 60.0
 """How long a test waits for what should happen at once. "hang" hangs for twice as long."""
 
 REFUSED = CallFailure(

@@ -18,7 +18,7 @@ from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.vocabulary import marks_of
 from tests.clock import Clock
 
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 class Wire:

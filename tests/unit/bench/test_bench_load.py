@@ -27,7 +27,7 @@ class Service(rpc.GenerationServiceServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.requests: list[pb.GenerateStreamRequest] = []
         self.most_at_once = 0
-        self.cancelled = threading.Event()
+        self.hangs, self.cancelled = threading.Event(), threading.Event()
         self._now = 0
         self._lock = threading.Lock()
 
@@ -41,7 +41,8 @@ class Service(rpc.GenerationServiceServicer):  # type: ignore[misc]
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, "prompt: too long")
             if request.text == "hang":
                 context.add_callback(self.cancelled.set)
-                self.cancelled.wait(30)
+                self.hangs.set()
+                self.cancelled.wait(60)
             yield pb.GenerateStreamResponse(token_ids=[1])
             last = pb.GenerateStreamResponse(token_ids=[2, 3], finish_reason=pb.FINISH_REASON_LENGTH)
             if request.text == "aborted":
@@ -106,11 +107,12 @@ def test_an_interrupt_cancels_what_is_under_way(
     server, client = service
 
     def interrupt(done: int, tokens: int) -> None:
+        assert server.hangs.wait(60)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         ask_all(client, asks("hang", "a"), 1, interrupt)
-    assert server.cancelled.wait(30)
+    assert server.cancelled.wait(60)
     assert [request.text for request in server.requests] == ["hang"]
 
 

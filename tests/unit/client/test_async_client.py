@@ -128,9 +128,15 @@ async def test_cancelling_the_task_that_reads_cancels_the_request(
 async def test_a_timeout_around_a_call_cancels_the_request(
     client: AsyncOutriderClient, service: ScriptedService
 ) -> None:
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1):
+    async def passes(limit: asyncio.Timeout) -> None:
+        assert await happens(service.started)
+        limit.reschedule(0.0)
+
+    with pytest.raises(TimeoutError):  # noqa: PT012 - of the wait within
+        async with asyncio.timeout(None) as limit:
+            passing = asyncio.create_task(passes(limit))
             await client.generate("hang")
+    await passing
     assert await happens(service.cancelled)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -39,7 +40,7 @@ def test_retries_wait_as_long_as_the_server_says(
 ) -> None:
     waits: list[float] = []
     with OutriderClient(address, retries=1) as client:
-        monkeypatch.setattr(client._closed, "wait", lambda delay_s: waits.append(delay_s))
+        monkeypatch.setattr(client._closed, "wait", lambda delay_s: waits.append(delay_s) or time.sleep(0.002))
         service.failing = [failure]
         assert client.generate("hi", timeout_s=30.0).text == "whole"
         service.failing = [failure]

@@ -6,7 +6,7 @@ import threading
 from outrider.actors.drafter.sequence import Sequence
 from outrider.cluster.link.messages import DraftOrigin, ProposalStatus
 
-SOON_S = 10.0
+SOON_S = 60.0
 FORESEEN = 77
 """A committed token whose continuation has been drafted ahead."""
 

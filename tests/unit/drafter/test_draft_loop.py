@@ -30,7 +30,7 @@ from tests.clock import Clock
 from tests.unit.drafter.scripted_strategy import FORESEEN, SOON_S, FakeStrategy, Sink
 from tests.unit.drafting_engine import MemoryEngine
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(300)
 
 BIASED = DraftSampling(Mode.REJECTION, temperature=1.0, biases=((1, 2.0),))
 

@@ -104,11 +104,11 @@ def test_a_process_that_was_stopped_in_the_middle_of_a_step_lives(process):
     stopped = process(patience_s)
     os.kill(stopped.pid, signal.SIGSTOP)
     time.sleep(1.5 * patience_s)
-    os.kill(stopped.pid, signal.SIGCONT)
-    stopped.stdin.write("\n")
+    stopped.stdin.write("\n")  # the step ends as soon as the process goes on
     stopped.stdin.flush()
+    os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.stdout.readline() == "done\n"
 
 
 def test_a_process_whose_step_does_not_end_does_not_live(process):
-    assert process(0.2).wait(30) == 1
+    assert process(0.2).wait(60) == 1

@@ -25,7 +25,7 @@ from tests.unit.drafter.drive import Drive, Told
 from tests.unit.drafter.scripted_strategy import SOON_S, Sink
 from tests.unit.drafting_engine import MemoryEngine
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SLOW = 999
 """A token that is not read before the test allows it."""
@@ -51,7 +51,7 @@ def gate(monkeypatch):
         def read(self, token_ids, *context, plain=plain):
             if SLOW in token_ids:
                 Gate.reading.set()
-                assert Gate.go_on.wait(4 * SOON_S)
+                assert Gate.go_on.wait(2 * SOON_S)
             plain(self, token_ids, *context)
 
         monkeypatch.setattr(index, method, read)

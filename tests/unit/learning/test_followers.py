@@ -20,7 +20,7 @@ from tests.unit.drafter.test_learning_member import Drafting, lesson, opening
 from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation
 from tests.unit.learning.tiny_learner import learner, many, work
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Teacher:

@@ -20,7 +20,7 @@ from outrider.cluster.link.transport import DeviceTransport
 from tests import cpu_device
 from tests.unit.link.memory_transport import CAPACITY, frame
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 HANG_GUARD_S = 60.0
 AGES_S = 1000.0
@@ -130,6 +130,7 @@ SLOW = cpu_device.register("polled_gloo_slow", SlowToConnect)
 @pytest.mark.parametrize("ends", [{"backend": SLOW, "send_timeout_s": 0.2}], indirect=True, ids=[""])
 def test_to_connect_may_take_longer_than_a_send(ends):
     here, there = ends
+    here._send_timeout_s = HANG_GUARD_S  # they have connected, and this one may wait for its reader
     thread = threading.Thread(target=here.start_send(frame(3)))
     thread.start()
     there.recv(received := np.zeros(CAPACITY, np.int32), HANG_GUARD_S)
@@ -163,6 +164,7 @@ WAITING = cpu_device.register("polled_gloo_waiting", WaitingGroup)
 
 def test_directions_that_wait_for_each_other_are_aborted_once():
     here, there = connected(backend=WAITING)
+    WaitingGroup.aborts = 0
     for end, aborts in ((here, 2), (there, 4)):
         MEETING[:] = [threading.Barrier(2)]
         end.abort()

@@ -4,6 +4,7 @@ import pickle
 import queue
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,19 @@ from outrider.cluster.link import LinkError, LinkInvitation
 from outrider.cluster.link.frame import HEADER_WORDS, FrameKind
 from tests.unit.link.memory_transport import SOON_S, MemoryTransport, frame, words
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(300)
+
+
+def until(condition):
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_long(recv, buffer, timeout_s):
+    """However soon the link would give up."""
+    recv(buffer, SOON_S)
 
 
 def test_frames_arrive_in_order_with_their_numbers(pair):
@@ -97,9 +110,12 @@ def test_a_peer_that_does_not_read_delays_nobody_who_posts(make_link):
     assert [b.poll(SOON_S).messages for _ in range(20)] == [[value] for value in range(20)]
 
 
-def test_frames_of_many_threads_and_heartbeats_keep_their_numbers(pair):
+def test_frames_of_many_threads_and_heartbeats_keep_their_numbers(make_link):
     """A frame out of order, or two in one buffer, breaks the link."""
-    a, b = pair(deadline_s=0.4)
+    ends = MemoryTransport.pair()
+    for end in ends:
+        end.recv = partial(wait_long, end.recv)
+    a, b = (make_link(end, deadline_s=0.4) for end in ends)
     threads, each = 4, 300
 
     def post(thread):
@@ -144,16 +160,18 @@ def test_counters(pair):
     a, b = pair()
     a.post([words(1, 2, 3)])
     b.poll(SOON_S)
-    a.ping(count=1)  # its answer comes after the counting of what was sent before
+    a.ping(1, SOON_S)
+    until(lambda: a.counters.bytes_sent == 4 * (2 * HEADER_WORDS + 3 + 1))  # what is sent is counted behind it
+    until(lambda: b.counters.bytes_sent == 4 * (HEADER_WORDS + 1))
     assert (a.counters.frames_sent, b.counters.frames_received) == (2, 2)
-    assert a.counters.bytes_sent == b.counters.bytes_received == 4 * (2 * HEADER_WORDS + 3 + 1)
+    assert a.counters.bytes_sent == b.counters.bytes_received
     assert b.counters.frames_sent == a.counters.frames_received == 1
     assert a.counters.last_receive_monotonic_s <= time.monotonic()
 
 
 def test_ping(pair):
     a, b = pair()
-    stats = a.ping(count=5)
+    stats = a.ping(5, SOON_S)
     assert 0 < stats.min_us <= stats.median_us <= stats.max_us
     assert b.poll(0) is None
     assert b.counters.frames_received == 5
@@ -177,16 +195,33 @@ def test_a_late_pong_is_not_taken_for_the_next_ones(make_link):
     with pytest.raises(LinkError):
         link.ping(count=1, timeout_s=0.02)
     far.send(frame(1, FrameKind.PONG, [3]))
-    link.ping(count=1)
+    link.ping(1, SOON_S)
 
 
-def test_heartbeats_keep_an_idle_link(pair):
-    a, b = pair(deadline_s=0.4)
-    time.sleep(1.0)
-    assert a.broken is None
-    assert b.broken is None
-    assert a.counters.frames_received >= 2
-    assert a.poll(0) is None
+class Outgoing(queue.SimpleQueue):
+    """What a link sends, and how long it waits for that before a heartbeat."""
+
+    waited_s = 0.0
+
+    def get(self, timeout):
+        self.waited_s = max(self.waited_s, timeout)
+        return super().get(timeout=timeout)
+
+
+def test_heartbeats_keep_an_idle_link(make_link):
+    """They come in time, whenever this machine runs who waits for them."""
+    ends = MemoryTransport.pair()
+    for end in ends:
+        end.recv = partial(wait_long, end.recv)
+    links = [make_link(end, deadline_s=0.4, started=False) for end in ends]
+    for link in links:
+        link._outgoing = Outgoing()
+        link.start()
+    for link in links:
+        until(lambda link=link: link.counters.frames_received >= 3)
+        assert link._outgoing.waited_s <= 0.4 / 2
+        assert link.poll(0) is None
+        assert link.broken is None
 
 
 def test_invitation_travels_by_pickle():

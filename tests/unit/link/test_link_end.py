@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from outrider.cluster.link import LinkBroken
 from outrider.cluster.link.frame import HEADER_WORDS, FrameKind
 from tests.unit.link.memory_transport import CAPACITY, SOON_S, MemoryTransport, frame, until_broken, words
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_silence_breaks_the_link(make_link):
@@ -130,7 +131,7 @@ def test_close_tells_the_peer_after_everything_posted(pair):
     a, b = pair(on_broken=reasons.append)
     for value in range(100):
         a.post([words(value)])
-    a.close("drafter déménage")
+    a.close("drafter déménage", SOON_S)
     assert a.broken == "closed on this side: drafter déménage"
     assert until_broken(b) == "closed by peer: drafter déménage"
     assert [b.poll(0).messages for _ in range(100)] == [[value] for value in range(100)]
@@ -223,14 +224,14 @@ def test_abort_waits_for_nothing_and_leaves_nothing(make_link):
 
     def slow_abort():
         freed_by.append(threading.get_ident())
-        assert let_go.wait(4 * SOON_S)
+        assert let_go.wait(2 * SOON_S)
         plain_abort()
 
     def slow_recv(buffer, timeout_s):
         try:
             plain_recv(buffer, timeout_s)
         finally:
-            let_go.wait(4 * SOON_S)
+            let_go.wait(2 * SOON_S)
 
     transport.abort, transport.recv = slow_abort, slow_recv
     link = make_link(transport)
@@ -255,7 +256,7 @@ def test_too_much_unsent_costs_whoever_posts_no_time(make_link):
     transport.peer_reads.clear()
     let_go = threading.Event()
     plain_abort = transport.abort
-    transport.abort = lambda: (let_go.wait(4 * SOON_S), plain_abort())
+    transport.abort = lambda: (let_go.wait(2 * SOON_S), plain_abort())
     link = make_link(transport, max_queued_frames=3)
     outcome = queue.SimpleQueue()
 
@@ -276,6 +277,7 @@ def test_too_much_unsent_costs_whoever_posts_no_time(make_link):
 
 def test_retire_closes_and_waits_for_nothing(pair):
     a, b = pair()
+    a.close = partial(a.close, timeout_s=SOON_S)
     a.post([words(1)])
     a.retire("another takes its place")
     assert until_broken(b) == "closed by peer: another takes its place"

@@ -18,7 +18,7 @@ from outrider.cluster.link import FrameError, TransportClosed, TransportError
 from outrider.cluster.link.local_transport import LocalTransport, accept, dial, listen, machine, new_name
 from tests.unit.link.memory_transport import CAPACITY, SOON_S, frame
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not machine(), reason="needs Linux")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(not machine(), reason="needs Linux")]
 
 ROOT = Path(__file__).parents[3]
 VERIFIERS, DRAFTERS = b"v" * 32, b"d" * 32
@@ -26,7 +26,7 @@ VERIFIERS, DRAFTERS = b"v" * 32, b"d" * 32
 
 
 def in_time():
-    return time.monotonic() + 6 * SOON_S
+    return time.monotonic() + SOON_S
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ else:
         assert other.stdout.readline() == "listening\n"
         with pytest.raises(TransportError, match="another user's"):
             dial(theirs, DRAFTERS, VERIFIERS, in_time())
-    assert other.communicate(timeout=6 * SOON_S)[0] == "0\n", "it was told something"
+    assert other.communicate(timeout=SOON_S)[0] == "0\n", "it was told something"
     assert outcome.empty()
     with connected(accepting):
         pass

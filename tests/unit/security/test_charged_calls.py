@@ -4,7 +4,7 @@ body is read, and let in again."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ SMALL = LimitsConfig(refused_seconds_per_minute=2.9 * BASE_S)
 SOON_S = 60.0
 OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_send_message_length", -1)]
 WITHOUT_END = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HALF = WITHOUT_END + b"content-length: 99\r\n\r\n{"
 
 
 @pytest.fixture
@@ -54,10 +55,10 @@ def charges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Payer, float]]:
     return charged
 
 
-async def comes(charges: list[Any], number: int) -> None:
+async def comes(found: Sized, number: int) -> None:
     """A client may have its answer before the proxy is done with the call."""
     async with asyncio.timeout(SOON_S):
-        while len(charges) < number:  # noqa: ASYNC110 - charged by the server
+        while len(found) < number:  # noqa: ASYNC110 - counted by the server
             await asyncio.sleep(0.01)
 
 
@@ -196,7 +197,6 @@ async def test_the_time_behind_the_proxy_is_paid_for(monkeypatch, charges, way):
 
 async def test_what_is_never_sent_in_full_is_paid_for(monkeypatch, charges):
     limits = LimitsConfig(refused_seconds_per_minute=3600.0, receive_timeout_s=0.5)
-    head = WITHOUT_END + b"content-length: 99\r\n\r\n{"
     async with (
         proxy_servers(monkeypatch, limits) as (serving, _),
         grpc.aio.insecure_channel(f"127.0.0.1:{serving.grpc_port}", OPTIONS) as channel,
@@ -204,19 +204,28 @@ async def test_what_is_never_sent_in_full_is_paid_for(monkeypatch, charges):
         call = channel.stream_stream(GENERATE)(silence(), timeout=SOON_S)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await comes(charges, 1)
-        assert (await raw(serving.http_port, head)).startswith(b"HTTP/1.1 408")
+        assert (await raw(serving.http_port, HALF)).startswith(b"HTTP/1.1 408")
         await comes(charges, 2)
-        assert charges == [(ADDRESS, pytest.approx(BASE_S, rel=0.01))] * 2
+    assert charges == [(ADDRESS, pytest.approx(BASE_S, rel=0.01))] * 2
+
+
+async def test_so_is_what_its_caller_leaves_before_that(monkeypatch, charges):
+    limits = LimitsConfig(refused_seconds_per_minute=3600.0, receive_timeout_s=600)
+    async with (
+        proxy_servers(monkeypatch, limits) as (serving, doors),
+        grpc.aio.insecure_channel(f"127.0.0.1:{serving.grpc_port}", OPTIONS) as channel,
+    ):
         left = channel.stream_stream(GENERATE)(silence(), timeout=SOON_S)
-        await asyncio.sleep(0.1)
+        await comes(doors.awaited, 1)
         left.cancel()
-        await comes(charges, 3)
+        await comes(charges, 1)
+        assert not len(doors.awaited)
         _, writer = await asyncio.open_connection("127.0.0.1", serving.http_port)
-        writer.write(head)
-        await asyncio.sleep(0.1)
+        writer.write(HALF)
+        await comes(doors.awaited, 1)
         writer.close()
-        await comes(charges, 4)
-    assert charges[2:] == [(ADDRESS, BROKEN_OFF_S), (ADDRESS, pytest.approx(BASE_S, rel=0.01))]
+        await comes(charges, 2)
+    assert charges == [(ADDRESS, BROKEN_OFF_S), (ADDRESS, pytest.approx(BASE_S, rel=0.01))]
 
 
 async def test_a_body_costs_by_its_length_and_is_not_read_of_who_has_overdrawn(monkeypatch, charges):

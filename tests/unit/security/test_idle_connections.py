@@ -67,14 +67,14 @@ class Server:
     async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(data)
-        with suppress(ConnectionResetError):  # it may have been hung up on by now, which is seen by reading
+        with suppress(ConnectionError):  # it may have been hung up on by now, which is seen by reading
             await writer.drain()
         return reader, writer
 
     async def status(self, body: bytes = b"{}", path: str = PATH, more: bytes = b"connection: close\r\n") -> int:
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n".encode()
         reader, writer = await self.send(head + more + b"\r\n" + body)
-        line = await asyncio.wait_for(reader.readline(), 30)
+        line = await asyncio.wait_for(reader.readline(), 60)
         writer.close()
         return int(line.split()[1])
 
@@ -87,9 +87,8 @@ async def serving(monkeypatch: pytest.MonkeyPatch, **limits: float) -> AsyncIter
     server = Server(0, doors)
     routes = [Route(PATH, server.generate, methods=["POST"]), Route("/ping", server.health, methods=["POST"])]
     app = HttpDoor(TellCapacity(Starlette(routes=routes), lambda: CAPACITY))
-    http = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, http=TimedProtocol, lifespan="off", log_level="critical")
-    )
+    options = {"lifespan": "off", "log_level": "critical", "timeout_keep_alive": 600}
+    http = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, http=TimedProtocol, **options))
     task = asyncio.create_task(http.serve())
     while not http.started:  # noqa: ASYNC110 - uvicorn's own flag
         await asyncio.sleep(0.01)
@@ -105,8 +104,8 @@ async def serving(monkeypatch: pytest.MonkeyPatch, **limits: float) -> AsyncIter
 async def rest(reader: asyncio.StreamReader) -> bytes:
     """What comes until the other side hangs up."""
     try:
-        return await asyncio.wait_for(reader.read(), 30)
-    except ConnectionResetError:
+        return await asyncio.wait_for(reader.read(), 60)
+    except ConnectionError:
         return b""
 
 
@@ -117,7 +116,7 @@ async def test_four_hundred_half_sent_posts_and_a_whole_one(monkeypatch: pytest.
             await asyncio.sleep(0.01)
         assert await server.status() == 200
         assert server.generated == 1
-        refused = await asyncio.wait_for(half[0][0].readline(), 30)
+        refused = await asyncio.wait_for(half[0][0].readline(), 60)
         assert refused.split()[1] == b"429"
         for _, writer in half:
             writer.close()
@@ -126,7 +125,7 @@ async def test_four_hundred_half_sent_posts_and_a_whole_one(monkeypatch: pytest.
 async def test_half_a_body_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch, receive_timeout_s=0.3) as server:
         reader, _writer = await server.send(HALF)
-        answer = await asyncio.wait_for(reader.read(), 30)  # to the end: it is hung up on
+        answer = await asyncio.wait_for(reader.read(), 60)  # to the end: it is hung up on
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"limits.receive_timeout_s" in answer
         assert not server.doors.awaited.num_bytes
@@ -143,10 +142,10 @@ async def test_nor_is_that_of_a_second_request(monkeypatch: pytest.MonkeyPatch) 
     async with serving(monkeypatch, receive_timeout_s=0.3) as server:
         whole = b"POST /ping HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
         reader, writer = await server.send(whole)
-        assert (await asyncio.wait_for(reader.readline(), 30)).split()[1] == b"200"
+        assert (await asyncio.wait_for(reader.readline(), 60)).split()[1] == b"200"
         await asyncio.sleep(0.6)
         writer.write(whole)
-        while b"200" not in await asyncio.wait_for(reader.readline(), 30):
+        while b"200" not in await asyncio.wait_for(reader.readline(), 60):
             pass  # a connection that waits between requests is kept
         writer.write(whole[:20])
         assert b"200" not in await rest(reader)
@@ -156,7 +155,7 @@ async def test_bodies_on_their_way_have_a_limit_together(monkeypatch: pytest.Mon
     async with serving(monkeypatch, max_awaited_bytes=4 << 20) as server:
         large = HALF.replace(b"100\r\n", b"3000000\r\n") + b" " * 2_500_000
         sent = [await server.send(large) for _ in range(3)]
-        assert (await asyncio.wait_for(sent[0][0].readline(), 30)).split()[1] == b"429"
+        assert (await asyncio.wait_for(sent[0][0].readline(), 60)).split()[1] == b"429"
         assert server.doors.awaited.num_bytes <= 4 << 20
         assert await server.status() == 200
 
@@ -289,20 +288,19 @@ async def test_nothing_is_kept_of_a_connection_that_was_reset_after_its_answer(m
         # By their types: who is asked for its class may be a module that is imported then.
         return sum(issubclass(type(each), TimedProtocol) for each in gc.get_objects())
 
-    async with serving(monkeypatch) as server:
+    async with serving(monkeypatch) as server, asyncio.timeout(60):
+        while len(server.doors.connections["http"]):  # noqa: ASYNC110 - counted by the server itself
+            await asyncio.sleep(0.01)
         before = kept()
         for _ in range(3):
             request = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{{}}"
             reader, writer = await server.send(request.encode())
-            assert await asyncio.wait_for(reader.readline(), 30) == b"HTTP/1.1 200 OK\r\n"
+            assert await asyncio.wait_for(reader.readline(), 60) == b"HTTP/1.1 200 OK\r\n"
             reset = struct.pack("ii", 1, 0)  # what is closed is reset
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             writer.transport.abort()
-        async with asyncio.timeout(30):
-            while len(server.doors.connections["http"]):  # noqa: ASYNC110 - counted by the server itself
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # what it began is over
-        assert kept() == before
+        while len(server.doors.connections["http"]) or kept() > before:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0.01)
 
 
 async def test_two_requests_at_once_have_an_answer_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +321,7 @@ async def test_who_leaves_with_requests_behind_is_generated_for_no_more(
     async with serving(monkeypatch) as server:
         head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         reader, writer = await server.send(head + body)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(server.headers) < 1:  # noqa: ASYNC110 - the server's own count
                 await asyncio.sleep(0.01)
             writer.write((BEHIND + b"\r\n") * behind)
@@ -345,7 +343,7 @@ async def test_who_is_hung_up_on_and_reads_nothing_is_generated_for_no_more(monk
         is_full.set()
 
     monkeypatch.setattr(TimedProtocol, "pause_writing", pause_writing)
-    async with serving(monkeypatch, unread_timeout_s=600) as server, asyncio.timeout(30):
+    async with serving(monkeypatch, unread_timeout_s=600) as server, asyncio.timeout(60):
         _, writer = await server.send(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nflood".encode())
         await is_full.wait()
         writer.write((BEHIND + b"\r\n") * (http_proxy.MOST_PIPELINED + 1))

@@ -20,7 +20,7 @@ from outrider.cluster.config import ConfigError, parse_config
 from tests.certificates import Authority, Signed
 
 OURS, FOREIGN = Authority("ours"), Authority("foreign")
-LONG_S = 20
+LONG_S = 60
 
 
 @dataclass

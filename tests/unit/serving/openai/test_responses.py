@@ -18,7 +18,7 @@ from outrider.actors.serving.openai.door import to_openai_request
 from outrider.actors.serving.openai.responses import ResponsesServing
 from outrider.actors.serving.openai.serving import OpenAIServing
 from tests.unit.serving.openai import test_serving as scripted
-from tests.unit.serving.openai.test_serving import answer, configuration, whole
+from tests.unit.serving.openai.test_serving import a_minute_later, answer, configuration, ends, whole
 
 model, shared_llm, llm, shared_serving, serving = (
     getattr(scripted, name) for name in ("model", "shared_llm", "llm", "shared_serving", "serving")
@@ -238,13 +238,12 @@ async def test_what_goes_wrong_in_a_stream_is_an_event(serving, llm, error, code
 
 
 @pytest.mark.parametrize("script", [[None], ["Hel", None]])
-async def test_the_deadline_ends_a_stream(serving, llm, script):
-    llm.script = script
-    head, parts = await answer(serving, "responses", checked(stream=True), deadline=Deadline.after(0.2))
+async def test_the_deadline_ends_a_stream(serving, llm, script, monkeypatch):
+    llm.script, llm.stands_still = script, a_minute_later(monkeypatch)
+    head, parts = await answer(serving, "responses", checked(stream=True), deadline=Deadline.after(30.0))
     assert '"code": 408' in parts[-1]
     assert head.status == (408 if script == [None] else 200)
-    await asyncio.sleep(0.01)
-    assert llm.open == 0
+    await ends(llm)
 
 
 async def test_the_deadline_ends_a_whole_answer(serving, llm):
@@ -263,8 +262,7 @@ async def test_cancelling_ends_the_engines_request(serving, llm, stream):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.sleep(0.01)
-    assert llm.open == 0
+    await ends(llm)
 
 
 async def test_closing_between_two_events_ends_the_engines_request(serving, llm):

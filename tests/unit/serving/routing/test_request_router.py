@@ -225,6 +225,12 @@ class Crowd:
 
         self.tasks[name] = asyncio.create_task(wait())
 
+    async def tries(self, name):
+        """Until a task does, for a place for it."""
+        async with asyncio.timeout(60.0):
+            while name not in self.routed.router.tried:  # noqa: ASYNC110 - told by Serve's own tasks
+                await asyncio.sleep(0.001)
+
     async def give_up(self, name):
         self.tasks[name].cancel()
         await asyncio.wait([self.tasks[name]])
@@ -255,7 +261,7 @@ async def crowd_of(number, **fields):
     crowd = Crowd()
     for each in range(number):
         crowd.come(f"g{each}", **fields)
-    await asyncio.sleep(0.05)
+    await crowd.tries("g2")
     assert crowd.order == ["g0"]
     return crowd
 
@@ -316,8 +322,8 @@ def test_who_gives_up_takes_no_place():
         crowd = await crowd_of(6, caller=1)
         for number in range(3):
             crowd.come(f"m{number}", caller=2)
-        await asyncio.sleep(0.02)
-        await crowd.give_up("m0")  # which a task tries for
+        await crowd.tries("m0")
+        await crowd.give_up("m0")
         await crowd.give_up("m2")
         await crowd.give_up("g1")
         await crowd.serve_all()
@@ -333,7 +339,7 @@ def test_a_request_that_is_routed_again_has_had_its_turn():
         crowd = await crowd_of(4, caller=1)
         request = generation("m", caller=2)
         crowd.tasks["m"] = asyncio.create_task(crowd.routed.choose(request))
-        await asyncio.sleep(0.02)
+        await crowd.tries("m")
         crowd.routed.done("a", "g0")
         await crowd.tasks.pop("m")
         crowd.come("n", caller=3)
