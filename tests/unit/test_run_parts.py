@@ -29,9 +29,10 @@ def test_the_first_half_is_of_things_that_exist() -> None:
 
 def test_the_status_and_the_last_lines(tmp_path: Path) -> None:
     """test_draft_engine.py is one of the first half's files."""
+    ours = Path(run_parts.__file__).parent
     for path, source in (
         ("pytest.ini", "[pytest]\nmarkers =\n    exhaustive\n"),
-        ("tests/conftest.py", (Path(run_parts.__file__).parent / "conftest.py").read_text()),
+        *((f"tests/{name}", (ours / name).read_text()) for name in ("conftest.py", "threads.py")),
         ("tests/unit/test_unit.py", FAILS),
         ("tests/integration/test_draft_engine.py", PASSES),
         ("tests/integration/test_cli.py", PASSES),
