@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,6 +47,7 @@ from outrider.cluster.registry import find_registry
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.nodes import can_surge, can_surge_drafters, check_nodes, living_nodes, placed
 from outrider.deploy.preset import Overrides, resolve_config
+from outrider.deploy.setup_environment import refused_place
 
 logger = logging.getLogger(__name__)
 
@@ -166,11 +165,8 @@ class ReplicaPlan:
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had, and
     for a Python that Ray cannot start there."""
-    if shlex.quote(sys.executable) != sys.executable:
-        raise ConfigError(
-            f"python: {sys.executable}: Ray starts engines through a shell, which takes this path apart; make the "
-            "environment in a place without spaces"
-        )
+    if refusal := refused_place():
+        raise ConfigError(refusal)
     gpu = engine_on_gpu()
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
     sizes: tuple[int, int, bool] = (0, 0, False)

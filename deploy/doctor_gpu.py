@@ -157,7 +157,7 @@ def judge_graphs(found: Mapping[str, Any]) -> Finding:
     if "FULL" not in found["mode"]:
         return warn(subject, f"{text}; each step launches what attention is made of, layer by layer", _FULL)
     # Where all steps have them, a larger FULL graph does. Else it has as many rows as tokens, and no more than a step.
-    if rows > sizes[-1] if found["mode"] == "FULL" else rows not in sizes:
+    if rows > max(sizes, default=0) if found["mode"] == "FULL" else rows not in sizes:
         fix = (
             "lower drafter.max_draft_rows (and drafter.max_num_seqs) to one of the sizes, or set "
             "drafter.engine_args.compilation_config.cudagraph_capture_sizes with that many"

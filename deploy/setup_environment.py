@@ -78,6 +78,16 @@ class SetupError(RuntimeError):
     """Setting up failed; the message says what to do."""
 
 
+def refused_place() -> str | None:
+    """Why Ray can start no engine with this Python; None: it can."""
+    if shlex.quote(sys.executable) == sys.executable:
+        return None
+    return (
+        f"python: {sys.executable}: Ray starts engines through a shell, which takes this path apart; make the "
+        "environment in another place: make VENV=/path/without/spaces, with this target and every later one"
+    )
+
+
 def detect_accelerator() -> str:
     """``gpu`` where nvidia-smi lists a device, else ``cpu``."""
     if shutil.which("nvidia-smi") is None:
@@ -245,12 +255,8 @@ def main() -> int:
     parser.add_argument("--serving", action="store_true", help="for an image: no development tools, not editable")
     arguments = parser.parse_args()
     accelerator = arguments.accelerator or detect_accelerator()
-    if shlex.quote(sys.executable) != sys.executable:
-        print(
-            f"outrider: {sys.prefix}: Ray starts engines through a shell, which takes this path apart; make the "
-            "environment in another place: make VENV=/path/without/spaces, with this target and every later one",
-            file=sys.stderr,
-        )
+    if refusal := refused_place():
+        print(f"outrider: {refusal}", file=sys.stderr)
         return 1
     if sys.prefix == sys.base_prefix:
         print("outrider: run this with a virtual environment's Python; `make setup` does", file=sys.stderr)

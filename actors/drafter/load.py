@@ -140,7 +140,7 @@ def vocabulary_to_cut_to(
     return DraftVocabulary(vocab_size, size, always=end_token_ids, at_first=own)
 
 
-def warm_up(strategy: DraftStrategy[Any], draft_top_n: int = 64) -> None:
+def warm_up(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
     """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
     from outrider.actors.drafter.several import SeveralStrategy
 

@@ -134,7 +134,7 @@ def measure(step_ms: float, rounds: int, directory: Path) -> Marks:
         kv_cache_memory_bytes=64 << 20,
     )
     strategy = load_strategy(config, SpeculationConfig(num_speculative_tokens=K), None, None)
-    warm_up(strategy)
+    warm_up(strategy, SpeculationConfig().draft_top_n)
     marks = Marks()
     for owner, method, name in (
         (EmulatedForCausalLM, "forward", "launch"),

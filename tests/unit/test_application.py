@@ -114,7 +114,7 @@ def test_a_python_that_ray_cannot_start_is_refused_before_anything_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.executable", "/home/me/my models/.venv/bin/python")
-    with pytest.raises(ConfigError, match="without spaces"):
+    with pytest.raises(ConfigError, match="make VENV="):
         plan_replica(parse_config({"target": {"model": "t"}}))
 
 

@@ -35,7 +35,7 @@ LOOK_UP_DRAFTERS = """
 from outrider.actors.drafter.load import load_strategy, warm_up
 from outrider.cluster.config import NgramConfig, SpeculationConfig, SuffixConfig
 for config in (NgramConfig(method="ngram"), SuffixConfig(method="suffix")):
-    warm_up(load_strategy(config, SpeculationConfig(), None, None))
+    warm_up(load_strategy(config, SpeculationConfig(), None, None), SpeculationConfig().draft_top_n)
 """
 
 

@@ -456,7 +456,7 @@ def test_a_limit_of_the_vocabulary_holds_for_all():
 
 def test_warming_up_is_of_every_model_and_leaves_nothing_behind():
     bench = TwoBench(chunk=128, **{name: {"max_model_len": 400} for name in SALTS})
-    warm_up(bench.several)
+    warm_up(bench.several, draft_top_n=64)
     assert all(len(engine.plans) > 20 for engine in bench.engines.values())
     assert all(model.step_us() > 0 for model in bench.several.models.values())
     assert set(bench.several.judge.judged.values()) == {0}

@@ -32,6 +32,6 @@ def test_the_warm_up_covers_every_way_to_draw():
 
 def test_warming_up_is_no_round_of_the_judges() -> None:
     bench = SeveralBench()
-    warm_up(bench.several)
+    warm_up(bench.several, draft_top_n=64)
     assert bench.several.model.step_us() > 0
     assert set(bench.several.judge.chosen.values()) == {0}
