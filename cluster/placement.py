@@ -253,13 +253,23 @@ def preload_libraries() -> tuple[str, ...]:
     return tuple(found)
 
 
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""malloc asks for transparent huge pages, which Linux gives most programs only where they ask (`madvise`). A step reads
+all weights once, and with pages of 4 KB one core spends an eighth of it looking up where they are. Of no effect before
+glibc 2.35, and under tcmalloc."""
+
+
 def thread_environment(cores: Sequence[int]) -> dict[str, str]:
     """Environment variables for a process bound to ``cores``, to be set before it starts.
 
     Holds nothing that names a core, so ranks of equal size may share one environment: ``bind_to`` pins each of
     them, and OpenMP's threads inherit that mask. The KMP values are those vLLM's own launcher sets.
     """
-    environment = {"OMP_NUM_THREADS": str(len(cores))}
+    tunables = [entry for entry in os.environ.get("GLIBC_TUNABLES", "").split(":") if entry]
+    environment = {
+        "OMP_NUM_THREADS": str(len(cores)),
+        "GLIBC_TUNABLES": ":".join([_HUGE_PAGES, *tunables]),  # of two settings of one tunable the last counts
+    }
     libraries = preload_libraries()
     inherited = [entry for entry in os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":") if entry]
     if preload := list(dict.fromkeys([*inherited, *libraries])):

@@ -114,7 +114,16 @@ def test_thread_environment_counts_cores_and_keeps_a_preload(monkeypatch: pytest
 def test_thread_environment_without_libraries_sets_no_preload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores_module, "preload_libraries", lambda: ())
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    assert thread_environment([0]) == {"OMP_NUM_THREADS": "1"}
+    environment = thread_environment([0])
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert not {"LD_PRELOAD", "KMP_BLOCKTIME"} & set(environment)
+
+
+def test_malloc_asks_for_huge_pages_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert thread_environment([0])["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert thread_environment([0])["GLIBC_TUNABLES"].endswith(":glibc.malloc.hugetlb=0")
 
 
 def test_preloaded_libraries_exist() -> None:
