@@ -191,6 +191,8 @@ class DraftModelStrategy:
             return [*answers, sequence.give_up(ProposalStatus.LENGTH)]
         if not sequence.can_draft:
             sequence.announced = False
+            if sequence.lacks_room:
+                return [*answers, sequence.give_up(ProposalStatus.OUT_OF_KV)]
             return [*answers, sequence.no_drafts(ProposalStatus.NOT_READY)]
         if instead is not None and (drafts := instead()):
             return [*answers, sequence.propose(drafts)]

@@ -96,6 +96,15 @@ class Engine(Protocol):
         """KV blocks for num_new committed tokens and num_lookahead drafts after num_computed valid ones. False: out of
         KV, nothing changed."""
 
+    def give_back(self, request_id: str) -> None:
+        """All blocks of a sequence. Nothing of it is computed any more."""
+
+    def missing(self, request_id: str) -> int:
+        """KV blocks that a sequence lacks for all of its text."""
+
+    @property
+    def num_free_blocks(self) -> int: ...
+
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """All blocks of a sequence, one list per KV cache group."""
 

@@ -149,6 +149,9 @@ class ModelSequence(Sequence):
         # What the engine holds of it.
 
         self.started = False
+        self.lacks_room = False
+        """Its text is not begun, or was given up: there are not KV blocks for all of it."""
+
         self.appended_to = 0
         """Leading text tokens that the engine knows."""
 
@@ -356,6 +359,13 @@ class ModelSequence(Sequence):
         """No drafts can be made for this commit."""
         self._answered(0)
         return self.no_drafts(status)
+
+    def begin_again(self) -> None:
+        """The engine holds no block of it any more. Answered before."""
+        self.drop_everything()
+        self.main = Line(self.committed_len)
+        self.blocks, self.allocated_to, self.allocated_for = (), 0, 0
+        self.lacks_room, self.announced = True, False
 
     def drop_everything(self) -> None:
         self._drop_sides()

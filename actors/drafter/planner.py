@@ -219,7 +219,8 @@ class StepPlanner:
 
     def prefill(self, idle: bool = False) -> DraftStep | None:
         """The oldest sequences first, prefill_chunk_tokens over all of them. idle: those that nobody wants drafts of,
-        so that they are ready when somebody does."""
+        so that they are ready when somebody does. No text is begun that there is no room for: read in part it would
+        hold KV blocks as long as it lives, and nobody could be drafted for."""
         step = DraftStep(self._engine, self._clock)
         turns = self._turns(self._chunk)
         budget = self._chunk
@@ -227,10 +228,18 @@ class StepPlanner:
         queues = self._by_link([s for s in self._sequences if _is_prompt(s) and (s.num_wanted == 0) == idle])
         piece = budget if len(queues) < 2 else max(budget // (_PIECES * len(queues)), 1)
         without_room: set[ModelSequence] = set()
+        room = self._room() if queues else 0
         prompts = {link_id: _until_done(of_link, ends, without_room) for link_id, of_link in queues.items()}
         for sequence in turns.over(prompts):
             if budget == 0:
                 break
+            if sequence not in ends and not sequence.allocated_to:
+                missing = self._engine.missing(sequence.engine_id)
+                if missing > room:
+                    sequence.lacks_room = True
+                    without_room.add(sequence)
+                    continue
+                room -= missing
             start = ends.get(sequence, sequence.main.num_computed)
             # The last token makes the first draft.
             end = min(start + min(piece, budget), sequence.committed_len - 1)
@@ -262,6 +271,8 @@ class StepPlanner:
             is_full = step.num_fed + num_read + len(positions) > self._engine.max_num_batched_tokens
             if is_full or len(step.plan.rows) + num_rows > self._max_rows or not num_rows:
                 continue
+            if not sequence.allocated_to and self._engine.missing(sequence.engine_id) > self._room():
+                continue
             if not self._allocate(sequence, positions.stop or start + num_read):
                 continue
             text, blocks, adapter = sequence.text, sequence.blocks, sequence.sampling.adapter
@@ -272,6 +283,18 @@ class StepPlanner:
                 draw = Draw(sequence.sampling, at + 1, at + 1)
                 step.add(StepRow([text[at]], at, blocks, draw, adapter), sequence, None)
         return self._finished(step)
+
+    def _room(self) -> int:
+        """KV blocks for texts that are not begun: all that are free, or a side branch's, but for those that begun texts
+        lack, and one of each group for every sequence that has some, to go on with."""
+        holding = self._holding()
+        lacking = sum(self._engine.missing(sequence.engine_id) for sequence in holding if _is_prompt(sequence))
+        spare = len(holding) * len(self._engine.block_sizes)
+        return self._engine.num_free_blocks + self.branches.num_blocks - lacking - spare
+
+    def _holding(self) -> list[ModelSequence]:
+        """Those with KV blocks for what they have read."""
+        return [sequence for sequence in self._sequences if sequence.allocated_to and not sequence.retired]
 
     def _turns(self, capacity: int) -> Turns:
         self._shares.begin()
@@ -320,6 +343,7 @@ class StepPlanner:
         if not self._has_blocks(sequence, draw.position) and not self._allocate(sequence, draw.position):
             if answers is not None:
                 answers.append(sequence.give_up(ProposalStatus.OUT_OF_KV))
+                self._give_back(sequence)
             return 0
         self._add_row(step, sequence, sequence.main, sequence.blocks, draw)
         return num_fed
@@ -354,11 +378,18 @@ class StepPlanner:
             if not (sequence.due and self._drop_a_branch()):
                 return False
         sequence.blocks = self._engine.block_ids(sequence.engine_id)
-        sequence.allocated_for, sequence.allocated_to = length, end
+        sequence.allocated_for, sequence.allocated_to, sequence.lacks_room = length, end, False
         if sequence.adopted is not None:
             self.branches.restore(sequence.blocks, sequence.adopted)
             sequence.adopted = None
         return True
+
+    def _give_back(self, sequence: ModelSequence) -> None:
+        """All blocks of one that cannot go on, where others can with them: it is read again once there is room. None of
+        its lines is in the step."""
+        if sequence.allocated_to and any(other is not sequence for other in self._holding()):
+            self._engine.give_back(sequence.engine_id)
+            sequence.begin_again()
 
     def _drop_a_branch(self) -> bool:
         """One of the link's that has had most, of its oldest sequence that has any."""

@@ -102,13 +102,37 @@ class DraftEngine:
         request.status = RequestStatus.RUNNING
         return True
 
+    def give_back(self, request_id: str) -> None:
+        request = self._requests[request_id]
+        self._kv.free(request)
+        request.num_computed_tokens = 0
+
+    def missing(self, request_id: str) -> int:
+        request, kv = self._requests[request_id], self._kv
+        needed: int = kv.coordinator.get_num_blocks_to_allocate(
+            request_id=request_id,
+            num_tokens=request.num_tokens,
+            new_computed_blocks=kv.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=request.num_computed_tokens,
+            num_local_computed_tokens=request.num_computed_tokens,
+            num_tokens_main_model=request.num_tokens,
+            apply_admission_cap=True,  # a sliding window holds no more than itself and a chunk
+        )
+        return needed
+
+    @property
+    def num_free_blocks(self) -> int:
+        free: int = self._kv.block_pool.get_num_free_blocks()
+        return free
+
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         ids: tuple[list[int], ...] = self._kv.get_block_ids(request_id)
         return ids
 
     def take_blocks(self, count: int) -> list[int] | None:
         pool = self._kv.block_pool
-        if count > pool.get_num_free_blocks():
+        if count > self.num_free_blocks:
             return None
         blocks = pool.get_new_blocks(count)
         self._taken.update((block.block_id, block) for block in blocks)

@@ -319,7 +319,11 @@ DRAFT_ENGINE = Table(
     ...): blocks for rows, cached ones adopted at once
 {_CACHE}.get_computed_blocks(request): prefix cache
 {_CACHE}.get_block_ids(request_id): tables
-{_CACHE} [block_pool, free, usage]: blocks
+{_CACHE} [block_pool, free, usage, empty_kv_cache_blocks]: blocks
+{_CACHE} [coordinator]: what a text lacks
+vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate(request_id, num_tokens,
+    new_computed_blocks, num_encoder_tokens, total_computed_tokens, num_local_computed_tokens, num_tokens_main_model,
+    apply_admission_cap, ...): likewise
 {_POOL}.get_new_blocks(num_blocks): a branch's own
 {_POOL}.free_blocks(ordered_blocks, ...): a branch's own
 {_POOL}.get_num_free_blocks(): room for branches

@@ -105,6 +105,13 @@ class PlayedEngine:
     def allocate(self, request_id: str, num_computed: int, num_new: int, num_lookahead: int) -> bool:
         return True
 
+    def give_back(self, request_id: str) -> None: ...
+
+    num_free_blocks = 1 << 30
+
+    def missing(self, request_id: str) -> int:
+        return 0
+
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         return ([0] * (self.max_model_len // self.block_sizes[0]),)
 

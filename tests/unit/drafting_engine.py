@@ -75,6 +75,17 @@ class MemoryEngine:
         held += self._taken(needed)
         return True
 
+    def give_back(self, request_id):
+        self.free.update(dict.fromkeys(self.blocks[request_id]))
+        self.blocks[request_id] = []
+
+    def missing(self, request_id):
+        return max(-(-len(self.committed[request_id]) // self.block_sizes[0]) - len(self.blocks[request_id]), 0)
+
+    @property
+    def num_free_blocks(self):
+        return len(self.free)
+
     def block_ids(self, request_id):
         return (list(self.blocks[request_id]),)
 

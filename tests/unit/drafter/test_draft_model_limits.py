@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 
 import pytest
 
@@ -77,6 +78,76 @@ def test_out_of_kv_is_answered_and_room_brings_drafts_back():
     bench.strategy.close(KEY)
     bench.commit(OTHER, [8], k=8)
     assert ids(bench.settle()[0]) == bench.drafts(OTHER, 8)
+
+
+@pytest.mark.parametrize("long", [190, 400], ids=["too long beside them", "too long"])
+def test_a_prompt_without_room_takes_none_from_the_others(long):
+    """There is room for 240 tokens, of which the others have 60 to 180."""
+    bench = Bench(num_blocks=60)
+    short, big = [(1, number) for number in (1, 2, 3)], (2, 1)
+    for key in short:
+        bench.open(key, range(50 * key[1], 50 * key[1] + 20))
+    bench.settle()
+    bench.open(big, range(400, 400 + long))
+    for number in range(40):
+        told = [answer for key in short for answer in bench.commit(key, [number])] + bench.settle()
+        assert {answer.key: ids(answer) for answer in told} == {key: bench.drafts(key) for key in short}
+        assert bench.answer(big, [number]).status is ProposalStatus.OUT_OF_KV
+    for key in short:
+        bench.strategy.close(key)
+    assert [told.status for told in bench.settle()] == [ProposalStatus.READY] * (long == 190)
+    told = bench.commit(big, [7]) or bench.settle()
+    assert told[0].status is (ProposalStatus.OK if long == 190 else ProposalStatus.OUT_OF_KV)
+
+
+def test_no_two_prompts_are_begun_where_there_is_room_for_one():
+    """Of two links, whose pieces take turns: each would hold what the other lacks."""
+    bench = Bench(num_blocks=60)
+    for key in (KEY, OTHER):
+        bench.open(key, range(200))
+    (told,) = bench.settle()
+    assert told.status is ProposalStatus.READY
+    first, second = (KEY, OTHER) if told.key == KEY else (OTHER, KEY)
+    bench.commit(first, [7])
+    assert ids(bench.settle()[0]) == bench.drafts(first)
+    bench.strategy.close(first)
+    (told,) = bench.settle()
+    assert (told.key, told.status) == (second, ProposalStatus.READY)
+
+
+def test_where_texts_grow_beyond_the_room_all_but_one_are_drafted_for():
+    bench = Bench(num_blocks=60)
+    keys = [(1, number) for number in range(4)]
+    for key in keys:
+        bench.open(key, range(50 * key[1], 50 * key[1] + 40))
+    bench.settle()
+    drafted = Counter()
+    for number in range(30):  # 280 tokens in the end
+        told = [answer for key in keys for answer in bench.commit(key, [number])] + bench.settle()
+        for answer in told:
+            if answer.status is ProposalStatus.OK:
+                assert ids(answer) == bench.drafts(answer.key)
+                drafted[answer.key] += 1
+    assert sorted(drafted.values())[1:] == [30, 30, 30]
+    bench.strategy.close(keys.pop(keys.index(max(keys, key=drafted.get))))
+    bench.settle()
+    for key in keys:
+        bench.commit(key, [7])
+    assert [answer.status for answer in bench.settle()] == [ProposalStatus.OK] * 3
+
+
+def test_one_alone_keeps_what_it_has_read():
+    bench = Bench(num_blocks=10).opened(range(30))
+    bench.engine.plans.clear()
+    told = [answer for number in range(20) for answer in bench.commit(KEY, [number]) + bench.settle()]
+    assert told[-1].status is ProposalStatus.OUT_OF_KV
+    assert all(row.start >= 29 for plan in bench.engine.plans for row in plan.rows)
+
+
+def test_one_prompt_may_take_all_the_room_there_is():
+    bench = Bench(num_blocks=50)
+    bench.open(KEY, range(199))
+    assert [told.status for told in bench.settle()] == [ProposalStatus.READY]
 
 
 def test_side_branches_yield_to_texts():

@@ -292,6 +292,17 @@ def test_the_target_hears_that_there_is_no_room_when_nobody_has_any():
     assert ProposalStatus.OUT_OF_KV in statuses
 
 
+def test_one_that_has_no_room_for_a_text_reads_nothing_of_it():
+    bench = TwoBench(small={"num_blocks": 40})
+    bench.led_by(MODEL)
+    bench.open(KEY, range(200))
+    bench.settle()
+    for number in range(40):
+        bench.check(bench.answer(KEY, [number]))
+        bench.settle()
+    assert len(bench.engines[SMALL].free) == 40
+
+
 def test_a_text_that_is_too_long_for_one_is_the_others():
     bench = opened(led_by=MODEL, draft_model={"max_model_len": 30})
     leaders = []
