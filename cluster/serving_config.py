@@ -45,8 +45,8 @@ class ServingConfig(Section):
 
     num_ingresses: int = Field(1, ge=1, le=16)
     """Front doors behind the proxies, a process each, spread over the nodes. One that is lost takes only its own
-    answers with it. Each has its part of ``max_queued_requests``, ``limits.max_sequences``, ``max_tokens_in_flight``
-    and of what keys may use, rounded up: those hold exactly with one."""
+    answers with it. Each has its part of ``max_ongoing_requests``, ``max_queued_requests``, ``limits.max_sequences``,
+    ``max_tokens_in_flight`` and of what keys may use, rounded up: those hold exactly with one."""
 
     host: str = Field("127.0.0.1", min_length=1)
     """Address on which gRPC and HTTP listen. ``0.0.0.0`` or ``::``: every interface."""

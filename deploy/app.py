@@ -262,7 +262,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         placement_group_bundle_label_selector=labels_of(placement),
         ray_actor_options={"num_cpus": REPLICA_CPUS, **environment},
         logging_config=logging_config,
-        # The router holds generations to max_ongoing_requests; the rest lets a full replica hear an abort.
+        # The routers hold generations to max_ongoing_requests; the rest lets a full replica hear an abort.
         max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
         max_queued_requests=part_of(serving.max_queued_requests, serving.num_ingresses),
         request_router_config=routing(config),
@@ -383,13 +383,15 @@ def drafters(config: OutriderConfig) -> dict[str, Any]:
 def routing(config: OutriderConfig) -> RequestRouterConfig:
     """How callers choose among target replicas."""
     from outrider.actors.serve_seam.request_router import TargetRouter
+    from outrider.actors.serving.capacity import part_of
 
     serving = config.serving
     caching = config.target.enable_prefix_caching
     return RequestRouterConfig(
         request_router_class=TargetRouter,
         request_router_kwargs={
-            "max_ongoing_requests": serving.max_ongoing_requests,
+            # All together leave CONTROL_CALLS: a broadcast, too, waits for a slot at the replica.
+            "max_ongoing_requests": part_of(serving.max_ongoing_requests, serving.num_ingresses),
             "prefix_affinity": serving.prefix_affinity if caching else 0.0,
             "max_imbalance_tokens": serving.max_imbalance_tokens,
         },

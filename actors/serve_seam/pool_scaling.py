@@ -33,13 +33,13 @@ logger = logging.getLogger("ray.serve.outrider.autoscaling")
 
 
 def serve_pool_autoscaling(settings: PoolScalingConfig, accelerators: float, app_name: str) -> ServeAutoscaling:
-    """For the DrafterPool deployment. accelerators: see PoolPolicy."""
+    """For the DrafterPool deployment. accelerators: see PoolPolicy. Without Serve's initial_replicas, with which each
+    deploy would begin anew, whatever runs."""
     return without_delays(
         PoolScaling,
         {"app_name": app_name, "settings": settings.model_dump(), "accelerators": accelerators},
         min_replicas=settings.min,
         max_replicas=settings.max,
-        initial_replicas=max(settings.min, 1),
     )
 
 

@@ -26,6 +26,9 @@ _CHARGED = "outrider_charged_replica"
 _PROFILE = "outrider_profile"
 """On a pending request: what the policy knows of it."""
 
+_GAVE_WAY = "outrider_gave_way"
+"""On a pending request: to whom, with the last place that was found for it."""
+
 
 class TargetRouter(RequestRouter):
     """Serve makes it, calls initialize_state, then the rest, all on one event loop."""
@@ -127,15 +130,20 @@ class TargetRouter(RequestRouter):
             self._put_back(last)
 
     def _gives_way(self, pending_request: PendingRequest, replicas: list[str]) -> bool:
-        """Whether the place that was found for it is for another caller's, whose turn comes first. That one is then
-        tried for at once, where its task may have paused."""
+        """Whether the place that was found for it is for another one, whose turn comes first. That one is then tried
+        for at once, where its task may have paused."""
+        other: int | None = getattr(pending_request, _GAVE_WAY, None)
+        setattr(pending_request, _GAVE_WAY, None)
+        if other is not None and other in self._turns and other not in self._tried:
+            return True  # Serve's second try comes at once: the other's task has not begun yet
         first = self._turns.first(self._tried)
-        if first is None or not self._turns.are_of_two(first, id(pending_request)):
+        if first in (None, id(pending_request)) or id(pending_request) not in self._turns:
             return False
         request = self._profile(self._tried[first])
         if request is None or not self._policy.rank(request, replicas):  # only those that it avoids have room
             return False
         self._put_back(first)
+        setattr(pending_request, _GAVE_WAY, first)
         return True
 
     def _put_back(self, tried: int) -> None:

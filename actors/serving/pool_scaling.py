@@ -18,6 +18,10 @@ from outrider.cluster.scaling_config import PoolScalingConfig
 TRIAL_S = 60.0
 """How long a drafter that was started to see what it gains drafts at least."""
 
+FIRST_AFTER_S = 30.0
+"""When nobody has said anything for so long from the beginning, targets load for the first time, and one drafter is to
+load beside them. Longer than it takes to be told where they do not: the controller was replaced, or a deploy came."""
+
 
 @dataclass(frozen=True)
 class PoolLook:
@@ -40,16 +44,23 @@ class PoolPolicy:
     """`decide` is called about once a second.
 
     Called for are as many drafters as the targets that are at work take, but no more than pay. What is more has to be
-    called for for upscale_delay_s; one less has to do for downscale_delay_s without a break. Where none pays, one is
-    started every probe_s while requests run, and has its trial.
+    called for for upscale_delay_s, the first one with pauses that would not have ended one; one less has to do for
+    downscale_delay_s without a break. Where none pays, one is started every probe_s while requests run, and has its
+    trial.
     """
 
     def __init__(self, settings: PoolScalingConfig, accelerators: float) -> None:
         """accelerators: a drafter's, by those of a target."""
         self._settings, self._accelerators = settings, accelerators
         self._more_since: float | None = None
+        self._called_at = -math.inf
+        """When more were called for last."""
+
         self._spare_since: float | None = None
         self._unpaid_since: float | None = None
+        self._first_at: float | None = None
+        """math.inf: somebody has said something."""
+
         self._trial_until: float | None = None
         """math.inf: until it is loaded."""
 
@@ -63,18 +74,24 @@ class PoolPolicy:
             return Decision(bounded, "bounds")
         if look.work is None:
             self._more_since = self._spare_since = None
-            return Decision(look.wanted, "no_data")
+            if self._first_at is None:
+                self._first_at = look.now_s + FIRST_AFTER_S
+            first = look.wanted == 0 and look.now_s >= self._first_at
+            return Decision(min(1, most) if first else look.wanted, "no_data")
+        self._first_at = math.inf
         number, reason = self._called_for(look)
         number = min(max(number, least), most)
         if number > look.wanted:
-            self._spare_since = None
+            self._spare_since, self._called_at = None, look.now_s
             if self._more_since is None:
                 self._more_since = look.now_s
             if look.now_s - self._more_since < self._settings.upscale_delay_s:
                 return Decision(look.wanted, reason)
             self._more_since = None
             return Decision(number, reason)
-        self._more_since = None
+        is_pause = reason == "idle" and look.now_s - self._called_at < self._settings.downscale_delay_s
+        if look.wanted or not is_pause:
+            self._more_since = None
         if number == look.wanted:
             self._spare_since = None
             return Decision(number, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pools import PROMPT, ask_registry
+from tests.pools import PROMPT, ask_registry, scraped
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, Models, drafted, engine, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(900)]
@@ -30,6 +30,12 @@ def scaled_pool(deployments: Deployments, models: Models) -> Deployment:
     return deployments.use("scaled_pool")
 
 
+def nobody_is_silent(deployment: Deployment) -> bool:
+    found = scraped(deployment)
+    up = found.of("outrider:replica_up")
+    return found.sum("outrider:replicas_silent") == 0 and [value for _, value in up] == [1.0]
+
+
 def test_no_drafter_without_work_and_one_with_it(scaled_pool: Deployment) -> None:
     def ask() -> object:
         answer = scaled_pool.client.generate(PROMPT, temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -39,6 +45,7 @@ def test_no_drafter_without_work_and_one_with_it(scaled_pool: Deployment) -> Non
     drafted(ask)
     wait_until(lambda: not scaled_pool.drafters(), HANG_GUARD_S, "no drafter is left")
     wait_until(lambda: ask_registry(scaled_pool, "drafters") == {}, HANG_GUARD_S, "nobody counts on one")
+    wait_until(lambda: nobody_is_silent(scaled_pool), HANG_GUARD_S, "it is not missed", every_s=0.5)
     ask()  # it serves without, and on a busy machine may see the next one come
     drafted(ask)
     assert len(scaled_pool.drafters()) == 1, "for one target"

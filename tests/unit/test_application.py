@@ -65,6 +65,14 @@ def test_several_front_doors_share_out_what_may_wait() -> None:
     assert one["Target"]._deployment_config.max_queued_requests == 100
 
 
+@pytest.mark.parametrize("num_ingresses", [1, 2, 15, 16])
+def test_a_replica_that_all_front_doors_have_filled_hears_an_abort(num_ingresses: int) -> None:
+    """A call to each replica waits for a slot there like any other (broadcast.py)."""
+    target = built(num_ingresses=num_ingresses, max_ongoing_requests=64)["Target"]._deployment_config
+    places = target.request_router_config.request_router_kwargs["max_ongoing_requests"]
+    assert 64 <= num_ingresses * places < target.max_ongoing_requests
+
+
 def checkpoint(path: Path, vocab: dict[str, int], vocab_size: int = 300) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))

@@ -130,8 +130,7 @@ def build_http_app(context: HttpContext, pool: DeploymentHandle | None = None) -
     add_openai_routes(app, context)
     add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.limits)
     add_page_routes(app)
-    asked = [context.target] if pool is None else [context.target, pool]
-    add_route_patterns(app, asked, context.broadcast, context.rpcs.all_metrics_text)
+    add_route_patterns(app, context.target, pool, context.broadcast, context.rpcs.all_metrics_text)
     for route in app.routes:
         if isinstance(route, APIRoute) and "GET" in route.methods:
             route.methods.add("HEAD")  # by which load balancers probe; the server sends no body then
@@ -160,16 +159,20 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def add_route_patterns(
     app: FastAPI,
-    deployments: Sequence[DeploymentHandle],
+    target: DeploymentHandle,
+    pool: DeploymentHandle | None,
     broadcast: Broadcast,
     own_text: Callable[[], Awaitable[str]],
 ) -> None:
-    """deployments: whose replicas offer ``metrics_text``. own_text: what ingresses count."""
+    """target, pool: whose replicas offer ``metrics_text``. own_text: what ingresses count."""
+    deployments = [target] if pool is None else [target, pool]
 
     async def ask(deployment: DeploymentHandle) -> list[Scraped]:
         try:
             replies = await broadcast(deployment, "metrics_text", timeout_s=SCRAPE_TIMEOUT_S)
         except (DeploymentUnavailableError, ConnectionError) as error:
+            if deployment is pool and isinstance(error, DeploymentUnavailableError):
+                return []  # it may have none, and then nobody is silent
             logger.warning("metrics: no replica could be asked: %s", error)
             return [Scraped(None, None)]
         return [Scraped(reply.replica_id, reply.value if reply.ok else None) for reply in replies]

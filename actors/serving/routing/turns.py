@@ -87,10 +87,6 @@ class Turns:
                 time += tokens
         return None if best is None else best[1]
 
-    def are_of_two(self, one: int, other: int) -> bool:
-        """Whether both wait, and are two callers'."""
-        return one in self._callers and other in self._callers and self._callers[one] != self._callers[other]
-
     def _beginning(self, caller: int) -> int:
         return max(self._now, self._clocks.get(caller, 0))
 

@@ -6,10 +6,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from outrider.actors.observability.metrics import ApplicationMetrics, IngressMetrics, Scraped
+from outrider.actors.replica_calls import ReplicaReply
 from outrider.actors.serving.gate import REFUSED
-from outrider.actors.serving.http.app import CountRequests
+from outrider.actors.serving.http.app import CountRequests, add_route_patterns
 from outrider.actors.serving.scaling_board import Scaling
 from outrider.cluster.scaling_config import REASONS
 from tests.unit.observability.test_exposition import samples
@@ -69,6 +72,32 @@ async def test_scrapes_at_the_same_time_share_one_answer():
     texts = await asyncio.gather(metrics.text(), metrics.text())
     assert texts[0] == texts[1]
     assert len(waiting) == 1
+
+
+async def test_a_pool_without_drafters_is_no_silent_replica():
+    texts, app = {"target": {"t": exposed("x", 1)}, "pool": {"p": exposed("x", 2)}}, FastAPI()
+
+    async def broadcast(deployment, method, timeout_s):
+        if not texts[deployment]:
+            raise DeploymentUnavailableError(DeploymentID(deployment, "app"))
+        return [ReplicaReply(replica, text) for replica, text in texts[deployment].items()]
+
+    async def own():
+        return ""
+
+    add_route_patterns(app, "target", "pool", broadcast, own)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+
+        async def scraped():
+            return {key: value for key, value in samples((await client.get("/metrics")).text).items() if key[0] != "x"}
+
+        both = {("outrider:replica_up", ("replica", name)): 1 for name in "tp"}
+        assert await scraped() == {**both, ("outrider:replicas_silent",): 0}
+        texts["pool"] = {}
+        target = {("outrider:replica_up", ("replica", "t")): 1}
+        assert await scraped() == {**target, ("outrider:replicas_silent",): 0}, "its last one was taken away"
+        texts["target"] = {}
+        assert await scraped() == {("outrider:replica_up", ("replica", "t")): 0, ("outrider:replicas_silent",): 1}
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def exported(vllm_series):
 @pytest.mark.parametrize("expression", [*dashboard.expressions(), *(rule["expr"] for rule in RULES)])
 def test_every_metric_and_label_of_a_query_is_exported(expression, vllm_series):
     found = list(_METRIC.finditer(expression))
-    assert found or expression.startswith("up{"), "Prometheus' own, of whether it could scrape"
+    assert found or "up{job=" in expression, "Prometheus' own, of whether it could scrape"
     for match in found:
         name, filters = match.groups()
         assert name in exported(vllm_series), f"{name} is not exported"
@@ -121,6 +121,12 @@ def test_a_missing_link_is_no_alarm_where_there_is_no_drafter_to_have_one_to():
     link, _, condition = rule["expr"].partition(" and on () ")
     assert link == 'outrider:link_state{state="up"} == 0'
     assert condition == "(sum(outrider:drafter_up) > 0)"
+
+
+def test_a_pod_without_an_ingress_is_no_alarm_where_another_answers():
+    """On Kubernetes all pods are scraped, and those answer that have an ingress (docs/kubernetes.md)."""
+    (rule,) = [rule for rule in RULES if rule["alert"] == "OutriderNoMetrics"]
+    assert rule["expr"] == 'absent(up{job="outrider"} == 1)'
 
 
 def test_each_alert_has_its_entry_in_the_runbook_and_each_entry_its_alert():

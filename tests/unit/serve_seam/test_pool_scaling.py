@@ -19,6 +19,7 @@ from outrider.actors.serve_seam.pool_scaling import (
     RegistryCalls,
     serve_pool_autoscaling,
 )
+from outrider.actors.serving.pool_scaling import FIRST_AFTER_S
 from outrider.cluster.membership import Verifier, Work
 from outrider.cluster.registry import Registry
 from outrider.cluster.scaling_config import PoolScalingConfig
@@ -41,17 +42,22 @@ class Controller:
     """Serve's own state of the pool's deployment. Calls every second; what is wanted runs."""
 
     def __init__(self, **settings: float) -> None:
-        config = serve_pool_autoscaling(PoolScalingConfig(**settings), 0.25, "app")
+        self.settings, self.target = settings, -1  # of a deployment that Serve does not know yet
+        self.said, self.clock = Said(), Clock(100.0)
         self.state = DeploymentAutoscalingState(DEPLOYMENT)
+        self.deploy()
+
+    def deploy(self) -> None:
+        """Of another configuration than before."""
+        config = serve_pool_autoscaling(PoolScalingConfig(**self.settings), 0.25, "app")
         info = SimpleNamespace(
             deployment_config=DeploymentConfig(autoscaling_config=config),
             target_capacity=None,
             target_capacity_direction=None,
             config_changed=lambda other: True,
         )
-        self.target = self.state.register(info, 0)
+        self.target = self.state.register(info, self.target)
         policy: PoolScaling = self.state._policy.__wrapped__  # out of a pickle, as in the controller
-        self.said, self.clock = Said(), Clock(100.0)
         policy._registry, policy._clock = self.said, self.clock  # type: ignore[assignment]
 
     def seconds(self, number: int, work: list[Work] | None) -> int:
@@ -65,7 +71,7 @@ class Controller:
 
 def test_a_pool_begins_with_one_follows_the_work_and_goes_down_to_none() -> None:
     controller = Controller(max=3, targets_per_drafter=2, upscale_delay_s=3, downscale_delay_s=20)
-    assert controller.target == 1, "whoever deploys a drafter gets to see it"
+    assert controller.seconds(int(FIRST_AFTER_S) + 2, None) == 1, "one loads beside the targets"
     assert controller.seconds(10, [GOOD] * 6) == 3
     assert controller.seconds(15, [IDLE] * 6) == 3
     assert controller.seconds(100, [IDLE] * 6) == 0
@@ -73,8 +79,18 @@ def test_a_pool_begins_with_one_follows_the_work_and_goes_down_to_none() -> None
     assert controller.seconds(100, None) == 1, "nobody has said anything"
 
 
+def test_a_deploy_goes_on_with_as_many_as_there_are() -> None:
+    for number, work in ((4, [GOOD] * 8), (0, [IDLE] * 8)):
+        controller = Controller(max=4, targets_per_drafter=2, upscale_delay_s=3, downscale_delay_s=10)
+        assert controller.seconds(100, work) == number
+        controller.deploy()
+        assert controller.target == number
+        assert controller.seconds(5, None) == number, "the registry has not answered the new policy yet"
+        assert controller.seconds(100, work) == number
+
+
 def test_a_policy_that_fails_leaves_the_number_alone(caplog: pytest.LogCaptureFixture) -> None:
-    controller = Controller(max=3)
+    controller = Controller(min=1, max=3)
     policy = controller.state._policy.__wrapped__
     policy._registry = None
     assert controller.seconds(30, [IDLE]) == 1

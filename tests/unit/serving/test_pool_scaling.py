@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.actors.serving.pool_scaling import TRIAL_S, PoolLook, PoolPolicy
+from outrider.actors.serving.pool_scaling import FIRST_AFTER_S, TRIAL_S, PoolLook, PoolPolicy
 from outrider.cluster.membership import Work
 from outrider.cluster.scaling_config import PoolScalingConfig
 
@@ -69,6 +69,17 @@ def test_without_work_there_is_none_and_with_work_there_is() -> None:
     assert pool.run(2 * DOWN_S, IDLE, IDLE) == [1, 0]
     assert pool.reason == "idle"
     assert pool.run(2 * UP_S, GOOD, IDLE) == [0, 1]
+
+
+def test_short_answers_bring_the_first_one_and_seldom_ones_do_not() -> None:
+    pool = Pool(wanted=0)
+    short = [(2, GOOD), (DOWN_S / 2, IDLE)]
+    assert max(max(pool.run(*each)) for _ in range(2) for each in short) == 1
+    assert pool.run(4, *[GOOD] * 5) == [1]
+    pool.run(2, GOOD)
+    assert pool.run(4, *[GOOD] * 5) == [1], "a second one is called for without a break"
+    seldom = Pool(wanted=0)
+    assert all(seldom.run(*each) == [0] for _ in range(10) for each in ((2, GOOD), (DOWN_S, IDLE)))
 
 
 def test_a_pause_is_no_reason_to_go() -> None:
@@ -139,7 +150,15 @@ def test_the_least_and_the_most_hold_whatever_is_gained() -> None:
 
 def test_what_nobody_has_said_lately_changes_nothing() -> None:
     pool = Pool()
+    pool.run(1, IDLE)
     for wanted in (0, 1, 3):
         for now in range(1000):
             decision = pool.policy.decide(PoolLook(float(now), wanted, wanted, None))
             assert (decision.replicas, decision.reason) == (wanted, "no_data")
+
+
+def test_a_new_pool_has_a_drafter_load_beside_its_targets() -> None:
+    policy = PoolPolicy(PoolScalingConfig(max=4), A_QUARTER)
+    looks = [policy.decide(PoolLook(now, 0, 0, None)).replicas for now in (0.0, FIRST_AFTER_S - 1, FIRST_AFTER_S)]
+    assert looks == [0, 0, 1]
+    assert policy.decide(PoolLook(FIRST_AFTER_S, 0, 0, None), most=0).replicas == 0, "Serve's target capacity"

@@ -279,6 +279,26 @@ def test_the_next_place_is_for_a_caller_that_has_had_none():
     assert crowd.is_over()
 
 
+@pytest.mark.parametrize("callers", [(1, 2), (0, 0)])
+def test_a_request_that_comes_as_a_place_is_free_does_not_get_it_before_one_that_waits(callers):
+    async def wait():
+        crowd = Crowd()
+        crowd.come("g0", caller=callers[0])
+        await crowd.tries("g0")
+        crowd.come("m0", caller=callers[1])
+        await crowd.tries("m0")
+        for number in range(1, 6):
+            crowd.come(f"g{number}", caller=callers[0])
+            await crowd.end(crowd.order[-1])
+        while len(crowd.order) < len(crowd.tasks):
+            await crowd.end(crowd.order[-1])
+        return crowd
+
+    crowd = asyncio.run(wait())
+    assert crowd.callers() == "gmggggg"
+    assert crowd.is_over()
+
+
 def test_larger_requests_have_fewer_turns():
     async def wait():
         crowd = await crowd_of(6, caller=1, sampling={"n": 4, "max_tokens": 256})
@@ -301,7 +321,7 @@ def test_without_keys_places_are_given_in_order_of_arrival():
         return crowd
 
     crowd = asyncio.run(wait())
-    assert crowd.routed.router.tried == [f"g{number}" for number in range(9)]
+    assert crowd.order == [f"g{number}" for number in range(9)]
     assert crowd.is_over()
 
 
