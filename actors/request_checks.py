@@ -5,8 +5,9 @@ Each raises RequestError with the field as that API calls it.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from outrider.actors.replica_calls import RequestError
@@ -90,6 +91,47 @@ def check_template_variables(field: str, names: Iterable[str], chat: str | None)
             raise RequestError(f"{field}.{name}", "has a field of its own", f"send {chat}{name}")
         if name in NO_TEMPLATE_VARIABLES or name in TEMPLATE_FIELDS:
             raise RequestError(f"{field}.{name}", "is no variable of a template", "leave it out")
+
+
+def check_template_lists(field: str, variables: Mapping[str, Any]) -> None:
+    """Of chat_template_kwargs, what a tokenizer reads before its template does. Raises RequestError."""
+    for name in ("tools", "documents"):
+        value = variables.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+            raise RequestError(f"{field}.{name}", "is no array of objects", "send one, or leave it out")
+
+
+MAX_ARGUMENTS_DEPTH = 128
+"""Of nested objects and arrays in the arguments of a call."""
+
+
+def check_arguments(field: str, text: str) -> None:
+    """Of a function's call in a conversation: JSON in a text, which is decoded for templates. What is no JSON counts as
+    no arguments there. Raises RequestError for what decoding, or the tokenizer, would fail at."""
+    try:
+        found = json.loads(text)
+        nested = _nested([found])
+        for _ in range(MAX_ARGUMENTS_DEPTH):
+            nested = _nested(
+                each for value in nested for each in (value.values() if isinstance(value, dict) else value)
+            )
+        if nested:
+            raise RecursionError
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()
+    except json.JSONDecodeError:
+        return
+    except RecursionError:
+        fix = f"send at most {MAX_ARGUMENTS_DEPTH} levels"
+        raise RequestError(field, "is nested too deeply", fix) from None
+    except UnicodeEncodeError:
+        raise RequestError(field, "holds half of a surrogate pair", "send whole characters") from None
+    except ValueError:  # of thousands of digits
+        raise RequestError(field, "holds too large a number", "send a smaller one") from None
+
+
+def _nested(values: Iterable[Any]) -> list[dict[str, Any] | list[Any]]:
+    return [value for value in values if isinstance(value, (dict, list))]
 
 
 TOKEN_STRS_COUNT = 8

@@ -6,12 +6,14 @@ see a stand-in for the server, which puts the door in front of the handlers that
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import grpc
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2_grpc
 from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
 from ray.serve._private.proxy_request_response import gRPCStreamingType
@@ -44,6 +46,7 @@ logger = logging.getLogger("ray.serve.outrider.proxy")
 def limit_server(limits: LimitsConfig) -> None:
     """Before Serve makes its gRPC server. gRPC's own refusal has no details, so it begins at twice the size."""
     global _limited
+    leans_on.GRPC_SERVER.check()
     ours = {
         _RECEIVE: 2 * limits.max_request_bytes,
         # Beyond limits.max_connections, which connections.Watch sees to; this is for what comes between two looks.
@@ -56,7 +59,45 @@ def limit_server(limits: LimitsConfig) -> None:
     }
     kept = [option for option in DEFAULT_GRPC_SERVER_OPTIONS if option[0] not in ours]
     DEFAULT_GRPC_SERVER_OPTIONS[:] = [*kept, *ours.items()]
+    cygrpc.AioServer = ServerOfAnyPath  # gRPC looks it up when a server is made
     _limited = True
+
+
+class ServerOfAnyPath(cygrpc.AioServer):
+    """gRPC's own reads the path of a call that is registered nowhere as UTF-8, in the loop that takes all calls: the
+    first that is none ends it, with every call that is under way, and the port. Here every method is registered, and
+    what else comes is told unread that there is no such method."""
+
+    def __init__(self, *args: Any) -> None:
+        self._generic: dict[str, Any] = {}
+        self._registered: set[str] = set()
+        super().__init__(*args)
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        super().add_generic_rpc_handlers(generic_rpc_handlers)
+        for handlers in generic_rpc_handlers:
+            self._generic |= handlers._method_handlers
+
+    def add_registered_method_handlers(self, method_handlers: dict[str, Any]) -> None:
+        super().add_registered_method_handlers(method_handlers)
+        self._registered |= method_handlers.keys()
+
+    async def start(self) -> None:
+        """Services whose code is older than registering have added themselves as generic ones alone."""
+        self.add_registered_method_handlers(
+            {path: handler for path, handler in self._generic.items() if path not in self._registered}
+        )
+        await super().start()
+
+    async def _request_call(self) -> Any:
+        """The next call that is registered nowhere. There is none for whoever asks: it is answered here."""
+        loop, answers = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        while True:
+            call = await super()._request_call()
+            answer = cygrpc._handle_rpc("", cygrpc._MethodResolver([], {}), (), call, loop, False)
+            task = loop.create_task(cygrpc._schedule_rpc_coro(answer, call, loop, ""))
+            answers.add(task)
+            task.add_done_callback(answers.discard)
 
 
 def add_services(servicer: Any, server: Any) -> None:

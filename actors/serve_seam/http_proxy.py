@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.serve._private import constants
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -27,7 +27,7 @@ from outrider.actors.serving.access.calls import GuardedHttp, HandOn
 from outrider.actors.serving.access.process import proxy_guard
 from outrider.actors.serving.access.settings import proxy_access
 from outrider.actors.serving.connections import Address, Limit, address_of, sentence
-from outrider.actors.serving.failures import RETRY_AFTER_S, leave_out_who_left
+from outrider.actors.serving.failures import RETRY_AFTER_S, leave_out_what_is_told, leave_out_who_left
 from outrider.actors.serving.gate import doors
 from outrider.actors.serving.heap import return_memory
 from outrider.actors.serving.http.browsers import CheckBrowsers
@@ -44,6 +44,7 @@ def middlewares() -> list[Middleware]:
     go_by_steady_time()
     return_memory()
     leave_out_who_left()
+    leave_out_what_is_told()
     limit_server(doors().limits)
     auto.AutoHTTPProtocol = TimedProtocol  # uvicorn looks it up when a server starts
     listen_as_configured(proxy_access())
@@ -187,7 +188,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_body(self, body: bytes) -> None:
         self._num_header_bytes = 0
@@ -198,9 +199,9 @@ class TimedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What did not parse, unless that was to end it."""
+        """To what did not parse, unless that was to end it. Never into an answer that has begun."""
         if not self._is_refused:
-            super().send_400_response(msg)
+            self._refuse(400, "what was sent is no request of HTTP/1.1; send one, with a path and a body as it says")
 
     def _refuse(self, status: int, sentence: str) -> None:
         """The connection, with words where no answer has begun. Nothing of it is parsed any more."""
@@ -279,6 +280,23 @@ class TimedProtocol(HttpToolsProtocol):
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
+
+
+def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
+    """app for a client of HTTP/1.0, which knows no chunks, where uvicorn sends them: the body ends with the
+    connection."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_plain(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                cycle.chunked_encoding = False
+            else:
+                cycle.expected_content_length = len(message.get("body", b""))  # of this part, which is all of it
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer
 
 
 def _too_many_connections(limit: Limit) -> bytes:

@@ -169,7 +169,33 @@ GRPC_PROXY = Table(
     ),
 )
 
+_SERVER = "grpc._cython.cygrpc:AioServer"
+
+GRPC_SERVER = Table(
+    Project("gRPC", ("grpcio",), "1."),
+    "actors/serve_seam/grpc_proxy.py",
+    (
+        Borrowed(_SERVER, "replaced: a path may be no text", read_by=("grpc.aio._server:Server.__init__",)),
+        Borrowed(f"{_SERVER}._request_call", "overridden: calls of what is not registered", exactly=()),
+        Borrowed(f"{_SERVER}.add_generic_rpc_handlers", "overridden: which are", exactly=("generic_rpc_handlers",)),
+        Borrowed(f"{_SERVER}.add_registered_method_handlers", "overridden: likewise", exactly=("method_handlers",)),
+        Borrowed(f"{_SERVER}.start", "overridden: all are by then", exactly=()),
+        Borrowed(
+            "grpc._cython.cygrpc:_handle_rpc",
+            "answers them",
+            exactly=("method_name", "method_resolver", "interceptors", "rpc_state", "loop", "concurrency_exceeded"),
+        ),
+        Borrowed("grpc._cython.cygrpc:_MethodResolver", "of no method"),
+        Borrowed(
+            "grpc._cython.cygrpc:_schedule_rpc_coro",
+            "likewise, until their callers have left",
+            exactly=("rpc_coro", "rpc_state", "loop", "method_name"),
+        ),
+    ),
+)
+
 _PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
+_CYCLE = "uvicorn.protocols.http.httptools_impl:RequestResponseCycle"
 
 HTTP_PROXY = Table(
     Project("uvicorn", ("uvicorn",), "0."),
@@ -192,7 +218,7 @@ HTTP_PROXY = Table(
         Borrowed(f"{_PROTOCOL}.on_message_complete", "overridden: likewise", exactly=()),
         Borrowed(
             f"{_PROTOCOL}.send_400_response",
-            "overridden: what was refused has been told so",
+            "overridden: in our own form, and into no answer that has begun",
             exactly=("msg",),
             read_by=(f"{_PROTOCOL}.data_received",),
         ),
@@ -219,10 +245,12 @@ HTTP_PROXY = Table(
         Borrowed(f"{_PROTOCOL}.timeout_keep_alive_task", "tells whether it waits for another request"),
         Borrowed(f"{_PROTOCOL}.cycle", "the request that came last, if there is one"),
         Borrowed(
-            "uvicorn.protocols.http.httptools_impl:RequestResponseCycle",
+            _CYCLE,
             "whether it is answered, or has begun to be; ended for one that is refused, or whose client has left",
-            also=("response_complete", "response_started", "disconnected", "message_event", "body"),
+            also=("response_complete", "response_started", "disconnected", "message_event", "body", "scope"),
         ),
+        Borrowed(f"{_CYCLE}.chunked_encoding", "set: none for a client of HTTP/1.0", read_by=(f"{_CYCLE}.send",)),
+        Borrowed(f"{_CYCLE}.expected_content_length", "set: likewise", read_by=(f"{_CYCLE}.send",)),
     ),
 )
 
@@ -448,4 +476,4 @@ WAITING = Table(
     ),
 )
 
-TABLES = (CALLER, CONTROLLER, GRPC_PROXY, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER, TIME, WAITING)
+TABLES = (CALLER, CONTROLLER, GRPC_PROXY, GRPC_SERVER, HTTP_PROXY, INGRESS, LISTENING, REPLICA, SERVER, TIME, WAITING)

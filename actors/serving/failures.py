@@ -105,8 +105,8 @@ def errors_become_status(grpc_context: RayServegRPCContext, call: str, request_i
 
 
 def leave_out_what_is_told() -> None:
-    """Serve's log of this replica has a traceback of some forty lines for each request that fails, be it the request's
-    own fault: what its client is told, and a line of ours says, is left out."""
+    """Serve's log of a replica, and of a proxy, has a traceback of some forty lines for each request that fails, be it
+    the request's own fault: what its client is told, and a line of ours says, is left out."""
     logging.getLogger(_SERVES_LOG).addFilter(_is_news)
 
 

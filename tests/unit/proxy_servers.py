@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from grpc._cython import cygrpc
 from ray.serve._private import constants, default_impl, http_util
 from ray.serve._private.grpc_util import start_grpc_server
 from starlette.responses import PlainTextResponse
@@ -46,6 +47,7 @@ async def proxy_servers(
             (http_util, "uvicorn"),
             (auto, "AutoHTTPProtocol"),
             (grpc_proxy, "_limited"),
+            (cygrpc, "AioServer"),
         ):
             patch.setattr(module, name, getattr(module, name))
         server_options = list(constants.DEFAULT_GRPC_SERVER_OPTIONS)

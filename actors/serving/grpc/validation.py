@@ -35,6 +35,7 @@ from outrider.actors.request_checks import (
     check_range,
     check_request_id,
     check_seeds,
+    check_template_lists,
     check_template_variables,
     check_timeout,
     check_verification_under_grammar,
@@ -381,7 +382,9 @@ def to_chat_prompt(chat: pb.Chat) -> ChatPrompt:
 def _template_kwargs(struct: struct_pb2.Struct) -> dict[str, Any]:
     field = "chat.chat_template_kwargs"
     check_template_variables(field, struct.fields, "chat.")
-    return {name: _plain(value, f"{field}.{name}", MAX_TEMPLATE_DEPTH) for name, value in struct.fields.items()}
+    variables = {name: _plain(value, f"{field}.{name}", MAX_TEMPLATE_DEPTH) for name, value in struct.fields.items()}
+    check_template_lists(field, variables)
+    return variables
 
 
 def _plain(value: struct_pb2.Value, field: str, depth: int) -> Any:

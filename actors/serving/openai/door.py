@@ -18,6 +18,7 @@ from outrider.actors.replica_calls import Deadline, RequestError
 from outrider.actors.request_checks import (
     RANGES,
     chars_of,
+    check_arguments,
     check_chars,
     check_list,
     check_max_tokens,
@@ -26,6 +27,7 @@ from outrider.actors.request_checks import (
     check_repetition,
     check_request_id,
     check_seeds,
+    check_template_lists,
     check_template_variables,
     check_timeout,
     check_verification_under_grammar,
@@ -188,6 +190,7 @@ def _check_call(field: str, call: Mapping[str, Any]) -> None:
     if not isinstance(function.get("arguments"), str):
         problem = "is missing, or no text"
         raise RequestError(f"{field}.function.arguments", problem, "send the JSON of the arguments as a text")
+    check_arguments(f"{field}.function.arguments", function["arguments"])
 
 
 def _listed(message: Any, name: str) -> list[Any]:
@@ -201,6 +204,7 @@ def _check_prompts(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
     variables = body.get("chat_template_kwargs")
     if isinstance(variables, dict):
         check_template_variables("chat_template_kwargs", variables, None if endpoint == "responses" else "")
+        check_template_lists("chat_template_kwargs", variables)
 
 
 def _check_constraints(body: Mapping[str, Any]) -> None:

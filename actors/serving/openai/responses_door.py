@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from outrider.actors.replica_calls import RequestError
-from outrider.actors.request_checks import shown
+from outrider.actors.request_checks import check_arguments, shown
 from outrider.actors.serving.openai.fields import Rules, Works, held_against
 from outrider.actors.serving.openai.responses_fields import (
     INCLUDED,
@@ -102,6 +102,8 @@ def _checked_item(item: dict[str, Any], where: str) -> dict[str, Any] | None:
     for name in ("call_id", "name", "arguments", "input"):
         if isinstance(rules.get(name), Works) and not isinstance(kept.get(name), str):
             raise RequestError(f"{where}.{name}", "is no text" if name in kept else "is missing", "send a text")
+    if kind == "function_call":
+        check_arguments(f"{where}.arguments", kept["arguments"])
     if "output" in rules:
         return {**kept, "output": _text(kept.get("output"), f"{where}.output")}
     return kept

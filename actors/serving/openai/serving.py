@@ -170,12 +170,10 @@ class OpenAIServing:
                 return json.dumps(openapi(metadata.version("outrider")))
 
     def _unknown_model(self, request: OpenAIRequest) -> ErrorResponse | None:
-        """vLLM names the model alone, and not its adapters. Without adapters it says so itself of what would answer."""
+        """vLLM names the model alone, not its adapters, and says again what was asked for, however long."""
         asked = request.body.get("model", request.body.get("id"))
         adapters = self._models.lora_requests
         if not isinstance(asked, str) or asked in adapters or self._models.is_base_model(asked):
-            return None
-        if not adapters and request.endpoint != "models":
             return None
         names = ", ".join([self._models.model_name(), *adapters])
         message = f"The model {shown(asked)} does not exist. Valid names: {names}."

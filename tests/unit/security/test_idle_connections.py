@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import socket
 import struct
 import tracemalloc
@@ -47,7 +48,7 @@ class Server:
         if body == b"wait":
             await request.receive()  # what comes behind a body: that the client has left
             self.left += 1
-        if body != b"flood":
+        if body not in (b"flood", b"parts"):
             self.generated += 1
             return JSONResponse({"text": "whole"})
 
@@ -59,7 +60,11 @@ class Server:
             finally:
                 self.left += 1
 
-        return StreamingResponse(flood())
+        async def parts() -> AsyncIterator[str]:
+            for part in ("one", "", "two"):
+                yield part
+
+        return StreamingResponse(flood() if body == b"flood" else parts())
 
     async def health(self, request: Request) -> Response:
         return Response()
@@ -275,6 +280,51 @@ async def test_a_body_behind_an_upgrade_is_refused_and_not_lost(monkeypatch: pyt
         assert len(server.headers) == asked
         reader, _ = await server.send(b"POST /ping" + upgrade + b"content-length: 0\r\n\r\n")
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\r\n\r\n",
+        b"GET http://localhost HTTP/1.1\r\nhost: x\r\n\r\n",
+        CHUNKED.replace(b"2\r\n", b"z\r\n"),
+    ],
+    ids=["noise", "no path", "no chunk"],
+)
+async def test_what_is_no_request_is_told_so_in_our_own_form(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    async with serving(monkeypatch) as server:
+        reader, _ = await server.send(data)
+        head, _, body = (await rest(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["message"].startswith("what was sent is no request of HTTP/1.1; ")
+
+
+async def test_what_is_no_request_does_not_end_up_in_the_answer_to_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(monkeypatch) as server:
+        reader, writer = await server.send(
+            f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nflood".encode()
+        )
+        begun = await asyncio.wait_for(reader.read(1000), 60)
+        writer.write(b"\0\1\r\n\r\n")
+        answer = begun + await rest(reader)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.count(b"HTTP/1.1") == 1
+        async with asyncio.timeout(60):
+            while not server.left:  # noqa: ASYNC110 - the server's own count
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("body", "whole"), [(b"parts", b"onetwo"), (b"{}", b'{"text":"whole"}')])
+async def test_a_client_of_http_1_0_gets_no_chunks(monkeypatch: pytest.MonkeyPatch, body: bytes, whole: bytes) -> None:
+    async with serving(monkeypatch) as server:
+        head = f"POST {PATH} HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        reader, _ = await server.send(head + body)
+        head, _, answer = (await rest(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"transfer-encoding" not in head
+        assert answer == whole
 
 
 BEHIND = b"POST /ping HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n"

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.limits import LimitsConfig
+from outrider.v1 import generation_pb2 as pb
 from tests.bench.soak_attacks import HEADERS, MANY_FIELDS, UPGRADE, Hands, Victim, request
 from tests.bench.soak_wires import (
     AT_ONCE,
     HUNG_UP,
     SHOOK,
     handshake,
+    path_of_bytes,
     pipeline,
     rapid_reset,
     reset_after_headers,
@@ -66,6 +68,20 @@ async def test_streams_that_are_opened_and_cancelled_at_once_reach_nobody(
     async with attacked(monkeypatch, tmp_path) as (hands, proxy):
         assert set(await asyncio.gather(*(rapid_reset(hands) for _ in range(4)))) <= {"borne", "sent away", HUNG_UP}
         assert proxy.asked == [], f"of {4 * AT_ONCE} streams"
+
+
+async def test_a_path_that_is_no_text_is_a_method_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """gRPC's own server ends with it, and all calls that are under way."""
+    async with attacked(monkeypatch, tmp_path) as (hands, proxy):
+        waits = asyncio.create_task(hands.call("Generate", pb.GenerateRequest(request_id="wait")))
+        while not proxy.asked:  # noqa: ASYNC110 - the proxy's own count
+            await asyncio.sleep(0.01)
+        assert {await path_of_bytes(hands) for _ in range(3)} == {"no such method"}
+        assert await hands.call("Nope", request()) == "UNIMPLEMENTED"
+        proxy.read.release()
+        assert await waits == "OK"
 
 
 async def test_a_pipeline_of_requests_has_a_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

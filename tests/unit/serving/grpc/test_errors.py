@@ -21,6 +21,7 @@ from outrider.actors.serving.failures import (
     leave_out_what_is_told,
     leave_out_who_left,
 )
+from tests.unit.proxy_servers import proxy_servers
 
 
 @pytest.mark.parametrize("request_id", ["\u2603", "a\n", "x" * 1_000_000])
@@ -68,6 +69,15 @@ def test_the_log_has_no_traceback_of_what_a_client_is_told(serves_log, caplog) -
     assert logged(serves_log, caplog, RuntimeError("a fault of ours"))
     assert logged(serves_log, caplog, GetTimeoutError("another"))
     serves_log.error("without an exception")
+
+
+async def test_nor_has_a_proxys(monkeypatch, caplog) -> None:
+    """Which would be some 4 KB for each call that is refused."""
+    log = logging.getLogger(SERVE_LOGGER)
+    monkeypatch.setattr(log, "filters", [])
+    async with proxy_servers(monkeypatch):
+        assert not logged(log, caplog, gRPCStatusError(ValueError(), grpc.StatusCode.INVALID_ARGUMENT, "sampling.n"))
+        assert logged(log, caplog, RuntimeError("a fault of ours"))
 
 
 @pytest.mark.parametrize(("error", "is_logged"), [(RequestCancelledError("r"), False), (ValueError("ours"), True)])

@@ -62,6 +62,8 @@ def test_template_variables_are_plain_json() -> None:
             "chat.chat_template_kwargs.chat_template",
         ),
         (chat(("user", "a"), chat_template_kwargs={"tokenize": True}), "chat.chat_template_kwargs.tokenize"),
+        (chat(("user", "a"), chat_template_kwargs={"tools": 5}), "chat.chat_template_kwargs.tools"),
+        (chat(("user", "a"), chat_template_kwargs={"documents": ["x"]}), "chat.chat_template_kwargs.documents"),
         (
             chat(("user", "a"), chat_template_kwargs={"add_generation_prompt": True}),
             "chat.chat_template_kwargs.add_generation_prompt",

@@ -223,6 +223,36 @@ def test_a_call_in_a_message_is_refused_by_its_path(call, field, endpoint):
     assert refused({"messages": [USER, message]}, endpoint=endpoint).field == f"messages.1.tool_calls.1.{field}"
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "tokenize", "responses"])
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("[" * 129 + "]" * 129, "is nested too deeply"),
+        ('{"a":' * 100_000, "is nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "holds too large a number"),
+        ('{"a": "\\ud800"}', "holds half of a surrogate pair"),
+    ],
+)
+def test_arguments_that_nobody_can_decode_are_refused_by_their_path(arguments, problem, endpoint):
+    """vLLM's renderer would fail at them: a fault of the server's."""
+    message = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": arguments}}]}
+    body, field = {"messages": [USER, message]}, "messages.1.tool_calls.0.function.arguments"
+    if endpoint == "responses":
+        called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+        body, field = {"input": [USER, called]}, "input.1.arguments"
+    error = refused(body, endpoint=endpoint)
+    assert (error.field, error.problem) == (field, problem)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "{", "5", '["a"]', "[" * 128 + "]" * 128, '{"a": "\\ud83d\\ude00", "b": 1e400}']
+)
+def test_other_arguments_are_taken_and_be_it_as_none(arguments):
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    body = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+    assert door(body).body == body
+
+
 @pytest.mark.parametrize("bias", ["NaN", "Infinity", "-inf", "5", math.nan, math.inf, -math.inf, None, [1]])
 def test_a_bias_is_a_finite_number(bias):
     assert refused({**CHAT, "logit_bias": {"5": 1, "6": bias}}).field == "logit_bias"
@@ -276,6 +306,15 @@ def test_what_is_no_variable_of_a_template_is_refused_by_name(name):
     for endpoint, body in (("chat", CHAT), ("tokenize", CHAT), ("responses", {"input": "hi"})):
         error = refused({**body, "chat_template_kwargs": {"enable_thinking": False, name: 1}}, endpoint=endpoint)
         assert error.field == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_what_a_tokenizer_reads_of_a_template_s_variables_is_lists_of_objects(name):
+    for endpoint, body in (("chat", CHAT), ("tokenize", CHAT), ("responses", {"input": "hi"})):
+        for wrong in (5, "x", {"a": 1}, ["x"]):
+            error = refused({**body, "chat_template_kwargs": {name: wrong}}, endpoint=endpoint)
+            assert error.field == f"chat_template_kwargs.{name}"
+        door({**body, "chat_template_kwargs": {name: [{"a": 1}]}}, endpoint=endpoint)
 
 
 def test_answers_of_one_request_are_limited():

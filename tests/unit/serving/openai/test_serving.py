@@ -304,6 +304,12 @@ async def test_options_of_the_round_reach_the_engine(serving, llm):
     assert llm.params[0].extra_args == {"outrider": {"verification": "block", "timeout_s": 60.0}}
 
 
+async def test_a_models_name_is_not_said_again_however_long(serving):
+    status, error = await whole(serving, "chat", {**CHAT, "model": "m" * 100_000})
+    assert (status, error["error"]["param"]) == (404, "model")
+    assert len(error["error"]["message"]) < 1000
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("endpoint", "changes", "status", "param"),
