@@ -76,14 +76,15 @@ def test_presets_of_large_pairs_take_their_gpus_and_leave_the_rest_to_the_device
     assert models_to_fetch(name, Overrides()) == []
 
 
-@pytest.mark.parametrize("pair", ["llama-70b", "qwen3-32b"])
-def test_a_pool_is_the_pair_with_the_drafter_shared(pair: str) -> None:
+@pytest.mark.parametrize(("pair", "drafters"), [("llama-70b", 2), ("qwen3-32b", 1)])
+def test_a_pool_is_the_pair_with_the_drafter_shared(pair: str, drafters: int) -> None:
     own, shared = resolve_config(pair), resolve_config(f"{pair}-pool")
     assert isinstance(own.drafter, DraftModelConfig)
     assert isinstance(shared.drafter, DraftModelConfig)
     assert own.target == shared.target
-    assert shared.drafter.model_copy(update={"placement": own.drafter.placement}) == own.drafter
-    assert (shared.serving.num_replicas, shared.drafter.num_drafters) == (4, 1)
+    own_places = {"placement": own.drafter.placement, "num_drafters": own.drafter.num_drafters}
+    assert shared.drafter.model_copy(update=own_places) == own.drafter
+    assert (shared.serving.num_replicas, shared.drafter.num_drafters) == (4, drafters)
 
 
 def test_a_head_that_needs_hidden_states_is_the_engine_s_own() -> None:

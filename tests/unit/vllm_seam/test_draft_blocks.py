@@ -48,9 +48,11 @@ def test_it_lacks_what_its_text_needs_and_has_not(engine):
 def test_one_that_gives_back_what_it_has_is_read_again_or_ends(engine):
     free = engine.num_free_blocks
     start(engine, "a", list(range(30)))
-    assert engine.allocate("a", 0, 30, 6)
+    assert engine.allocate("a", 0, 12, 0)
+    assert engine.allocate("a", 12, 18, 6)
     engine.give_back("a")
     assert (engine.missing("a"), engine.num_free_blocks) == (8, free)
+    assert engine._requests["a"].num_computed_tokens == 0, "by which vLLM counts what a sliding window lacks"
     assert engine.allocate("a", 0, 30, 0)
     assert (engine.missing("a"), len(engine.block_ids("a")[0])) == (0, 8)
     engine.give_back("a")
