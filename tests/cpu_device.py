@@ -1,5 +1,6 @@
 """A device's link without a device: a backend of torch.distributed, registered as platforms register theirs, that moves
-CPU memory over Gloo and says without being waited for whether a work is done, as a device's backends do."""
+CPU memory over Gloo and says without being waited for whether a work is done, as a device's backends do. `DEAF` is the
+same, but notices neither the peer's death nor its abort, as NCCL within a machine."""
 
 import datetime
 import threading
@@ -11,22 +12,24 @@ from torch.distributed import Backend, ProcessGroupGloo
 from outrider.cluster.backends import DEVICE_BACKENDS
 
 BACKEND = "polled_gloo"
+DEAF = "deaf_gloo"
 CONNECT_S = 30.0
 
 _NOBODY_SENDS = 7
 
 
 class Work:
-    """Of Gloo's, whose own is done only once somebody has waited for it."""
+    """Of Gloo's, whose own is done only once somebody has waited for it. Its thread ends with the operation, which
+    the peer's death and either side's abort end too."""
 
-    def __init__(self, work):
-        self._work, self._error = work, None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def __init__(self, start):
+        self._error = None
+        self._thread = threading.Thread(target=self._run, args=(start,), daemon=True)
         self._thread.start()
 
-    def _run(self):
+    def _run(self, start):
         try:
-            self._work.wait()
+            start().wait()
         except RuntimeError as error:
             self._error = error.with_traceback(None)  # which would keep this one alive
 
@@ -39,8 +42,17 @@ class Work:
             raise self._error
 
 
+class DeafWork(Work):
+    """Is never done once it has failed: a device's kernel goes on waiting for a peer that is gone."""
+
+    def is_completed(self):
+        return super().is_completed() and self._error is None
+
+
 class Group:
     """Connects at its first operation, as NCCL does."""
+
+    work = Work
 
     def __init__(self, store, rank, size, timeout):
         self._arguments = store, rank, size
@@ -57,10 +69,12 @@ class Group:
             return self._group
 
     def send(self, tensors, peer, tag):
-        return Work(self._connected().send(tensors, peer, tag))
+        group = self._connected()
+        return self.work(lambda: group.send(tensors, peer, tag))
 
     def recv(self, tensors, peer, tag):
-        return Work(self._connected().recv(tensors, peer, tag))
+        group = self._connected()
+        return self.work(lambda: group.recv(tensors, peer, tag))
 
     def abort(self):
         """See GlooTransport.abort."""
@@ -69,6 +83,12 @@ class Group:
                 nothing = torch.empty(1, dtype=torch.int32)
                 peer = 1 - self._arguments[1]
                 self._group.recv([nothing], peer, _NOBODY_SENDS).wait(datetime.timedelta(milliseconds=1))
+
+
+class DeafGroup(Group):
+    """Leaves an operation pending when the peer dies or aborts."""
+
+    work = DeafWork
 
 
 def register(name=BACKEND, make=Group, **options):
@@ -80,3 +100,4 @@ def register(name=BACKEND, make=Group, **options):
 
 
 register()
+register(DEAF, DeafGroup)

@@ -5,14 +5,16 @@ is link.Transport, and within a machine local_transport.py has one.
 Never torch.distributed's default group: in the target's workers that one belongs to vLLM. Gloo moves host memory over
 TCP. `DeviceTransport` names no platform's package: torch loads what registers its device and its backend with it. It
 was never run by the authors between two devices, and with CPU memory over Gloo in tests alone: treat it as unproven.
-Three things are known of NCCL beforehand:
+Four things are known of NCCL beforehand:
 
 - It refuses, or hangs with, two ranks on one GPU: verifier and drafter need a GPU each.
 - Send and receive of one group share a stream, so a posted receive would hold every send behind it. Hence a
   group a direction.
-- A posted receive is a kernel that spins until the peer sends. It occupies part of the GPU between frames, and
-  whatever waits for the whole device (cudaDeviceSynchronize, some cudaFree) waits for the next frame, a heartbeat
-  at the latest. Where that hurts, take gloo: frames are a few KB and come from host memory anyway.
+- A posted receive is a kernel that spins until the peer sends. It occupies part of the GPU between frames, hence
+  one block (CTA) only, and whatever waits for the whole device (cudaDeviceSynchronize, some cudaFree) waits for the
+  next frame, a heartbeat at the latest. Where that hurts, take gloo: frames are a few KB and come from host memory
+  anyway.
+- Within a machine it notices neither the peer's death nor its abort. Only our deadlines end what waits then.
 """
 
 from __future__ import annotations
@@ -161,6 +163,9 @@ def _group_of_two(backend: str, store: Store, rank: int) -> Any:
         kind = getattr(torch.distributed, f"ProcessGroup{backend.upper()}")
         options = kind.Options()
         options._timeout = _NEVER
+        if backend == "nccl":
+            # A pending receive occupies as many multiprocessors as it has blocks (CTAs).
+            options.config.min_ctas = options.config.max_ctas = 1
         return kind(store, rank, 2, options)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, 2, _NEVER)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -103,6 +104,7 @@ def peer_main():
                     time.sleep(0.05)
                     link.close("had enough")
         link.abort("done")
+        assert link.join(HANG_S), "a thread or the wire is left"
         print(json.dumps({"broken": link.broken, "echoed": echoed}), flush=True)
 
 
@@ -116,7 +118,7 @@ class Peer:
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # so that what can be read is in the pipe, and not in a buffer here
         )
         self.links = []
         self.epoch = 0
@@ -140,13 +142,13 @@ class Peer:
             "epoch_offset": epoch_offset,
             "close_after": close_after,
         }
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(json.dumps(job).encode() + b"\n")
         link = make_link(complete(60), self.epoch, f"link{self.epoch}", deadline_s, **options)
         self.links.append(link)
         return link
 
     def report(self):
+        assert select.select([self.process.stdout], [], [], HANG_S)[0], "the peer's link has not ended"
         return json.loads(self.process.stdout.readline())
 
     def end(self):

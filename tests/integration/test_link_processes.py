@@ -1,5 +1,5 @@
 """Links between two real processes, over Gloo, over a local socket and over a device's wire with CPU memory: echo,
-damage, silence, death, and a new epoch after each."""
+damage, silence, death, and a new epoch after each. tests/gpu/test_nccl.py runs parts of it over NCCL."""
 
 import contextlib
 import os
@@ -10,7 +10,9 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
+from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.link import (
     FrameError,
     LinkError,
@@ -26,6 +28,7 @@ from outrider.cluster.modes import Mode
 from tests import cpu_device
 from tests.integration.echo_peer import CAPACITY, DEADLINE_S, HANG_S, SECRET, K, Peer, invite
 from tests.stalls import Stalls
+from tests.threads import threads_end
 
 BACKENDS = ("gloo", "local", cpu_device.BACKEND)
 
@@ -186,6 +189,55 @@ def test_killed_peer(mortal_peer):
     os.kill(mortal_peer.process.pid, signal.SIGKILL)
     assert reasons.get(timeout=HANG_S).startswith("connection lost: ")
     assert link.poll(HANG_S) is None
+
+
+def kill_the_peer_of_a_link(new_peer):
+    """Kill a peer on a wire that may not notice, and use the wire with another peer. Returns why the link broke."""
+    peer, reasons = new_peer(), queue.SimpleQueue()
+    with threads_end(HANG_S):
+        link = peer.link(deadline_s=DEADLINE_S, on_broken=reasons.put)
+        echo(link, ROUND)
+        os.kill(peer.process.pid, signal.SIGKILL)
+        reason = reasons.get(timeout=HANG_S)
+        assert link.poll(HANG_S) is None
+        link.abort("done")
+        assert link.join(HANG_S), "a thread or the wire is left"
+    assert torch.ones(CAPACITY, device=DEVICE_BACKENDS[peer.backend]).sum() == CAPACITY
+    echo(new_peer().link(), ROUND)
+    return reason
+
+
+def abort_a_link(new_peer):
+    """Abort a link on a wire whose other end may not notice, and use another with the same peer. Returns why the first
+    broke at the peer."""
+    peer = new_peer()
+    with threads_end(HANG_S):
+        link = peer.link(deadline_s=DEADLINE_S)
+        echo(link, ROUND)
+        link.abort("enough")
+        assert link.join(HANG_S), "a thread or the wire is left"
+    reason = peer.report()["broken"]
+    echo(peer.link(), ROUND)
+    return reason
+
+
+@pytest.fixture
+def new_deaf_peer():
+    with contextlib.ExitStack() as ends:
+
+        def make():
+            peer = Peer(cpu_device.DEAF)
+            ends.callback(peer.end)
+            return peer
+
+        yield make
+
+
+@pytest.mark.parametrize("ending", [kill_the_peer_of_a_link, abort_a_link])
+def test_an_end_that_the_wire_does_not_notice_is_noticed_by_the_deadline(ending, new_deaf_peer):
+    """NCCL within a machine is such a wire."""
+    reason = ending(new_deaf_peer)
+    assert reason == f"link deadline of {DEADLINE_S:g} s passed: the peer sent nothing, or did not read"
 
 
 def test_ended_links_leave_nothing(peer):

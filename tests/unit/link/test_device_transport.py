@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.link import TransportClosed, TransportError, TransportTimeout
 from outrider.cluster.link.rendezvous import check_device
-from outrider.cluster.link.transport import DeviceTransport
+from outrider.cluster.link.transport import DeviceTransport, _group_of_two
 from tests import cpu_device
 from tests.unit.link.memory_transport import CAPACITY, frame
 
@@ -80,10 +80,19 @@ def test_frames_pass_both_ways_at_once(ends):
             assert np.array_equal(received[:40], sent[:40])
 
 
-@pytest.mark.parametrize("ends", [{"send_timeout_s": 0.05}], indirect=True, ids=[""])
-def test_the_first_failure_is_what_both_directions_tell(ends):
-    """Whichever thread speaks first, the link's reason is the deadline, and not that this side gave up."""
-    here, _ = ends
+SILENT = {"send_timeout_s": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("ends", "aborted"),
+    [(SILENT, False), (SILENT | {"backend": cpu_device.DEAF}, True)],
+    indirect=["ends"],
+    ids=["silent", "aborted-unnoticed"],
+)
+def test_the_first_failure_is_what_both_directions_tell(ends, aborted):
+    """Whichever thread speaks first, the link's reason is the deadline, and not that this side gave up. An abort of the
+    peer that the wire does not notice is silence."""
+    here, there = ends
     outcome = queue.SimpleQueue()
 
     def receive():
@@ -94,6 +103,8 @@ def test_the_first_failure_is_what_both_directions_tell(ends):
 
     thread = threading.Thread(target=receive)
     thread.start()
+    if aborted:
+        there.abort()
     with pytest.raises(TransportTimeout, match="the peer sent nothing, or did not read"):
         here.start_send(np.zeros(CAPACITY, np.int32))()
     received = outcome.get(timeout=HANG_GUARD_S)
@@ -196,3 +207,18 @@ def test_a_device_that_is_not_there_is_refused_by_its_name(device_type):
 def test_what_is_no_device_s_needs_none():
     for backend in ("auto", "local", "gloo", cpu_device.BACKEND):
         check_device(backend)
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
+def test_nccl_may_take_one_block_of_the_gpu(monkeypatch):
+    """The options are NCCL's own. Its groups cannot be made without a GPU."""
+
+    class Group:
+        Options = torch.distributed.ProcessGroupNCCL.Options
+
+        def __init__(self, store, rank, size, options):
+            self.config = options.config
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group)
+    config = _group_of_two("nccl", HashStore(), 0).config
+    assert (config.min_ctas, config.max_ctas) == (1, 1)
