@@ -117,4 +117,7 @@ def _choice(name: str, section: Section, key: str, gpu: bool) -> Choice:
     if key in section.model_fields_set:
         return Choice(field, value, "as the configuration says", written=True)
     on_gpu, why_on_gpu, why_on_cpu = _ON_GPU[key]
+    budget = getattr(section, "max_num_batched_tokens", None)
+    if key == "max_num_seqs" and budget is not None and budget < on_gpu:  # which vLLM refuses
+        on_gpu, why_on_gpu = budget, "a step has no more requests than max_num_batched_tokens"
     return Choice(field, on_gpu, f"GPU: {why_on_gpu}") if gpu else Choice(field, value, f"CPU: {why_on_cpu}")

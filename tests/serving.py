@@ -21,6 +21,7 @@ from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.actors.serve_seam.options import proxy_options
 from outrider.cluster.config import DraftModelConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.placement import NAMESPACE, available_cores
+from outrider.deploy import app
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.ports import pick_free_port
@@ -119,9 +120,19 @@ TARGET_ENGINE_ARGS: dict[str, Any] = {
 DRAFTER_ENGINE_ARGS: dict[str, Any] = {"load_format": "safetensors"}
 """Likewise of a drafter."""
 
+DEADLINES = {"round_deadline_ms": 1000, "link_deadline_ms": 5000}
+"""The CPU's defaults of ``link``, written so that they hold on GPUs too: the default there is two of the target's
+steps, in which a draft model as large as the target does not draft K tokens."""
+
 
 def engine(model: Path, **changes: Any) -> dict[str, Any]:
-    common: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
+    """An engine's section. Two such engines fit on one GPU: vLLM starts none unless its share of the memory is free."""
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "kv_cache_memory_bytes": 64 << 20,
+        "gpu_memory_utilization": 0.4,
+    }
     return {"model": str(model), **common, **changes}
 
 
@@ -130,7 +141,9 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
 
     def core(number: int) -> list[list[int]] | None:
         """The second half takes them the other way round: two targets on one core would leave the other to drafters,
-        which wait for them."""
+        which wait for them. None on GPUs, where cores are refused."""
+        if app.engine_on_gpu():
+            return None
         cores = available_cores()
         return [[cores[(number + half - 1) % len(cores)]]] if len(cores) > 1 else None
 
@@ -146,7 +159,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
     }
     # Tests that look at drafts need them in every round, whether they pay or not.
-    always = {"num_speculative_tokens": K, "adaptive": False}
+    always = {"speculation": {"num_speculative_tokens": K, "adaptive": False}, "link": DEADLINES}
     adapters = [{"name": name, "path": str(models.adapters[name])} for name in ("near", "far", "own")]
     lora = {
         "adapters": adapters,
@@ -164,14 +177,14 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "pair": {
             "target": target,
             "drafter": {**pinned_draft_model, "engine_args": DRAFTER_ENGINE_ARGS},
-            "speculation": always,
+            **always,
             "openai": {"chat_template": CHAT_TEMPLATE, "tool_call_parser": "hermes"},
         },
         # Few seats, so that a test can fill them.
         "ngram_pair": {
             "target": {**target, "max_num_seqs": 4, "engine_args": TARGET_ENGINE_ARGS},
             "drafter": {"method": "ngram", "cores": core(1)},
-            "speculation": always,
+            **always,
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 5000},  # a busy machine's pause is no end
             # Nothing is traced but what a caller asks for.
             "serving": {
@@ -184,12 +197,12 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "small_kv": {
             "target": {**target, "kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 96},
             "drafter": {**pinned_draft_model, "kv_cache_memory_bytes": 3 << 19},
-            "speculation": always,
+            **always,
         },
         "several": {
             "target": target,
             "drafter": {**pinned_draft_model, "beside": ["ngram", "suffix"]},
-            "speculation": always,
+            **always,
         },
         "several_models": {
             "target": target,
@@ -198,7 +211,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
                 "model": str(models.not_lower),
                 "also": [{"name": "other", **engine(models.not_upper)}],
             },
-            "speculation": always,
+            **always,
         },
         # As little KV as small_kv's target has.
         "no_drafter": {"target": {**target, "kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 96}},
@@ -227,30 +240,30 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "pool": {
             "target": {**target, "max_num_seqs": 4},
             "drafter": {**pinned_draft_model, "placement": "pool", "num_drafters": 2},
-            "speculation": always,
-            "link": {"link_deadline_ms": 10_000},
+            **always,
+            "link": {**DEADLINES, "link_deadline_ms": 10_000},
             "serving": {"num_replicas": 2, "num_ingresses": 2},
         },
         "lookup_pool": {
             "target": target,
             "drafter": {"method": "ngram", "placement": "pool", "num_drafters": 2, "cores": core(1)},
-            "speculation": always,
+            **always,
         },
         # One tokenizer, padded to two sizes.
         "wide_target": {
             "target": {**target, "model": str(models.wide_target)},
             "drafter": pinned_draft_model,
-            "speculation": always,
+            **always,
         },
         "wide_drafter": {
             "target": target,
             "drafter": {**pinned_draft_model, "model": str(models.wide_drafter)},
-            "speculation": always,
+            **always,
         },
         "adapters": {
             "target": {**target, "lora": lora},
             "drafter": {**pinned_draft_model, "lora": {"adapters": adapters[2:], "max_lora_rank": 8}},
-            "speculation": always,
+            **always,
             "openai": {"chat_template": CHAT_TEMPLATE},
         },
         "pictures_mrope": {
@@ -258,8 +271,8 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
                 **target_of_two,
                 "model": str(models.sees_by_mrope),
                 "multimodal": {"limit_mm_per_prompt": {"image": 2}},
-                "kv_cache_memory_bytes": 1 << 20,
                 "max_num_batched_tokens": 96,
+                "kv_cache_memory_bytes": 1 << 20,
             },
             "drafter": {"method": "suffix"},
             **patient,
@@ -276,11 +289,11 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
                 **target,
                 "model": str(models.sees),
                 "multimodal": multimodal,
-                "kv_cache_memory_bytes": 2 << 20,
                 "max_num_batched_tokens": 96,
+                "kv_cache_memory_bytes": 2 << 20,
             },
             "drafter": pinned_draft_model,
-            "speculation": always,
+            **always,
         },
         "both_tp2": {"target": target_of_two, "drafter": drafter_of_two, **patient},
         "target_tp2": {"target": target_of_two, "drafter": draft_model, **patient},
@@ -289,8 +302,8 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "target": {
                 **target_of_two,
                 "pipeline_parallel_size": 2,
-                "kv_cache_memory_bytes": 1 << 19,
                 "max_num_batched_tokens": 96,
+                "kv_cache_memory_bytes": 1 << 19,
             },
             "drafter": draft_model,
             **patient,

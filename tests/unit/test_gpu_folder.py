@@ -96,6 +96,6 @@ def test_tests_of_engines_are_collected_and_skipped_by_name_without_gpus():
     done = run(["pytest", "tests/gpu/engines", "-v", "-p", "no:cacheprovider"], dict(os.environ))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" not in done.stdout
-    for name in ("equality", "distribution", "drafters", "graphs", "faults"):
+    for name in ("equality", "distribution", "drafters", "graphs", "faults", "step_times"):
         assert f"tests/gpu/engines/test_gpu_{name}.py" in done.stdout
     assert "vLLM's GPU build is not installed" in done.stdout

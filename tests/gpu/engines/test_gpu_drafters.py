@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("grpc")
 
+from tests.gpu.engines.deployments import SIDES, pair_of_kind
 from tests.integration.test_co_located import K, run
-from tests.serving import engine
 from tests.tiny_kinds import build_tiny_mla, build_tiny_moe
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)]
@@ -27,15 +27,6 @@ PROMPTS = [
 NUM_TOKENS = 128
 TOLERANCE = 0.1
 """Of a share of accepted drafts: a round that ends late is drafted for again, by either side, elsewhere in the text."""
-
-SIDES = {
-    "dense": {},
-    "moe": {},
-    "mla": {"dtype": "bfloat16"},  # its kernels take no float32
-    "fp8": {"quantization": "fp8", "dtype": "bfloat16"},
-    "tp2": {"tensor_parallel_size": 2},
-}
-"""What a draft model's section has besides."""
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +50,8 @@ def pairs(models, tmp_path_factory):
 @pytest.mark.parametrize("kind", [*list(SIDES)[:-1], pytest.param("tp2", marks=pytest.mark.gpus(3))])
 def test_acceptance_is_that_of_vllm_s_own_drafting(pairs, added, kind):
     target, drafter = pairs(kind)
-    side = {"dtype": "float32", **SIDES[kind]}
-    target_section = engine(target, dtype=side["dtype"], enable_prefix_caching=False)
-    served = added(
-        kind,
-        target=target_section,
-        drafter={"method": "draft_model", **engine(drafter, **side)},
-        speculation={"num_speculative_tokens": K, "adaptive": False},
-        link={"round_deadline_ms": 5000, "link_deadline_ms": 30000},
-    )
+    sections = pair_of_kind(kind, target, drafter, K)
+    served = added(kind, **sections)
     drafted = accepted = 0
     for prompt in PROMPTS:
         answer = served.client.generate(list(prompt), temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -75,8 +59,8 @@ def test_acceptance_is_that_of_vllm_s_own_drafting(pairs, added, kind):
         drafted, accepted = drafted + counted.num_draft_tokens, accepted + counted.num_accepted_draft_tokens
     assert drafted > 0
     own = {"placement": "co_located", "method": "draft_model", "model": str(drafter), "num_speculative_tokens": K}
-    own |= {"quantization": side["quantization"]} if "quantization" in side else {}
-    config = {"target": target_section, "drafter": own}
+    own |= {key: value for key, value in SIDES[kind].items() if key == "quantization"}
+    config = {"target": sections["target"], "drafter": own}
     job = {"name": kind, "config": config, "prompts": [list(prompt) for prompt in PROMPTS]}
     (vllm,) = run([job], NUM_TOKENS)
     assert "error" not in vllm, vllm

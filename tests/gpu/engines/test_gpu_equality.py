@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("grpc")
 
+from tests.gpu.engines.deployments import target_and_lookup
 from tests.integration.test_equality import (
     test_in_a_batch_of_sixteen_with_others_coming_and_going,
     test_with_a_draft_model,
@@ -29,12 +30,7 @@ def test_against_plain_vllm(plain, deployments, name):
     check(deployments.use(name), plain)
 
 
+@pytest.mark.gpus(1)
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_a_target_on_the_only_gpu_with_a_look_up(plain, added, models, method):
-    from tests.serving import engine
-
-    lookup = {"method": method}
-    check(
-        added(f"{method} on one GPU", target=engine(models.target), drafter=lookup, speculation={"adaptive": False}),
-        plain,
-    )
+    check(added(f"{method} on one GPU", **target_and_lookup(models, method)), plain)

@@ -14,7 +14,8 @@ from tests.faults.test_model_drafter import (
     second_link,
     test_one_drafter_serves_two_links,
 )
-from tests.serving import drafted, engine, num_accepted
+from tests.gpu.engines.deployments import pair_over
+from tests.serving import drafted, num_accepted
 from tests.traffic import Traffic
 
 __all__ = ["second_link", "test_one_drafter_serves_two_links"]
@@ -25,13 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(2)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_drafter_is_killed_and_the_next_one_drafts(added, models, backend):
     """Traffic checks every answer; a posted NCCL receive must be aborted before the target can go on."""
-    pair = added(
-        f"pair over {backend}",
-        target=engine(models.target),
-        drafter={"method": "draft_model", **engine(models.drafter)},
-        speculation={"adaptive": False},
-        link={"backend": backend},
-    )
+    pair = added(f"pair over {backend}", **pair_over(models, backend))
     before = pair.linked()
     with Traffic(pair, PROMPT, MAX_TOKENS):
         killed = pair.signal_drafter(signal.SIGKILL)

@@ -6,9 +6,9 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("grpc")
 
+from tests.gpu.engines.deployments import pair_with_graphs
 from tests.integration.test_draft_engine import rounds
 from tests.integration.test_tensor_parallel import check, plain
-from tests.serving import engine
 
 __all__ = ["plain"]
 
@@ -46,9 +46,5 @@ def test_the_drafts_are_the_same_as_without_graphs(reports, graphs):
 @pytest.mark.parametrize("drafter_eager", [False, True])
 @pytest.mark.parametrize("target_eager", [False, True])
 def test_a_pair_with_graphs_and_without(plain, added, models, target_eager, drafter_eager):
-    sections = {
-        "target": engine(models.target, enforce_eager=target_eager),
-        "drafter": {"method": "draft_model", **engine(models.drafter, enforce_eager=drafter_eager)},
-        "speculation": {"adaptive": False},
-    }
+    sections = pair_with_graphs(models, target_eager, drafter_eager)
     check(added(f"eager: {target_eager}, {drafter_eager}", **sections), plain)

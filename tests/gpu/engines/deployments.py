@@ -1,0 +1,73 @@
+"""Deployments of these tests beside those of tests/serving.py: what `added` is given, section by section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.serving import DEADLINES, Models, engine
+
+PATIENT = {"round_deadline_ms": 5000, "link_deadline_ms": 30000}
+
+SIDES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {},
+    "mla": {"dtype": "bfloat16"},  # its kernels take no float32
+    "fp8": {"quantization": "fp8", "dtype": "bfloat16"},
+    "tp2": {"tensor_parallel_size": 2},
+}
+"""By kind of draft model: what its section has besides."""
+
+
+def target_and_lookup(models: Models, method: str) -> dict[str, Any]:
+    """On one GPU."""
+    return {"target": engine(models.target), "drafter": {"method": method}, "speculation": {"adaptive": False}}
+
+
+def pair_over(models: Models, backend: str) -> dict[str, Any]:
+    """A pair whose link has that backend."""
+    return {**_pair(models), "link": {**DEADLINES, "backend": backend}}
+
+
+def pair_with_graphs(models: Models, target_eager: bool, drafter_eager: bool) -> dict[str, Any]:
+    """A pair of which either side replays CUDA graphs unless it is eager."""
+    pair = _pair(models)
+    return {
+        **pair,
+        "target": {**pair["target"], "enforce_eager": target_eager},
+        "drafter": {**pair["drafter"], "enforce_eager": drafter_eager},
+    }
+
+
+def pair_of_kind(kind: str, target: Path | str, drafter: Path | str, num_speculative_tokens: int) -> dict[str, Any]:
+    """A pair whose draft model is of a kind of SIDES."""
+    side = {"dtype": "float32", **SIDES[kind]}
+    return {
+        "target": engine(Path(target), dtype=side["dtype"], enable_prefix_caching=False),
+        "drafter": {"method": "draft_model", **engine(Path(drafter), **side)},
+        "speculation": {"num_speculative_tokens": num_speculative_tokens, "adaptive": False},
+        "link": PATIENT,
+    }
+
+
+def measured_pair(
+    target: Path | str, drafter: Path | str, num_speculative_tokens: int, tensor_parallel_size: int
+) -> dict[str, Any]:
+    """A pair that tells which CUDA graphs its target replays. The KV cache takes what memory is left."""
+    common = {"dtype": "bfloat16", "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.85}
+    counted = {"engine_args": {"cudagraph_metrics": True}}
+    return {
+        "target": engine(Path(target), tensor_parallel_size=tensor_parallel_size, **common, **counted),
+        "drafter": {"method": "draft_model", **engine(Path(drafter), **common)},
+        "speculation": {"num_speculative_tokens": num_speculative_tokens, "adaptive": False},
+        "link": PATIENT,
+    }
+
+
+def _pair(models: Models) -> dict[str, Any]:
+    return {
+        "target": engine(models.target),
+        "drafter": {"method": "draft_model", **engine(models.drafter)},
+        "speculation": {"adaptive": False},
+        "link": DEADLINES,
+    }
