@@ -30,6 +30,10 @@ V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """Environment of whoever builds or runs an engine: our runners extend vLLM's V1 model runner, and with Triton vLLM
 would take V2."""
 
+OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"""Environment of an actor that runs on the first GPU that it sees. It makes Ray show the actor its own GPUs only, also
+where the cluster's environment says "1"."""
+
 REPLICA_CPUS = 1.0
 """Logical, of a replica's own process."""
 
@@ -283,6 +287,17 @@ def thread_environment(cores: Sequence[int]) -> dict[str, str]:
 def rank_environment(cores_by_rank: Sequence[Sequence[int]] | None) -> dict[str, str]:
     """One environment for all ranks of an engine, sized for the smallest set of cores. Empty on GPU (None)."""
     return {} if cores_by_rank is None else thread_environment(min(cores_by_rank, key=len))
+
+
+def float32_environment(*dtypes: str) -> dict[str, str]:
+    """Returns the environment of processes that run engines of these dtypes.
+
+    vLLM's attention in float32 runs in Triton on a GPU, and Triton multiplies float32 as TF32 by default. A value that
+    the operator has set stands. With "auto" vLLM runs a float32 checkpoint in bfloat16 or float16.
+    """
+    if "float32" not in dtypes:
+        return {}
+    return {"TRITON_F32_DEFAULT": os.environ.get("TRITON_F32_DEFAULT", "ieee")}
 
 
 def bind_to(cores: Sequence[int]) -> None:

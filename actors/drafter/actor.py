@@ -31,7 +31,15 @@ from outrider.cluster.link import Link, LinkInvitation, join_link
 from outrider.cluster.link.codec import unpack
 from outrider.cluster.link.keeper import LOST_S
 from outrider.cluster.link.messages import Message
-from outrider.cluster.placement import NAMESPACE, RankPlacement, ReplicaPlacement, bind_to, rank_environment
+from outrider.cluster.placement import (
+    NAMESPACE,
+    OWN_GPUS,
+    RankPlacement,
+    ReplicaPlacement,
+    bind_to,
+    float32_environment,
+    rank_environment,
+)
 from outrider.cluster.registry import application_secret
 from outrider.cluster.vocabulary import Marks, check_marks, marks_of
 
@@ -45,9 +53,10 @@ _RESTART_PAUSE_S = 5.0
 ASK_AGAIN_S = 10.0
 """Whether a drafter has loaded."""
 
-_ENGINE_ENVIRONMENT = {
+ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # steps are hand-built for the V1 runner; with Triton vLLM would take V2
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its profiling run would compile it with nvcc, and nothing else here uses it
 }
 
 
@@ -71,7 +80,11 @@ class Drafter:
         import_early("torch.distributed")
         try:
             self._strategy = load_strategy(config, speculation, ranks, placement_group, num_common_tokens)
-            warm_up(self._strategy, speculation.draft_top_n)
+            self._loop = DraftLoop(self._strategy, lessons=_lesson_book(config))
+            # No link is accepted, and nobody watches for hangs, before this returns: what is compiled may take minutes.
+            # A loop that fails later ends the process: links break at once, targets decode plainly, and Ray starts a
+            # fresh drafter.
+            self._loop.start(lambda: warm_up(self._strategy, speculation.draft_top_n), lambda: os._exit(1))
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise  # the replica reports it as the start-up error it is
@@ -87,8 +100,7 @@ class Drafter:
 
         if isinstance(config, DraftModelConfig) and num_common_tokens is None:
             self._vocabularies = [marks_of(engine.model) for engine in config.models.values()]
-        self._learning: LearningMember | None = None
-        self._loop = self._make_loop(config)
+        self._learning = self._start_learning(config)
         self._pool = self._join_pool(config)
         self._links: dict[int, Link] = {}
         self._targets: dict[int, str] = {}
@@ -96,8 +108,6 @@ class Drafter:
 
         self._last_link_id = 0  # epochs are the verifiers' matter: two of them may have the same one
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run_loop, name="draft-loop", daemon=True)
-        self._thread.start()
         self._longest_deadline_s = 0.0
         at_work = self._loop.at_work if self._learning is None else self._learning.at_work
         watching = at_work, lambda: self._longest_deadline_s
@@ -170,20 +180,19 @@ class Drafter:
                 sums[targets[link_id]] += number
         return sums
 
-    def _make_loop(self, config: RemoteConfig) -> DraftLoop:
+    def _start_learning(self, config: RemoteConfig) -> LearningMember | None:
         if not isinstance(config, DraftModelConfig) or config.learn is None:
-            return DraftLoop(self._strategy)
+            return None
         from outrider.actors.drafter.draft_model import DraftModelStrategy
         from outrider.actors.drafter.learning import LearningMember, RayTeacher
         from outrider.actors.drafter.several import SeveralStrategy
 
         model = self._strategy.model if isinstance(self._strategy, SeveralStrategy) else self._strategy
         assert isinstance(model, DraftModelStrategy)
-        loop = DraftLoop(self._strategy, lessons=LessonBook(config.learn.max_text_tokens))
         name = ray.get_runtime_context().get_actor_name() or secrets.token_hex(8)
-        self._learning = LearningMember(RayTeacher(self._app_name, config), loop, model, name)
-        self._learning.start()
-        return loop
+        learning = LearningMember(RayTeacher(self._app_name, config), self._loop, model, name)
+        learning.start()
+        return learning
 
     def _join_pool(self, config: RemoteConfig) -> PoolMember | None:
         """Learn from the suffix drafters of the application's other replicas, and teach them."""
@@ -224,14 +233,10 @@ class Drafter:
             logger.exception("the draft loop failed; this drafter ends and will be restarted")
             os._exit(1)
 
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run()
-        except BaseException:
-            # Everything this process drafts is suspect now. Dying is the clean way out: links break at once,
-            # targets decode plainly, Ray starts a fresh drafter.
-            logger.exception("the draft loop failed; this drafter ends and will be restarted")
-            os._exit(1)
+
+def _lesson_book(config: RemoteConfig) -> LessonBook | None:
+    learn = config.learn if isinstance(config, DraftModelConfig) else None
+    return None if learn is None else LessonBook(learn.max_text_tokens)
 
 
 async def find_actor(name: str) -> Any:
@@ -312,7 +317,13 @@ def launch_drafter(
     the actor's, see observability.environment.
     """
     indices = placement.drafter_bundle_indices
-    env_vars = {**rank_environment(cores), **_ENGINE_ENVIRONMENT, **(environment or {})}
+    dtypes = [engine.dtype for engine in config.models.values()] if isinstance(config, DraftModelConfig) else []
+    env_vars = {
+        **rank_environment(cores),
+        **float32_environment(*dtypes),
+        **ENGINE_ENVIRONMENT,
+        **(environment or {}),
+    }
     ranks = None
     if config.tensor_parallel_size > 1:
         names = [f"DrafterRank-{rank}:{replica}" for rank in range(config.tensor_parallel_size)]
@@ -328,7 +339,8 @@ def launch_drafter(
             num_gpus=0 if ranks else bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, indices[0]),
             max_restarts=-1,
-            runtime_env={"env_vars": env_vars},
+            # Ranks see all GPUs of their node, as vLLM has it, and choose theirs by themselves.
+            runtime_env={"env_vars": env_vars if ranks else {**env_vars, **OWN_GPUS}},
         )
         .remote(
             config,

@@ -26,6 +26,8 @@ from outrider.actors.learning.service import DrafterTrainer, Report, Update, loc
 from outrider.actors.learning.versions import sampled_digest
 from outrider.actors.shared_actor import Member, SharedActor, get_or_create
 from outrider.cluster.config import DraftModelConfig
+from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.placement import OWN_GPUS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +60,16 @@ class Teacher(Protocol):
         """See DrafterTrainer.go_back."""
 
 
+def trainer_options(learn: LearningConfig) -> dict[str, Any]:
+    """Ray's options of the trainer's actor."""
+    return {
+        "num_cpus": learn.num_cpus,
+        "num_gpus": learn.num_gpus,
+        "max_concurrency": 8,
+        "runtime_env": {"env_vars": OWN_GPUS},
+    }
+
+
 class RayTeacher:
     def __init__(self, app_name: str, config: DraftModelConfig) -> None:
         learn = config.learn
@@ -68,7 +80,7 @@ class RayTeacher:
         self._base = sampled_digest(local) if local.is_dir() else None
         told = json.dumps([config.model, self._base or config.revision, learn.model_dump()], sort_keys=True)
         name = f"Trainer:{app_name}:{hashlib.sha256(told.encode()).hexdigest()[:8]}"
-        options: dict[str, Any] = {"num_cpus": learn.num_cpus, "num_gpus": learn.num_gpus, "max_concurrency": 8}
+        options = trainer_options(learn)
         self._actor = SharedActor(
             lambda: get_or_create(DrafterTrainer, name, config.model, config.revision, learn, **options),
             start_timeout_s=START_TIMEOUT_S,

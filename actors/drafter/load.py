@@ -35,6 +35,10 @@ _LEAST_CUT = 2048
 """Where a drafter was trained on fewer tokens: above the most that may be sent of q."""
 
 
+_SIDE_BRANCHES = DraftSampling(Mode.COUPLED, temperature=1e6, top_k=3)
+"""Three tokens are equally likely, whatever the model: so side branches are begun, whose first block is a copy."""
+
+
 def load_strategy(
     config: RemoteConfig,
     speculation: SpeculationConfig,
@@ -141,16 +145,17 @@ def vocabulary_to_cut_to(
 
 
 def warm_up(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
-    """Prefill and draft before anybody waits for it, in every way: the first steps pay for what is set up lazily."""
+    """Prefills and drafts in every way, side branches included, so that no live step sets up anything lazily. Belongs
+    on the thread that runs the steps."""
+    from outrider.actors.drafter.draft_model import DraftModelStrategy
     from outrider.actors.drafter.several import SeveralStrategy
 
-    if not isinstance(strategy, SeveralStrategy):
-        _draft_in_every_way(strategy, draft_top_n)
-        return
-    for model in strategy.models.values():
+    models = strategy.models.values() if isinstance(strategy, SeveralStrategy) else [strategy]
+    for model in models:
         _draft_in_every_way(model, draft_top_n)
-        model.forget_step_times()  # they are compared, and one that rests has no others for a while
-        _draft_in_every_way(model, draft_top_n)
+        if isinstance(model, DraftModelStrategy):
+            model.forget_step_times()  # the first steps compiled kernels, and draft lengths depend on the times
+            _draft_in_every_way(model, draft_top_n)
 
 
 def _draft_in_every_way(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
@@ -160,6 +165,7 @@ def _draft_in_every_way(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
         DraftSampling(Mode.REJECTION, temperature=1.0, top_p=0.9, top_n=draft_top_n),
         DraftSampling(Mode.COUPLED, temperature=1.0),
         DraftSampling(Mode.COUPLED, temperature=1.0, top_p=0.9),
+        _SIDE_BRANCHES,
     ):
         sequence = strategy.new_sequence((0, 0))
         sequence.add_prompt(Open(0, 64, 0, [0] * 64, num_speculative_tokens=2, sampling=sampling))

@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections import abc
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -107,6 +108,36 @@ class DraftLoop:
         """Before a link to a target with so many tokens delivers anything. Raises ValueError."""
         with self._lock:
             self._strategy.limit_vocabulary(size)
+
+    def start(self, warm_up: abc.Callable[[], None], on_failure: abc.Callable[[], None]) -> None:
+        """Runs on a thread of its own until stop(), after `warm_up` there, and returns when that is done.
+
+        Steps run on the thread that has warmed up because cuBLAS keeps handles and workspaces for each thread.
+
+        Args:
+            warm_up: has the strategy to itself.
+            on_failure: called when the loop has failed. Everything that the process drafts is suspect then.
+
+        Raises:
+            Whatever `warm_up` raises; the loop does not run then.
+        """
+        warmed: Future[None] = Future()
+
+        def warm_up_and_run() -> None:
+            try:
+                warm_up()
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                warmed.set_exception(error)
+                return
+            warmed.set_result(None)
+            try:
+                self.run()
+            except BaseException:
+                logger.exception("the draft loop failed; this drafter ends and will be restarted")
+                on_failure()
+
+        threading.Thread(target=warm_up_and_run, name="draft-loop", daemon=True).start()
+        warmed.result()
 
     def run(self) -> None:
         """Until stop(). An exception of the strategy ends the loop: its state can no longer be trusted."""

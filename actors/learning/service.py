@@ -200,6 +200,7 @@ class DrafterTrainer:
         import torch
 
         from outrider.actors.learning.draft_models import load
+        from outrider.actors.learning.memory import ParameterCounts, check_fits
         from outrider.actors.learning.train import fastest_dtype
 
         gpu = settings.num_gpus > 0
@@ -207,11 +208,14 @@ class DrafterTrainer:
             torch.set_num_threads(len(settings.cores or [0]))
         base = local_copy(model, revision)
         device = "cuda" if gpu else "cpu"
+        dtype = fastest_dtype(device)
+        if gpu:
+            check_fits(ParameterCounts.of(base), dtype.itemsize, torch.cuda.mem_get_info()[0], "the trainer's GPU")
         drafter = load(base, torch.float32, device)
         self._learner = Learner(
             drafter,
             settings,
-            dtype=fastest_dtype(device),
+            dtype=dtype,
             kept_dtype=_written_as(base),
             general=general_texts(
                 settings.general, settings.max_text_tokens, int(drafter.get_output_embeddings().weight.shape[0])

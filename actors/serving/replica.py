@@ -50,7 +50,14 @@ from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.modes import BY_NAME
-from outrider.cluster.placement import V1_RUNNER, CorePlan, RankPlacement, ReplicaPlacement, rank_environment
+from outrider.cluster.placement import (
+    V1_RUNNER,
+    CorePlan,
+    RankPlacement,
+    ReplicaPlacement,
+    float32_environment,
+    rank_environment,
+)
 from outrider.cluster.registry import registry_name
 
 if TYPE_CHECKING:
@@ -361,7 +368,12 @@ class Target:
             names,
             list(self._placement.target_bundle_indices),
             cores,
-            {**rank_environment(cores), **runner, **process_environment(self._config.serving)},
+            {
+                **rank_environment(cores),
+                **float32_environment(target.dtype),
+                **runner,
+                **process_environment(self._config.serving),
+            },
         )
         vllm_config = target_vllm_config(self._config, ranks, self._group)
         vllm_config.additional_config["outrider_replica"] = {
@@ -421,6 +433,9 @@ class RoutingStats:
 
 
 def _import_engine() -> None:
+    # vLLM's 600 s may not be enough for a first load from slow storage, compilation and graph capture, and Serve would
+    # start the replica again and again. Before the import: vLLM reads it then.
+    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", "3600")
     for module in (
         "outrider.actors.vllm_seam.target_engine",
         "outrider.actors.serving.openai.serving",

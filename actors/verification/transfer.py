@@ -53,6 +53,12 @@ def in_one_read(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def wait_for(device: torch.device) -> None:
+    """Waits until a GPU has done all that this thread gave it. Returns at once for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
     # A row of one number may have any stride, and torch views no other than 1 as bytes.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

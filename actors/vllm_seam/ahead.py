@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from vllm.config import VllmConfig
 
 from outrider.actors.round.request import carried
@@ -28,9 +25,6 @@ else:
 
 UNKNOWN = -1
 """In place of a draft's id, until a rank knows it."""
-
-ENDED = -1
-"""In place of a request's number of drafts: it gets no row."""
 
 
 class AheadVllmConfig(VllmConfig):
@@ -77,31 +71,6 @@ class DraftSlots(AsyncScheduler):
                 del slots[request_id]
         scheduler_output.num_invalid_spec_tokens = None
         return super().update_from_output(scheduler_output, model_runner_output)
-
-
-def words(drafts: Sequence[Sequence[int] | None], most: int) -> NDArray[np.int32]:
-    """What rank 0 tells the others of a step: int32 [B, 1 + most]. A row is a request's number of drafts and their ids;
-    None: it has ended."""
-    table = np.zeros((len(drafts), 1 + most), dtype=np.int32)
-    for row, ids in zip(table, drafts, strict=True):
-        if ids is None:
-            row[0] = ENDED
-        else:
-            row[0] = len(ids)
-            row[1 : 1 + len(ids)] = ids
-    return table
-
-
-def read(table: NDArray[np.int32]) -> list[list[int] | None]:
-    """drafts, as `words` took them."""
-    return [None if count == ENDED else ids[:count] for count, *ids in table.tolist()]
-
-
-def broadcast(table: NDArray[np.int32], group: Any) -> NDArray[np.int32]:
-    """Rank 0's table, on every rank. group: vLLM's of the tensor-parallel ranks."""
-    shared = torch.from_numpy(table)
-    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
-    return shared.numpy()
 
 
 def put_right(

@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from outrider.actors.drafter.draw import draw
 from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.verification.search import TokenSubset
-from outrider.actors.verification.transfer import to_device
+from outrider.actors.verification.transfer import to_device, wait_for
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.paged_forward import PagedForward
 from outrider.cluster.config import ConfigError
@@ -75,8 +75,11 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
 
     @torch.inference_mode()
     def draft(self, plan: StepPlan) -> list[Drawn | None]:
-        """Run one step. Rank 0 returns what was drawn after each row, None where nothing was; the others return
-        nothing: what they feed next comes with the next plan, so ranks cannot disagree."""
+        """Runs one step and waits once for the device, at its end: by the read of what was drawn, or without one.
+
+        Rank 0 returns what was drawn after each row, None where nothing was. The others return nothing: what they feed
+        next comes with the next plan, so ranks cannot disagree.
+        """
         forward = self._paged
         if forward is None:
             forward = self._paged = PagedForward(self.model_runner, self._adapters)
@@ -87,11 +90,14 @@ class DraftWorker(worker_class()):  # type: ignore[misc]
         if head is not None:
             head.replace(plan.vocabulary_changes)
         hidden = forward(plan.rows)
-        if not len(hidden):
+        logits = None
+        if len(hidden):
+            logits = self.model_runner.model.compute_logits(hidden) if head is None else head.logits(hidden)
+        if logits is None or self.rank != 0:
+            # The next step's attention metadata is built in pinned buffers that this step's copies read (FlashInfer's
+            # plan keeps one), and this step's time must not count as the next one's.
+            wait_for(self.model_runner.device)
             return [None] * len(plan.rows) if self.rank == 0 else []
-        logits = self.model_runner.model.compute_logits(hidden) if head is None else head.logits(hidden)
-        if self.rank != 0:
-            return []
         if head is None and plan.num_drawable is not None:
             logits = logits[:, : plan.num_drawable].contiguous()
         draws = [row.draw for row in plan.rows if row.draw is not None]

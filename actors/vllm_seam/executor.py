@@ -52,7 +52,7 @@ class RankProc(RayWorkerProc):
 
     def _init_message_queues(self, *args: Any) -> None:
         super()._init_message_queues(*args)
-        _sleep_early(self.rpc_broadcast_mq)
+        sleep_early(self.rpc_broadcast_mq)
 
     def create_dist_init_method(self) -> str:
         """Rank 0: opens the store at which the ranks meet. Any peer that reaches it can write to it, so one rank alone
@@ -94,7 +94,7 @@ class RayRanksExecutor(RayExecutorV2):
         with self._seams():
             super()._init_executor()
         for queue in self.response_mqs:
-            _sleep_early(queue)
+            sleep_early(queue)
         if (heartbeat := self.vllm_config.additional_config.get(HEARTBEAT)) is not None:
             threading.Thread(target=end_standing_replica, args=(heartbeat,), name="replica-watch", daemon=True).start()
 
@@ -173,7 +173,7 @@ class RayRanksExecutor(RayExecutorV2):
                 setattr(ray_executor_v2, name, value)
 
 
-def _sleep_early(queue: Any) -> None:
+def sleep_early(queue: Any) -> None:
     """Let the reader of a vLLM message queue wait for its notification rather than spin."""
     if current_platform.is_cpu() and queue is not None:
         condition = queue._spin_condition  # None where nobody reads it on this node

@@ -304,7 +304,12 @@ vllm.v1.sample.metadata:SamplingMetadata(no_penalties, prompt_token_ids, frequen
     replaced: it has the host wait for the device
 {_PROCESSORS}.builtin:MinTokensLogitsProcessor.neg_inf_tensor: what it forbids with
 {_PROCESSORS}.interface:BatchUpdate(batch_size, removed, added, moved): made: every row is a request
+{_RUNNER}._dummy_sampler_run(hidden_states) < {_RUNNER}.profile_run, {_WORKER}.compile_or_warm_up_model: overridden:
+    our sampler's memory is profiled, and what it compiles is compiled before requests
+{_RUNNER} [max_num_reqs]: how many requests there are at most in the largest step
 {_GROUP}.broadcast(src, ...): committed ids
+{_GROUP}.broadcast_object(obj, ...): rank 0's drafts
+{_GROUP}.mq_broadcaster < {_GROUP}.broadcast_object: the queue that they go through is told to sleep early
 """),
 )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, SamplerOutput
 
@@ -24,7 +25,7 @@ from outrider.actors.verification.batch import Status
 from outrider.actors.verification.transfer import in_one_read
 from outrider.actors.vllm_seam import ahead, stages
 from outrider.actors.vllm_seam.overlap import UNREAD, LaterOutput, Overlap
-from outrider.actors.vllm_seam.target_sampler import reads_output
+from outrider.actors.vllm_seam.target_sampler import TargetSampler, reads_output
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,16 @@ class RoundRunner:
     num_prompt_logprobs: dict[str, int]
     """vLLM's: of the requests whose prompts' are asked for."""
 
-    def install(self, round_: Round | None, runs_ahead: bool = False, overlaps: bool = False) -> None:
+    def install(
+        self,
+        round_: Round | None,
+        runs_ahead: bool = False,
+        overlaps: bool = False,
+        sampler: TargetSampler | None = None,
+    ) -> None:
         """runs_ahead: steps are scheduled while the one before them runs, see ahead.py. overlaps: they are launched
-        then too, see overlap.py."""
-        self.round = round_
+        then too, see overlap.py. sampler: of the Verifier, to be warmed up."""
+        self.round, self._target_sampler = round_, sampler
         self._runs_ahead = runs_ahead
         self._overlap = Overlap() if overlaps else None
         self._statuses: torch.Tensor | None = None
@@ -126,11 +133,7 @@ class RoundRunner:
             chosen = self.round.settle(step, request_ids, room)
         group = get_tp_group()
         if group.world_size > 1:
-            most = max(self._slots.values(), default=0)
-            table = np.zeros((len(request_ids), 1 + most), dtype=np.int32)
-            if self.round is not None:
-                table = ahead.words(chosen, most)
-            chosen = ahead.read(ahead.broadcast(table, group))
+            chosen = group.broadcast_object(chosen)  # rank 0's, over shared memory where the ranks share a node
         drafts = dict(zip(request_ids, chosen, strict=True))
         known = self.requests  # type: ignore[attr-defined]
         ahead.put_right(
@@ -181,6 +184,31 @@ class RoundRunner:
         if self.round is not None:
             self._status = chosen[:, -1].tolist()
         return output
+
+    def warm_up_sampler(self) -> None:
+        """Compiles what verification compiles on first use."""
+        if self._target_sampler is not None and self.round is not None:
+            deployment = self.round.deployment
+            drafts = deployment.num_speculative_tokens
+            top_n = deployment.draft_top_n if drafts else 0
+            self._target_sampler.warm_up(deployment.vocab_size, drafts, top_n)
+
+    @torch.inference_mode()
+    def _dummy_sampler_run(self, hidden_states: Tensor) -> Tensor:
+        """Runs our sampler in place of vLLM's, with as many rows as a step may have. vLLM asks for it while it profiles
+        memory, and once more before it begins to watch for kernels that are compiled late. hidden_states: [requests,
+        H]. Returns logits."""
+        if self.device.type == "cpu":  # type: ignore[attr-defined]  # nothing is profiled there
+            return super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
+        logits: Tensor = self.model.compute_logits(torch.rand_like(hidden_states))  # type: ignore[attr-defined]
+        if self._target_sampler is not None and self.round is not None:
+            self.warm_up_sampler()
+            deployment = self.round.deployment
+            rows = 1 + deployment.num_speculative_tokens
+            requests = max(1, min(self.max_num_reqs, self.max_num_tokens // rows))  # type: ignore[attr-defined]
+            largest = logits.new_zeros(requests * rows, logits.shape[1])
+            self._target_sampler.profile(largest, deployment.num_speculative_tokens, deployment.draft_top_n)
+        return logits
 
     def _catch_up(self, request_ids: list[str]) -> None:
         """Texts as the runner has them, but for ids that nobody has read: one that was preempted has lost the token

@@ -33,6 +33,9 @@ from outrider.actors.verification.transfer import to_device
 from outrider.cluster.link.messages import DraftSampling, SparseQ
 from outrider.cluster.modes import Mode
 
+PROFILED_LOGPROBS = 20
+"""Of a token: vLLM's own limit, unless it is raised."""
+
 
 class TargetSampler:
     def __init__(self, vllm_config: VllmConfig, sampler: Sampler, device: torch.device) -> None:
@@ -80,11 +83,7 @@ class TargetSampler:
         """Compile what verification compiles on first use, so that no request waits for it. num_drafts, top_n: of the
         deployment, 0 without a drafter."""
         draws = {mode: DraftSampling(mode, float(mode is not Mode.GREEDY)) for mode in Mode}
-        n = min(top_n, vocab_size)
-        q = None
-        if num_drafts and n:
-            ids = np.tile(np.arange(n, dtype=np.int32), (num_drafts, 1))
-            q = SparseQ(ids, np.full(ids.shape, 1 / n, dtype=np.float32))
+        q = _uniform_q(num_drafts, min(top_n, vocab_size))
         for modes in ([Mode.GREEDY], [Mode.REJECTION], [Mode.COUPLED], list(Mode)):
             for top_p, proposed, k in itertools.product((1.0, 0.9), (None, q), {0, num_drafts}):
                 samplings = [replace(draws[mode], top_p=top_p) for mode in modes]
@@ -92,6 +91,18 @@ class TargetSampler:
                 b = len(modes)
                 q_of_all = [proposed if k else None] * b
                 self._verify(verification_batch(logits, samplings, [0] * b, [[0] * k] * b, q_of_all))
+
+    def profile(self, logits: Tensor, num_drafts: int, top_n: int) -> None:
+        """Allocates what the largest step does: drafts that were drawn, top_p, and logprobs of logits that processors
+        have changed. Processors' own memory is left out, as vLLM does it. logits: [R, V], num_drafts + 1 rows a
+        request. top_n: as warm_up."""
+        logits = logits.to(torch.float32)
+        raw = logits.clone()
+        b = len(logits) // (num_drafts + 1)
+        sampling = DraftSampling(Mode.REJECTION, 1.0, top_p=0.9)
+        q = _uniform_q(num_drafts, min(top_n, logits.shape[1]))
+        batch = verification_batch(logits, [sampling] * b, [0] * b, [[0] * num_drafts] * b, [q] * b)
+        self._logprobs(raw, batch, self._verify(batch).token_ids, min(PROFILED_LOGPROBS, logits.shape[1]))
 
     def _process(
         self, logits: Tensor, requests: Sequence[Request], drafts: Sequence[list[int]], metadata: SamplingMetadata
@@ -207,6 +218,14 @@ def verification_batch(
         q_probs=q_probs,
         has_q=has_q,
     )
+
+
+def _uniform_q(num_drafts: int, n: int) -> SparseQ | None:
+    """What num_drafts drafts of one request may have been drawn from: n tokens, all as likely. None: without drafts."""
+    if not num_drafts or not n:
+        return None
+    ids = np.tile(np.arange(n, dtype=np.int32), (num_drafts, 1))
+    return SparseQ(ids, np.full(ids.shape, 1 / n, dtype=np.float32))
 
 
 def _on_host(values: Sequence[int]) -> Tensor:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
 from outrider.actors.observability.round_tracer import RoundTracer
 from outrider.actors.observability.tracing import process_tracer
 from outrider.actors.round.length import FixedLengths, LengthController
@@ -14,6 +17,7 @@ from outrider.actors.round.teaching import Teaching
 from outrider.actors.verification.likeliest import likeliest
 from outrider.actors.vllm_seam import leans_on, stages
 from outrider.actors.vllm_seam.engine_args import worker_class
+from outrider.actors.vllm_seam.executor import sleep_early
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
 from outrider.cluster.config import DraftModelConfig, OutriderConfig
@@ -39,18 +43,24 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
     def init_device(self) -> None:
         leans_on.TARGET_RANK.check()
         super().init_device()
+        group = get_tp_group()
+        if group.world_size > 1:
+            # The group's communicator is made with the first broadcast: before memory is profiled, not in the first
+            # step. vLLM's own collectives have another.
+            group.broadcast(torch.zeros(1, device=self.device))
+            sleep_early(group.mq_broadcaster)
         settings = self.vllm_config.additional_config
         config = OutriderConfig.model_validate(settings["outrider"])
         runner = self.model_runner
         runner.__class__ = type("RoundModelRunner", (RoundRunner, type(runner)), {})
-        self._sampler: TargetSampler | None = None
+        sampler: TargetSampler | None = None
         self._round: Round | None = None
         self._keeper: LinkKeeper | None = None
         if self.rank == config.target.verifier_rank:
-            self._sampler = TargetSampler(self.vllm_config, runner.sampler, self.device)
-            self._round = self._make_round(config, self._sampler)
+            sampler = TargetSampler(self.vllm_config, runner.sampler, self.device)
+            self._round = self._make_round(config, sampler)
         overlaps = self.scheduler_config.async_scheduling
-        runner.install(self._round, config.target.schedules_ahead and not overlaps, overlaps)
+        runner.install(self._round, config.target.schedules_ahead and not overlaps, overlaps, sampler)
         if self.vllm_config.speculative_config is not None and not hasattr(runner, "drafter"):
             runner.drafter = RemoteProposer(self.vllm_config)  # vLLM makes it on the last stage, and looks on every one
         if self._round is not None and config.remote_drafter is not None:
@@ -112,10 +122,8 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         stages.make_room_between(self.model_runner)
-        if self._sampler is not None and self._round is not None:
-            deployment = self._round.deployment
-            drafts = deployment.num_speculative_tokens
-            self._sampler.warm_up(deployment.vocab_size, drafts, deployment.draft_top_n if drafts else 0)
+        if self.device.type == "cpu":  # elsewhere vLLM has had the runner do it
+            self.model_runner.warm_up_sampler()
         return times
 
     def open_link(self) -> bool:

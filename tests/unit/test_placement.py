@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.cluster.config import OutriderConfig, parse_config
-from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
+from outrider.cluster.placement import float32_environment, placement_of, plan_cores, pool_placement_of
 
 
 def config(target_ranks: int = 1, drafter_ranks: int | None = 1, method: str = "draft_model") -> OutriderConfig:
@@ -84,3 +84,11 @@ def test_a_pool_s_drafter_has_a_group_of_its_own() -> None:
     assert pool.bundles == ({"CPU": 1.0}, {"GPU": 2.0, "CPU": 2.0})
     assert (pool.drafter_bundle_indices, pool.strategy) == ((1, 1), "STRICT_PACK")
     assert pool_placement_of(parse_config({"target": {"model": "t"}}), on_gpu=True) is None
+
+
+def test_float32_is_that_of_ieee_unless_the_operator_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    assert float32_environment("bfloat16", "float32") == {"TRITON_F32_DEFAULT": "ieee"}
+    assert float32_environment("auto", "float16") == float32_environment() == {}
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
+    assert float32_environment("float32") == {"TRITON_F32_DEFAULT": "tf32x3"}

@@ -1,13 +1,23 @@
-"""What is drafted before a drafter serves: all that may be compiled for it."""
+"""What is drafted before a drafter serves: all that may be compiled for it, on the thread that will run its steps."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import pytest
+import torch
+
+from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.draw import draw
+from outrider.actors.drafter.engine import Drawn, StepPlan
 from outrider.actors.drafter.load import warm_up
+from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.ngram import NgramStrategy
 from outrider.cluster.modes import Mode
+from tests.unit.drafter.scripted_strategy import SOON_S
 from tests.unit.drafter.test_several import SeveralBench
+from tests.unit.drafting_engine import VOCAB, MemoryEngine
 
 
 class Watched(NgramStrategy):
@@ -35,3 +45,47 @@ def test_warming_up_is_no_round_of_the_judges() -> None:
     warm_up(bench.several, draft_top_n=64)
     assert bench.several.model.step_us() > 0
     assert set(bench.several.judge.chosen.values()) == {0}
+
+
+class SureEngine(MemoryEngine):
+    """Of a model that gives one token nearly all of the probability. Tokens are drawn as those of any model are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def run(self, plan: StepPlan) -> list[Drawn | None]:
+        self.threads.add(threading.current_thread().name)
+        return super().run(plan)
+
+    def _drawn(self, row: Any, one: Any, end: int) -> Drawn:
+        return draw(torch.arange(VOCAB, 0.0, -1.0).unsqueeze(0) * 50.0, [one])[0]
+
+
+def test_a_drafter_warms_up_on_the_thread_of_its_steps_with_side_branches_and_copies_of_blocks() -> None:
+    loop = DraftLoop(DraftModelStrategy(engine := SureEngine(), 512))
+    loop.start(lambda: warm_up(loop._strategy, draft_top_n=16), on_failure=pytest.fail)
+    loop.stop()
+    assert engine.threads == {"draft-loop"}
+    assert any(plan.copies for plan in engine.plans)
+    draws = [row.draw for plan in engine.plans for row in plan.rows if row.draw is not None]
+    assert {one.sampling.mode for one in draws if one.alternatives} == {Mode.GREEDY, Mode.REJECTION, Mode.COUPLED}
+
+
+def test_a_drafter_that_cannot_warm_up_fails_to_start() -> None:
+    class Broken(Exception): ...
+
+    def fail() -> None:
+        raise Broken
+
+    loop = DraftLoop(Watched())
+    with pytest.raises(Broken):
+        loop.start(fail, on_failure=pytest.fail)
+
+
+def test_a_loop_that_fails_later_says_so() -> None:
+    ended, loop = threading.Event(), DraftLoop(strategy := Watched())
+    loop.start(lambda: None, ended.set)
+    strategy.plan = lambda: [][0]
+    loop.wake()
+    assert ended.wait(SOON_S)

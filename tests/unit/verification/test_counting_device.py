@@ -1,9 +1,10 @@
-"""The test device itself: what it counts, what it refuses, and what it poisons."""
+"""The test device itself: what it counts, what it refuses, what it poisons, and the mistakes that fail on it."""
 
 import numpy as np
 import pytest
 import torch
 
+from outrider.actors.verification.transfer import wait_for
 from tests.counting_device import DEVICE, POISON, CountingDevice
 
 
@@ -98,7 +99,7 @@ def test_what_cuda_refuses_is_refused(device):
 def test_a_copy_that_does_not_wait_is_poison_until_its_event(device):
     there, here = torch.arange(4, device=DEVICE), torch.empty(4, dtype=torch.int64, pin_memory=True)
     here.copy_(there, non_blocking=True)
-    event = device.event()
+    event = torch.cuda.Event()
     event.synchronize()  # not recorded: says nothing
     assert here.view(torch.uint8).unique().tolist() == [POISON]
     event.record()
@@ -117,5 +118,81 @@ def test_pinned_memory_that_is_used_again_too_early_is_told(device):
     pinned = torch.zeros(4, pin_memory=True)
     there = pinned.to(DEVICE, non_blocking=True)
     pinned[0] = 1.0
-    with pytest.raises(AssertionError, match="before its copy"):
+    with pytest.raises(AssertionError, match="written to before its copy"):
         there.sum().item()
+
+
+def test_it_is_told_as_well_where_nobody_waits():
+    def use_again() -> None:
+        with CountingDevice():
+            pinned = torch.zeros(4, pin_memory=True)
+            pinned.to(DEVICE, non_blocking=True)
+            pinned.numpy()[0] = 1.0
+
+    with pytest.raises(AssertionError, match="written to before its copy"):
+        use_again()
+
+
+def wait_for_an_event():
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: torch.cuda.synchronize(),  # the device's, which is not there yet
+        lambda: wait_for(DEVICE),
+        wait_for_an_event,
+    ],
+)
+def test_whoever_waits_may_use_pinned_memory_again(wait):
+    with CountingDevice() as device:
+        pinned, here = torch.zeros(4, pin_memory=True), torch.empty(4, pin_memory=True)
+        here.copy_(pinned.to(DEVICE, non_blocking=True) + 2, non_blocking=True)
+        assert device.busy
+        with device.synchronises(1, "a step"):
+            wait()
+        assert (device.busy, device.reads, len(device.waits)) == (False, [], 1)
+        pinned[0] = 1.0
+        assert here.tolist() == [2, 2, 2, 2]
+
+
+def test_a_value_that_is_read_before_it_has_arrived_is_told(device):
+    there = torch.arange(4, device=DEVICE)
+    for here in (torch.empty(4, dtype=torch.int64, pin_memory=True), there.to("cpu", non_blocking=True)):
+        event = torch.cuda.Event()
+        here.copy_(there, non_blocking=True)
+        event.record()
+        for read in (here.tolist, here[1].item):
+            with pytest.raises(AssertionError, match="read before its copy"):
+                read()
+        event.synchronize()
+        assert here.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_synchronisation_that_is_missing_or_one_too_many_is_told(device, times):
+    def step() -> None:
+        with device.synchronises(1, "a step"):
+            torch.arange(4, device=DEVICE)
+            for _ in range(times):
+                torch.cuda.synchronize()
+
+    with pytest.raises(AssertionError, match="a step: reads"):
+        step()
+
+
+def test_an_event_that_has_passed_is_not_waited_for(device):
+    torch.arange(4, device=DEVICE)
+    event = torch.cuda.Event()
+    event.record()
+    there = torch.arange(4, device=DEVICE)
+    assert not event.query()
+    event.synchronize()
+    assert (event.query(), device.busy, device.waits) == (True, True, ["event"])
+    event.synchronize()
+    assert device.waits == ["event"]
+    assert there.tolist() == [0, 1, 2, 3]
+    assert not device.busy

@@ -38,7 +38,7 @@ from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
 from outrider.actors.verification import torch_kernel
 from outrider.actors.verification.transfer import to_device
-from outrider.actors.vllm_seam import ahead, target_runner, target_sampler
+from outrider.actors.vllm_seam import target_runner, target_sampler
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from outrider.actors.vllm_seam.target_sampler import TargetSampler
 from outrider.cluster.config import LinkConfig
@@ -108,7 +108,7 @@ class Group:
     def __init__(self, world_size: int) -> None:
         self.world_size, self.rank = world_size, 0
         self.sent: list[Tensor] = []
-        self._table = np.zeros((0, 0), np.int32)
+        self._object: Any = None
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
         assert src == 0
@@ -118,12 +118,10 @@ class Group:
         assert (tensor.shape, tensor.dtype) == (self.sent[-1].shape, self.sent[-1].dtype)
         return tensor.copy_(self.sent[-1])
 
-    def words(self, table: np.ndarray, group: Any) -> np.ndarray:
-        """In place of `ahead.broadcast`."""
+    def broadcast_object(self, sent: Any) -> Any:
         if self.rank == 0:
-            self._table = table.copy()
-        assert table.shape == self._table.shape
-        return self._table.copy()
+            self._object = copy.deepcopy(sent)
+        return copy.deepcopy(self._object)
 
 
 @contextlib.contextmanager
@@ -131,9 +129,8 @@ def grouped(group: Group) -> Iterator[Group]:
     """Whose ranks the runners are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target_runner, "get_tp_group", lambda: group)
-        patch.setattr(ahead, "broadcast", group.words)
         for module in (target_runner, gpu_model_runner):
-            patch.setattr(module, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+            patch.setattr(module, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True, world_size=1))
         yield group
 
 
@@ -172,14 +169,17 @@ class Forward(GPUModelRunner):
         self.device = device
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        contexts = np.array([each for rows in self._rows(scheduler_output) for each in rows])
-        (rows,) = to_device([contexts], self.device)
-        logits = self.table[rows]
+        logits = self._logits(scheduler_output)
         drafts = scheduler_output.scheduled_spec_decode_tokens or None
         self.execute_model_state = ExecuteModelState(
             scheduler_output, logits, drafts, None, logits, logits, None, None, None, None
         )
         return None
+
+    def _logits(self, scheduled: SchedulerOutput) -> Tensor:
+        contexts = np.array([each for rows in self._rows(scheduled) for each in rows])
+        (rows,) = to_device([contexts], self.device)
+        return self.table[rows]
 
     def _rows(self, scheduled: SchedulerOutput) -> Iterator[list[int]]:
         """What each request's rows of logits come after."""
@@ -200,6 +200,36 @@ class DeviceRank(RoundRunner, Forward):
     pass
 
 
+def next_context(last: Any, position: Any) -> Any:
+    """Of the model where steps overlap: what it makes of a text's last token and of where it stands."""
+    return (last * 31 + position * 17 + 5) % _CONTEXTS
+
+
+class OverlappingRank(DeviceRank):
+    """Where steps overlap. As vLLM's runner it takes tokens that nobody has read from the step before, on the
+    device."""
+
+    def __init__(self, *of_forward: Any) -> None:
+        super().__init__(*of_forward)
+        self.use_async_scheduling, self.async_output_copy_stream, self.speculative_config = True, None, None
+        self.broadcast_pp_output = self.check_ep_fault = False
+
+    def _logits(self, scheduled: SchedulerOutput) -> Tensor:
+        batch = self.input_batch
+        assert set(batch.req_ids) == set(scheduled.num_scheduled_tokens)
+        counts = np.array([scheduled.num_scheduled_tokens[request_id] for request_id in batch.req_ids])
+        ends = batch.num_computed_tokens_cpu[: len(counts)] + counts
+        self.discard_request_mask.np[: len(counts)] = ends < [self.requests[each].num_tokens for each in batch.req_ids]
+        before = batch.prev_req_id_to_index or {}
+        tokens = batch.token_ids_cpu[np.arange(len(counts)), ends - 1].astype(np.int64)
+        unread = np.flatnonzero(tokens < 0)
+        places = np.array([before[batch.req_ids[row]] for row in unread], np.int64)
+        last, positions, rows, places_there = to_device([tokens, ends.astype(np.int64), unread, places], self.device)
+        if len(unread):
+            last[rows] = batch.prev_sampled_token_ids[places_there, 0].to(torch.int64)
+        return self.table[next_context(last, positions)]
+
+
 class Ranks:
     """Tensor-parallel ranks, that is one after the other. `run` is what an engine's core asks of them all."""
 
@@ -217,41 +247,47 @@ class Ranks:
         outputs = []
         for number, rank in enumerate(self.ranks):
             self.group.rank = number
-            outputs.append(rank.execute_model(given[number]))
+            # vLLM sends the mask of allowed tokens from ordinary memory where a batch has changed.
+            with self._synchronises(0, f"rank {number} launches", uploads=1):
+                outputs.append(rank.execute_model(given[number]))
         assert len({output is None for output in outputs}) == 1
         return outputs[0]
 
     def sample(self, grammar_output: Any) -> ModelRunnerOutput:
-        """Checks that each rank reads its device once and waits for nothing else."""
+        """Checks that each rank reads its device once in a step and waits for nothing else."""
         outputs = []
         for number, rank in enumerate(self.ranks):
             self.group.rank = number
-            if self._device is not None:
-                self._device.reads.clear()
-                self._device.uploads.clear()
-            outputs.append(rank.sample_tokens(copy.deepcopy(grammar_output)))
-            if self._device is not None:
-                waited = self._device.reads, self._device.uploads
-                assert waited == (["copy"], []), f"rank {number}: {waited}"
+            with self._synchronises(1, f"rank {number} samples"):
+                outputs.append(rank.sample_tokens(copy.deepcopy(grammar_output)))
         assert all(output.sampled_token_ids == outputs[0].sampled_token_ids for output in outputs)
         self.steps += 1
         return outputs[0]
 
+    def _synchronises(self, times: int, what: str, uploads: int = 0) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._device is None else self._device.synchronises(times, what, uploads)
+
 
 def make_ranks(
-    count: int, table: Tensor, device: CountingDevice | None, link: Any = None, max_num_reqs: int = 8
+    count: int,
+    table: Tensor,
+    device: CountingDevice | None,
+    link: Any = None,
+    max_num_reqs: int = 8,
+    overlaps: bool = False,
 ) -> Ranks:
     """Of the group that is `grouped`. device: None: the host. link: what rank 0's round says and hears; None: nobody
-    drafts."""
+    drafts. overlaps: steps do; else each is scheduled one ahead."""
     where = CPU if device is None else DEVICE
-    ranks = [DeviceRank(table, where, max_num_reqs, MAX_MODEL_LEN, K) for _ in range(count)]
+    kind, k = (OverlappingRank, 0) if overlaps else (DeviceRank, K)
+    ranks = [kind(table, where, max_num_reqs, MAX_MODEL_LEN, k) for _ in range(count)]
     sampler = TargetSampler(VllmConfig(), Sampler(), where)
     clock = (lambda: 0.0) if link is None else link.clock
-    round_ = Round(sampler, Deployment("rejection", K, 8, V, MAX_MODEL_LEN), LinkConfig(), FixedLengths(K), clock=clock)
+    round_ = Round(sampler, Deployment("rejection", k, 8, V, MAX_MODEL_LEN), LinkConfig(), FixedLengths(k), clock=clock)
     if link is not None:
         link.join(round_)
     for number, rank in enumerate(ranks):
-        rank.install(None if number else round_, runs_ahead=True)
+        rank.install(None if number else round_, runs_ahead=not overlaps, overlaps=overlaps)
     return Ranks(target_runner.get_tp_group(), ranks, device)
 
 

@@ -56,14 +56,6 @@ def test_who_has_ended_gets_no_row():
     assert (cached.num_output_tokens, cached.resumed_req_ids) == ([9], set())
 
 
-def test_what_rank_0_tells_is_what_the_others_read():
-    drafts = [[5, 6, 7], [], None, [2]]
-    table = ahead.words(drafts, 3)
-    assert table.shape == (4, 4)
-    assert ahead.read(table) == drafts
-    assert ahead.read(ahead.words([], 3)) == []
-
-
 def test_masks_are_those_of_the_rows_that_there_are():
     rows = np.arange(9, dtype=np.int32).reshape(9, 1)
     grammar = GrammarOutput(["a", "gone", "b"], rows, [2, 0, 1])

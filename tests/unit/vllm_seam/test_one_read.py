@@ -137,9 +137,8 @@ def test_a_target_step_waits_once_for_its_tokens_and_their_status(device, modes,
     expected = run_step(sampler_on(logits.device), requests, logits.clone())
     with device:
         sampler, there = sampler_on(DEVICE), logits.to(DEVICE)
-        device.uploads.clear()
-        found = run_step(sampler, requests, there)
-    assert (device.reads, device.uploads) == (["copy"], [])
+        with device.synchronises(1, "a choice"):
+            found = run_step(sampler, requests, there)
     assert found == expected
     assert all(found.values())
 
@@ -150,17 +149,19 @@ def test_a_step_with_logprobs_waits_once_too(device, monkeypatch):
     requests = requests_of(ALL)
     logits = torch.randn(len(ALL) + K * (len(ALL) - 1), V, generator=torch.Generator().manual_seed(0))
 
-    def logprobs(runner: Runner) -> Any:
-        runner.install(Round(sampler_on(runner.logits.device), requests))
+    def runner_of(logits: torch.Tensor) -> Runner:
+        runner = Runner(requests, logits, metadata_of(2))
+        runner.install(Round(sampler_on(logits.device), requests))
         runner._step = step_of(requests)
-        device.uploads.clear()
-        runner.sample_tokens(None)
-        return runner.logprobs
+        return runner
 
-    expected = logprobs(Runner(requests, logits.clone(), metadata_of(2)))
+    host = runner_of(logits.clone())
+    host.sample_tokens(None)
     with device:
-        found = logprobs(Runner(requests, logits.to(DEVICE), metadata_of(2)))
-    assert (device.reads, device.uploads) == (["copy"], [])
+        runner = runner_of(logits.to(DEVICE))
+        with device.synchronises(1, "a choice with logprobs"):
+            runner.sample_tokens(None)
+    expected, found = host.logprobs, runner.logprobs
     assert found.logprobs.shape[1] == 3
     for mine, its in zip(expected, found, strict=True):
         np.testing.assert_array_equal(mine, its)
@@ -191,9 +192,8 @@ def test_a_draft_step_waits_once_for_all_that_was_drawn(device, monkeypatch, cut
     with device:
         subset = TokenSubset(ids.to(DEVICE)) if cut else None
         there = logits.to(DEVICE)
-        device.uploads.clear()
-        found = draw(there, draws, subset)
-    assert (device.reads, device.uploads) == (["copy"], [])
+        with device.synchronises(1, "a draw"):
+            found = draw(there, draws, subset)
     for mine, its in zip(expected, found, strict=True):
         assert (mine.token, mine.usable) == (its.token, its.usable)
         assert [token for token, _ in mine.alternatives] == [token for token, _ in its.alternatives]

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from outrider.actors.round.request import Request
 from outrider.actors.verification.batch import Status
@@ -12,6 +14,7 @@ from outrider.actors.vllm_seam import target_runner
 from outrider.actors.vllm_seam.overlap import UNREAD, LaterOutput, Overlap
 from outrider.actors.vllm_seam.target_runner import RoundRunner
 from tests.unit.round.scripted_link import Engine, arrival, params
+from tests.unit.vllm_seam.device_rank import Group, counting, grouped, make_ranks, model, next_context
 from tests.unit.vllm_seam.test_target_runner import Stock, scheduled
 
 PROMPT = [5, 6, 7]
@@ -165,3 +168,83 @@ def test_a_request_without_a_next_token_is_reported_when_it_is_read(rig, discard
     if not discarded:  # else vLLM's own
         assert read.sampled_token_ids == [[]], "what stood in for a token is shown to nobody"
     assert ("no token can be chosen" in caplog.text) == (not discarded)
+
+
+PROMPTS = {"plain": [11, 12, 13], "penalised": [21, 22], "in pieces": [31, 32, 33, 34, 35]}
+CHUNK = 3
+OVERLAPPED = 12
+"""Tokens of each request."""
+
+TABLE = model(1)
+
+
+def plainly(name: str, penalty: float) -> list[int]:
+    """One token after another, on the host."""
+    text = list(PROMPTS[name])
+    for _ in range(OVERLAPPED):
+        logits = TABLE[next_context(text[-1], len(text))].clone()
+        for token in set(text[len(PROMPTS[name]) :]):
+            logits[token] -= penalty
+        text.append(int(logits.argmax()))
+    return text[len(PROMPTS[name]) :]
+
+
+class Launches:
+    """What the engine's core schedules where steps overlap: one token for each request, and prompts in pieces."""
+
+    def __init__(self, wanted: dict[str, Any]) -> None:
+        self._wanted = wanted
+        self._computed: dict[str, int] = {}
+
+    def next(self) -> SchedulerOutput:
+        step, cached = SchedulerOutput.make_empty(), CachedRequestData.make_empty()
+        for name, of in self._wanted.items():
+            prompt, computed = PROMPTS[name], self._computed.get(name, 0)
+            count = min(CHUNK, len(prompt) - computed) if computed < len(prompt) else 1
+            step.num_scheduled_tokens[name] = count
+            if computed:
+                cached.req_ids.append(name)
+                cached.num_computed_tokens.append(computed)
+                cached.new_block_ids.append(None)
+                cached.num_output_tokens.append(max(computed - len(prompt) + 1, 0))
+            else:
+                step.scheduled_new_reqs.append(NewRequestData(name, list(prompt), [], of, None, ([0],), 0, None, None))
+            self._computed[name] = computed + count
+        step.scheduled_cached_reqs = cached
+        step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
+        return step
+
+
+@pytest.mark.parametrize("penalty", [0.0, 2.0], ids=["", "its tokens are read at once"])
+def test_a_step_that_overlaps_is_waited_for_once_and_not_before_the_next_one_runs(penalty):
+    """The core launches a step, then asks for the output of the one before it. That is where the host waits for that
+    one: an event, which passes while the step launched last still runs. Only a choice that depends on tokens waits for
+    the step before it when it is launched, and then its output is there when it is asked for.
+    """
+    wanted = {
+        name: SamplingParams(temperature=0.0, presence_penalty=penalty * (name == "penalised")) for name in PROMPTS
+    }
+    found: dict[str, list[int]] = {name: [] for name in PROMPTS}
+    with counting() as device, grouped(Group(1)):
+        rank = make_ranks(1, TABLE, device, overlaps=True).ranks[0]
+        launches, before = Launches(wanted), None
+
+        def launch(synchronises: int) -> Any:
+            with device.synchronises(synchronises, "a launch"):
+                rank.execute_model(launches.next())
+                return rank.sample_tokens(None)
+
+        for number in range(OVERLAPPED + 1):
+            late = bool(penalty) and number > 0
+            launched = launch(late)
+            if before is not None:
+                with device.synchronises(not late, "an output"):
+                    output = before.get_output()
+                for name, ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
+                    found[name] += ids
+                assert device.busy, "the step launched last still runs"
+                assert not launched._output.async_copy_ready_event.query()
+            before = launched
+    for name, ids in found.items():
+        assert ids == plainly(name, penalty * (name == "penalised"))[: len(ids)]
+        assert len(ids) >= OVERLAPPED - 1
