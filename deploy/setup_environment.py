@@ -62,7 +62,7 @@ _HINTS = (
     ),
     (
         re.compile(r"No space left on device|Errno 28"),
-        "The disk is full. The environment needs about 5 GB on CPU and 15 GB on GPU, "
+        "The disk is full. The environment needs about 5 GB on CPU and 9 GB on GPU, "
         "and as much again where uv keeps its cache (UV_CACHE_DIR) if that is on another disk.",
     ),
     (
@@ -212,7 +212,7 @@ def remove_broken_companions(progress: Progress, installer: Installer) -> list[s
     return broken
 
 
-def verify(progress: Progress) -> None:
+def verify(progress: Progress, accelerator: str) -> None:
     """Import what serving imports. Raises SetupError naming the package that does not work.
 
     What is imported here is byte-compiled for every process of every server: without it each of three processes that
@@ -222,6 +222,7 @@ def verify(progress: Progress) -> None:
         "torch": "import torch",
         "transformers": "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel",
         "vllm": "from vllm.platforms import current_platform as p; assert p.is_cpu() or p.is_cuda(), p.device_type",
+        **({"flashinfer": "import flashinfer"} if accelerator == "gpu" else {}),  # by which vLLM chooses attention
         "ray": "import ray.serve",
         "outrider": "import outrider.actors.serving.replica, outrider.actors.vllm_seam.target_engine, "
         "outrider.actors.vllm_seam.target_worker, outrider.v1.generation_pb2_grpc",
@@ -269,9 +270,9 @@ def main() -> int:
         installer.run("install", *requirements(accelerator, serving=arguments.serving))
         remove_broken_companions(progress, installer)
         if accelerator == "gpu" and detect_accelerator() == "cpu":
-            progress.say("Not tried out, since no GPU is here: `outrider doctor` does where there is one")
+            progress.say("Not tried out, since no GPU is here: `make test-cuda-build` does what can be done without")
         else:
-            verify(progress)
+            verify(progress, accelerator)
     except SetupError as error:
         print(f"outrider: setup failed. {error}", file=sys.stderr)
         return 1

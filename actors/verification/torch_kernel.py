@@ -184,9 +184,9 @@ def _block(p: Tensor, q: Tensor, p_draft: Tensor, q_draft: Tensor, u: Tensor, us
     requests, K = u.shape
     reach = torch.ones(requests, device=u.device)  # the paper's p_i = min(1, p_{i-1} p(x_i) / q(x_i)), p_0 = 1
     tau = torch.zeros(requests, dtype=torch.int64, device=u.device)
-    scale = reach
+    scale, least = reach, torch.finfo(torch.float32).tiny
     for i in range(1, K + 1):
-        reach = torch.minimum(reach * p_draft[:, i - 1] / q_draft[:, i - 1].clamp_min(1e-38), torch.ones_like(reach))
+        reach = torch.minimum(reach * p_draft[:, i - 1] / q_draft[:, i - 1].clamp_min(least), torch.ones_like(reach))
         if i < K:
             # sum over the vocabulary of max(0, p_i p - q), from the support alone: p sums to 1.
             overlap = torch.minimum(reach.unsqueeze(1) * p[:, i], q[:, i]).sum(-1)

@@ -22,6 +22,7 @@ from outrider.cluster.modes import Mode
 
 GREEDY, BLOCK, COUPLED = tl.constexpr(int(Mode.GREEDY)), tl.constexpr(int(Mode.BLOCK)), tl.constexpr(int(Mode.COUPLED))
 ACCEPT, RESIDUAL = tl.constexpr(int(Role.ACCEPT)), tl.constexpr(int(Role.RESIDUAL))
+TINY = tl.constexpr(2.0**-126)  # the smallest normal float32: Triton makes a smaller literal float64
 COUPLED_LEADING, COUPLED_FINE = tl.constexpr(int(Role.COUPLED)), tl.constexpr(int(Role.COUPLED_FINE))
 
 
@@ -312,7 +313,7 @@ def decide(
                 p_draft = tl.sum(tl.where(own, p, 0.0), axis=0)
                 q_draft = tl.sum(tl.where(own, q, 0.0), axis=0)
                 if mode == BLOCK:
-                    reach = tl.minimum(reach * p_draft / tl.maximum(q_draft, 1e-38), 1.0)
+                    reach = tl.minimum(reach * p_draft / tl.maximum(q_draft, TINY), 1.0)
                 else:
                     going = accept_noise(seed, position + i, position) * q_draft < p_draft
                     accepted = tl.where(going, i + 1, accepted)
@@ -437,7 +438,7 @@ def find_nucleus(
             exists = (row[:, None] < rows) & (start + place[None, :] < vocab_size)
             bits = tl.load(logits + ids, mask=exists, other=0.0).to(tl.uint32, bitcast=True)
             w = tl.load(weights + ids, mask=exists, other=0.0).to(tl.float64)
-            key = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+            key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
             one += tl.where(key >= (found + step)[:, None], w, 0.0)
             two += tl.where(key >= (found + 2 * step)[:, None], w, 0.0)
             three += tl.where(key >= (found + 3 * step)[:, None], w, 0.0)
@@ -446,7 +447,7 @@ def find_nucleus(
         reached += (tl.sum(three, axis=1) >= aim).to(tl.uint32)
         found += reached * step
         step = step // 4
-    bits = tl.where(found >= 0x80000000, found & 0x7FFFFFFF, ~found)
+    bits = tl.where(found >= 0x80000000, found & 0x7FFFFFFF, found ^ 0xFFFFFFFF)
     tl.store(found_R + row, bits.to(tl.float32, bitcast=True), mask=row < rows)
 
 

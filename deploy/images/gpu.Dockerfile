@@ -1,7 +1,7 @@
 # Outrider for NVIDIA GPUs. From the root of the repository, with BuildKit:
 #   docker build -f deploy/images/gpu.Dockerfile -t outrider:0.1.0-gpu .
-# CUDA's libraries come with torch's wheels, the driver from the node. There is no nvcc in it: kernels that vLLM would
-# compile with it while it runs are not to be had. Pin the base by digest where you build. Never built yet.
+# CUDA's libraries and nvcc come with torch's and FlashInfer's wheels, the driver (580 or newer) from the node. Pin the base
+# by digest where you build. Never built yet.
 FROM python:3.12.11-slim-bookworm AS build
 # vLLM's libraries want it where they are loaded.
 RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
