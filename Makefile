@@ -12,10 +12,10 @@ STAMP := $(VENV)/.outrider-ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-unit test-gpu lint format protos clean
+.PHONY: help setup demo serve test test-all test-unit test-cuda-build test-gpu lint format protos clean
 
 help:  ## List these targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Make .venv with everything in it, for CPU or GPU as found (ACCELERATOR=cpu|gpu decides)
 
@@ -42,10 +42,11 @@ test-all: $(STAMP)  ## The same with the exhaustive sweeps and what takes minute
 test-unit: $(STAMP)  ## Unit tests only, on every core: no engine
 	@exec $(BIN)/python tests/run_parts.py --only unit -m "not exhaustive" $(PYTEST_ARGS)
 
-test-gpu: $(STAMP)  ## What GPUs can show: kernels, draws, links, training, with their times; then engines, as many as GPUs allow
-	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("outrider: make test-gpu: PyTorch sees no GPU here")'
-	@$(BIN)/python -m tests.gpu $(PYTEST_ARGS)
-	@$(BIN)/python -m pytest tests/gpu/engines $(PYTEST_ARGS)
+test-cuda-build:  ## What can be shown of the CUDA path without a GPU: vLLM's CUDA build on a virtual one, in .venv-cuda (9 GB)
+	@exec $(PYTHON) -m tests.cuda_build
+
+test-gpu: $(STAMP)  ## What GPUs can show: kernels, links, then engines, as many as GPUs allow; a table and gpu-report.txt at the end
+	@exec $(BIN)/python -m tests.gpu --need-gpu $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## Ruff (rules and format) and mypy
 	$(BIN)/ruff check .
