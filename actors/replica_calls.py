@@ -67,9 +67,6 @@ class GenerationRequest(MayHaveDeadline):
     caller: int = 0
     """Whose it is, for fair order among callers; 0: nobody knows."""
 
-    asker: int = 0
-    """Whose it is where work for strangers is shared out: the key's, else the address's; 0: nobody knows."""
-
     learns: bool = True
     """A drafter that learns may do so from its answer, and one that remembers answers may remember it."""
 
@@ -272,7 +269,7 @@ class ReplicaLoad:
     """Requests it can run at once."""
 
 
-OF_THE_CALLER = frozenset({"caller", "asker", "tenant", "learn"})
+OF_THE_CALLER = frozenset({"caller", "tenant", "learn"})
 """Round options that say who asks, and not what for."""
 
 
@@ -362,17 +359,6 @@ class RequestError(Exception):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.problem}; {self.fix}"
-
-
-class TooManyRefused(Exception):
-    """A constraint that is not looked at, since too many of its caller's were refused lately. field: where it is."""
-
-    def __init__(self, field: str, problem: str, retry_after_s: float) -> None:
-        super().__init__(field, problem, retry_after_s)
-        self.field, self.problem, self.retry_after_s = field, problem, retry_after_s
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}"
 
 
 class RequestIdInUse(Exception):

@@ -112,7 +112,7 @@ OWNED: dict[Side, tuple[Withheld, ...]] = {
         Withheld(("otlp_traces_endpoint",), "it has its key in another section; set serving.otlp_traces_endpoint"),
         Withheld(
             ("structured_outputs_config",),
-            "constraints are compiled by processes of Outrider's; set serving.structured_output",
+            "requests are checked against Outrider's own settings; set serving.structured_output",
         ),
         Withheld(("reasoning_parser",), "it has its key in another section; set openai.reasoning_parser"),
         Withheld(

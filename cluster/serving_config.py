@@ -131,21 +131,6 @@ class ServingConfig(Section):
     """Constraints that requests may have. ``off``: none; ``json``: JSON schemas, JSON objects, choices and what tools
     need; ``all``: regexes, grammars and structural tags as well."""
 
-    structured_output_compile_s: float = Field(2.0, gt=0, le=600)
-    """Processor time, in seconds of one core, that compiling one constraint may take. What takes longer is refused."""
-
-    structured_output_refused_s: float = Field(20.0, gt=0, le=3600)
-    """Processor time, in seconds a minute, that compiling may take for one caller (key; address, where no keys are
-    asked for) and come to nothing: constraints that are refused, or that nobody waits for any more. Beyond it new
-    constraints get RESOURCE_EXHAUSTED (HTTP 429); those that are known here are served."""
-
-    structured_output_mask_ms: float = Field(100.0, gt=0, le=10_000)
-    """Processor time, in milliseconds, that a constraint may take at once to tell which tokens may come next; in the
-    long run 2 ms a mask. A request whose constraint takes longer is ended, alone. Several answers of one request
-    may take cores × structured_output_mask_ms at once and together, on as many cores, and 2 ms a mask in the long run;
-    cores: those that the replica's engine may use, by its affinity and its container's CPU quota. A constraint that
-    takes longer is refused from then on to requests for several answers."""
-
     step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
     """A replica with requests of whose engine no step ends for so many seconds, and for 20 times the usual step, fails
     its health check, and is replaced; its requests get UNAVAILABLE."""

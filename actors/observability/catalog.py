@@ -187,14 +187,6 @@ LEARNING = (
 REPLICA = (
     MetricSpec("outrider:build_info", "gauge", "1; the versions are in the labels.", ("version", "vllm", "ray")),
     MetricSpec("outrider:snapshot_age_seconds", "gauge", "Age of the verifier's numbers in this scrape."),
-    MetricSpec(
-        "outrider:refused_constraints_total",
-        "counter",
-        "Schemas, regexes, grammars and choices that were not followed to the end: kind, size, nesting, invalid, "
-        "compile_time, compile_memory, mask_time, step (ended in one), budget (not looked at), server (not their "
-        "fault).",
-        ("reason",),
-    ),
 )
 """Beside those above, of every replica."""
 

@@ -216,7 +216,7 @@ class ReplicaMetrics:
     """model_name: as in vLLM's label.
 
     ask_rank_0: ``{"rounds": Round.metrics(), "link": LinkKeeper.status()}``; None without a drafter of ours.
-    ask_drafter: Drafter.status(); None likewise. refused_constraints: how many, by reason.
+    ask_drafter: Drafter.status(); None likewise.
     """
 
     def __init__(
@@ -225,14 +225,12 @@ class ReplicaMetrics:
         ask_rank_0: Ask | None,
         ask_drafter: Ask | None,
         *,
-        refused_constraints: Callable[[], Mapping[str, int]] = dict,
         registry: CollectorRegistry = REGISTRY,
         clock: Callable[[], float] = time.monotonic,
         answer_within_s: float = ANSWER_WITHIN_S,
     ) -> None:
         self._model_name = model_name
         self._ask_rank_0, self._ask_drafter = ask_rank_0, ask_drafter
-        self._refused_constraints = refused_constraints
         self._registry, self._clock, self._answer_within_s = registry, clock, answer_within_s
         self._asking: asyncio.Task[Mapping[str, Any]] | None = None
         self._rank_0: Mapping[str, Any] | None = None
@@ -247,8 +245,6 @@ class ReplicaMetrics:
         """The exposition. Never fails: what does not answer in time is left out or old, and says so."""
         families = Families({"model_name": self._model_name})
         families.add("outrider:build_info", 1, **self._versions)
-        for reason, count in self._refused_constraints().items():
-            families.add("outrider:refused_constraints_total", count, reason=reason)
         _, drafter = await asyncio.gather(self._refresh(), self._drafter())
         if self._rank_0 is not None:
             families.add("outrider:snapshot_age_seconds", self._clock() - self._rank_0_at)

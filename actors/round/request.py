@@ -23,9 +23,6 @@ EXTRA_ARGS_KEY = "outrider"
 - ``verification``: ``rejection``, ``block`` or ``coupled``, the request's own choice;
 - ``tenant``: whose memory of answers a suffix drafter may use and add to, a 63-bit number; left out: everybody's;
 - ``caller``: whose request it is, a number for an API key, where requests need one (``actors/round/scheduling.py``);
-- ``asker``: likewise, or a number for its address where requests need no key (``actors/grammars/turns.py``);
-- ``siblings``: of a request with several answers, the same for all of them and for no other's: they share what a
-  constraint may take (``actors/grammars``);
 - ``learn``: false: no drafter learns from it, nor remembers its answer for others;
 - ``trace_headers``: W3C headers of the request's span in the target, where it is traced;
 - ``timeout_s``: seconds after its arrival in the scheduler from which on that drops the request;

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-import math
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from ray.serve.exceptions import (
 )
 from ray.serve.grpc_util import RayServegRPCContext
 
-from outrider.actors.replica_calls import ReplicaLost, RequestError, RequestIdInUse, SamplingFailed, TooManyRefused
+from outrider.actors.replica_calls import ReplicaLost, RequestError, RequestIdInUse, SamplingFailed
 from outrider.actors.request_checks import check_request_id
 
 _SERVES_LOG = "ray.serve"
@@ -79,7 +78,7 @@ REPLICA_LOST = (
 )
 """Raised by a call whose replica is gone, or cannot serve any more. Another one may take the request."""
 
-_TOLD = (gRPCStatusError, RequestError, RequestIdInUse, TooManyRefused, TimeoutError)
+_TOLD = (gRPCStatusError, RequestError, RequestIdInUse, TimeoutError)
 """gRPCStatusError: what Serve makes of a call of the ingress's that has its status."""
 
 _UNAVAILABLE = (*REPLICA_LOST, DeploymentUnavailableError, ConnectionError, MemoryError)
@@ -137,10 +136,6 @@ def failure_of(error: BaseException, call: str, request_id: str | None = None) -
         # What is not usable as an id cannot travel in metadata either: gRPC would make the call INTERNAL.
         named = None if cause.field == "request_id" else request_id
         return CallFailure(code.INVALID_ARGUMENT, str(cause), "INVALID_REQUEST", fields, named)
-    if isinstance(cause, TooManyRefused):
-        retry_after_s = math.ceil(cause.retry_after_s)
-        reason, fields = "TOO_MANY_REFUSED", {cause.field: cause.problem}
-        return CallFailure(code.RESOURCE_EXHAUSTED, str(cause), reason, fields, request_id, retry_after_s)
     if isinstance(cause, RequestIdInUse):
         return CallFailure(code.ALREADY_EXISTS, str(cause), "REQUEST_ID_IN_USE", request_id=request_id)
     if isinstance(cause, UnknownService):

@@ -19,7 +19,6 @@ import ray
 from ray import serve
 
 from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, has_loaded, launch_drafter
-from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.learning.history import status_of
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
@@ -334,7 +333,6 @@ class Target:
             name,
             None if self._config.remote_drafter is None else lambda: _ask_rank_0(engine, "round_metrics"),
             None if owned is None else lambda: drafter.ask(owned, ANSWER_WITHIN_S),
-            refused_constraints=REFUSALS.counts,
         )
 
     def _start_drafter(self) -> Any:

@@ -115,10 +115,10 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
     args["scheduling_policy"] = "priority"  # see outrider.actors.vllm_seam.scheduler
-    # "auto" keeps whatever the first request needed for all that come after it.
+    # vLLM picks xgrammar for a request, or guidance for what xgrammar does not support; see TwoBackends.
     named = config.openai.reasoning_parser
     args["structured_outputs_config"] = {
-        "backend": "xgrammar",
+        "backend": "auto",
         "reasoning_parser": "" if named in (None, AUTO) else named,
     }
     if config.drafter is not None:

@@ -4,7 +4,6 @@ round out."""
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -19,7 +18,6 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
-from outrider.actors.grammars.bounds import Ending, Mode
 from outrider.actors.observability import tracing
 from outrider.actors.replica_calls import (
     LIMITS,
@@ -34,11 +32,12 @@ from outrider.actors.replica_calls import (
     Usage,
 )
 from outrider.actors.request_checks import shortened
+from outrider.actors.request_constraints import Mode
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.request_ids import scoped_id, unscoped
 from outrider.actors.round.origins import RoundLog, TakenRounds
 from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
-from outrider.actors.vllm_seam.structured_outputs import checked, refusal_of
+from outrider.actors.vllm_seam.structured_outputs import check_constraint
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.link.messages import MAX_INT31, MessageError
 
@@ -73,12 +72,8 @@ def sampling_params(
         )
     if (constraint := settings.get("structured_outputs")) is not None:
         settings["structured_outputs"] = structured = StructuredOutputsParams(**constraint)
-        checked(structured, CONSTRAINT, structured_output)
+        check_constraint(structured, CONSTRAINT, structured_output)
     ours: dict[str, Any] = {}
-    if request.asker and constraint is not None:
-        ours["asker"] = request.asker
-    if request.num_answers > 1 and constraint is not None:
-        ours["siblings"] = secrets.token_hex(8)
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:
         ours["num_speculative_tokens"] = limit
@@ -123,11 +118,6 @@ def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None
         parameter = "structured_outputs"  # the one thing that vLLM refuses without saying which it is
     elif parameter not in request.sampling:
         parameter = None
-    # Without what VLLMValidationError's own text adds: all of the value, however long.
-    problem = str(error.args[0] if error.args else error)
-    if error.__cause__ is not None and str(error.__cause__) not in problem:
-        problem = f"{problem}: {error.__cause__}"
-    problem = shortened(_SOURCE_LINE.sub("", problem))
     fix = "change the request"
     if parameter == "structured_outputs":
         fix = "send a constraint that the engine can compile"
@@ -135,20 +125,34 @@ def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None
         fix = f"send ids below {vocab_size}"
     elif parameter is not None:
         fix = "change it or leave it out"
-    return RequestError("sampling" if parameter is None else f"sampling.{parameter}", problem, fix)
+    return RequestError("sampling" if parameter is None else _field(parameter, request), problem_in(error), fix)
 
 
-def _given_up(request: GenerationRequest, num_tokens: int, stop_reason: Any) -> Exception:
-    """For an answer that the engine gave up after num_tokens: what its constraint cost, where stop_reason says that;
-    else its own limits are to blame where it has any."""
-    if (ending := Ending.of(stop_reason)) is not None:
-        kinds = request.sampling.get("structured_outputs", {})
-        return refusal_of(ending, ".".join([CONSTRAINT, *kinds]))
+def problem_in(error: Exception) -> str:
+    """An error of vLLM's in one line, with its cause, and without what VLLMValidationError's own text adds: all of the
+    value, however long."""
+    problem = str(error.args[0] if error.args else error)
+    if error.__cause__ is not None and str(error.__cause__) not in problem:
+        problem = f"{problem}: {error.__cause__}"
+    return shortened(_SOURCE_LINE.sub("", problem))
+
+
+def _field(parameter: str, request: GenerationRequest) -> str:
+    """The public field; of a constraint, with its kind."""
+    kinds = request.sampling[parameter] if parameter == "structured_outputs" else ()
+    return ".".join(["sampling", parameter, *kinds])
+
+
+def _given_up(request: GenerationRequest, num_tokens: int) -> Exception:
+    """For an answer that the engine gave up after num_tokens: its own limits are to blame where it has any."""
     limits = [name for name in LIMITS if name in request.sampling]
     if not limits:
         return SamplingFailed(request.request_id)
     where = f"go on with after {num_tokens} tokens" if num_tokens else "begin an answer with"
-    return RequestError(f"sampling.{limits[0]}", f"leaves no token to {where}", "send what a text can match")
+    problem = f"leaves no token to {where}"
+    if limits[0] == "structured_outputs" and not num_tokens:
+        problem = f"does not compile, or {problem}"
+    return RequestError(_field(limits[0], request), problem, "send what a text can match")
 
 
 def is_of_request(engine_id: str, request_id: str, caller: int | None = None) -> bool:
@@ -206,15 +210,14 @@ def round_outputs(
     """One per answer that vLLM's output, a delta, is about; several with n > 1.
 
     num_tokens: tokens of each answer before this round, by index; brought up to date. rounds: where the tokens' origins
-    are. Raises SamplingFailed, RequestError when the request itself may leave no token to choose, or its constraint
-    costs too much, and ConnectionError where that is not the constraint's fault.
+    are. Raises SamplingFailed, and RequestError when the request itself may leave no token to choose.
     """
     outputs = []
     first = not num_tokens
     prompt_logprobs = _prompt_logprobs(output, request) if first else ()
     for completion in output.outputs:
         if completion.finish_reason == "error":
-            raise _given_up(request, num_tokens.get(completion.index, 0), completion.stop_reason)
+            raise _given_up(request, num_tokens.get(completion.index, 0))
         index = completion.index
         num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
         taken = rounds.take(request.engine_id, index, len(completion.token_ids))

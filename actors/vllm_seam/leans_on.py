@@ -61,12 +61,6 @@ vllm.lora.request:LoRARequest [lora_name, lora_int_id, lora_path]: likewise
 {_OUTPUTS}:OutputProcessor.has_unfinished_requests: whether the engine should be stepping
 vllm.v1.engine.core_client:BackgroundResources.engine_dead: set when the engine stands still: what is asked of it
     fails at once
-{_INPUTS}.structured_outputs_config < {_INPUTS}._validate_params: nulled: vLLM compiles half of a constraint by it, in
-    the replica's event loop
-{_XGRAMMAR}:validate_xgrammar_grammar(sampling_params, ...) <
-    vllm.entrypoints.generate.base.protocol:validate_structural_tag_payload,
-    vllm.parser.abstract_parser:_xgrammar_supports: replaced: it compiles constraints on the replica's event loop,
-    without any bound
 {_LLM}.input_processor < {_LLM}.add_request: whose settings are nulled
 {_LLM}.output_processor < {_LLM}._run_output_handler: becomes a RoundOutputProcessor (its __class__ is rewritten)
 {_OUTPUTS}:OutputProcessor.process_outputs(engine_core_outputs, ...): overridden: watched requests' rounds are noted
@@ -161,10 +155,6 @@ SCHEDULER = Table(
 {_SCHEDULER}.schedule: overridden: late requests end, long prompts share a step
 {_SCHEDULER}.update_from_output(scheduler_output, model_runner_output): overridden: requests without a next token end,
     counts leave with every round
-{_SCHEDULER}.update_draft_token_ids(draft_token_ids): overridden: all requests' drafts are held against their grammars
-    at the same time
-{_SCHEDULER}.update_draft_token_ids_in_output(draft_token_ids, scheduler_output) < {_CORE}.step_with_batch_queue:
-    overridden: likewise, in a step that was scheduled ahead
 {_AHEAD}._update_after_schedule(scheduler_output) < {_SCHEDULER}.schedule: overridden: room for as many drafts as a
     request may have
 {_REQUEST} [spec_token_ids, num_computed_tokens, num_output_placeholders]: what was counted ahead of a request is
@@ -203,29 +193,18 @@ STRUCTURED_OUTPUT = Table(
     PROJECT,
     "actors/vllm_seam/structured_outputs.py",
     rows(f"""
-{_SCHEDULER}.structured_output_manager < {_SCHEDULER}.get_grammar_bitmask: becomes a GuardedStructuredOutputs (its
-    __class__ is rewritten)
-{_GRAMMARS}.grammar_init(request) < {_CORE}.preprocess_add_request: overridden: grammars are compiled in processes of
-    their own
-{_GRAMMARS}.grammar_bitmask(requests, structured_output_request_ids, scheduled_spec_decode_tokens) <
-    {_SCHEDULER}.get_grammar_bitmask: overridden: masks come from these processes
-{_GRAMMARS}.clear_backend() < {_CORE}.shutdown: overridden: ends them
-{_GRAMMARS}._get_constraint_bounds(request, spec_tokens, ...): from which token on a grammar holds, with a reasoning
-    parser
-{_GRAMMARS} [vllm_config, tokenizer]: its settings
-vllm.v1.structured_output.request:StructuredOutputRequest [params, grammar]: a request's constraint, and where its
-    grammar, or a future of it, is put
-vllm.v1.structured_output.request:get_structured_output_key: a constraint's kind and text
-{_XGRAMMAR}:XgrammarBackend [compiler]: what it makes of a tokenizer
-{_XGRAMMAR}:has_xgrammar_unsupported_json_features: schemas that would compile to something else than they say
-vllm.v1.structured_output.utils:choice_as_grammar: a choice is a grammar
-vllm.v1.structured_output.utils:grammar_is_likely_lark: which syntax a grammar is in
-vllm.v1.structured_output.utils:strip_speculative_padding: drafts without padding
-{_REQUEST} [structured_output_request]: a request's constraint
-{_RESULTS}:DraftTokenIds [req_ids, draft_token_ids]: drafts
-vllm.sampling_params:SamplingParams.all_stop_token_ids: what may end an answer
-vllm.v1.engine:EngineCoreOutput.stop_reason: set: why the constraint ended a request
-vllm.v1.engine:EngineCoreOutput [new_token_ids, new_logprobs]: its last tokens are dropped
+{_SCHEDULER}.structured_output_manager < {_SCHEDULER}.get_grammar_bitmask: becomes a TwoBackends (its __class__ is
+    rewritten)
+{_GRAMMARS}.grammar_init(request) < {_CORE}.preprocess_add_request: overridden: each request's grammar is compiled by
+    its own backend
+{_GRAMMARS}.backend < {_GRAMMARS}.grammar_bitmask: set: the backend that allocates the masks
+vllm.sampling_params:StructuredOutputsParams._backend: the backend that vLLM picked for a request
+vllm.v1.structured_output.request:StructuredOutputRequest.params: a request's constraint
+vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask(max_num_seqs): the size of masks
+{_XGRAMMAR}:has_xgrammar_unsupported_json_features(schema): schemas that vLLM gives to guidance
+vllm.v1.structured_output.backend_guidance:has_guidance_unsupported_json_features(schema): schemas that it would give
+    to a third backend
+{_REQUEST}.structured_output_request: likewise, of a request
 """),
 )
 

@@ -2,8 +2,7 @@
 
 `FairScheduling` gives requests their order and long prompts their share of a step, by the rules of
 ``actors/round/scheduling.py``. `RoundScheduling` ends requests that no token can be chosen for or whose time is up, and
-sends every round's counts along with its tokens. `GrammarScheduling` ends those whose constraint costs too much. All
-stand in front of vLLM's own scheduler, of either kind.
+sends every round's counts along with its tokens. Both stand in front of vLLM's own scheduler, of either kind.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request, RequestStatus
 
@@ -23,7 +21,7 @@ from outrider.actors.round.scheduling import Deadlines, FairOrder, prefill_thres
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.ahead import DraftSlots
 from outrider.actors.vllm_seam.stages import StagedScheduling
-from outrider.actors.vllm_seam.structured_outputs import guard
+from outrider.actors.vllm_seam.structured_outputs import serve_both
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler
@@ -80,6 +78,7 @@ class RoundScheduling:
     def __init__(self, *args: Any, clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
         leans_on.SCHEDULER.check()
         super().__init__(*args, **kwargs)
+        serve_both(self.structured_output_manager)  # type: ignore[attr-defined]
         self._deadlines = Deadlines()
         self._clock = clock
 
@@ -117,52 +116,15 @@ class RoundScheduling:
         return outputs
 
 
-class GrammarScheduling(_Scheduler):
-    """Mixin of a vLLM Scheduler: its structured output becomes ours, and a request that its constraint ends finishes
-    with an error that has an Ending as its stop_reason."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._grammars = guard(self.structured_output_manager)
-
-    def add_request(self, request: Any) -> None:
-        super().add_request(request)
-        self._grammars.note_added(request.request_id)
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._grammars.forget_finished(self.requests)
-        return super().schedule(*args, **kwargs)
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        self._grammars.validate_ahead(self.requests, draft_token_ids)
-        super().update_draft_token_ids(draft_token_ids)
-
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        self._grammars.validate_ahead(self.requests, draft_token_ids)
-        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self.grammar_compile_error_reqs.update(self._grammars.ended())
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for of_client in outputs.values():
-            for output in of_client.outputs:
-                if output.finish_reason == FinishReason.ERROR:
-                    ending = self._grammars.ending_of(output.request_id)
-                    if ending is not None:  # what was chosen under no mask is shown to nobody
-                        output.new_token_ids, output.new_logprobs = [], None
-                        output.stop_reason = ending.stop_reason()
-        return outputs
-
-
-class RoundScheduler(GrammarScheduling, RoundScheduling, StagedScheduling, FairScheduling, Scheduler):
+class RoundScheduler(RoundScheduling, StagedScheduling, FairScheduling, Scheduler):
     """Of an engine that schedules one step at a time."""
 
 
-class AheadRoundScheduler(GrammarScheduling, RoundScheduling, DraftSlots, FairScheduling, AsyncScheduler):
+class AheadRoundScheduler(RoundScheduling, DraftSlots, FairScheduling, AsyncScheduler):
     """Of an engine that schedules a step while the one before it runs."""
 
 
-class AsyncRoundScheduler(GrammarScheduling, RoundScheduling, FairScheduling, AsyncScheduler):
+class AsyncRoundScheduler(RoundScheduling, FairScheduling, AsyncScheduler):
     """Of an engine whose steps overlap in vLLM's own way, as with co-located drafting."""
 
 

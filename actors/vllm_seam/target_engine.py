@@ -26,7 +26,6 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from outrider.actors.grammars.bounds import Mode
 from outrider.actors.replica_calls import (
     GenerationRequest,
     ModelInfo,
@@ -36,6 +35,7 @@ from outrider.actors.replica_calls import (
     TokenizeRequest,
     Tokens,
 )
+from outrider.actors.request_constraints import Mode
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.adapters import Adapters
@@ -49,7 +49,6 @@ from outrider.actors.vllm_seam.engine_requests import (
 from outrider.actors.vllm_seam.pictures import take_pictures
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
-from outrider.actors.vllm_seam.structured_outputs import leave_constraints_to_rooms
 from outrider.actors.vllm_seam.work_meter import WorkMeter
 from outrider.cluster.config import LimitsConfig, LoraConfig, MultimodalConfig
 
@@ -176,8 +175,6 @@ class TargetEngine:
         # Co-located drafting is verified by vLLM's, so there the refusal stands.
         if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
             self._llm.input_processor.speculative_config = None
-        self._llm.input_processor.structured_outputs_config = None  # looked at by sampling_params and CheckedEngine
-        leave_constraints_to_rooms()
         self._structured_output: Mode = structured_output
         self._limits = limits or LimitsConfig()
         self.adapters = Adapters(self._llm, self._llm.model_config.model, lora)

@@ -162,12 +162,6 @@ TARGET_LOAD = Row(
             "reqps",
         ),
         Panel(
-            "Constraints refused",
-            (("sum by (reason) (rate(outrider:refused_constraints_total{$of}[$rate]))", "{{reason}}"),),
-            "reqps",
-            "Schemas, regexes, grammars and choices that were not followed to the end.",
-        ),
-        Panel(
             "Preemptions",
             (("sum by (replica) (rate(vllm:num_preemptions_total{$of}[$rate]))", "{{replica}}"),),
         ),

@@ -44,7 +44,7 @@ from tests.bench.soak_load import (
     seconds_an_answer,
     tokens_between,
 )
-from tests.bench.soak_report import GRAMMARS, Phase, Sample, Soak, Turn, phases, report, told
+from tests.bench.soak_report import Phase, Sample, Soak, Turn, phases, report, told
 from tests.certificates import Authority
 from tests.outrider_serve import Served, outrider_serve
 from tests.reference import Reference
@@ -73,7 +73,6 @@ KINDS = {
     "RankProc": "target rank 0",
     "Verifier": "target rank 0",
     "Drafter": "drafter",
-    "grammars.worker": "grammars",
     "ServeController": "controller",
 }
 """Processes that are watched, by a part of their command lines: the first that fits."""
@@ -81,7 +80,7 @@ KINDS = {
 
 @dataclass
 class Watched:
-    """Processes by kind. All are to live as long as the server, but for the grammars', which come and go."""
+    """Processes by kind. All are to live as long as the server."""
 
     pids: dict[str, list[int]]
     root: psutil.Process
@@ -92,7 +91,7 @@ class Watched:
         for process in served.tree():
             try:
                 line = " ".join(process.cmdline()) or process.name()
-            except psutil.NoSuchProcess:  # of a constraint that is over
+            except psutil.NoSuchProcess:
                 continue
             kind = next((kind for part, kind in KINDS.items() if part in line), None)
             if kind is not None:
@@ -105,33 +104,15 @@ class Watched:
         """Raises psutil.NoSuchProcess when one has died."""
         samples: dict[str, Sample] = {}
         for kind, pids in self.pids.items():
-            if kind == GRAMMARS:
-                samples[kind] = self._grammars()
-                continue
             processes = [psutil.Process(pid) for pid in pids]
             opened = sum(map(_opened, pids), Counter[str]())
             samples[kind] = Sample(sum(process.memory_info().rss for process in processes), opened, len(processes))
         return samples
 
-    def _grammars(self) -> Sample:
-        memory, opened, number = 0, Counter[str](), 0
-        for process in self._of_grammars():
-            try:
-                memory, opened = memory + process.memory_full_info().pss, opened + _opened(process.pid)
-                number += 1
-            except psutil.NoSuchProcess:
-                continue
-        return Sample(memory, opened, number)
-
-    def _of_grammars(self) -> list[psutil.Process]:
-        keeper = psutil.Process(self.pids[GRAMMARS][0])  # the parent of the others
-        return [keeper, *keeper.children(recursive=True)]
-
     def cpu_s(self) -> dict[str, float]:
         """So far, by kind, what each has started and seen end included; the rest of the server as ``others``."""
         found = dict.fromkeys([*self.pids, "others"], 0.0)
         kinds = {pid: kind for kind, pids in self.pids.items() for pid in pids}
-        kinds |= {each.pid: GRAMMARS for each in self._of_grammars()}
         for process in (self.root, *self.root.children(recursive=True)):
             try:
                 times = process.cpu_times()
@@ -253,6 +234,7 @@ def configuration(models: Models, directory: Path, authority: Authority) -> dict
         "speculation": {"num_speculative_tokens": K, "adaptive": False},
         "serving": {
             "keys_file": str(directory / "keys.yaml"),
+            "structured_output": "json",
             "ssl_certfile": str(certificate),
             "ssl_keyfile": str(key),
         },
@@ -312,7 +294,7 @@ async def settled(watched: Watched, start: dict[str, Sample]) -> dict[str, Sampl
     give_up = time.monotonic() + SETTLES_WITHIN_S
     while True:
         now = watched.sample()
-        more = [kind for kind in now if kind != GRAMMARS and now[kind].files > start[kind].files]
+        more = [kind for kind in now if now[kind].files > start[kind].files]
         if not more or time.monotonic() > give_up:
             return now
         await asyncio.sleep(1)

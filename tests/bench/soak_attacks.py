@@ -39,7 +39,7 @@ from tests.bench.soak_wires import (
     trickle,
 )
 from tests.security.test_doors import BODIES, MESSAGES
-from tests.security.test_hostile_constraints import BOMBS, CORNER
+from tests.security.test_hostile_constraints import SLOW
 
 UNMEANT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 HELD = "held"
@@ -242,7 +242,7 @@ def request(**sampling: Any) -> pb.GenerateRequest:
 
 
 def constraint(row: str, bomb: str, every_s: float, **spec: Any) -> Attack:
-    """With a number in it: what was refused once is remembered."""
+    """With a number in it: what was compiled once is remembered."""
 
     def build(hands: Hands) -> pb.GenerateRequest:
         number, ((kind, given),) = next(hands.numbers), spec.items()
@@ -254,7 +254,6 @@ def constraint(row: str, bomb: str, every_s: float, **spec: Any) -> Attack:
             temperature=0,
             max_tokens=200,
             structured_outputs=pb.StructuredOutputs(**{kind: given}),
-            logit_bias={ord("#"): 100.0, ord("a"): 50.0} if given.startswith(CORNER) else None,
         )
         return pb.GenerateRequest(text="hello", sampling=sampling)
 
@@ -331,13 +330,9 @@ FLOODS = "n = 64, no deadline, endless"
 GRAMMARS = "grammar bombs"
 SCHEMAS = "wide and large schemas"
 REGEXES = "huge regexes"
-CONSTRAINTS = (
-    (GRAMMARS, "grammar of 80 bytes", 15),
-    (SCHEMAS, "optional properties", 30),
-    (SCHEMAS, "schema of 50 KB", 30),
-    (REGEXES, "regex of 2 MB", 10),
-    (REGEXES, "regex that unfolds", 30),
-)
+BOMB = 'root ::= (x|y|z)*\nx ::= "a"\ny ::= "b"\nz ::= root [a-z ]\n'
+"""Its masks take minutes: refused with serving.structured_output = json."""
+
 KEYS = "no key, wrong keys"
 WIRES = "plain text on the TLS port"
 PAGES = "foreign Host and Origin, typeless blobs"
@@ -401,8 +396,9 @@ CREWS: dict[str, list[Attack]] = {
         Attack("bodies that trickle", TRICKLES, 0.5, 40, trickle),
     ],
     "callers": [
-        constraint(GRAMMARS, "grammar that is slow in a corner", 15, grammar=CORNER),
-        *(constraint(row, bomb, every_s, **BOMBS[bomb]) for row, bomb, every_s in CONSTRAINTS),
+        constraint(GRAMMARS, "grammar of 80 bytes", 15, grammar=BOMB),
+        constraint(SCHEMAS, "optional properties", 30, json_schema=SLOW),
+        constraint(REGEXES, "regex of 2 MB", 10, regex="(a|b)" * 400_000),
         Attack("64 answers at once", FLOODS, 0.2, 20, flood),
         Attack("no deadline, no end", FLOODS, 1, 20, endless),
         Attack("no key, gRPC", KEYS, 0.2, 20, lambda h: h.call("Generate", request(max_tokens=4), None)),

@@ -16,9 +16,6 @@ MOST_GROWTH_BYTES = 64 << 20
 
 PHASE_S = 30.0
 
-GRAMMARS = "grammars"
-"""Processes that constraints are compiled and followed by."""
-
 
 @dataclass(frozen=True)
 class Phase:
@@ -43,8 +40,7 @@ def phases(seconds: float, rows: Sequence[str] = ()) -> list[Phase]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Of one kind of process. memory: resident; of the grammars', which are forks of one another, each one's share of
-    what they have together. opened: files by name, numbers left out."""
+    """Of one kind of process. memory: resident. opened: files by name, numbers left out."""
 
     memory: int
     opened: Counter[str]
@@ -125,11 +121,7 @@ class Soak:
         gone = sum(map(lost, self.load))
         grown = {kind: self.end[kind].memory - self.start[kind].memory for kind in self.start}
         most = max(grown, key=lambda kind: grown[kind])
-        files = {
-            kind: self.end[kind].files - self.start[kind].files
-            for kind in self.start
-            if kind != GRAMMARS  # as many as constraints are kept
-        }
+        files = {kind: self.end[kind].files - self.start[kind].files for kind in self.start}
         more = {
             kind: dict(self.end[kind].opened - self.start[kind].opened) for kind, number in files.items() if number > 0
         }

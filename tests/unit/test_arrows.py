@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "actors.openai_calls": {"actors.replica_calls"},
     "actors.request_checks": {"actors.replica_calls", "cluster"},
     "actors.request_costs": {"actors.replica_calls", "actors.openai_calls", "actors.request_checks", "cluster"},
-    "actors.grammars": {"actors.replica_calls", "cluster"},
+    "actors.request_constraints": {"actors.replica_calls"},
 }
 """By room: the rooms it may import, besides itself. A room is a package, or a module that stands between packages."""
 
@@ -48,7 +48,7 @@ _CALLS = {
     "actors.request_checks",
     "actors.request_costs",
     "actors.request_ids",
-    "actors.grammars",
+    "actors.request_constraints",
 }
 _ENGINE = {*_CALLS, "actors.drafter", "actors.round", *MAY_IMPORT["actors.round"]}
 _SERVING = {*_CALLS, "actors.round", "actors.observability", "cluster", "v1"}

@@ -6,23 +6,14 @@ from __future__ import annotations
 import hashlib
 
 from outrider.actors.serving.access.guard import Caller
-from outrider.actors.serving.connections import Address, peer_of
 
 
 def tenant_of(caller: Caller | None) -> int:
     """A number for the key, the same in every process: 0 without one, else 1 to 2**63 - 1."""
-    return 0 if caller is None else _number(b"tenant\0" + caller.key.name.encode())
-
-
-def asker_of(caller: Caller | None, address: Address | None) -> int:
-    """Likewise, for the address (see peer_of) where there is no key; 0 without either."""
-    if caller is not None or address is None:
-        return tenant_of(caller)
-    return _number(b"peer\0" + peer_of(address).encode())
-
-
-def _number(name: bytes) -> int:
-    return (int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1) or 1
+    if caller is None:
+        return 0
+    digest = hashlib.sha256(b"tenant\0" + caller.key.name.encode()).digest()
+    return (int.from_bytes(digest[:8], "big") >> 1) or 1
 
 
 def may_learn_from(caller: Caller | None) -> bool:

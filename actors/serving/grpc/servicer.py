@@ -36,11 +36,10 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.request_checks import check_request_id
 from outrider.actors.serving.access.guard import CALLER, key_of_caller
-from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of
+from outrider.actors.serving.access.owners import cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.capacity import Capacity
-from outrider.actors.serving.connections import address_of_call
 from outrider.actors.serving.draining import DRAIN, DrainCalls
 from outrider.actors.serving.failures import REQUEST_ID_METADATA, leave_out_what_is_told
 from outrider.actors.serving.grpc.calls import HandleCalls, answering
@@ -319,7 +318,6 @@ class Ingress(HandleCalls, HealthCalls, DrainCalls):
         tenant = caller if self._isolates_tenants else 0
         return replace(
             checked,
-            asker=asker_of(asks, address_of_call(grpc_context.peer() or "")),
             caller=caller,
             tenant=tenant,
             cache_salt=cache_salt(tenant, checked.cache_salt),

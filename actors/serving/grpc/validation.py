@@ -16,7 +16,6 @@ from typing import Any
 
 from google.protobuf import struct_pb2
 
-from outrider.actors.grammars.bounds import MAX_CONSTRAINT_BYTES
 from outrider.actors.replica_calls import (
     ChatMessage,
     ChatPrompt,
@@ -43,6 +42,7 @@ from outrider.actors.request_checks import (
     shown,
     unknown_adapter,
 )
+from outrider.actors.request_constraints import MAX_CONSTRAINT_BYTES
 from outrider.actors.request_costs import (
     MAX_MESSAGES,
     check_in_one_piece,

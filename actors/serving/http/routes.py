@@ -39,7 +39,7 @@ from outrider.actors.openai_calls import GENERATING, Endpoint, OpenAIHead, OpenA
 from outrider.actors.replica_calls import Broadcast, Deadline, ReplicaReply, RequestError
 from outrider.actors.request_costs import USUAL_ANSWER_TOKENS
 from outrider.actors.serving.access.guard import CALLER, Caller, key_of_caller
-from outrider.actors.serving.access.owners import asker_of, cache_salt, may_learn_from, tenant_of
+from outrider.actors.serving.access.owners import cache_salt, may_learn_from, tenant_of
 from outrider.actors.serving.admission import Admission
 from outrider.actors.serving.connections import address_of
 from outrider.actors.serving.draining import DRAIN, Draining
@@ -208,9 +208,6 @@ def _answer(context: HttpContext, endpoint: Endpoint) -> Callable[[Request], Awa
             checked = replace(checked, adapter=model)
         if context.isolates_tenants:
             checked = _of_tenant(checked, tenant_of(CALLER.get()))
-        asker = asker_of(CALLER.get(), None if request.client is None else address_of(*request.client))
-        if asker and endpoint in GENERATING:
-            checked = replace(checked, round_options={**checked.round_options, "asker": asker})
         if (caller := tenant_of(CALLER.get())) != 0:
             learn = {} if may_learn_from(CALLER.get()) else {"learn": False}
             checked = replace(checked, round_options={**checked.round_options, "caller": caller, **learn})

@@ -18,18 +18,17 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from outrider.actors.grammars.bounds import FIX, Ending, Mode
-from outrider.actors.grammars.refusals import REFUSALS
 from outrider.actors.openai_calls import TokensUsed
-from outrider.actors.replica_calls import LIMITS, Deadline, RequestError, TooManyRefused
+from outrider.actors.replica_calls import LIMITS, Deadline, RequestError
+from outrider.actors.request_constraints import Mode
 from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.request_ids import scoped_id
 from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
 from outrider.actors.serving.co_located import check_co_located_params
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.engine_args import on_gpu
-from outrider.actors.vllm_seam.engine_requests import blamed_by_ranks, traced_generate
-from outrider.actors.vllm_seam.structured_outputs import checked
+from outrider.actors.vllm_seam.engine_requests import blamed_by_ranks, problem_in, traced_generate
+from outrider.actors.vllm_seam.structured_outputs import check_constraint
 from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.link.messages import MessageError
 
@@ -44,9 +43,6 @@ class Tally:
         self._prompt = self._completion = 0
         self.last: RequestOutput | None = None
         """What the engine last said."""
-
-        self.refused: TooManyRefused | None = None
-        """Why it is not answered, which vLLM's classes have no words for."""
 
     @property
     def uncounted(self) -> int:
@@ -93,7 +89,7 @@ class CheckedEngine:
         """As AsyncLLM's. Raises VLLMValidationError at once, and not with the first output, for what the ranks could
         not take."""
         check_what_ranks_take(sampling_params)
-        check_constraint(sampling_params, self._structured_output)
+        check_structured(sampling_params, self._structured_output)
         check_logprobs(prompt, sampling_params, self._limits)
         end_in_one_piece(sampling_params, self._limits)
         if self._co_located is not None:
@@ -121,14 +117,14 @@ class CheckedEngine:
             async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
                 try:
                     async for output in outputs:
-                        try:
-                            check_reasons(output, params, deadline)
-                        except TooManyRefused as refused:
-                            tally.refused = refused
-                            raise GracefulHTTPError(refused.problem, HTTPStatus.TOO_MANY_REQUESTS) from None
+                        check_reasons(output, params, deadline)
                         tally.add(output, first=not started)
                         started = True
                         yield output
+                except VLLMValidationError as error:  # of a constraint vLLM does not say which field it is
+                    if started or error.parameter is not None or params.structured_outputs is None:
+                        raise
+                    raise VLLMValidationError(problem_in(error), parameter=CONSTRAINT) from None
                 except EngineDeadError:
                     raise RetryableRequestError("the target's engine is gone; retry") from None
                 except MemoryError:  # vLLM's classes would call it a fault of the server's, in an event of a stream
@@ -168,7 +164,7 @@ def check_what_ranks_take(params: SamplingParams) -> None:
         raise VLLMValidationError(str(error), parameter="speculation.verification") from None
 
 
-def check_constraint(params: SamplingParams, mode: Mode) -> None:
+def check_structured(params: SamplingParams, mode: Mode) -> None:
     """Raises VLLMValidationError for a constraint that is not served. vLLM makes structural tags of tools: what is in
     them is JSON schemas, which the mode ``json`` takes; one that a client writes is refused by serving.py."""
     structured = params.structured_outputs
@@ -176,7 +172,7 @@ def check_constraint(params: SamplingParams, mode: Mode) -> None:
         return
     by_tools = mode == "json" and structured.structural_tag is not None
     with in_vllms_words():
-        checked(structured, CONSTRAINT, "all" if by_tools else mode)
+        check_constraint(structured, CONSTRAINT, "all" if by_tools else mode)
 
 
 def check_logprobs(prompt: Any, params: SamplingParams, limits: LimitsConfig) -> None:
@@ -202,16 +198,10 @@ def check_for_co_located(params: SamplingParams, method: str) -> None:
 def check_reasons(output: RequestOutput, params: SamplingParams, deadline: Deadline | None) -> None:
     """vLLM's classes know one way in which the engine gives a request up. Raises for those that are not its fault."""
     for completion in output.outputs:
-        if completion.finish_reason == "error" and (ending := Ending.of(completion.stop_reason)) is not None:
-            REFUSALS.count(ending.reason)
-            if ending.retry_after_s is not None:
-                raise TooManyRefused(CONSTRAINT, ending.problem, ending.retry_after_s)
-            if not ending.is_clients:
-                raise RetryableRequestError(f"the constraint {ending.problem}")
-            raise VLLMValidationError(f"{ending.problem}; {FIX}", parameter=CONSTRAINT)
         if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
             raise VLLMValidationError(
-                f"{', '.join(asked)} left no token to choose, or the grammar could not go on", parameter=asked[0]
+                f"{', '.join(asked)} left no token to choose, or the grammar does not compile or could not go on",
+                parameter=asked[0],
             )
         if completion.finish_reason == "abort" and deadline is not None and deadline.left_s() <= 0:
             raise GracefulHTTPError("aborted when its deadline passed", HTTPStatus.REQUEST_TIMEOUT)

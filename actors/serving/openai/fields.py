@@ -137,7 +137,7 @@ _STRUCTURED_OUTPUTS: dict[str, Rule] = {
     **plain("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
     "disable_any_whitespace": Refused("set for the whole engine, not for a request", (False,)),
     "disable_additional_properties": Refused("set for the whole engine, not for a request", (False,)),
-    "whitespace_pattern": Refused("xgrammar, which compiles the grammars here, has none"),
+    "whitespace_pattern": Refused("no backend that compiles grammars here has one"),
 }
 
 _STREAM_OPTIONS: dict[str, Rule] = {
@@ -214,7 +214,7 @@ _SHARED: dict[str, Rule] = {
     "guided_regex": Refused("removed from vLLM; use structured_outputs.regex"),
     "guided_choice": Refused("removed from vLLM; use structured_outputs.choice"),
     "guided_grammar": Refused("removed from vLLM; use structured_outputs.grammar"),
-    "guided_decoding_backend": Refused("removed from vLLM; grammars are compiled by xgrammar"),
+    "guided_decoding_backend": Refused("removed from vLLM, which picks the backend for each request"),
     "guided_whitespace_pattern": Refused("removed from vLLM"),
 }
 

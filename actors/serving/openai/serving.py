@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -33,10 +32,10 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from outrider.actors.grammars.bounds import check_kind
 from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed, chars_beside, num_chars
 from outrider.actors.replica_calls import OF_THE_CALLER, ReplicaLost, RequestError
 from outrider.actors.request_checks import shortened, shown
+from outrider.actors.request_constraints import check_kind
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.serving.openai.blamed import by_its_name
 from outrider.actors.serving.openai.checked_engine import TALLY, CheckedEngine, Tally
@@ -229,8 +228,6 @@ class OpenAIServing:
         self._check_structural_tag(request)
         parsed = validated(kind, request.body)
         ours = dict(request.round_options)
-        if request.num_answers > 1:
-            ours["siblings"] = secrets.token_hex(8)
         if request.deadline is not None:
             ours["deadline"] = request.deadline  # CheckedEngine makes what is left of it
         if ours:
@@ -304,8 +301,6 @@ async def _events(
 
 def _failure_in(event: str, request_id: str) -> HttpFailure:
     """vLLM has logged what a server error's message would tell."""
-    if (tally := TALLY.get()) is not None and tally.refused is not None:
-        return failure_of(tally.refused, request_id)
     error = json.loads(event.removeprefix("data:"))["error"]
     if error["code"] == HTTPStatus.INTERNAL_SERVER_ERROR:
         return failed_inside(request_id)
@@ -330,8 +325,6 @@ async def _within(seconds: float | None, result: Coroutine[Any, Any, Any]) -> An
 
 
 def _failure_of(error: Exception, request_id: str) -> HttpFailure:
-    if (tally := TALLY.get()) is not None and tally.refused is not None:
-        return failure_of(tally.refused, request_id)
     if isinstance(error, RequestError):
         return refused(error)
     described = create_error_response(error).error

@@ -10,14 +10,13 @@ import pytest
 
 from tests.bench.soak_attacks import CREWS
 from tests.bench.soak_load import Answer, Client, Load, clients, differing, longest_gap_s, lost, tokens_between
-from tests.bench.soak_report import GRAMMARS, Phase, Sample, Soak, Turn, phases, report
+from tests.bench.soak_report import Phase, Sample, Soak, Turn, phases, report
 from tests.certificates import Authority
 
 MIB = 1 << 20
 SAMPLES = {
     "proxy": Sample(200 * MIB, Counter(socket=50), 1),
     "engine core": Sample(900 * MIB, Counter(socket=60), 1),
-    GRAMMARS: Sample(90 * MIB, Counter(pipe=9), 1),
 }
 
 
@@ -66,7 +65,6 @@ def test_a_run_like_alone_meets_every_goal() -> None:
         (a_run(load=[Client("grpc-0", "grpc", ("x",))]), "legitimate requests lost"),
         (a_run(wrong=["token 1 is 7"]), "answers other than alone"),
         (a_run(end={**SAMPLES, "proxy": Sample(265 * MIB, Counter(socket=50), 1)}), "memory of a process at the end"),
-        (a_run(end={**SAMPLES, GRAMMARS: Sample(155 * MIB, Counter(pipe=9), 1)}), "memory of a process at the end"),
         (a_run(end={**SAMPLES, "proxy": Sample(200 * MIB, Counter(socket=50, pipe=1), 1)}), "open files at the end"),
     ],
 )

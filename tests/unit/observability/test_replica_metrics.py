@@ -6,7 +6,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.actors.drafter.vocabulary import DraftVocabulary
-from outrider.actors.grammars.refusals import REASONS, Refusals
 from outrider.actors.observability.catalog import DRAFTER, LENGTHS, LINK, ROUNDS
 from outrider.actors.observability.histogram import Histogram
 from outrider.actors.observability.metrics import ReplicaMetrics
@@ -131,17 +130,6 @@ async def test_all_that_is_reported_is_exported():
     exported = {name.removesuffix("_total") for name in parse(text)}
     missing = {spec.name.removesuffix("_total") for spec in (*ROUNDS, *LENGTHS, *LINK, *DRAFTER)} - exported
     assert missing == {"outrider:refused_proposals"}
-
-
-async def test_constraints_that_were_refused_are_told_by_every_reason_with_and_without_a_drafter():
-    refusals = Refusals()
-    refusals.count("nesting")
-    without = ReplicaMetrics("m", None, None, registry=CollectorRegistry(), refused_constraints=refusals.counts)
-    for metrics in (make(refused_constraints=refusals.counts), without):
-        values = samples(await metrics.text())
-        name, m = "outrider:refused_constraints_total", ("model_name", "m")
-        told = {reason: values[name, m, ("reason", reason)] for reason in REASONS}
-        assert told == {reason: float(reason == "nesting") for reason in REASONS}
 
 
 async def test_the_failing_controller_is_counted():

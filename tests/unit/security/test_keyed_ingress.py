@@ -18,10 +18,8 @@ from outrider.actors.replica_calls import RequestError, RoundOutput, Usage
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.access import process
 from outrider.actors.serving.access.keys import Key, as_entry, hash_of, new_secret
-from outrider.actors.serving.access.owners import asker_of
 from outrider.actors.serving.access.process import guard_ingress
 from outrider.actors.serving.admission import Admission
-from outrider.actors.serving.connections import address_of_call
 from outrider.actors.serving.failures import REQUEST_ID_METADATA
 from outrider.actors.serving.grpc import servicer
 from outrider.actors.serving.grpc.servicer import Ingress
@@ -203,20 +201,6 @@ async def test_without_a_key_nothing_reaches_a_target(ingresses, target, name):
     assert target.asked == []
     with pytest.raises(RuntimeError):
         await asyncio.create_task(ingresses[0].GetServerStatus(pb.GetServerStatusRequest(), context(name)))
-
-
-async def test_who_asks_is_told_by_key_or_address(ingresses, target):
-    for ingress, name in ((ingresses[0], "alice"), (ingresses[1], "bob")):
-        with suppress(asyncio.CancelledError):
-            await running(ingress, name, f"of {name}".replace(" ", "-"))
-    alice, bob = (asked.asker for asked in target.asked)
-    assert (alice, bob) == tuple(asked.caller for asked in target.asked)
-    assert alice != bob
-    one, other = address_of_call("ipv4:10.0.0.1:1"), address_of_call("ipv4:10.0.0.2:1")
-    assert asker_of(None, one) == asker_of(None, address_of_call("ipv4:10.0.0.1:99")) != asker_of(None, other)
-    assert asker_of(None, None) == 0 < asker_of(None, one)
-    site = [asker_of(None, address_of_call(f"ipv6:[2001:db8::{host}]:1")) for host in (1, 2)]
-    assert site[0] == site[1] > 0
 
 
 async def test_calls_by_handle_need_no_key(ingresses, target):

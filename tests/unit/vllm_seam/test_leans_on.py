@@ -12,8 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.structured_output import StructuredOutputManager
 
-from outrider.actors.vllm_seam import ahead, executor, leans_on, scheduler, stages, target_engine
+from outrider.actors.vllm_seam import ahead, executor, leans_on, scheduler, stages, structured_outputs, target_engine
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.cluster.borrowed import Table
 from outrider.cluster.config import ConfigError
@@ -49,7 +50,7 @@ def test_what_is_overridden_is_listed():
         (executor.RayRanksExecutor, RayExecutorV2),
         (scheduler.FairScheduling, Scheduler),
         (scheduler.RoundScheduling, Scheduler),
-        (scheduler.GrammarScheduling, Scheduler),
+        (structured_outputs.TwoBackends, StructuredOutputManager),
         (ahead.DraftSlots, AsyncScheduler),
         (ahead.AheadVllmConfig, VllmConfig),
         (stages.StagedScheduling, Scheduler),

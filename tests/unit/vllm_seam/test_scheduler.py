@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from outrider.actors.round.request import EXTRA_ARGS_KEY
 from outrider.actors.vllm_seam.scheduler import RoundScheduling
@@ -21,6 +22,7 @@ class Books:
         self.ended: list[tuple[str, RequestStatus]] = []
         self.grammar_compile_error_reqs: set[str] = set()
         self.outputs: dict[int, EngineCoreOutputs] = {}
+        self.structured_output_manager = object.__new__(StructuredOutputManager)
 
     def add_request(self, request: Any) -> None:
         self.requests[request.request_id] = request

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from outrider.actors.replica_calls import RequestError, RequestIdInUse, SamplingFailed, TooManyRefused
+from outrider.actors.replica_calls import RequestError, RequestIdInUse, SamplingFailed
 from outrider.actors.serving.failures import (
     ERROR_DOMAIN,
     REQUEST_ID_METADATA,
@@ -42,15 +40,6 @@ def test_a_refused_field_is_named_for_programs() -> None:
     info = found["ErrorInfo"]
     assert (info.reason, info.domain, info.metadata["request_id"]) == ("INVALID_REQUEST", ERROR_DOMAIN, "r-1")
     assert "RetryInfo" not in found
-
-
-def test_too_many_refused_constraints_are_told_with_their_field_and_when_to_retry() -> None:
-    refused = TooManyRefused("sampling.structured_outputs.grammar", "was not looked at", 6.4)
-    failure = failure_of(pickle.loads(pickle.dumps(refused)), "Generate", "r-1")
-    status, found = details(failure.trailing_metadata())
-    assert (status.code, found["ErrorInfo"].reason) == (CODE.RESOURCE_EXHAUSTED.value[0], "TOO_MANY_REFUSED")
-    assert found["BadRequest"].field_violations[0].field == "sampling.structured_outputs.grammar"
-    assert found["RetryInfo"].retry_delay.seconds == 7
 
 
 @pytest.mark.parametrize(

@@ -145,14 +145,10 @@ def test_failures_before_the_answer(raised, status):
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
-def test_what_the_target_says_beside_its_status_reaches_the_client_and_who_asks_reaches_the_target():
-    target = Target([OpenAIHead(429, headers={"Retry-After": "7"}), "{}"], [OpenAIHead(200), "{}"])
-    http = client(target)
-    response = http.post("/v1/chat/completions", json=CHAT)
+def test_what_the_target_says_beside_its_status_reaches_the_client():
+    target = Target([OpenAIHead(429, headers={"Retry-After": "7"}), "{}"])
+    response = client(target).post("/v1/chat/completions", json=CHAT)
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
-    assert target.requests[0].round_options["asker"] > 0
-    http.post("/tokenize", json={"prompt": "a"})
-    assert target.requests[1].round_options == {}
 
 
 def test_a_request_whose_replica_is_lost_goes_to_another():

@@ -8,22 +8,17 @@ from contextlib import aclosing, nullcontext
 from types import SimpleNamespace
 
 import pytest
-import xgrammar
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.parser.abstract_parser import _xgrammar_supports
 from vllm.renderers import renderer_from_config
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.structured_output import backend_xgrammar
 
-from outrider.actors.grammars.bounds import Ending
 from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed
 from outrider.actors.replica_calls import Deadline, ReplicaLost
 from outrider.actors.serving.openai.serving import COUNT_EVERY_TOKENS, OpenAIServing
-from outrider.actors.vllm_seam.structured_outputs import leave_constraints_to_rooms
 from outrider.cluster.config import ConfigError, parse_config
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import build_tiny_llama
@@ -34,8 +29,7 @@ FINISHED = "stop"
 
 
 class Llm:
-    """Answers every request with script: texts of its rounds; exceptions are raised, None never comes, an Ending ends
-    it."""
+    """Answers every request with script: texts of its rounds; exceptions are raised, None never comes."""
 
     errored = False
 
@@ -64,9 +58,6 @@ class Llm:
                 await asyncio.sleep(0)
                 if isinstance(step, Exception):
                     raise step
-                if isinstance(step, Ending):
-                    yield output(prompt, request_id, "", "error", step.stop_reason())
-                    return
                 if step is None:
                     self.stands_still()
                     await asyncio.Event().wait()
@@ -78,14 +69,14 @@ class Llm:
             self.open -= 1
 
 
-def output(prompt, request_id, text, finish_reason, stop_reason=None):
+def output(prompt, request_id, text, finish_reason):
     ids = list(text.encode())
     return RequestOutput(
         request_id=request_id,
         prompt=prompt.get("prompt"),
         prompt_token_ids=prompt["prompt_token_ids"],
         prompt_logprobs=None,
-        outputs=[CompletionOutput(0, text, ids, None, None, finish_reason=finish_reason, stop_reason=stop_reason)],
+        outputs=[CompletionOutput(0, text, ids, None, None, finish_reason=finish_reason)],
         finished=finish_reason is not None,
     )
 
@@ -166,51 +157,6 @@ async def test_a_replica_without_memory_is_for_another_one_and_says_no_more(serv
         assert secret not in "".join(parts)
 
 
-TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}
-
-
-@pytest.fixture
-def nothing_compiles(monkeypatch):
-    """In this process: 12 KB of a schema took over 6 s and 890 MiB of the replica's event loop."""
-    compiled = []
-    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", backend_xgrammar.validate_xgrammar_grammar)
-    leave_constraints_to_rooms()
-
-    def compile_it(*args, **options):
-        compiled.append(args)
-        raise ValueError("compiled where nothing may stand still")
-
-    for way in ("from_structural_tag", "from_json_schema", "from_ebnf", "from_lark", "from_regex"):
-        monkeypatch.setattr(xgrammar.Grammar, way, compile_it)
-    yield
-    assert not compiled
-
-
-@pytest.mark.usefixtures("nothing_compiles")
-@pytest.mark.parametrize(
-    ("endpoint", "constraint"),
-    [
-        ("completions", {"structured_outputs": {"structural_tag": json.dumps(TAG)}}),
-        ("chat", {"structured_outputs": {"structural_tag": json.dumps(TAG)}}),
-        ("chat", {"response_format": TAG}),
-        ("completions", {"structured_outputs": {"json": {"type": "object"}}}),
-        ("chat", {"structured_outputs": {"grammar": 'root ::= "a"'}}),
-    ],
-)
-async def test_no_constraint_is_compiled_where_others_are_answered(serving, llm, endpoint, constraint):
-    llm.script = ["Hello"]
-    head, _ = await answer(serving, endpoint, {**(CHAT if endpoint == "chat" else {"prompt": "hi"}), **constraint})
-    assert head.status == 200
-
-
-@pytest.mark.usefixtures("nothing_compiles")
-def test_nor_is_one_that_a_tool_parser_would_join_with_its_tools():
-    assert _xgrammar_supports(StructuredOutputsParams(json={"type": "object"}))
-    assert not _xgrammar_supports(StructuredOutputsParams(json={"type": "array", "uniqueItems": True}))
-    assert not _xgrammar_supports(StructuredOutputsParams(json="{"))
-    assert not _xgrammar_supports(StructuredOutputsParams(grammar='start: "a"'))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 async def test_what_an_answer_has_cost_is_told_at_its_end(serving, llm, endpoint, stream):
@@ -238,21 +184,6 @@ async def test_a_stream_is_counted_before_its_client_can_leave(serving, llm, end
                     break
     assert sum(each.prompt for each in told) > 0
     assert sum(each.completion for each in told) >= said.count("x") - COUNT_EVERY_TOKENS
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("endpoint", ["chat", "completions", "responses"])
-async def test_a_caller_that_had_too_much_refused_is_told_when_to_retry(serving, llm, endpoint, stream):
-    llm.script = [Ending("was not looked at; retry in 7 s", "budget", 6.4)]
-    prompt = {"chat": CHAT, "completions": {"prompt": "hi"}, "responses": {"input": "hi"}}[endpoint]
-    field, constraint = "response_format", {"response_format": {"type": "json_object"}}
-    if endpoint == "responses":
-        field, constraint = "text", {"text": {"format": {"type": "json_object"}}}
-    head, [text] = await answer(serving, endpoint, {**prompt, **constraint, "stream": stream})
-    assert (head.status, head.headers) == (429, {"Retry-After": "7"})
-    error = json.loads(text)["error"]
-    assert (error["code"], error["param"], error["type"]) == (429, field, "RateLimitError")
-    assert "retry in 7 s" in error["message"]
 
 
 async def whole(serving, endpoint, body, **options):
@@ -284,18 +215,6 @@ async def test_a_stream_has_an_event_a_round(serving):
     head, parts = await answer(serving, "completions", {"prompt": "hi", "stream": True})
     assert (head.status, head.is_stream) == (200, True)
     assert [event["choices"][0]["text"] for event in events(parts)] == ["Hel", "lo"]
-
-
-@pytest.mark.parametrize("body", [{"prompt": ["hi", "ho"]}, {"prompt": "hi", "n": 2}])
-async def test_answers_of_one_request_are_known_as_such(serving, llm, body):
-    found = []
-    for _ in range(2):
-        llm.params.clear()
-        await whole(serving, "completions", body)
-        (of_one,) = {params.extra_args["outrider"]["siblings"] for params in llm.params}
-        found.append(of_one)
-    assert found[0] != found[1]
-    assert sum(params.n for params in llm.params) == 2
 
 
 async def test_options_of_the_round_reach_the_engine(serving, llm):
