@@ -22,6 +22,7 @@ from outrider.actors.vllm_seam import leans_on
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+    from vllm.v1.structured_output.backend_types import StructuredOutputBackend
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Fields of StructuredOutputsParams, one of which is set."""
@@ -47,6 +48,7 @@ def check_constraint(params: StructuredOutputsParams, field: str, mode: Mode) ->
 class TwoBackends(StructuredOutputManager):
     """vLLM's manager of the engine's core, made of it by `serve_both`."""
 
+    backend: StructuredOutputBackend | None
     managers: dict[str | None, StructuredOutputManager]
     """By backend: a copy of vLLM's manager, which makes the backend at its first request."""
 

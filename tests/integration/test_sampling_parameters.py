@@ -224,6 +224,10 @@ STRUCTURES = {
     "regex": ({"regex": r"[a-c]{6}-[0-9]{4}"}, lambda text: re.fullmatch(r"[a-c]{6}-[0-9]{4}", text)),
     "grammar": ({"grammar": 'root ::= "go " ("left" | "right") " now"'}, lambda text: text in TURNS),
     "choice": ({"choice": FRUIT}, lambda text: text in FRUIT),
+    "guidance": (
+        {"json_schema": {"type": "integer", "multipleOf": 7, "minimum": 10, "maximum": 9999}},
+        lambda text: int(text) % 7 == 0,
+    ),
 }
 
 
@@ -237,12 +241,20 @@ def test_structured_outputs(on_and_off, kind, how):
     assert answer.finish_reason == pb.FINISH_REASON_STOP
 
 
-@pytest.mark.parametrize("how", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
-def test_a_grammar_cuts_drafts_and_changes_no_token(on_and_off, how):
+LETTERS = {"regex": r"[a-e]{40}"}
+LETTERS_BY_GUIDANCE = {"json_schema": {"type": "string", "pattern": r"^[a-e]{40}$", "minLength": 40}}
+
+
+@pytest.mark.parametrize(
+    ("how", "constraint"),
+    [(SAMPLED, LETTERS), (GREEDY, LETTERS), (SAMPLED, LETTERS_BY_GUIDANCE)],
+    ids=["sampled", "greedy", "sampled-guidance"],
+)
+def test_a_grammar_cuts_drafts_and_changes_no_token(on_and_off, how, constraint):
     """vllm#49694, #54437: the drafter does not know the grammar, so many of its drafts are cut, and some are not."""
     push = {**dict.fromkeys(range(97, 102), 9.0), 33: 8.0}
-    answer = on_and_off(**how, regex=r"[a-e]{40}", ignore_eos=False, logit_bias=push)
-    assert re.fullmatch(r"[a-e]{40}", answer.text)
+    answer = on_and_off(**how, **constraint, ignore_eos=False, logit_bias=push)
+    assert re.fullmatch(r'"?[a-e]{40}"?', answer.text)
     speculative = answer.metrics.speculative_decoding
     assert 0 < speculative.num_draft_tokens < K * (speculative.num_spec_steps - 1), "nothing was cut"
 
