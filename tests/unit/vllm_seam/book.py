@@ -3,6 +3,7 @@ position anywhere changes the answer, and vLLM's scheduler with ours in front, w
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from pathlib import Path
@@ -36,6 +37,8 @@ def next_token(tokens: list[int]) -> int:
 
 
 def make_scheduler(vllm_config: Any, blocks: int) -> Any:
+    """Requests arrive a tenth of a millisecond apart, however fast this machine is: who is preempted depends on it."""
+    arrivals = itertools.count()
     vllm_config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return vllm_config.scheduler_config.get_scheduler_cls()(
@@ -44,6 +47,7 @@ def make_scheduler(vllm_config: Any, blocks: int) -> Any:
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=BLOCK_SIZE,
         log_stats=False,
+        arrival_clock=lambda: next(arrivals) / 1e4,
     )
 
 
