@@ -34,6 +34,7 @@ from outrider.cluster.link.messages import Message
 from outrider.cluster.placement import (
     NAMESPACE,
     OWN_GPUS,
+    V1_RUNNER,
     RankPlacement,
     ReplicaPlacement,
     bind_to,
@@ -55,7 +56,7 @@ ASK_AGAIN_S = 10.0
 
 ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the drafter's own process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # steps are hand-built for the V1 runner; with Triton vLLM would take V2
+    **V1_RUNNER,  # steps are hand-built for it; with Triton vLLM would take V2
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its profiling run would compile it with nvcc, and nothing else here uses it
 }
 

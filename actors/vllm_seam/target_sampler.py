@@ -221,7 +221,8 @@ def verification_batch(
 
 
 def _uniform_q(num_drafts: int, n: int) -> SparseQ | None:
-    """What num_drafts drafts of one request may have been drawn from: n tokens, all as likely. None: without drafts."""
+    """Returns a distribution for each of num_drafts drafts of one request, over n tokens that are all as likely. None:
+    there are no drafts."""
     if not num_drafts or not n:
         return None
     ids = np.tile(np.arange(n, dtype=np.int32), (num_drafts, 1))

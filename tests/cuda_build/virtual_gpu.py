@@ -81,9 +81,6 @@ class VirtualGpu:
         self.launches: Counter[str] = Counter()
         """Custom operations and Triton kernels that have run."""
 
-        self.not_run: Counter[str] = Counter()
-        """Custom operations that no function computes."""
-
         self.recording: list[Callable[[], None]] | None = None
         self._pinned: dict[int, Tensor] = {}
 
@@ -98,7 +95,7 @@ class VirtualGpu:
         made_there = (
             "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == "cuda"
         )
-        pinned = kwargs.pop("pin_memory", False) if "pin_memory" in kwargs else False
+        pinned = kwargs.pop("pin_memory", False)
         if not (there or made_there):
             result = func(*args, **kwargs)
             if pinned and isinstance(result, Tensor):
@@ -135,7 +132,6 @@ class VirtualGpu:
         if func.namespace not in ("aten", "prim", "prims"):
             name = func._schema.name
             if (kernel := self.kernels.get(name)) is None:
-                self.not_run[name] += 1
                 raise NotImplementedError(f"{func._schema} is called, and no function here computes it")
             self.launches[name] += 1
             call = kernel
@@ -148,7 +144,7 @@ class VirtualGpu:
     def _wrap(self, value: Any, given: dict[int, VirtualTensor]) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return given.get(id(value)) if id(value) in given else VirtualTensor(value)
+        return given[id(value)] if id(value) in given else VirtualTensor(value)
 
     def record(self, call: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """Keeps an operation for the graph that is captured, if one is. A replay writes where the capture wrote."""
