@@ -22,11 +22,11 @@ import yaml
 from ray._private import ray_constants
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
-from outrider.actors.serving.access.settings import ProxyAccess
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.nodes import Node, Wanted, check_nodes_hold_each, kept_together
 from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
 from outrider.deploy.app import TAKE_DOWN_S, ReplicaPlan
+from outrider.deploy.gateway import TOKEN_VARIABLE
 from outrider.deploy.nodes import can_surge
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,13 @@ def cluster(overlay: str) -> Tree:
     return spec
 
 
+def containers(group: Tree) -> dict[str, Tree]:
+    """Of its pods, Ray's first, as KubeRay wants it."""
+    found = group["template"]["spec"]["containers"]
+    assert found[0]["name"].startswith("ray-")
+    return {"ray": found[0], **{container["name"]: container for container in found[1:]}}
+
+
 def groups(overlay: str) -> Iterator[tuple[str, Tree]]:
     spec = cluster(overlay)
     yield "head", spec["headGroupSpec"]
@@ -119,9 +126,9 @@ def configurations(overlay: str) -> dict[str, str]:
 def environment_of(overlay: str, container: Tree) -> dict[str, str]:
     """As a container sees it."""
     found: dict[str, str] = {}
-    for source in container["envFrom"]:
+    for source in container.get("envFrom", []):
         found |= config_map(overlay, source["configMapRef"]["name"])
-    return found | {variable["name"]: variable["value"] for variable in container["env"]}
+    return found | {each["name"]: each.get("value", str(each.get("valueFrom"))) for each in container["env"]}
 
 
 def configuration(overlay: str) -> OutriderConfig:
@@ -250,7 +257,7 @@ def test_what_ray_and_vllm_write_to_can_be_written(overlay: str) -> None:
     for role, group in groups(overlay):
         pod = group["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        (container,) = pod["containers"]
+        container = containers(group)["ray"]
         mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
         for path in ("/tmp", "/dev/shm", "/home/outrider"):
             assert volumes[mounts[path]["name"]]["emptyDir"]["sizeLimit"], (role, path)
@@ -280,15 +287,10 @@ def test_resources_are_asked_for_and_bounded(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_ports_have_the_names_and_numbers_that_kuberay_and_the_configuration_want(overlay: str) -> None:
-    config, serve = configuration(overlay), serve_config(overlay)
-    expected = {
-        "serve": serve["http_options"]["port"],
-        "serve-grpc": serve["grpc_options"]["port"],
-        "outrider-admin": config.serving.admin_port,
-    }
+    gateway = configuration(overlay).serving.gateway
+    expected = {"serve": gateway.http_port, "serve-grpc": gateway.grpc_port, "outrider-admin": gateway.admin_port}
     for role, group in groups(overlay):
-        (container,) = group["template"]["spec"]["containers"]
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        ports = {port["name"]: port["containerPort"] for port in containers(group)["ray"]["ports"]}
         assert expected.items() <= ports.items(), role
     assert cluster(overlay)["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
@@ -302,18 +304,16 @@ def test_the_service_says_that_grpc_is_http2_in_plain_text(overlay: str) -> None
     assert ports["serve-grpc"]["appProtocol"] == "kubernetes.io/h2c"
     assert ports["serve"]["appProtocol"] == "http"
     assert {name: port["targetPort"] for name, port in ports.items()} == {"serve": "serve", "serve-grpc": "serve-grpc"}
-    serve = serve_config(overlay)
-    assert (ports["serve"]["port"], ports["serve-grpc"]["port"]) == (
-        serve["http_options"]["port"],
-        serve["grpc_options"]["port"],
-    )
+    gateway = configuration(overlay).serving.gateway
+    assert (ports["serve"]["port"], ports["serve-grpc"]["port"]) == (gateway.http_port, gateway.grpc_port)
+    assert gateway.tls is None, "KubeRay's probe speaks plain text"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_probes(overlay: str) -> None:
-    """Traffic comes where Serve's proxy is healthy; a pod is started anew where Ray is not."""
+    """Traffic comes where Serve's proxy is healthy, asked through the gateway; a pod restarts where Ray is not."""
     for role, group in groups(overlay):
-        (container,) = group["template"]["spec"]["containers"]
+        container = containers(group)["ray"]
         assert container["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
         ready = container["readinessProbe"]["httpGet"]
         by_kuberays_service = bool(installed(overlay, "RayService")) and role != "head"
@@ -337,24 +337,43 @@ def test_the_application_and_the_proxies_are_told_the_same(overlay: str) -> None
     (application,) = serve["applications"]
     assert application["name"] == config.serving.app_name
     assert application["import_path"] == "outrider.deploy.app:build"
-    assert serve["http_options"]["host"] == config.serving.host == "0.0.0.0"
+    assert serve["http_options"] == {"host": "127.0.0.1", "port": config.serving.http_port}, "the gateway is before it"
+    assert serve["grpc_options"]["port"] == config.serving.grpc_port
     assert config.serving.nodes_may_come, "the head is asked before the workers have joined"
     for role, group in groups(overlay):
-        pod = group["template"]["spec"]
-        (container,) = pod["containers"]
+        container = containers(group)["ray"]
         environment = environment_of(overlay, container)
-        found = ProxyAccess.from_environment(environment)
-        assert found == ProxyAccess.of(config.serving), role
         assert PROXY_ENVIRONMENT.items() <= environment.items(), role
         assert ("RAY_health_check_timeout_ms" in environment) == (role == "head"), "GCS looks after the nodes"
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert Path(application["args"]["config"]).name in configurations(overlay)
         assert mounts[str(Path(application["args"]["config"]).parent)] == "configuration"
-        if config.serving.keys_file is not None:
-            (keys,) = [volume for volume in pod["volumes"] if volume["name"] == mounts["/etc/outrider/keys"]]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_gateway_is_before_the_proxies_of_each_pod_that_clients_reach(overlay: str) -> None:
+    gateway = configuration(overlay).serving.gateway
+    for role, group in groups(overlay):
+        pod, found = group["template"]["spec"], containers(group)
+        token = environment_of(overlay, found["ray"])[TOKEN_VARIABLE]
+        assert "outrider-gateway" in token, "the ingress may sit on any node"
+        assert ("gateway" in found) == (role != "drafter")
+        if role == "drafter":
+            continue
+        container = found["gateway"]
+        assert environment_of(overlay, container)[TOKEN_VARIABLE] == token
+        python, dash_m, module, path = container["command"]
+        assert (python, dash_m, module) == ("python", "-m", "outrider.deploy.gateway")
+        (application,) = serve_config(overlay)["applications"]
+        assert path == application["args"]["config"]
+        assert gateway.host == "0.0.0.0"
+        assert container["livenessProbe"]["tcpSocket"]["port"] == gateway.http_port
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert {"/tmp", str(Path(path).parent)} <= mounts.keys()
+        if gateway.keys_file is not None:
+            (keys,) = [each for each in pod["volumes"] if each["name"] == mounts[str(Path(gateway.keys_file).parent)]]
             assert keys["secret"]["defaultMode"] & 0o027 == 0, "others may not read it, nor the group change it"
             assert pod["securityContext"]["fsGroup"] == 1000
-    assert config.limits == type(config.limits)(), "the proxies would want OUTRIDER_LIMITS too"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -418,8 +437,8 @@ def test_policies_and_budgets_find_their_pods(overlay: str) -> None:
         assert isinstance(budget["spec"]["minAvailable"], int), "a RayCluster has no scale subresource"
 
 
-def test_clients_reach_the_two_ports_of_the_proxies_and_nothing_else() -> None:
-    config, serve = configuration("gpu"), serve_config("gpu")
+def test_clients_reach_the_two_ports_of_the_gateway_and_nothing_else() -> None:
+    gateway = configuration("gpu").serving.gateway
     policy = installed("gpu", "NetworkPolicy")[0]["spec"]["ingress"]
     reached = {}
     for rule in policy:
@@ -428,12 +447,11 @@ def test_clients_reach_the_two_ports_of_the_proxies_and_nothing_else() -> None:
             "matchLabels", {}
         )
         reached["/".join(sorted(labels.values()))] = [port["port"] for port in rule.get("ports", [])]
-    proxies = [serve["http_options"]["port"], serve["grpc_options"]["port"]]
     assert reached == {
         "outrider": [],  # each other, on any port
-        "true": proxies,
-        "monitoring": [config.serving.admin_port, 8080],
-        "kuberay-operator/kuberay-system": [8265, proxies[0]],
+        "true": [gateway.http_port, gateway.grpc_port],
+        "monitoring": [gateway.admin_port, 8080],
+        "kuberay-operator/kuberay-system": [8265, gateway.http_port],
     }
 
 
@@ -459,6 +477,6 @@ def test_pods_run_the_image_of_their_kind(overlay: str) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     kind = overlay.split("-")[0]
     for _, group in groups(overlay):
-        (container,) = group["template"]["spec"]["containers"]
-        assert container["image"] == f"outrider:{version}-{kind}"
-        assert json.dumps(container).count("latest") == 0
+        for container in containers(group).values():
+            assert container["image"] == f"outrider:{version}-{kind}"
+            assert json.dumps(container).count("latest") == 0

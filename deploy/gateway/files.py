@@ -1,0 +1,123 @@
+"""What HAProxy is given: its configuration, certificates and a map of keys, made from ``serving.gateway``."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import ssl
+from pathlib import Path
+from string import Template
+
+from outrider.cluster.config_section import ConfigError
+from outrider.cluster.gateway_config import GatewayConfig
+from outrider.deploy.keys import load_keys, read_private_file
+
+FIELD = "serving.gateway"
+CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+_NEVER = 253402300800
+"""First second of the year 10000."""
+
+_CLIENT_TIMEOUT_S = 60.0
+"""At most, for a TLS handshake, and for a client that reads nothing of what waits for it."""
+
+_MAX_CONNECTIONS = 8192
+
+
+def contents(config: GatewayConfig, directory: Path) -> dict[str, bytes]:
+    """File in the directory -> what is to be in it. Raises ConfigError."""
+    found: dict[str, bytes] = {}
+    if (tls := config.tls) is not None:
+        certificate = _read(f"{FIELD}.tls.certificate", tls.certificate)
+        key = read_private_file(f"{FIELD}.tls.key", Path(tls.key))
+        found["server.pem"] = _without_blank_lines(certificate + b"\n" + key)
+        _check_pair(directory / "new.pem", found["server.pem"])
+        if tls.client_ca is not None:
+            certificates = CERTIFICATE.findall(_read(f"{FIELD}.tls.client_ca", tls.client_ca))
+            found["clients.pem"] = b"\n".join(map(_without_blank_lines, certificates))
+            _check_authorities(found["clients.pem"])
+    if config.keys_file is not None:
+        found["keys.map"] = render_keys(Path(config.keys_file)).encode()
+    return found
+
+
+def render(config: GatewayConfig, directory: Path, backends: dict[str, str], binds: dict[str, str]) -> str:
+    """HAProxy's configuration. directory: where its socket, certificates and map of keys are."""
+    tls = ""
+    if config.tls is not None:
+        tls = f"ssl crt {directory}/server.pem"
+        if config.tls.client_ca is not None:
+            tls += f" ca-file {directory}/clients.pem verify required"
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = _MAX_CONNECTIONS if open_files == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, open_files // 4)
+    return Template((Path(__file__).parent / "haproxy.cfg").read_text()).substitute(
+        backends,
+        directory=directory,
+        maxconn=most,
+        threads=min(4, len(os.sched_getaffinity(0))),
+        header_timeout_ms=round(config.header_timeout_s * 1000),
+        idle_timeout_ms=round(config.idle_timeout_s * 1000),
+        client_timeout_ms=round(min(config.idle_timeout_s, _CLIENT_TIMEOUT_S) * 1000),
+        connections=config.max_connections_per_address,
+        max_body_bytes=config.max_body_bytes,
+        requests_per_minute=config.requests_per_minute or 0,
+        keys="on" if config.keys_file is not None else "off",
+        admin="on" if config.admin_port is not None else "off",
+        http_bind=binds["http_port"],
+        grpc_bind=binds["grpc_port"],
+        admin_bind=binds.get("admin_port", ""),
+        http_tls=f"{tls} alpn h2,http/1.1" if tls else "",
+        grpc_tls=f"{tls} alpn h2" if tls else "proto h2",
+    )
+
+
+def render_keys(path: Path) -> str:
+    """A line a key: its hash in capitals, as HAProxy's ``hex`` writes it, expiry in seconds, requests a minute."""
+    lines = []
+    for key in load_keys(f"{FIELD}.keys_file", path):
+        expires = _NEVER if key.expires is None else int(key.expires.timestamp())
+        lines.append(f"{key.hash.removeprefix('sha256:').upper()} {expires}:{key.requests_per_minute or ''}\n")
+    return "".join(lines)
+
+
+def files_of(config: GatewayConfig) -> list[Path]:
+    """What may change while it runs."""
+    tls = config.tls
+    named = [config.keys_file, *((tls.certificate, tls.key, tls.client_ca) if tls is not None else ())]
+    return [Path(name) for name in named if name is not None]
+
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{field}: {path} cannot be read ({error.strerror}); name a file that can") from None
+
+
+def _check_pair(path: Path, pem: bytes) -> None:
+    """Raises ConfigError. HAProxy drops established connections when it is given a pair that does not match."""
+    path.write_bytes(pem)
+    try:
+        # Never ask a terminal for a passphrase.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(path, password=lambda: b"")
+    except (ssl.SSLError, ValueError) as error:
+        why = getattr(error, "reason", None) or str(error)
+        raise ConfigError(
+            f"{FIELD}.tls.certificate: cannot be used with {FIELD}.tls.key ({why}); write a certificate and its "
+            "private key, in PEM and without a passphrase"
+        ) from None
+    finally:
+        path.unlink()
+
+
+def _check_authorities(pem: bytes) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=pem.decode())
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(f"{FIELD}.tls.client_ca: has no certificates that can be read; write PEM") from None
+
+
+def _without_blank_lines(pem: bytes) -> bytes:
+    """An empty line ends a command of the stats socket."""
+    return b"\n".join(line for line in pem.splitlines() if line.strip()) + b"\n"
