@@ -1,5 +1,5 @@
-"""``serving.autoscaling`` and ``drafter.autoscaling``: how many target replicas there are to be, and how many drafters
-of the pool, and by what."""
+"""Sections ``serving.autoscaling`` and ``drafter.autoscaling``: how the number of target replicas and of a pool's
+drafters follows the load."""
 
 from __future__ import annotations
 
@@ -7,40 +7,36 @@ from pydantic import Field, model_validator
 
 from outrider.cluster.config_section import Section
 
-REASONS = ("steady", "queue", "refused", "kv", "round", "idle", "loading", "no_data", "bounds")
-"""Why there are to be so many: nothing calls for a change; work waits too long; requests were refused; KV caches are
-full; steps are too long; there is room for one less; what was called for is being loaded; replicas or callers said
-nothing lately; the configuration's limits have changed."""
+REASONS = ("steady", "queue", "kv", "round", "idle", "loading", "no_data")
+"""Why a number of replicas is desired: nothing calls for a change; requests wait too long; KV caches are full; steps
+are too long; one replica fewer is enough; replicas load; replicas have not reported lately."""
 
 
 class AutoscalingConfig(Section):
-    """As many target replicas as the load takes; [autoscaling.md](autoscaling.md) says how that is told."""
+    """As many target replicas as the load needs, see [autoscaling.md](autoscaling.md)."""
 
     min: int = 1
-    """Replicas that there always are. At least 1: a request that no replica takes could not be answered for as long as
-    a model takes to load."""
+    """Least number of replicas, at least 1: without any, requests would wait for as long as a model takes to load."""
 
     max: int
-    """Replicas that there are at most."""
+    """Greatest number of replicas."""
 
     target_queue_s: float = Field(5.0, gt=0, le=3600)
-    """How long requests that wait for a replica's engine may wait: their tokens, prompt and expected answer, by the
-    tokens a second that the replicas were measured to do. What is longer calls for more replicas."""
+    """Longest time that requests may wait for an engine before replicas are added. Computed as the waiting tokens,
+    prompts and expected answers, divided by the measured tokens per second of all replicas."""
 
     target_round_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """How long a step of the target, a round where it speculates, may take in the median. A batch of more requests has
-    longer ones: what is above it calls for more replicas, as long as there are more requests than replicas. None: steps
-    may be as long as they are."""
+    """Target median step time in milliseconds. When exceeded, replicas are added, as long as there are more requests
+    than replicas. Null: no limit."""
 
     target_kv_usage: float = Field(0.9, gt=0, le=1)
-    """Share of their KV caches that running requests may take while others wait. More calls for more replicas."""
+    """Mean KV cache usage above which replicas are added while requests wait."""
 
     upscale_delay_s: float = Field(5.0, ge=0, le=3600)
-    """How long more replicas have to be called for before they are started."""
+    """How long the load must need more replicas, without a break, before they are started."""
 
     downscale_delay_s: float = Field(300.0, ge=0, le=86_400)
-    """How long one replica less has to do before one is taken away; the next one as much later. Starting one again
-    takes as long as its models take to load."""
+    """How long one replica fewer must be enough, without a break, before one is stopped; the next one as much later."""
 
     @model_validator(mode="after")
     def _at_least_one(self) -> AutoscalingConfig:
@@ -54,39 +50,38 @@ class AutoscalingConfig(Section):
         return self
 
 
-POOL_REASONS = ("targets", "gain", "idle", "probe", "no_data", "bounds")
-"""Why there are to be so many drafters: as many as the targets at work take; fewer, since more would gain less than
-they cost; no target is at work; to see what one gains now; nobody has said anything lately; the configuration's
-limits."""
+POOL_REASONS = ("targets", "gain", "idle", "probe", "no_data")
+"""Why a number of drafters is desired: the busy targets take so many; more would gain less than they cost; no target
+is busy; one is tried to measure its gain; targets have not reported lately."""
 
 
 class PoolScalingConfig(Section):
-    """As many drafters in a pool as pay for themselves; [pool.md](pool.md) says how that is told."""
+    """As many drafters in a pool as gain what they cost, see [pool.md](pool.md)."""
 
     min: int = Field(0, ge=0, le=1024)
-    """Drafters that there always are. 0: where none pays, all targets decode plainly."""
+    """Least number of drafters. 0: while none pays, targets decode without drafts."""
 
     max: int = Field(ge=1, le=1024)
-    """Drafters that there are at most."""
+    """Greatest number of drafters."""
 
     targets_per_drafter: int = Field(4, ge=1, le=1024)
-    """For so many targets with requests one drafter is called for. 4: by tokens a second of each accelerator within 3%
-    of the best of 1, 2, 4 and 8, for drafters of 8B, 1B and 0.6B at batch 1 and 8, as simulated
-    ([emulation.md](emulation.md#the-curve)). A large drafter or batch does best with 2, a small one at batch 1 with 8;
-    larger batches were not simulated."""
+    """Busy targets per drafter. 4 is within 3% of the best of 1, 2, 4 and 8 in tokens per second and accelerator, for
+    drafters of 8B, 1B and 0.6B at batch 1 and 8, simulated ([emulation.md](emulation.md#the-curve)). A large drafter
+    or batch does best with 2, a small drafter at batch 1 with 8; larger batches were not simulated."""
 
     worth: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
-    """What a drafter has to gain, in tokens a second over plain decoding, by what its accelerators would do as part of
-    a target. 0: any gain will do."""
+    """What a drafter must gain, in tokens per second over plain decoding, relative to what its accelerators would do as
+    part of a target. 0: any gain is enough."""
 
     upscale_delay_s: float = Field(5.0, ge=0, le=3600)
-    """How long more drafters have to be called for before they are started."""
+    """How long targets must need more drafters, without a break, before they are started. The first one of an empty
+    pool is started at once."""
 
     downscale_delay_s: float = Field(300.0, ge=0, le=86_400)
-    """How long one drafter less has to do before one is taken away; the next one as much later."""
+    """How long one drafter fewer must be enough, without a break, before one is stopped; the next one as much later."""
 
     probe_s: float = Field(900.0, ge=1, le=86_400)
-    """Where none pays and requests run: how long until one is started to see whether that has changed."""
+    """How often a drafter is started to measure its gain, while requests run and none pays."""
 
     @model_validator(mode="after")
     def _in_order(self) -> PoolScalingConfig:

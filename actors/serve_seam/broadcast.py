@@ -1,7 +1,7 @@
-"""One call to every replica of a deployment, for what a router cannot aim: abort by id, counters, caches.
+"""Calls every replica of a deployment: abort by id, metrics, adapters.
 
 Serve's own ``DeploymentHandle.broadcast`` loses every answer when one replica is late, and does not say whose answer
-is whose. Here late replicas cost their own answer only, and each replica signs what it sends.
+is whose. Here a late replica costs its own answer only, and each replica signs its reply.
 """
 
 from __future__ import annotations
@@ -16,25 +16,19 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 SIGNED_REPLY_METHOD = "signed_reply"
-"""What a deployment must offer to be asked: ``signed_reply(method, args) -> ReplicaReply``; see replica_calls.sign."""
+"""What the deployment must have: ``signed_reply(method, args) -> ReplicaReply``, see replica_calls.sign."""
 
 
-async def broadcast(
-    handle: DeploymentHandle, method: str, *args: Any, timeout_s: float, beside: str | None = None
-) -> list[ReplicaReply]:
-    """Call method(*args) on each replica that is running now; one reply each, those that answered first. beside: the id
-    of one whose answer is known: where it is the only one, nobody is asked.
+async def broadcast(handle: DeploymentHandle, method: str, *args: Any, timeout_s: float) -> list[ReplicaReply]:
+    """Calls method(*args) on each running replica, past the request queue. Returns one reply each, successes first.
 
-    The calls take part in max_ongoing_requests, so a deployment that should hear them under full load needs slots to
-    spare. Raises DeploymentUnavailableError when no replica is running, ConnectionError when the replicas are not even
-    known within timeout_s.
+    Raises DeploymentUnavailableError when no replica is running, and ConnectionError when the replicas are not known
+    within timeout_s.
     """
-    if beside is not None and is_alone(handle, beside):
-        return []
     give_up = time.monotonic() + timeout_s
     response = handle.broadcast(SIGNED_REPLY_METHOD, method, args)
     try:
-        # Not results_async(): with a time limit that is all of the answers or none.
+        # Not results_async(), which with a time limit returns all answers or none.
         async with asyncio.timeout(timeout_s):
             calls = await response._fetch_replica_results_async()
     except TimeoutError:
@@ -49,14 +43,6 @@ async def broadcast(
                 call.cancel()
     replies = [_reply(answer, method, timeout_s) for answer in waiting]
     return sorted(replies, key=lambda reply: not reply.ok)
-
-
-def is_alone(handle: DeploymentHandle, replica_id: str) -> bool:
-    """Whether that replica is the only one that runs, as the handle's router has it from Serve. False until the handle
-    has been used."""
-    if handle._router is None or (router := handle._router._asyncio_router.request_router) is None:
-        return False
-    return [running.unique_id for running in router.curr_replicas] == [replica_id]
 
 
 def _reply(answer: asyncio.Future[ReplicaReply], method: str, timeout_s: float) -> ReplicaReply:

@@ -1,4 +1,4 @@
-"""Serve's log of a replica, kept alive while vLLM is imported."""
+"""Keeps Serve's log of a replica alive while vLLM is imported."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 
-from outrider.actors.serve_seam import leans_on
+SERVE_LOGGER = "ray.serve"
+"""Serve's logger, whose handler buffers lines for a file."""
 
 
 @contextmanager
 def serve_log_kept() -> Iterator[None]:
-    """Around the first import of vLLM, which configures logging, and so has Python close every handler there is.
+    """Wrap the first import of vLLM, which configures logging, whereupon Python closes every handler.
 
-    A closed handler of Serve's has lost its file: it would keep each line in memory, for good, and write none.
+    A closed MemoryHandler has lost its file: it would buffer lines for ever and write none.
     """
-    leans_on.REPLICA.check()
-    log = logging.getLogger(leans_on.SERVE_LOGGER)
+    log = logging.getLogger(SERVE_LOGGER)
     handlers = [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]
     targets = [handler.target for handler in handlers]
     try:

@@ -1,4 +1,4 @@
-"""One question to the replicas for all who ask the same within a moment: health, and status."""
+"""Asks the replicas once for all callers that ask the same within a moment: health, and status."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 APART_S = 0.25
-"""The replicas are asked so seldom at most. Who asks in between waits for the next time."""
+"""Least time between two questions; callers in between share the next one."""
 
 T = TypeVar("T")
 
 
 class SharedPoll(Generic[T]):
-    """For one event loop. An answer is never older than the question."""
+    """For one event loop. An answer is never older than the call that returns it."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
-        """ask: within a time of its own."""
         self._ask, self._clock = ask, clock
         self._next: asyncio.Task[T] | None = None
         self._asked_s = float("-inf")
 
     async def __call__(self) -> T:
-        """Raises what asking raises. Who gives up waiting ends it for nobody else."""
+        """Raises what ask raises. A caller that is cancelled ends the question for nobody else."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._answer())
-            self._next.add_done_callback(_seen)
+            self._next.add_done_callback(_retrieve_error)
         return await asyncio.shield(self._next)
 
     async def _answer(self) -> T:
@@ -35,7 +34,7 @@ class SharedPoll(Generic[T]):
         return await self._ask()
 
 
-def _seen(task: asyncio.Task[T]) -> None:
-    """Whoever asked may have left: an error is then nobody's."""
+def _retrieve_error(task: asyncio.Task[object]) -> None:
+    """Marks the error as retrieved, since every caller may have been cancelled."""
     if not task.cancelled():
         task.exception()

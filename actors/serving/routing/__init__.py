@@ -1,1 +1,1 @@
-"""Which replica serves a request, and in which order a replica serves what it holds."""
+"""Chooses target replicas for requests."""

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the one with the least to do, where cached prompt tokens count as work saved."""
+"""Chooses the replica with the least work for a request, where cached prompt tokens count as work saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -14,13 +14,13 @@ from typing import Any
 from outrider.actors.serving.routing.request_profile import RoutedRequest, block_tokens
 
 SUSPECT_S = 10.0
-"""How long a replica that could not be reached is left out, while there are others."""
+"""How long a replica that could not be reached gets no requests while there are others."""
 
 _USUAL_TOKENS = 512.0
-"""Of a request, while there is none of our own to go by."""
+"""Assumed of another router's request while this router has none of its own to go by."""
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""Of a replica that has not said how much its KV cache holds."""
+"""KV cache of a replica that has not reported its size."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,16 @@ class RoutingSettings:
 
 
 class RoutingPolicy:
-    """Deterministic: the same requests, reports and seed give the same choices.
+    """Ranks replicas. The same requests, reports and seed give the same choices.
 
-    Candidates are the replicas that have the prompt's beginning, and two others: taken by hash of that beginning, so
-    that routers that know nothing of each other agree, or at random for a prompt too short to have one. The candidate
-    with the lowest score wins, in tokens of work:
+    Candidates are the replicas that have cached the prompt's beginning, and two more: chosen by a hash of that
+    beginning, so that independent routers agree, or at random for a prompt shorter than a block. The candidate with
+    the lowest score wins, in tokens of work:
 
         outstanding - prefix_affinity * cached + (answer_tokens if drafts are wanted and it has no drafter)
 
-    A replica with more than max_imbalance_tokens outstanding beyond the least loaded one gets nothing, whatever it has
-    cached; if that is true of all candidates, the least loaded replica is taken. That bounds what a popular prefix can
-    pile up.
+    A replica with more than max_imbalance_tokens outstanding beyond the least loaded one is no candidate; without any
+    candidate the least loaded replica is taken.
     """
 
     def __init__(self, settings: RoutingSettings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +54,7 @@ class RoutingPolicy:
         self._without_drafter: set[str] = set()
         self._not_serving: set[str] = set()
         self._suspects: dict[str, float] = {}
-        """By replica: when it is to be trusted again."""
+        """By replica: until when it is avoided."""
 
         self._random = random.Random(settings.seed)
 
@@ -64,12 +63,12 @@ class RoutingPolicy:
         return self._load
 
     def update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
-        """The replicas there are, each with its routing_stats: empty until it has sent some."""
+        """Takes the routing_stats of every replica; those of a new one are empty."""
         for gone in self._reports.keys() - reports.keys():
             self.forget(gone)
         for replica, report in reports.items():
             if report == self._reports.get(replica):
-                continue  # of old: what we gave out and got back since is not in it
+                continue  # an old report: it does not count what was sent since
             self._reports[replica] = report
             if "requests" in report:
                 self._load.report(replica, report["requests"])
@@ -87,17 +86,23 @@ class RoutingPolicy:
         self._reports.pop(replica, None)
 
     def suspect(self, replica: str) -> None:
-        """It could not be reached: it may be dead, which Serve will tell, or only its node's network slow."""
+        """Avoids a replica that could not be reached, for SUSPECT_S. Serve removes it if it is dead."""
         self._suspects[replica] = self._clock() + SUSPECT_S
 
-    def rank(self, request: RoutedRequest, replicas: Sequence[str], even_full: bool = False) -> list[str]:
-        """Replicas with room for the request, best first. Those to avoid are in it only if there are no others.
+    def rank(
+        self,
+        request: RoutedRequest,
+        replicas: Sequence[str],
+        avoid: Set[str] = frozenset(),
+        even_full: bool = False,
+    ) -> list[str]:
+        """Returns the replicas with room for the request, best first; none while all are full, unless even_full.
 
-        Empty while all are full, unless full ones count too.
+        Replicas to avoid, those that could not be reached and dead engines are in it only if there are no others.
         """
         now = self._clock()
         suspects = (replica for replica, until in self._suspects.items() if now < until)
-        shunned = {*request.avoid, *suspects, *self._not_serving}
+        shunned = {*avoid, *suspects, *self._not_serving}
         wanted = [replica for replica in replicas if replica not in shunned] or list(replicas)
         limit = self._settings.max_ongoing_requests
         room = [replica for replica in wanted if even_full or self._load.requests(replica) < limit]
@@ -119,16 +124,16 @@ class RoutingPolicy:
         return [best, *sorted((replica for replica in room if replica != best), key=score)]
 
     def assign(self, request: RoutedRequest, replica: str, key: str) -> None:
-        """The request goes to replica. key: under which release will be called."""
+        """Charges the replica with the request until release(replica, key)."""
         self._load.charge(replica, key, request.tokens)
         self._index.insert(replica, request.fingerprint)
 
     def release(self, replica: str, key: str) -> bool:
-        """The request is over, or was not sent after all. False for a key that was not assigned."""
+        """Ends a charge. Returns False for a key that has none."""
         return self._load.release(replica, key)
 
     def _order(self, request: RoutedRequest, replicas: list[str]) -> list[str]:
-        """The same for every router and every prompt that begins alike (rendezvous hashing); else shuffled."""
+        """Orders replicas by rendezvous hashing of the prompt's beginning; shuffles them for a short prompt."""
         if not request.fingerprint:
             return self._random.sample(sorted(replicas), len(replicas))
         beginning = request.fingerprint[0].to_bytes(8, "little")
@@ -136,15 +141,14 @@ class RoutingPolicy:
 
 
 class OutstandingWork:
-    """How much each replica has before it, in tokens, as far as one router can know: what this router gave out and has
-    not got back, to the request; and from the replicas' own reports, what other callers gave them.
+    """Counts each replica's unfinished work in tokens, prompt and expected answer.
 
-    A request is charged with all its tokens, prompt and expected answer, until it ends.
+    Requests of this router are counted exactly; those of others are estimated from the replicas' reports.
     """
 
     def __init__(self) -> None:
         self._charges: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
-        """By replica and key: tokens. One request's calls can share a key."""
+        """By replica and key: tokens. Several calls of one request can share a key."""
 
         self._tokens: defaultdict[str, int] = defaultdict(int)
         self._requests: defaultdict[str, int] = defaultdict(int)
@@ -156,7 +160,7 @@ class OutstandingWork:
         self._requests[replica] += 1
 
     def release(self, replica: str, key: str) -> bool:
-        """Undo one charge of that key. False when there is none, as for calls that are not charged."""
+        """Ends one charge of that key. Returns False when there is none."""
         charges = self._charges.get(replica, {}).get(key)
         if not charges:
             return False
@@ -167,7 +171,7 @@ class OutstandingWork:
         return True
 
     def report(self, replica: str, requests: int) -> None:
-        """The replica counts so many requests, of all callers."""
+        """Takes the number of requests that the replica has from all routers."""
         self._foreign_requests[replica] = max(0, requests - self._requests[replica])
 
     def forget(self, replica: str) -> None:
@@ -175,11 +179,11 @@ class OutstandingWork:
             table.pop(replica, None)
 
     def requests(self, replica: str) -> int:
-        """That this router gave to the replica."""
+        """Returns how many requests of this router the replica has."""
         return self._requests.get(replica, 0)
 
     def tokens(self, replica: str) -> float:
-        """Outstanding; those of other callers' requests are taken to be like our own."""
+        """Returns the outstanding tokens. Requests of other routers count as much as the mean of this one's."""
         foreign = self._foreign_requests.get(replica, 0)
         return self._tokens.get(replica, 0) + foreign * self._mean_tokens() if foreign else self._tokens.get(replica, 0)
 
@@ -189,24 +193,22 @@ class OutstandingWork:
 
 
 class PrefixIndex:
-    """Which replica has seen which prompt beginnings lately: what is probably in its prefix cache.
+    """Estimates what each replica's prefix cache holds: block hashes in order of use, up to the size of its KV cache.
 
-    Per replica a set of block hashes in order of use, bounded by the tokens that its KV cache holds.
-
-    It is a guess: nobody tells the router what an engine evicts. A wrong one costs a prefill, never an answer.
+    Engines do not report what they evict. A wrong estimate costs a prefill, never a wrong answer.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[str, OrderedDict[int, int]] = {}
-        """By replica: tokens of each block, by its hash, longest unused first."""
+        """By replica: tokens of each block, by its hash, least recently used first."""
 
         self._tokens: dict[str, int] = {}
         self._capacities: dict[str, int] = {}
 
     def insert(self, replica: str, fingerprint: Sequence[int]) -> None:
-        """The replica is given a prompt that begins so."""
+        """Records that the replica was given a prompt with this fingerprint."""
         blocks = self._blocks.setdefault(replica, OrderedDict())
-        # Last block first, so that a chain is forgotten from its end: without its beginning it matches nothing.
+        # Last block first, so that a chain is evicted from its end: without its beginning it matches nothing.
         for number in range(len(fingerprint) - 1, -1, -1):
             block = fingerprint[number]
             if block in blocks:
@@ -217,7 +219,7 @@ class PrefixIndex:
         self._evict(replica)
 
     def match(self, fingerprint: Sequence[int]) -> dict[str, int]:
-        """Tokens at the prompt's beginning that each replica has probably cached; replicas with none are left out."""
+        """Returns the cached tokens of the prompt's beginning by replica, without those that have none."""
         found = {}
         for replica, blocks in self._blocks.items():
             tokens = 0
@@ -230,12 +232,11 @@ class PrefixIndex:
         return found
 
     def set_capacity(self, replica: str, tokens: int) -> None:
-        """tokens: what the replica's KV cache holds."""
+        """Sets the size of the replica's KV cache."""
         self._capacities[replica] = tokens
         self._evict(replica)
 
     def forget(self, replica: str) -> None:
-        """The replica is gone, and its cache with it."""
         for table in (self._blocks, self._tokens, self._capacities):
             table.pop(replica, None)
 

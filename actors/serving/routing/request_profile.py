@@ -1,8 +1,7 @@
-"""From the arguments of a call to a target replica to what the routing policy knows of it: a cheap look, no tokenizer.
+"""Reads from a request what the router needs to choose a replica, without a tokenizer or a chat template.
 
-What a prompt begins with is a chain of block hashes: two prompts share as many hashes as blocks they start with. It is
-computed where requests are routed, of what the client sent, without tokenizer and chat template. HTTP and gRPC requests
-with the same prompt look the same, so they find each other's prefixes.
+A prompt's fingerprint is a chain of block hashes over what the client sent: two prompts share as many hashes as blocks
+they start with. HTTP and gRPC requests with the same prompt have the same fingerprint.
 """
 
 from __future__ import annotations
@@ -12,163 +11,132 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.actors.openai_calls import GENERATING, OpenAIRequest, spoken, spoken_in_response
-from outrider.actors.replica_calls import BYTES_PER_TOKEN, GenerationRequest
+if TYPE_CHECKING:  # replica_calls imports this module
+    from outrider.actors.replica_calls import GenerationRequest
 
 USUAL_ANSWER_TOKENS = 256
-"""Expected of an answer whose length is not limited, and the most that is expected of one that is."""
+"""Tokens expected of an answer without max_tokens, and the most expected of any answer."""
 
 BLOCK_SIZES = ((64, 128), (64, 1024), (64, 8192))
-"""(blocks, bytes each), in order: fine at first, where prompts differ, coarse later. What lies beyond is not looked
-at."""
+"""(blocks, bytes each), in order. Text beyond the last block does not count."""
 
+PICTURE_CHARS = 2048
+"""Characters that a picture counts for: about 512 tokens, as most models make of one."""
+
+_BYTES_PER_TOKEN = 4
 _BLOCK_BYTES = tuple(size for count, size in BLOCK_SIZES for _ in range(count))
 MAX_BYTES = sum(_BLOCK_BYTES)
+_MOST_ANSWERS = 4096
+_NOT_GENERATING = ("/tokenize", "/detokenize", "/count_tokens", "_lora_adapter", "/render", "/derender")
+
+Fingerprint = tuple[int, ...]
+Messages = list[tuple[str, str]]
+"""Role and text of each."""
 
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """What the policy knows of a request."""
+    """What the routing policy knows of a request."""
 
-    fingerprint: tuple[int, ...] = ()
+    fingerprint: Fingerprint = ()
     prompt_tokens: int = 0
-    """Estimated, but for prompts of token ids."""
+    """Estimated from the text, exact for token ids."""
 
     answer_tokens: int = 0
-    """Expected, of all answers together."""
+    """Expected of all answers together."""
 
     wants_drafts: bool = False
-    avoid: frozenset[str] = frozenset()
-    """Replicas that have just failed it."""
-
-    caller: int = 0
-    """Whose it is; 0: nobody knows."""
 
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.answer_tokens
 
 
-def profile(args: Sequence[Any]) -> RoutedRequest | None:
-    """args: positional arguments of the call. None for calls that generate nothing: status, tokenize, models."""
-    request = args[0] if args else None
-    if isinstance(request, GenerationRequest):
-        return _of_generation(request)
-    if isinstance(request, OpenAIRequest) and request.endpoint in GENERATING:
-        return _of_openai(request)
-    return None
-
-
-def _of_generation(request: GenerationRequest) -> RoutedRequest:
-    fingerprint, tokens = _prompt(request)
-    return RoutedRequest(
-        with_adapter(fingerprint, request.adapter),
-        tokens,
-        request.num_answers * _answer_tokens(request.sampling.get("max_tokens")),
-        request.speculation and request.num_speculative_tokens != 0,
-        frozenset(request.avoid_replicas),
-        request.caller,
-    )
-
-
-def _prompt(request: GenerationRequest) -> tuple[tuple[int, ...], int]:
-    """Fingerprint and tokens."""
+def of_generation(request: GenerationRequest) -> RoutedRequest:
+    """Profiles a gRPC request."""
     if request.prompt_token_ids is not None:
-        return token_fingerprint(request.prompt_token_ids), len(request.prompt_token_ids)
-    if request.prompt_chat is not None:
-        return _chat([(message.role, message.content) for message in request.prompt_chat.messages])
-    text = request.prompt_text or ""
-    if request.apply_chat_template:
-        return _chat([("user", text)])
-    return text_fingerprint(text), len(text) // BYTES_PER_TOKEN
-
-
-def _of_openai(request: OpenAIRequest) -> RoutedRequest:
-    body = request.body
-    options = request.round_options
-    answers = _at_least_one(body.get("n"))
-    if request.endpoint == "chat":
-        fingerprint, tokens = _chat(_spoken(body.get("messages")), body.get("tools"))
-    elif request.endpoint == "responses":
-        fingerprint, tokens = _chat(spoken_in_response(body), body.get("tools"))
+        prompt = token_fingerprint(request.prompt_token_ids), len(request.prompt_token_ids)
+    elif request.prompt_chat is not None:
+        prompt = _chat([(message.role, message.content) for message in request.prompt_chat.messages])
+    elif request.apply_chat_template:
+        prompt = _chat([("user", request.prompt_text or "")])
     else:
-        prompts = _prompts(body.get("prompt"))
-        answers *= max(1, len(prompts))
-        fingerprint = _completion_fingerprint(prompts[0]) if prompts else ()
-        tokens = sum(len(prompt) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+        prompt = _text(request.prompt_text or "")
     return RoutedRequest(
-        with_adapter(fingerprint, request.adapter),
-        tokens,
-        answers * _answer_tokens(request.max_tokens),
-        options.get("num_speculative_tokens") != 0,
-        frozenset(request.avoid_replicas),
-        options.get("caller", 0),
+        with_adapter(prompt[0], request.adapter),
+        prompt[1],
+        request.num_answers * _answer_tokens(request.sampling),
+        request.speculation and request.num_speculative_tokens != 0,
     )
 
 
-def _chat(messages: Sequence[tuple[str, str]], tools: Any = None) -> tuple[tuple[int, ...], int]:
-    """messages: role and content. Templates put tools before what is said."""
-    preamble = json.dumps(tools, sort_keys=True, default=str) if tools else ""
-    length = len(preamble) + sum(len(content) for _, content in messages)
-    return chat_fingerprint(messages, preamble), length // BYTES_PER_TOKEN
+def of_body(path: str, body: Mapping[str, Any], served_model: str | None = None) -> RoutedRequest | None:
+    """Profiles a JSON body in the shape of one of vLLM's HTTP routes. Raises for no JSON, however malformed.
 
+    Args:
+        path: Of the HTTP request.
+        body: Decoded. The shape says what it is, as ``/invocations`` takes several: ``messages`` is a chat, ``input``
+            a response, ``prompt`` a completion, ``token_ids`` a prompt of ``/inference/v1/generate``.
+        served_model: Any other name in ``model`` is a LoRA adapter, which shares no prefix with the model. None: names
+            do not matter.
 
-def _spoken(messages: Any) -> list[tuple[str, str]]:
-    """Role and content of a body's messages. What is no message, vLLM will refuse."""
-    return [
-        (str(message.get("role")), spoken(message.get("content")))
-        for message in (messages if isinstance(messages, list) else ())
-        if isinstance(message, Mapping)
-    ]
-
-
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """A completion's prompt is a text, token ids, or a list of either. What is none of it, vLLM will refuse."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        return []
-    if _are_ids(prompt):
-        return [prompt]
-    return [item for item in prompt if isinstance(item, str) or _are_ids(item)]
-
-
-def _completion_fingerprint(prompt: str | list[int]) -> tuple[int, ...]:
-    return text_fingerprint(prompt) if isinstance(prompt, str) else token_fingerprint(prompt)
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 32 for item in value)
-
-
-def _at_least_one(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 1
-
-
-def _answer_tokens(limit: Any) -> int:
-    return min(limit, USUAL_ANSWER_TOKENS) if isinstance(limit, int) and limit > 0 else USUAL_ANSWER_TOKENS
+    Returns:
+        None for a call that generates nothing.
+    """
+    if path.endswith(_NOT_GENERATING):
+        return None
+    sampling: Any = body
+    prompts = 1
+    if "messages" in body:  # Anthropic's system prompt is a field of its own
+        system = [("system", text)] if (text := _spoken(body.get("system"))) else []
+        prompt = _chat(system + _messages(body["messages"]), body.get("tools"))
+    elif "input" in body:
+        prompt = _chat(_response_messages(body), body.get("tools"))
+    elif "prompt" in body:
+        fingerprints = [_text(each) if isinstance(each, str) else _ids(each) for each in _prompts(body["prompt"])]
+        prompts = max(1, len(fingerprints))
+        prompt = (fingerprints[0][0] if fingerprints else (), sum(tokens for _, tokens in fingerprints))
+    elif "token_ids" in body:
+        prompt = _ids(body["token_ids"])
+        sampling = body.get("sampling_params") or {}
+    else:
+        return None
+    sampling = sampling if isinstance(sampling, Mapping) else {}
+    answers = sampling.get("n")
+    answers = min(answers, _MOST_ANSWERS) if isinstance(answers, int) and answers > 0 else 1
+    extra = body.get("vllm_xargs")
+    extra = extra if isinstance(extra, Mapping) else {}
+    model = body.get("model")
+    return RoutedRequest(
+        with_adapter(prompt[0], model if isinstance(model, str) and served_model not in (None, model) else None),
+        prompt[1],
+        prompts * answers * _answer_tokens(sampling),
+        all(extra.get(f"speculation.{key}") != 0 for key in ("enabled", "num_speculative_tokens")),
+    )
 
 
 def block_tokens(block: int) -> int:
-    """Tokens in a block, by its place in the chain."""
-    return _BLOCK_BYTES[block] // BYTES_PER_TOKEN
+    """Returns the tokens in a block, by its place in the chain."""
+    return _BLOCK_BYTES[block] // _BYTES_PER_TOKEN
 
 
-def text_fingerprint(text: str) -> tuple[int, ...]:
-    """Of a prompt that is raw text."""
+def text_fingerprint(text: str) -> Fingerprint:
+    """Hashes a prompt that is raw text."""
     return _chain(b"text", text[:MAX_BYTES].encode(errors="surrogatepass"))
 
 
-def token_fingerprint(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Of a prompt that is token ids. Raises OverflowError for one that is no 32-bit number."""
-    return _chain(b"ids", array("I", token_ids[: MAX_BYTES // BYTES_PER_TOKEN]).tobytes())
+def token_fingerprint(token_ids: Sequence[int]) -> Fingerprint:
+    """Hashes a prompt of token ids. Empty where one is no unsigned 32-bit number."""
+    try:
+        return _chain(b"ids", array("I", token_ids[: MAX_BYTES // _BYTES_PER_TOKEN]).tobytes())
+    except (OverflowError, TypeError):
+        return ()
 
 
-def chat_fingerprint(messages: Iterable[tuple[str, str]], preamble: str = "") -> tuple[int, ...]:
-    """Of a conversation: (role, content) by message. preamble: what else goes into the template's beginning, such as
-    the tools."""
+def chat_fingerprint(messages: Iterable[tuple[str, str]], preamble: str = "") -> Fingerprint:
+    """Hashes a conversation of (role, text). preamble: what templates put before it, such as tools."""
     parts, length = [preamble], len(preamble)
     for role, content in messages:
         parts += [role, content]
@@ -178,17 +146,16 @@ def chat_fingerprint(messages: Iterable[tuple[str, str]], preamble: str = "") ->
     return _chain(b"chat", "\0".join(parts)[:MAX_BYTES].encode(errors="surrogatepass"))
 
 
-def with_adapter(fingerprint: tuple[int, ...], adapter: str | None) -> tuple[int, ...]:
-    """Prompts share nothing with those of another adapter: a model's caches hold what it made of them with that one."""
+def with_adapter(fingerprint: Fingerprint, adapter: str | None) -> Fingerprint:
+    """Changes every hash by the adapter's name, since cached blocks of two adapters are never shared."""
     if adapter is None:
         return fingerprint
     own = int.from_bytes(blake2b(adapter.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
     return tuple(block ^ own for block in fingerprint)
 
 
-def _chain(kind: bytes, data: bytes) -> tuple[int, ...]:
-    """One hash per whole block, each over all that comes before it. A last block that is not full is left out: how it
-    would go on decides whether it is shared."""
+def _chain(kind: bytes, data: bytes) -> Fingerprint:
+    """Hashes each whole block together with all before it. A last block that is not full is left out."""
     chain, parent, start = [], kind, 0
     for size in _BLOCK_BYTES:
         if start + size > len(data):
@@ -197,3 +164,82 @@ def _chain(kind: bytes, data: bytes) -> tuple[int, ...]:
         chain.append(int.from_bytes(parent, "little"))
         start += size
     return tuple(chain)
+
+
+def _text(text: str) -> tuple[Fingerprint, int]:
+    return text_fingerprint(text), len(text) // _BYTES_PER_TOKEN
+
+
+def _ids(token_ids: Any) -> tuple[Fingerprint, int]:
+    return (token_fingerprint(token_ids), len(token_ids)) if isinstance(token_ids, list) else ((), 0)
+
+
+def _chat(messages: Messages, tools: Any = None) -> tuple[Fingerprint, int]:
+    try:
+        preamble = json.dumps(tools, sort_keys=True) if tools else ""
+    except (RecursionError, ValueError):
+        preamble = ""
+    length = len(preamble) + sum(len(content) for _, content in messages)
+    return chat_fingerprint(messages, preamble), length // _BYTES_PER_TOKEN
+
+
+def _messages(messages: Any) -> Messages:
+    found = messages if isinstance(messages, list) else ()
+    return [(_role(each.get("role")), _spoken(each.get("content"))) for each in found if isinstance(each, Mapping)]
+
+
+def _response_messages(body: Mapping[str, Any]) -> Messages:
+    """Returns what a body of ``/v1/responses`` says, much as its chat template will have it."""
+    instructions, items = body.get("instructions"), body["input"]
+    said = [("system", instructions)] if isinstance(instructions, str) else []
+    if isinstance(items, str):
+        return [*said, ("user", items)]
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, Mapping):
+            role = "tool" if "output" in item else _role(item.get("role") or "assistant")
+            parts = (item.get(name) for name in ("content", "name", "arguments", "input", "output"))
+            said.append((role, "".join(map(_spoken, parts))))
+    return said
+
+
+def _role(role: Any) -> str:
+    return role if isinstance(role, str) else ""
+
+
+def _spoken(content: Any) -> str:
+    """Returns a message's text, with PICTURE_CHARS characters in place of each picture that tell it from others."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else ()
+    return "".join(_spoken_part(part) for part in parts if isinstance(part, Mapping))
+
+
+def _spoken_part(part: Mapping[str, Any]) -> str:
+    if url := _picture(part):
+        digest = blake2b(url.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        return digest * (PICTURE_CHARS // len(digest))
+    text = part.get("text", part.get("content"))  # the latter in the result of a tool, for Anthropic
+    if isinstance(text, list):
+        texts = [each.get("text") for each in text if isinstance(each, Mapping)]
+        return "".join(each for each in texts if isinstance(each, str))
+    return text if isinstance(text, str) else ""
+
+
+def _picture(part: Mapping[str, Any]) -> str | None:
+    """Returns the picture's URL or data: ``image_url`` holds it or an object around it, Anthropic's is ``source``."""
+    found = part.get("source") if part.get("type") == "image" else part.get("image_url")
+    if isinstance(found, Mapping):
+        found = found.get("url") or found.get("data")
+    return found if isinstance(found, str) else None
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """Returns a completion's prompts: it is a text, token ids, or a list of either."""
+    many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return [each for each in (prompt if many else [prompt]) if isinstance(each, list | str)]
+
+
+def _answer_tokens(sampling: Mapping[str, Any]) -> int:
+    """Returns what is expected of one answer, by the limits that are given."""
+    limits = map(sampling.get, ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    return min([USUAL_ANSWER_TOKENS, *(each for each in limits if isinstance(each, int) and each > 0)])

@@ -6,8 +6,7 @@ from logging.handlers import MemoryHandler, RotatingFileHandler
 
 import pytest
 
-from outrider.actors.serve_seam.leans_on import SERVE_LOGGER
-from outrider.actors.serve_seam.replica_log import serve_log_kept
+from outrider.actors.serve_seam.replica_log import SERVE_LOGGER, serve_log_kept
 
 
 @pytest.fixture

@@ -170,3 +170,12 @@ def test_clocks_of_callers_that_tell_nothing_are_not_kept():
     for caller in range(1, 10_000):
         virtual(float(caller), 10, order=order, caller=caller)
     assert len(order._clocks) <= 1024
+
+
+def test_a_flood_of_answers_does_not_keep_the_next_request_waiting() -> None:
+    """Whether its caller is the same or another, and long after the limit."""
+    order = FairOrder(10.0)
+    flood = [order.virtual_arrival_ms(0.0, 10, 512, caller=1, answer=answer) for answer in range(64)]
+    for caller in (1, 2):
+        late = order.virtual_arrival_ms(30.0, 10, 512, caller=caller)
+        assert sum(place < late for place in flood) < 40

@@ -1,14 +1,16 @@
 """Prompts that start alike share their first hashes; the same prompt looks the same over gRPC and HTTP."""
 
+import json
+
 import pytest
 
-from outrider.actors.openai_calls import OpenAIRequest
 from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest
 from outrider.actors.serving.routing.request_profile import (
     MAX_BYTES,
     USUAL_ANSWER_TOKENS,
     block_tokens,
-    profile,
+    of_body,
+    of_generation,
     text_fingerprint,
     token_fingerprint,
 )
@@ -59,102 +61,108 @@ MESSAGES = [{"role": "system", "content": "Be brief. " * 30}, {"role": "user", "
 
 
 def over_grpc(**fields):
-    return profile([GenerationRequest("r", **fields)])
+    return of_generation(GenerationRequest("r", **fields))
 
 
-def over_http(endpoint, **body):
-    return profile([OpenAIRequest(endpoint, "r", body)])
+def over_http(path="/v1/chat/completions", **body):
+    return of_body(path, body, "model")
 
 
 @pytest.mark.parametrize(
     ("grpc", "http"),
     [
-        (over_grpc(prompt_text=TEXT), over_http("completions", prompt=TEXT)),
-        (over_grpc(prompt_token_ids=tuple(range(99))), over_http("completions", prompt=list(range(99)))),
+        (over_grpc(prompt_text=TEXT), over_http(prompt=TEXT)),
+        (over_grpc(prompt_token_ids=tuple(range(99))), over_http(prompt=list(range(99)))),
+        (over_grpc(prompt_token_ids=tuple(range(99))), over_http(token_ids=list(range(99)))),
         (
             over_grpc(prompt_chat=ChatPrompt(tuple(ChatMessage(**message) for message in MESSAGES))),
-            over_http("chat", messages=MESSAGES),
+            over_http(messages=MESSAGES),
         ),
         (
             over_grpc(prompt_text=TEXT, apply_chat_template=True),
-            over_http("chat", messages=[{"role": "user", "content": [{"type": "text", "text": TEXT}]}]),
+            over_http(messages=[{"role": "user", "content": [{"type": "text", "text": TEXT}]}]),
         ),
+        (over_http(messages=MESSAGES), over_http(instructions=MESSAGES[0]["content"], input=TEXT)),
+        (over_http(messages=MESSAGES), over_http(input=MESSAGES)),
+        (over_http(messages=MESSAGES), over_http(system=MESSAGES[0]["content"], messages=MESSAGES[1:])),
     ],
 )
-def test_grpc_and_http_look_the_same(grpc, http):
+def test_the_same_prompt_looks_the_same_through_every_route(grpc, http):
     assert grpc.fingerprint
     assert (grpc.fingerprint, grpc.prompt_tokens) == (http.fingerprint, http.prompt_tokens)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"instructions": MESSAGES[0]["content"], "input": TEXT},
-        {"input": MESSAGES},
-        {"input": [MESSAGES[0], {"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]},
-    ],
-)
-def test_a_response_looks_like_the_chat_it_is(body):
-    chat, response = over_http("chat", messages=MESSAGES), over_http("responses", **body, max_output_tokens=9)
-    assert (response.fingerprint, response.prompt_tokens) == (chat.fingerprint, chat.prompt_tokens)
-    assert response.answer_tokens == 9
-
-
-def test_what_tools_said_is_part_of_a_response():
+def test_what_tools_said_and_what_they_are_is_part_of_the_prompt():
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "a" * 40}
     output = {"type": "function_call_output", "call_id": "c", "output": "b" * 39}
-    assert over_http("responses", input=[call, output]).prompt_tokens == 20
+    assert over_http(input=[call, output]).prompt_tokens == 20
+    result = {"type": "tool_result", "content": [{"type": "text", "text": "b" * 80}]}
+    assert over_http(messages=[{"role": "user", "content": [result]}]).prompt_tokens == 20
+    with_tools = over_http(messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert shared(with_tools.fingerprint, over_http(messages=MESSAGES).fingerprint) == 0
 
 
-def test_tools_are_part_of_the_beginning():
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with_tools = over_http("chat", messages=MESSAGES, tools=tools)
-    assert shared(with_tools.fingerprint, over_http("chat", messages=MESSAGES).fingerprint) == 0
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda url: {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
+        lambda url: {"messages": [{"role": "user", "content": [{"type": "image", "source": {"data": url}}]}]},
+        lambda url: {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]},
+    ],
+)
+def test_a_picture_counts_as_some_hundred_tokens_and_tells_prompts_apart(shape):
+    one, other = (over_http(**shape("data:image/png;base64," + end)) for end in ("A" * 9000, "B"))
+    assert one.prompt_tokens == other.prompt_tokens == 512
+    assert set(one.fingerprint).isdisjoint(other.fingerprint)
 
 
 def test_what_a_request_costs():
     assert over_grpc(prompt_token_ids=(1,) * 50, sampling={"max_tokens": 7, "n": 3}).tokens == 50 + 21
     assert over_grpc(prompt_text="x" * 40).tokens == 10 + USUAL_ANSWER_TOKENS
-    assert over_http("chat", messages=[], max_completion_tokens=9).answer_tokens == 9
-    assert over_http("completions", prompt=["ab" * 4, [1, 2, 3]], max_tokens=5, n=2).tokens == 2 + 3 + 20
+    assert over_http(messages=[], max_completion_tokens=9).answer_tokens == 9
+    assert over_http(input="hi", max_output_tokens=8).answer_tokens == 8
+    assert over_http(token_ids=[1], sampling_params={"max_tokens": 7, "n": 2}).answer_tokens == 14
+    assert over_http(prompt=["ab" * 4, [1, 2, 3]], max_tokens=5, n=2).tokens == 2 + 3 + 20
 
 
 def test_who_wants_drafts():
     assert over_grpc(prompt_text="a").wants_drafts
     assert not over_grpc(prompt_text="a", speculation=False).wants_drafts
     assert not over_grpc(prompt_text="a", num_speculative_tokens=0).wants_drafts
-    assert not profile([OpenAIRequest("chat", "r", {}, {"num_speculative_tokens": 0})]).wants_drafts
+    assert over_http(prompt="a", vllm_xargs={"speculation.num_speculative_tokens": 2}).wants_drafts
+    for off in ({"speculation.num_speculative_tokens": 0}, {"speculation.enabled": 0}):
+        assert not over_http(prompt="a", vllm_xargs=off).wants_drafts
 
 
-@pytest.mark.parametrize("args", [(), ("abort",), (OpenAIRequest("models", "r"),), (OpenAIRequest("tokenize", "r"),)])
-def test_other_calls_are_no_generation(args):
-    assert profile(args) is None
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/load_lora_adapter"])
+def test_calls_that_generate_nothing(path):
+    assert over_http(path, prompt=TEXT, messages=MESSAGES) is None
+    assert over_http("/v1/models") is None
 
 
-@pytest.mark.parametrize(
-    "body",
-    [{}, {"messages": None}, {"messages": [1, {"content": 3}]}, {"messages": "hi"}, {"messages": [], "n": "x"}],
-)
-def test_a_malformed_body_is_left_to_the_engine(body):
-    assert over_http("chat", **body).answer_tokens == USUAL_ANSWER_TOKENS
+DEEP = json.loads("[" * 900 + "]" * 900)
+ODD = [None, True, -1, 1e400, 1 << 70, "\ud800", [], {}, [None], [[-1]], [1, "a"], [[1 << 40]], [{"role": DEEP}], DEEP]
 
 
-@pytest.mark.parametrize("prompt", [None, [], [[-1]], [1, "a"], {"a": 1}, [[1 << 40]]])
-def test_a_malformed_prompt_is_left_to_the_engine(prompt):
-    assert over_http("completions", prompt=prompt).fingerprint == ()
+@pytest.mark.parametrize("value", ODD, ids=range(len(ODD)))
+def test_any_json_is_profiled_without_an_error(value):
+    fields = ("messages", "input", "prompt", "token_ids", "tools", "system", "instructions", "n", "max_tokens", "model")
+    nested = [{"role": "user", "content": [{"text": value, "image_url": value, "content": value}], "output": value}]
+    for kind, valid in (("messages", nested), ("input", nested), ("prompt", "a"), ("token_ids", [1])):
+        for field in (*fields, "vllm_xargs", "sampling_params"):
+            routed = over_http(**{kind: valid, field: value})
+            assert routed.tokens * 1.0 >= 0
+            assert routed.answer_tokens < 1 << 24
 
 
 def test_prompts_of_another_adapter_share_nothing():
     prompt = "You are helpful. " * 40
     asked = {
-        name: [
-            profile([GenerationRequest("r", prompt_text=prompt, adapter=name)]),
-            profile([OpenAIRequest("completions", "r", {"prompt": prompt}, adapter=name)]),
-        ]
+        name: (over_grpc(prompt_text=prompt, adapter=name), over_http(prompt=prompt, model=name or "model"))
         for name in (None, "one", "other")
     }
     for grpc, http in asked.values():
         assert grpc.fingerprint == http.fingerprint
     blocks = [block for grpc, _ in asked.values() for block in grpc.fingerprint]
     assert len(set(blocks)) == len(blocks) == 15
-    assert asked[None][0].fingerprint == text_fingerprint(prompt), "without one as ever"
+    assert asked[None][0].fingerprint == text_fingerprint(prompt)

@@ -1,12 +1,10 @@
-"""Which replica gets which request: simulated traffic, no cluster."""
+"""Which replica gets which request, and what its cache is taken to hold: simulated traffic, no cluster."""
 
 import itertools
 import random
 from collections import Counter
 
-import pytest
-
-from outrider.actors.serving.routing.policy import SUSPECT_S, RoutingPolicy, RoutingSettings
+from outrider.actors.serving.routing.policy import SUSPECT_S, PrefixIndex, RoutingPolicy, RoutingSettings
 from outrider.actors.serving.routing.request_profile import RoutedRequest, token_fingerprint
 
 REPLICAS = ["a", "b", "c", "d"]
@@ -70,30 +68,10 @@ def test_beyond_the_bound_a_replica_gets_nothing():
     assert policy.load.tokens(home) > 5000
 
 
-def test_a_prefix_is_found_wherever_it_is():
-    for home in REPLICAS:
-        policy = make(4)
-        policy.assign(prompt(1), home, "k")
-        policy.release(home, "k")
-        assert policy.rank(prompt(1), REPLICAS)[0] == home
-
-
 def test_without_affinity_load_alone_decides():
     policy = make(2, prefix_affinity=0.0)
     counts = Counter(send(policy, prompt(1)) for _ in range(40))
     assert counts == {"a": 20, "b": 20}
-
-
-def test_short_prompts_go_where_there_is_less_to_do():
-    policy = make(2)
-    policy.assign(RoutedRequest((), 5000, 100), "a", "huge")
-    assert {send(policy, RoutedRequest((), 10, 50)) for _ in range(20)} == {"b"}
-
-
-def test_two_choices_are_nearly_level():
-    policy = make(4, max_ongoing_requests=1000)
-    counts = Counter(send(policy, RoutedRequest((), 10, 50)) for _ in range(400))
-    assert max(counts.values()) - min(counts.values()) <= 12
 
 
 def test_the_same_traffic_and_seed_give_the_same_choices():
@@ -112,15 +90,10 @@ def test_a_replica_without_its_drafter_costs_those_who_want_drafts():
     # It is not excluded: with enough to do at the other one it is the better choice.
     policy.assign(RoutedRequest((), 5000, 0), "b", "busy")
     assert policy.rank(wants, ["a", "b"]) == ["a", "b"]
-    policy.update({"a": {"speculation_up": True}, "b": {}})
-    assert not policy._without_drafter
-
-
-def test_who_does_not_want_drafts_does_not_care():
-    policy = make(2)
     policy.update({"a": {"speculation_up": False}, "b": {}})
+    policy.release("b", "busy")
     policy.assign(RoutedRequest((), 50, 0), "b", "some")
-    assert policy.rank(RoutedRequest((), 10, 100), ["a", "b"])[0] == "a"
+    assert policy.rank(RoutedRequest((), 10, 100), ["a", "b"])[0] == "a", "who wants no drafts does not care"
 
 
 def test_full_replicas_are_left_out():
@@ -130,22 +103,13 @@ def test_full_replicas_are_left_out():
     assert sorted(policy.rank(RoutedRequest(), ["a", "b"], even_full=True)) == ["a", "b"]
 
 
-def test_room_comes_back_when_a_request_ends():
-    policy = make(2, max_ongoing_requests=1)
-    first = send(policy, prompt(1), key="one")
-    send(policy, prompt(2), key="two")
-    assert policy.release(first, "one")
-    assert policy.rank(prompt(3), ["a", "b"]) == [first]
-    assert not policy.release(first, "one"), "once"
-
-
 def test_failed_and_unreachable_replicas_are_avoided_while_there_are_others():
     now = [0.0]
     policy = make(2, clock=lambda: now[0])
     request = prompt(1)
     home = send(policy, request)
     other = "b" if home == "a" else "a"
-    assert policy.rank(prompt(1, avoid=frozenset({home})), ["a", "b"]) == [other]
+    assert policy.rank(prompt(1), ["a", "b"], frozenset({home})) == [other]
     policy.suspect(home)
     assert policy.rank(prompt(1), ["a", "b"]) == [other]
     assert policy.rank(prompt(1), [home]) == [home]
@@ -204,10 +168,32 @@ def test_affinity_saves_most_prefills_in_mixed_traffic():
     assert found > 0.9 * 2000
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
-def test_every_replica_is_ranked_once(num_replicas):
-    policy = make(num_replicas)
-    for _ in range(20):
-        ranked = policy.rank(prompt(1), REPLICAS[:num_replicas])
-        assert sorted(ranked) == REPLICAS[:num_replicas]
-        policy.assign(prompt(1), ranked[0], "k")
+SYSTEM = list(range(128))
+ONE, OTHER = SYSTEM + [1] * 64, SYSTEM + [2] * 64
+
+
+def index_of(**prompts):
+    index = PrefixIndex()
+    for replica, ids in prompts.items():
+        index.insert(replica, token_fingerprint(ids))
+    return index
+
+
+def test_a_match_counts_tokens_of_whole_blocks():
+    index = index_of(a=ONE, b=OTHER, c=list(range(500, 800)))
+    assert index.match(token_fingerprint(ONE)) == {"a": 192, "b": 128}
+    assert index.match(token_fingerprint(ONE[:100])) == {"a": 96, "b": 96}
+    assert index.match(()) == {}
+
+
+def test_the_least_used_block_goes_first_and_from_the_end_of_its_prompt():
+    index = index_of(a=ONE)
+    index.insert("a", token_fingerprint(OTHER))
+    index.set_capacity("a", 192)  # of 256
+    assert index.num_tokens("a") == 192
+    assert index.match(token_fingerprint(ONE)) == {"a": 128}, "the older ending is gone, the common beginning is not"
+    assert index.match(token_fingerprint(OTHER)) == {"a": 192}
+    for number in range(50):
+        index.insert("a", token_fingerprint(OTHER))
+        index.insert("a", token_fingerprint([1000 + number] * 320))
+        assert index.num_tokens("a") <= 192
