@@ -1,124 +1,43 @@
-"""The synchronous Python client of ``outrider.v1.GenerationService``; ``async_client`` has its asyncio twin.
-
-    with OutriderClient("127.0.0.1:9000") as client:
-        print(client.generate("def fib(n):", temperature=0.0, max_tokens=64).text)
-        print(client.chat([{"role": "user", "content": "Hello!"}]).text)
-        with client.stream("Once upon a time") as rounds:
-            for message in rounds:
-                print(message.text_delta, end="")
-
-Answers are the API's own messages. A call that fails raises OutriderError.
-"""
+"""The synchronous client of ``outrider.v1.GenerationService``, and what it shares with the one for asyncio."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, Concatenate, Unpack
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 
-from outrider.deploy.client import calls
-from outrider.deploy.client.attempts import Attempts, Balancer, RetryPolicy
-from outrider.deploy.client.calls import (
-    CONTROL_TIMEOUT_S,
-    DEFAULT_ADDRESS,
-    PROBE_S,
-    Call,
-    Pairs,
-    Servers,
-    Stubs,
-    may_be_absent,
-)
-from outrider.deploy.client.error import Failed, FieldViolation, OutriderError, closed
-from outrider.deploy.client.request import ChatOptions, ChatPrompt, GenerationOptions, TokenizeOptions, build_request
+from outrider.deploy.client import requests
+from outrider.deploy.client.requests import Answer, Call, GenerationOptions, OutriderError, P, Prompt
 from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc as rpc
 
-__all__ = [
-    "DEFAULT_ADDRESS",
-    "ChatOptions",
-    "ChatPrompt",
-    "CompletionStream",
-    "FieldViolation",
-    "GenerationOptions",
-    "OutriderClient",
-    "OutriderError",
-    "TokenizeOptions",
-    "build_request",
-]
-
-Response = TypeVar("Response")
+DEFAULT_ADDRESS = "127.0.0.1:9000"
+API_KEY_VARIABLE = "OUTRIDER_API_KEY"  # in the environment: the key of clients that are given none
+_BACKOFF = {"initialBackoff": "0.2s", "maxBackoff": "5s", "backoffMultiplier": 3}
+_RETRIED = {"retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"]}
 
 
-class CompletionStream(Iterator[pb.GenerateStreamResponse]):
-    """The messages of one request, one a round and answer. Closing it before its end cancels the request on the
-    server; so does leaving its ``with`` block, and losing the last reference to it."""
+class GrpcClient:
+    """A client of one server, or of several that serve the same model.
 
-    def __init__(self, client: OutriderClient, call: Call[pb.GenerateStreamResponse]) -> None:
-        self._client, self._pending = client, call
-        self._attempts = client._attempts(call)
-        self._closed = threading.Event()
-        self._settled = False  # output has been seen, or the call has failed: there is no other attempt
-        self._open()
-
-    def __next__(self) -> pb.GenerateStreamResponse:
-        while True:
-            try:
-                message: pb.GenerateStreamResponse = next(self._call)
-            except StopIteration:
-                self._attempts.succeeded(self._call.trailing_metadata())
-                raise
-            except grpc.RpcError as error:
-                if self._closed.is_set():
-                    raise StopIteration from None
-                failed = Failed(error, self._pending.request_id)
-                delay_s = self._attempts.failed(failed.failure, failed.trailing, final=self._settled)
-                if delay_s is None:
-                    self._settled = True
-                    raise self._client._explained(failed.failure, self._server) from None
-                if self._closed.wait(delay_s):
-                    raise StopIteration from None
-                self._open()
-            else:
-                self._settled = True
-                return message
-
-    def close(self) -> None:
-        """Cancel the request, unless it has ended. Iterating then stops; may be called from another thread."""
-        self._closed.set()
-        self._call.cancel()
-        self._attempts.abandoned()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_call"):
-            self.close()
-
-    def _open(self) -> None:
-        self._server, left_s = self._attempts.begin()
-        method = self._client._stubs[self._server].method(self._pending.rpc)
-        self._call = self._client._send(method, self._pending, left_s)
-        if self._closed.is_set():  # meanwhile, by another thread
-            self._call.cancel()
-
-
-class OutriderClient:
-    """A client of one server, or of several that serve the same model; may be shared by threads.
-
-    address: ``host:port``, or a list of them: each call goes to the server with the fewest requests.
-    api_key: what the server's operator gave out; None: OUTRIDER_API_KEY of the environment, if it is set.
+    address: ``host:port``, or a list of IP addresses with ports: calls go to them in turn.
+    api_key: None for OUTRIDER_API_KEY of the environment, if it is set.
     application: name of the Serve application, needed only when a server runs several.
-    credentials: ``grpc.ssl_channel_credentials(...)`` for a server that speaks TLS; None sends in the clear.
+    credentials: ``grpc.ssl_channel_credentials(ca, key, certificate)`` for a server that speaks TLS; None for no TLS.
     metadata: sent with every call, such as what a gateway asks for.
-    retries: further attempts of a call that failed with UNAVAILABLE, or with RESOURCE_EXHAUSTED and the server's word
-    when to come again, before its first message. 0, the default: none.
+    retries: 0 to 4, of calls that failed with UNAVAILABLE or RESOURCE_EXHAUSTED before their first message.
+    wait_for_ready: calls wait, within their timeout_s, for a server that cannot be reached yet.
     """
+
+    _transport: Any = grpc
+    _channel: Any = None
 
     def __init__(
         self,
@@ -127,168 +46,122 @@ class OutriderClient:
         api_key: str | None = None,
         application: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
-        metadata: Pairs = (),
+        metadata: Sequence[tuple[str, str | bytes]] = (),
         retries: int = 0,
+        wait_for_ready: bool = False,
     ) -> None:
-        self._policy = RetryPolicy(retries)
-        self._servers = Servers.of(address, application, metadata, credentials, api_key)
-        self._channels = [self._servers.channel(number, grpc) for number in range(len(self._servers.addresses))]
-        self._stubs = [Stubs(channel) for channel in self._channels]
-        self._balancer = Balancer(len(self._channels))
-        self._closed = threading.Event()
+        self._target = _target([address] if isinstance(address, str) else address)
+        if credentials is not None and "," in self._target:
+            raise ValueError("address: several go without TLS only; write one name that DNS resolves to all of them")
+        self._credentials, self._metadata, self._closed = credentials, list(metadata), False
+        if application:
+            self._metadata.append(("application", application))
+        key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
+        if key and not any(name.lower() == "authorization" for name, _ in metadata):
+            if not re.fullmatch("[!-~]+", key):
+                raise ValueError(f"api_key, or {API_KEY_VARIABLE}: has characters that no key has")
+            self._metadata.append(("authorization", f"Bearer {key}"))
+        retry = {"retryPolicy": {"maxAttempts": retries + 1, **_BACKOFF, **_RETRIED}} if retries else {}
+        methods = [{"name": [{}], "waitForReady": wait_for_ready, **retry}]
+        config = {"loadBalancingConfig": [{"round_robin": {}}], "methodConfig": methods}
+        self._options = [
+            ("grpc.service_config", json.dumps(config)),
+            ("grpc.max_receive_message_length", -1),  # log-probabilities of a long prompt exceed gRPC's default
+            # A proxy that the environment names is for other machines.
+            ("grpc.enable_http_proxy", int(not re.match(r"(ipv4:)?(localhost|127\.|\[::1\])", self._target))),
+        ]
+        if self._transport is grpc:  # grpc.aio's channels belong to the event loop that runs when they are made
+            self._connect()
 
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> pb.GenerateResponse:
-        """The whole answer to a text or to token ids; with n above 1 all are in completions. Raises OutriderError.
+    def _connect(self) -> None:
+        secure = () if self._credentials is None else (self._credentials,)
+        connect = self._transport.secure_channel if secure else self._transport.insecure_channel
+        self._channel = connect(self._target, *secure, options=self._options)
+        self._stubs = (rpc.GenerationServiceStub(self._channel), health_pb2_grpc.HealthStub(self._channel))
 
-        An exception that interrupts the wait, KeyboardInterrupt included, cancels the request.
-        """
-        return self._unary(calls.generate(prompt, options))
+    def _send(self, call: Call[Any], *, future: bool = False) -> Any:
+        if self._closed:
+            raise OutriderError(grpc.StatusCode.CANCELLED, "the client was closed")
+        if self._channel is None:
+            self._connect()
+        method = next(getattr(stub, call.rpc) for stub in self._stubs if hasattr(stub, call.rpc))
+        return (method.future if future else method)(call.request, timeout=call.timeout_s, metadata=self._metadata)
 
-    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> CompletionStream:
-        """The answer round by round; with n above 1 those of all, told apart by index. Iterating raises
-        OutriderError."""
-        return CompletionStream(self, calls.stream(prompt, options))
+    def _fail(self, error: Any, call: Call[Any]) -> Any:
+        code, details = error.code(), error.details() or "no details"
+        if code is grpc.StatusCode.UNAVAILABLE and "; last error: " in details:  # gRPC's words for no connection
+            details = f"no server answers at {self._target}; start one with 'outrider serve', or check TLS ({details})"
+        return call.fail(code, details)
 
-    def chat(self, messages: ChatPrompt, **options: Unpack[ChatOptions]) -> pb.GenerateResponse:
-        """The whole answer to a conversation, put into the model's chat template. Raises OutriderError."""
-        return self._unary(calls.chat(messages, options))
 
-    def stream_chat(self, messages: ChatPrompt, **options: Unpack[ChatOptions]) -> CompletionStream:
-        """The same round by round."""
-        return CompletionStream(self, calls.stream_chat(messages, options))
+class CompletionStream(Iterator[pb.GenerateStreamResponse], AbstractContextManager["CompletionStream"]):
+    """The messages of one request, one a round and answer. Closing it before its end cancels the request on the
+    server; so does leaving its ``with`` block, and losing the last reference to it."""
 
-    def tokenize(
-        self,
-        prompt: str | ChatPrompt,
-        *,
-        timeout_s: float | None = CONTROL_TIMEOUT_S,
-        **options: Unpack[TokenizeOptions],
-    ) -> pb.TokenizeResponse:
-        """The tokens of a text or a conversation: what generation makes of the same prompt. Raises OutriderError."""
-        return self._unary(calls.tokenize(prompt, options, timeout_s))
+    def __init__(self, client: OutriderClient, call: Call[pb.GenerateStreamResponse], sent: Any) -> None:
+        self._client, self._call, self._sent, self._closed = client, call, sent, False
 
-    def detokenize(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool | None = None,
-        model: str | None = None,
-        timeout_s: float | None = CONTROL_TIMEOUT_S,
-    ) -> pb.DetokenizeResponse:
-        """The text of tokens. Raises OutriderError."""
-        return self._unary(calls.detokenize(token_ids, skip_special_tokens, model, timeout_s))
+    def __next__(self) -> pb.GenerateStreamResponse:
+        try:
+            return next(self._sent)
+        except grpc.RpcError as error:
+            if not self._closed:
+                self._client._fail(error, self._call)
+            raise StopIteration from None
 
-    def abort(self, request_id: str, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> bool:
-        """End a request; where there are keys, one of this client's. Every server is asked. Returns whether one had it,
-        running or waiting.
+    def close(self) -> None:
+        """Cancel the request, unless it has ended. Iterating then stops; may be called from another thread."""
+        self._closed = True
+        self._sent.cancel()
 
-        Raises OutriderError when none had it and one did not answer.
-        """
-        failure: OutriderError | None = None
-        for server in range(len(self._channels)):
-            call = calls.abort(request_id, timeout_s)
-            try:
-                if self._once(server, call, call.timeout_s)[0].aborted:
-                    return True
-            except Failed as failed:
-                failure = self._explained(failed.failure, server)
-        if failure is not None:
-            raise failure
-        return False
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def status(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> pb.GetServerStatusResponse:
-        """What is served and how speculation is doing, at the replica that answers. Raises OutriderError."""
-        return self._unary(calls.status(timeout_s))
 
-    def revert_drafter(self, version: int, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> int:
-        """Have a former version of a drafter that learns serve again; status() lists them. Returns the number that it
-        serves under from now on. Raises OutriderError."""
-        return int(self._unary(calls.revert_drafter(version, timeout_s)).serving)
+def _unary(build: Callable[P, Call[Answer]]) -> Callable[Concatenate[OutriderClient, P], Answer]:
+    return wraps(build)(lambda client, *args, **options: client._call(build(*args, **options)))
 
-    def model_info(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> pb.GetModelInfoResponse:
-        """What is served: what stays the same as long as the server runs. Raises OutriderError."""
-        return self._unary(calls.model_info(timeout_s))
 
-    def server_info(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> pb.GetServerInfoResponse:
-        """Versions and start time. Raises OutriderError."""
-        return self._unary(calls.server_info(timeout_s))
+class OutriderClient(GrpcClient, AbstractContextManager["OutriderClient"]):
+    __doc__ = f"{GrpcClient.__doc__}\n    May be shared by threads. Calls that fail raise OutriderError."
 
-    def healthy(self, *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> bool:
-        """Whether requests can be sent now: grpc.health.v1 says SERVING. Of several servers one is enough.
+    generate = _unary(requests.generate)
+    tokenize = _unary(requests.tokenize)
+    detokenize = _unary(requests.detokenize)
+    abort = _unary(requests.abort)
+    status = _unary(requests.status)
+    revert_drafter = _unary(requests.revert_drafter)
+    model_info = _unary(requests.model_info)
+    healthy = _unary(requests.healthy)
 
-        False when none can be reached in time. Raises OutriderError for any other failure.
-        """
-        return any(self._serves(server, timeout_s) for server in range(len(self._channels)))
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> CompletionStream:
+        """Return the answer round by round; with n above 1 those of all, told apart by index."""
+        call = requests.stream(prompt, options)
+        return CompletionStream(self, call, self._send(call))
 
     def close(self) -> None:
         """Close the connections; calls under way are cancelled."""
-        self._closed.set()
-        for channel in self._channels:
-            channel.close()
+        self._closed = True
+        self._channel.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _attempts(self, call: Call[Any]) -> Attempts:
-        return Attempts(call, self._policy, self._balancer)
-
-    def _send(self, method: Any, call: Call[Any], timeout_s: float | None) -> Any:
+    def _call(self, call: Call[Any]) -> Any:
+        sent = self._send(call, future=True)
         try:
-            return method(call.request, timeout=timeout_s, metadata=self._servers.metadata)
-        except ValueError:
-            if self._closed.is_set():  # gRPC's word for a closed channel
-                raise closed() from None
-            raise
-
-    def _unary(self, call: Call[Response]) -> Response:
-        attempts = self._attempts(call)
-        try:
-            while True:
-                server, left_s = attempts.begin()
-                try:
-                    response, trailing = self._once(server, call, left_s)
-                except Failed as failed:
-                    delay_s = attempts.failed(failed.failure, failed.trailing)
-                    if delay_s is None or self._closed.wait(delay_s):
-                        raise self._explained(failed.failure, server) from None
-                else:
-                    attempts.succeeded(trailing)
-                    return response
-        finally:
-            attempts.abandoned()  # interrupted
-
-    def _once(self, server: int, call: Call[Response], timeout_s: float | None) -> tuple[Response, Any]:
-        """(response, trailing metadata). Raises Failed."""
-        sent = self._send(self._stubs[server].method(call.rpc).future, call, timeout_s)
-        try:
-            return sent.result(), sent.trailing_metadata()
+            return call.answer(sent.result())
         except grpc.RpcError as error:
-            raise Failed(error, call.request_id) from None
-        except grpc.FutureCancelledError:
-            raise closed() from None
+            return self._fail(error, call)
         finally:
             sent.cancel()  # an interrupted wait must not leave the server working; no effect on a finished call
 
-    def _serves(self, server: int, timeout_s: float | None) -> bool:
-        call = calls.health(timeout_s)
-        try:
-            return calls.serves(self._once(server, call, timeout_s)[0])
-        except Failed as failed:
-            if calls.means_not_serving(failed.failure):
-                return False
-            raise failed.failure from None
 
-    def _explained(self, error: OutriderError, server: int) -> OutriderError:
-        if may_be_absent(error) and not self._reachable(server):
-            return self._servers.explained(error, server)
-        return error
-
-    def _reachable(self, server: int) -> bool:
-        try:
-            grpc.channel_ready_future(self._channels[server]).result(timeout=PROBE_S)
-        except grpc.FutureTimeoutError:
-            return False
-        return True
+def _target(addresses: Sequence[str]) -> str:
+    """Return gRPC's name for one server, or for a list of them."""
+    name, ipv4, ipv6 = r"[^\s:/\[\],]+:\d+", r"[0-9.]+:\d+", r"\[[0-9a-fA-F:.]+\]:\d+"
+    for scheme, form in (("ipv4:", ipv4), ("ipv6:", ipv6)) if len(addresses) > 1 else (("", f"{name}|{ipv6}"),):
+        if addresses and all(re.fullmatch(form, address) for address in addresses):
+            return scheme + ",".join(addresses)
+    fix = f"write host:port without a scheme, such as {DEFAULT_ADDRESS}; of several servers, the IP address of each"
+    raise ValueError(f"address: {', '.join(addresses)!r}: {fix}, or one name that DNS resolves to all of them")

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider.deploy.client.async_client import AsyncCompletionStream, AsyncOutriderClient
-    from outrider.deploy.client.sync_client import CompletionStream, OutriderClient
-    from outrider.deploy.client.error import FieldViolation, OutriderError
     from outrider.deploy.client.handle import OutriderHandle
+    from outrider.deploy.client.sync_client import CompletionStream, OutriderClient, OutriderError
 
 __all__ = [
     "AsyncCompletionStream",
     "AsyncOutriderClient",
     "CompletionStream",
-    "FieldViolation",
     "OutriderClient",
     "OutriderError",
     "OutriderHandle",
@@ -28,9 +26,8 @@ _HOMES = {
     "AsyncCompletionStream": "outrider.deploy.client.async_client",
     "AsyncOutriderClient": "outrider.deploy.client.async_client",
     "CompletionStream": "outrider.deploy.client.sync_client",
-    "FieldViolation": "outrider.deploy.client.error",
     "OutriderClient": "outrider.deploy.client.sync_client",
-    "OutriderError": "outrider.deploy.client.error",
+    "OutriderError": "outrider.deploy.client.sync_client",
     "OutriderHandle": "outrider.deploy.client.handle",
 }
 

@@ -11,82 +11,66 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.actors.serving.failures import REQUEST_ID_METADATA, CallFailure
-from outrider.actors.serving.grpc.responses import LOAD_METADATA
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
 
 HANG_GUARD_S = 60.0
 """How long a test waits for what should happen at once. "hang" hangs for twice as long."""
 
-REFUSED = CallFailure(
-    grpc.StatusCode.INVALID_ARGUMENT,
-    "sampling.temperature: -1.0 is out of range; send more",
-    "INVALID_REQUEST",
-    {"sampling.temperature": "-1.0 is out of range; send more"},
-    "r-1",
-)
-LOST = CallFailure(grpc.StatusCode.UNAVAILABLE, "the target replica is not available; retry", "REPLICA_UNAVAILABLE")
-FULL = CallFailure(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full; retry later", "QUEUE_FULL")
+Failure = tuple[grpc.StatusCode, str]
+
+REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: -1.0 is out of range; send more")
+LOST = (grpc.StatusCode.UNAVAILABLE, "the target replica is not available; retry")
+FULL = (grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full; retry later")
 
 
 class ScriptedService(rpc.GenerationServiceServicer, health_pb2_grpc.HealthServicer):
-    """Keeps what it was asked.
-
-    failing: failures of the next generations, one each. held: requests it says it holds, at the end of a call.
-    """
+    """Keeps what it was asked. failing: failures of the next generations, one each."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.metadata: dict[str, str] = {}
         self.deadline_s: float | None = None
         self.started, self.cancelled = threading.Event(), threading.Event()
-        self.failing: list[CallFailure] = []
-        self.held: int | None = None
-        self.running = {"r-running"}
+        self.failing: list[Failure] = []
         self.status = pb.GetServerStatusResponse(model="pair")
         self.health: int | grpc.StatusCode = health_pb2.HealthCheckResponse.SERVING
 
-    def _note(self, request: Any, context: grpc.ServicerContext) -> None:
+    def _note(self, request: Any, context: grpc.ServicerContext) -> threading.Event:
+        """Returns what is set when the call is over."""
         self.requests.append(request)
         self.metadata = {key: str(value) for key, value in context.invocation_metadata()}
         remaining = context.time_remaining()
         self.deadline_s = remaining if remaining is not None and remaining < 1e6 else None
+        over = threading.Event()
+        context.add_callback(over.set)
         context.add_callback(self.cancelled.set)
         self.started.set()
         if self.failing:
-            self._fail(context, self.failing.pop(0))
-        if self.held is not None:
-            metrics = {"num_requests_running": self.held, "num_requests_waiting": 0}
-            report = pb.LoadReport(named_metrics=metrics).SerializeToString()
-            context.set_trailing_metadata([*((key, report) for key in LOAD_METADATA), (REQUEST_ID_METADATA, "r-1")])
-
-    @staticmethod
-    def _fail(context: grpc.ServicerContext, failure: CallFailure) -> None:
-        context.set_trailing_metadata(failure.trailing_metadata())
-        context.abort(failure.code, failure.message)
+            context.abort(*self.failing.pop(0))
+        return over
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
-        self._note(request, context)
+        over = self._note(request, context)
         if request.text == "hang":
-            self.cancelled.wait(2 * HANG_GUARD_S)
+            over.wait(2 * HANG_GUARD_S)
         if request.text == "refuse":
-            self._fail(context, REFUSED)
+            context.abort(*REFUSED)
         if request.text == "lose":
-            self._fail(context, LOST)
+            context.abort(*LOST)
         return pb.GenerateResponse(text="whole", token_ids=[1, 2])
 
     def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateStreamResponse]:
-        self._note(request, context)
+        over = self._note(request, context)
         yield pb.GenerateStreamResponse(text_delta="one ", token_ids=[1])
         if request.text == "hang":
-            self.cancelled.wait(2 * HANG_GUARD_S)
+            over.wait(2 * HANG_GUARD_S)
         if request.text == "break":
             context.abort(grpc.StatusCode.INTERNAL, "request r failed inside the server; its log says why")
         if request.text == "lose":
-            self._fail(context, LOST)
+            context.abort(*LOST)
         yield pb.GenerateStreamResponse(text_delta="two", token_ids=[2], finish_reason=pb.FINISH_REASON_STOP)
 
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
@@ -99,7 +83,7 @@ class ScriptedService(rpc.GenerationServiceServicer, health_pb2_grpc.HealthServi
 
     def AbortRequest(self, request: pb.AbortRequestRequest, context: grpc.ServicerContext) -> pb.AbortRequestResponse:
         self._note(request, context)
-        return pb.AbortRequestResponse(aborted=request.request_id in self.running)
+        return pb.AbortRequestResponse(aborted=request.request_id == "r-running")
 
     def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext) -> pb.GetModelInfoResponse:
         return pb.GetModelInfoResponse(model="pair", vocab_size=300)
