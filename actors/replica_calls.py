@@ -1,7 +1,7 @@
-"""What the front doors ask of a target replica, what comes back, and how it fails.
+"""Calls of a target replica: requests, outputs and errors.
 
-A generation over gRPC is a GenerationRequest, and comes back as RoundOutputs, one a round. One over OpenAI's API is an
-OpenAIRequest (`openai_calls.py`). Free of vLLM: the ingress loads this.
+A generation over gRPC is a GenerationRequest and comes back as RoundOutputs, one a round. A request of OpenAI's API is
+an HttpCall. The ingress loads this module, so it does not import vLLM.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.actors.request_ids import scoped_id
+from outrider.actors.serving.routing.request_profile import RoutedRequest, of_generation
 
 logger = logging.getLogger("ray.serve.outrider.routing")
-
-
-BYTES_PER_TOKEN = 4
-"""Of text, roughly."""
 
 
 class MayHaveDeadline:
@@ -65,7 +62,7 @@ class GenerationRequest(MayHaveDeadline):
     """Whose memory of answers it may learn from and adds to; 0: everybody's."""
 
     caller: int = 0
-    """Whose it is, for fair order among callers; 0: nobody knows."""
+    """A hash, 64 bits, of the key or address that sent it; 0: unknown. Request ids are each caller's own."""
 
     learns: bool = True
     """A drafter that learns may do so from its answer, and one that remembers answers may remember it."""
@@ -75,12 +72,6 @@ class GenerationRequest(MayHaveDeadline):
 
     adapter: str | None = None
     """That the target answers it with, by its name; None: with none."""
-
-    in_one_piece: bool = False
-    """Its answers are told when all of them have ended, and not by rounds."""
-
-    way_out: tuple[str, ...] = ()
-    """Processes that the answer goes through, see outrider.actors.serving.ways_out."""
 
     @property
     def engine_id(self) -> str:
@@ -92,28 +83,38 @@ class GenerationRequest(MayHaveDeadline):
         return int(self.sampling.get("n", 1))
 
     @property
-    def max_tokens(self) -> int | None:
-        """Of one answer; None: what max_model_len leaves."""
-        return self.sampling.get("max_tokens")
+    def routed(self) -> RoutedRequest:
+        """What the router needs to know of it."""
+        return of_generation(self)
 
-    @property
-    def logprobs(self) -> int | None:
-        """Likeliest tokens asked for with each of an answer; None: no log-probabilities."""
-        return self.sampling.get("logprobs")
 
-    @property
-    def prompt_logprobs(self) -> int | None:
-        """Likewise of the prompt."""
-        return self.sampling.get("prompt_logprobs")
+@dataclass(frozen=True)
+class HttpCall(MayHaveDeadline):
+    """A request for vLLM's own HTTP app in a replica."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Estimated, but for prompts of token ids."""
-        if self.prompt_token_ids is not None:
-            return len(self.prompt_token_ids)
-        if self.prompt_chat is not None:
-            return sum(len(message.content) for message in self.prompt_chat.messages) // BYTES_PER_TOKEN
-        return len(self.prompt_text or "") // BYTES_PER_TOKEN
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+    request_id: str
+    routed: RoutedRequest | None
+    """None: it generates nothing."""
+
+    caller: int = 0
+    """As of a GenerationRequest, like the next three."""
+
+    tenant: int = 0
+    deadline: Deadline | None = None
+    avoid_replicas: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HttpHead:
+    """Status and headers of a response, which come before the parts of its body."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,9 +194,6 @@ class RoundOutput:
     num_rounds: int = 0
     """Rounds that these tokens are of: several when whoever reads is slower than the target. 0: not known."""
 
-    load: ReplicaLoad | None = None
-    """Of the target that answered. In an answer's last output only."""
-
 
 @dataclass(frozen=True)
 class Usage:
@@ -254,23 +252,6 @@ class TokenLogprobs(NamedTuple):
 
     top: tuple[TokenLogprob, ...] = ()
     """The likeliest tokens, best first: as many as asked for."""
-
-
-@dataclass(frozen=True)
-class ReplicaLoad:
-    """Requests in one target's engine, as its scheduler last said."""
-
-    running: int
-    waiting: int
-    kv_cache_usage: float
-    """0 to 1."""
-
-    max_num_seqs: int
-    """Requests it can run at once."""
-
-
-OF_THE_CALLER = frozenset({"caller", "tenant", "learn"})
-"""Round options that say who asks, and not what for."""
 
 
 @dataclass(frozen=True)
@@ -347,7 +328,7 @@ async def sign(target: Any, replica_id: str, method: str, args: tuple[Any, ...])
 
 
 class RequestError(Exception):
-    """A request that is refused at the door.
+    """A request that is refused.
 
     field: the request field at fault, in the public API's spelling, e.g. ``sampling.temperature``.
     fix: what to send instead.
@@ -383,17 +364,19 @@ class ReplicaLost(ConnectionError):
         return f"replica {self.replica_id}: {self.problem}"
 
 
-LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words")
-"""Sampling parameters that may forbid every token: a JSON schema that refers to itself and nothing else, say."""
+LIMITS = ("structured_outputs", "allowed_token_ids", "bad_words", "repetition_penalty")
+"""Sampling parameters that may leave no token to choose: a JSON schema that refers to itself and nothing else, say."""
 
 
 class SamplingFailed(Exception):
     """The engine gave a request up because it could not choose its next token, and the request has no LIMITS that it
     may be due to. Other requests go on."""
 
+    WHY = "the model's logits for the next token were not finite"
+
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
         self.request_id = request_id
 
     def __str__(self) -> str:
-        return f"request {self.request_id}: the model's logits for the next token were not finite"
+        return f"request {self.request_id}: {self.WHY}"

@@ -1,13 +1,9 @@
-"""What a replica checks of a structured-output constraint before vLLM reads it: whether its kind is served, its size,
-its nesting, and JSON schema keywords that no backend enforces.
-
-vLLM checks the rest when the request reaches its engine, and picks the backend (xgrammar, else guidance).
-"""
+"""Checks a structured-output constraint for what vLLM does not check: whether its kind is served, its size, its
+nesting. vLLM and its backends check the rest."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from outrider.actors.replica_calls import RequestError
@@ -29,17 +25,6 @@ MAX_ITEMS = 1 << 16
 JSON_KINDS = frozenset({"json", "json_object", "choice"})
 """What the mode ``json`` serves, besides the structural tags that vLLM makes of tools."""
 
-# fmt: off
-UNENFORCED = frozenset({
-    "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "contains", "minContains",
-    "maxContains", "uniqueItems", "$dynamicRef",
-})
-# fmt: on
-"""JSON schema keywords that xgrammar ignores and guidance refuses."""
-
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_SUBSCHEMAS = ("items", "prefixItems", "additionalProperties", "propertyNames", "allOf", "anyOf", "oneOf")
-
 
 def check_kind(field: str, kind: str, mode: Mode) -> None:
     """Raise RequestError for a kind of constraint that ``serving.structured_output`` does not serve."""
@@ -54,72 +39,46 @@ def check_kind(field: str, kind: str, mode: Mode) -> None:
 
 
 def check_bounds(field: str, kind: str, value: Any) -> None:
-    """Raise RequestError naming field for a constraint that is too large or nested too deeply, and for a schema with a
-    keyword that no backend enforces. value: text, a schema as a dict, a choice's list of texts, or True."""
+    """Raise RequestError for a constraint that is too large or nested too deeply.
+
+    value: text, a schema as a dict, a choice's list of texts, or True.
+    """
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if len(text.encode(errors="surrogatepass")) > MAX_CONSTRAINT_BYTES:
+            raise RequestError(field, f"is larger than {MAX_CONSTRAINT_BYTES} bytes", "send a shorter one")
+        if kind in ("json", "structural_tag"):
+            _check_json(json.loads(text), MAX_NESTING if kind == "json" else MAX_NESTING + TAG_NESTING)
+        elif kind in ("regex", "grammar"):
+            _check_brackets(text)
     except RecursionError:
-        raise _too_deep(field, MAX_NESTING) from None
-    if len(text) > MAX_CONSTRAINT_BYTES or len(text.encode(errors="surrogatepass")) > MAX_CONSTRAINT_BYTES:
-        raise RequestError(
-            field, f"is larger than {MAX_CONSTRAINT_BYTES} bytes", "send a shorter one, or split the request"
-        )
-    if kind in ("json", "structural_tag"):
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise RequestError(field, f"is not JSON: {error}", "send a JSON document as text") from None
-        except RecursionError:
-            raise _too_deep(field, MAX_NESTING) from None
-        most = MAX_NESTING if kind == "json" else MAX_NESTING + TAG_NESTING
-        if _depth(value) > most:
-            raise _too_deep(field, most)
-        for keyword, given in _keywords(value) if kind == "json" else ():
-            if keyword in UNENFORCED:
-                raise RequestError(field, f"has the keyword {keyword}, which is not enforced here", "leave it out")
-            if keyword in ("minItems", "maxItems") and isinstance(given, int | float) and given > MAX_ITEMS:
-                raise RequestError(field, f"has {keyword} above {MAX_ITEMS}", "send a smaller number")
-    elif kind in ("regex", "grammar") and _brackets(text) > MAX_NESTING:
-        raise _too_deep(field, MAX_NESTING)
+        raise RequestError(field, "is nested too deeply", "send a simpler constraint") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(field, f"is not JSON: {error}", "send a JSON document as text") from None
+    except ValueError as error:
+        raise RequestError(field, str(error), "send a simpler constraint") from None
 
 
-def _too_deep(field: str, most: int) -> RequestError:
-    return RequestError(field, f"is nested deeper than {most} levels", "send a simpler constraint")
+def _check_json(document: Any, most: int) -> None:
+    """Raise ValueError for a document with more levels than most, or with too large an array."""
+    level = [document]
+    for _ in range(most + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        for each in level:
+            if isinstance(each, dict) and any(
+                isinstance(count := each.get(key), int | float) and count > MAX_ITEMS
+                for key in ("minItems", "maxItems")
+            ):
+                raise ValueError(f"has minItems or maxItems above {MAX_ITEMS}")
+        level = [below for each in level for below in (each.values() if isinstance(each, dict) else each)]
+    if any(isinstance(each, dict | list) for each in level):
+        raise ValueError(f"is nested deeper than {most} levels")
 
 
-def _brackets(text: str) -> int:
-    """How deep brackets nest, those in strings and character classes counted as well."""
-    depth = deepest = 0
+def _check_brackets(text: str) -> None:
+    """Raise ValueError for brackets that nest too deeply, those in strings and character classes counted as well."""
+    depth = 0
     for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth = max(0, depth - 1)
-    return deepest
-
-
-def _depth(value: Any) -> int:
-    """Levels of objects and arrays."""
-    deepest, pending = 0, [(value, 1)]
-    while pending:
-        item, level = pending.pop()
-        if isinstance(item, dict | list):
-            deepest = max(deepest, level)
-            pending.extend((below, level + 1) for below in (item.values() if isinstance(item, dict) else item))
-    return deepest
-
-
-def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    """All keywords of a schema and its subschemas, with their values; not the names of properties, and nothing inside
-    of other values."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _keywords(each)
-    if isinstance(schema, dict):
-        yield from schema.items()
-        for name in _MAPS:
-            if isinstance(named := schema.get(name), dict):
-                yield from _keywords(list(named.values()))
-        for name in _SUBSCHEMAS:
-            yield from _keywords(schema.get(name))
+        depth = depth + 1 if character in "([{" else max(0, depth - (character in ")]}"))
+        if depth > MAX_NESTING:
+            raise ValueError(f"is nested deeper than {MAX_NESTING} levels")

@@ -11,7 +11,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -93,29 +92,6 @@ def base_shapes(model: str) -> Shapes | None:
     for path in sorted(Path(model).glob("*.safetensors")):
         shapes.update(_shapes(path))
     return shapes or None
-
-
-def fingerprint(path: str) -> str:
-    """Of the files of an adapter. Raises AdapterError when they cannot be read."""
-    digest = blake2b(digest_size=16)
-    for name in (CONFIG, WEIGHTS):
-        try:
-            with (Path(path) / name).open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-        except OSError as error:
-            raise AdapterError(
-                f"{Path(path) / name} cannot be read ({error.strerror}); store the adapter anew"
-            ) from None
-    return digest.hexdigest()
-
-
-def beneath(directory: str, path: str) -> str:
-    """path without links and dots. Raises AdapterError when that is not beneath the directory."""
-    found = (Path(directory) / path).resolve()
-    if not found.is_relative_to(Path(directory).resolve()):
-        raise AdapterError("it is not beneath target.lora.load_from; store the adapter there")
-    return str(found)
 
 
 def _config(directory: Path) -> dict[str, Any]:

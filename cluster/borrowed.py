@@ -5,8 +5,7 @@ late, in the middle of a request; an override that nobody calls any more, a modu
 attribute that nobody reads never fails. So each name is looked for once, at start-up, in the process that uses it: that
 takes milliseconds, and imports nothing that is not imported there anyway.
 
-The tables are ``outrider.actors.vllm_seam.leans_on``, ``outrider.actors.serve_seam.leans_on`` and, of torch,
-``outrider.cluster.link.leans_on``, which tests alone look at.
+The tables are ``outrider.actors.vllm_seam.leans_on`` and ``outrider.cluster.link.leans_on``.
 """
 
 from __future__ import annotations

@@ -54,6 +54,35 @@ class OpenAIConfig(Section):
     answer, and grammars hold for the answer only. auto: that of the model's family, where it reasons without being
     asked to. None, or where auto finds none: reasoning is part of the answer."""
 
+    frontend_args: dict[str, Any] = Field(default_factory=dict)
+    """Other arguments of ``vllm serve`` for its OpenAI server, under vLLM's names, e.g.
+    ``{enable_prompt_tokens_details: true, response_role: assistant}``."""
+
+    @field_validator("frontend_args")
+    @classmethod
+    def _are_not_of_the_socket(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Refuses what would have no effect here."""
+        for name, instead in _ELSEWHERE.items():
+            if name in value:
+                raise ValueError(f"{name}: has no effect here; set {instead}")
+        return value
+
+
+_ELSEWHERE = {
+    "api_key": "serving.api_key",
+    "allowed_origins": "serving.allowed_origins",
+    "host": "serving.gateway.host",
+    "port": "serving.gateway.http_port",
+    "grpc_port": "serving.gateway.grpc_port",
+    "ssl_keyfile": "serving.gateway.tls.key",
+    "ssl_certfile": "serving.gateway.tls.certificate",
+    "ssl_ca_certs": "serving.gateway.tls.client_ca",
+    "lora_modules": "target.lora.adapters",
+    "chat_template": "openai.chat_template",
+    "tool_call_parser": "openai.tool_call_parser",
+}
+"""By argument of vLLM's: the key that does it here."""
+
 
 MAX_SPECULATIVE_TOKENS = 32
 """Upper limit of ``num_speculative_tokens``: sizes the link's frames and the verifier's rows."""
@@ -249,15 +278,13 @@ class OutriderConfig(Section):
 
     @model_validator(mode="after")
     def _adapters_and_pictures_fit(self) -> OutriderConfig:
-        lora, multimodal = self.target.lora, self.target.multimodal
+        lora = self.target.lora
         names = [adapter.name for adapter in lora.adapters] if lora is not None else []
         if self.served_model_name in names:
             raise ValueError(
                 f"target.lora.adapters: one is called {self.served_model_name!r}, as the model itself is served; "
                 "rename it, or set serving.served_model_name"
             )
-        if multimodal is not None:
-            multimodal.check_body(self.limits.max_request_bytes)
         own = self.drafter.lora if isinstance(self.drafter, DraftModelConfig) else None
         for adapter in own.adapters if own is not None else ():
             if adapter.name not in names:

@@ -32,6 +32,7 @@ from outrider.cluster.config import (
 from outrider.cluster.config_section import EngineConfig
 from outrider.cluster.drafter_config import AlsoConfig
 from outrider.cluster.engine_args import NOT_ON_CPU, OWNED, REFUSED, RUN_HERE, reason_against, schema
+from outrider.cluster.gateway_config import GatewayConfig, GatewayTls
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.lora_config import DraftLoraConfig
 from outrider.cluster.scaling_config import PoolScalingConfig
@@ -85,6 +86,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "speculation": SpeculationConfig,
     "link": LinkConfig,
     "serving": ServingConfig,
+    "serving.gateway": GatewayConfig,
+    "serving.gateway.tls": GatewayTls,
     "serving.node_types": NodeType,
     "serving.autoscaling": AutoscalingConfig,
     "limits": LimitsConfig,
@@ -113,6 +116,8 @@ def _in_a_line(text: str | None) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if field.exclude:
+        return ""  # a secret, from the environment
     value: Any = field.get_default(call_default_factory=True)
     if value is None:
         return ""

@@ -336,7 +336,7 @@ DrafterConfig = Annotated[
     Discriminator(_tag),
 ]
 
-TAGS = (*REMOTE_METHODS, "co_located")
+TAGS = (*REMOTE_METHODS, "co_located", "gateway_on", "gateway_off")
 
 
 def refusal_of(section: dict[str, Any]) -> str | None:

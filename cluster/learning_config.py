@@ -64,7 +64,7 @@ class LearningConfig(Section):
     """Where every version that serves is kept, as a checkpoint that ``drafter.model`` takes. None: in memory only."""
 
     kept_versions: int = Field(3, ge=1, le=1000)
-    """How many, the latest: in memory, to go back to (``outrider versions --back``), and in ``directory``."""
+    """How many, the latest: in memory, to go back to, and in ``directory``."""
 
     @model_validator(mode="after")
     def _one_place(self) -> LearningConfig:

@@ -65,7 +65,8 @@ class LoraConfig(Section):
 
     adapters: tuple[AdapterConfig, ...] = ()
     """Loaded when a replica starts: mappings of ``name``, by which requests ask for it, and ``path``, a directory with
-    ``adapter_config.json`` and ``adapter_model.safetensors`` as PEFT writes them."""
+    ``adapter_config.json`` and ``adapter_model.safetensors`` as PEFT writes them. A deployment of one replica can load
+    more while it runs (``POST /v1/load_lora_adapter``)."""
 
     max_lora_rank: Rank = 16
     """Highest rank of an adapter. Every one takes the memory of this rank."""
@@ -73,20 +74,6 @@ class LoraConfig(Section):
     max_loras: int = Field(4, ge=1, le=256)
     """Most adapters that are loaded at once; a batch may hold all of them. The memory for as many is taken at the
     start."""
-
-    load_from: str | None = Field(None, min_length=1)
-    """Directory beneath which adapters may be loaded while the server runs (``POST /v1/load_lora_adapter``). None: none
-    can be."""
-
-    @property
-    def fixed_names(self) -> tuple[str, ...] | None:
-        """Of all adapters there ever are; None: there may come others."""
-        return None if self.load_from is not None else tuple(adapter.name for adapter in self.adapters)
-
-    @field_validator("load_from")
-    @classmethod
-    def _absolute(cls, path: str | None) -> str | None:
-        return None if path is None else absolute(path)
 
     @model_validator(mode="after")
     def _fit(self) -> LoraConfig:
@@ -96,6 +83,4 @@ class LoraConfig(Section):
                 f"adapters: {len(self.adapters)} are listed, and max_loras lets {self.max_loras} be loaded; raise it or"
                 " list fewer"
             )
-        if not self.adapters and self.load_from is None:
-            raise ValueError("adapters: there are none, and none can be loaded; list some, or write load_from")
         return self

@@ -32,10 +32,6 @@ class Registry:
     def __init__(self) -> None:
         self._members = Membership()
         self._secret = new_secret()
-        self._adapters: dict[str, str] | None = None
-        """That were loaded at run time: name -> path. None until anybody says which; then this may be a new registry
-        in the place of one that was lost."""
-
         self._reaper: asyncio.Task | None = None
 
     async def renew(self, member: Member, lease_s: float) -> None:
@@ -81,23 +77,6 @@ class Registry:
         """By replica of the pool whose drafter does not load: why."""
         return {member.replica: member.trouble for member in self._members.members.values() if member.trouble}
 
-    async def adapters(self, known: dict[str, str] | None) -> dict[str, str]:
-        """Those that every replica is to have, by name. known: what another registry has said before; None: nothing."""
-        if self._adapters is None and known is not None:
-            self._adapters = dict(known)
-        return dict(self._adapters or {})
-
-    async def add_adapter(self, name: str, path: str) -> str | None:
-        """Returns what is wrong."""
-        if name in (self._adapters or {}):
-            return f"the adapter {name!r} has been loaded already"
-        self._adapters = {**(self._adapters or {}), name: path}
-        return None
-
-    async def remove_adapter(self, name: str) -> bool:
-        """Whether there was one."""
-        return self._adapters is not None and self._adapters.pop(name, None) is not None
-
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 6)
@@ -123,12 +102,6 @@ def get_or_create_registry(app_name: str) -> Any:
         )
         .remote()
     )
-
-
-def replace_registry(app_name: str, stopped: Any) -> Any:
-    """Another one than this, which is killed; the one that somebody else has already put in its place is left alone."""
-    ray.kill(stopped)
-    return get_or_create_registry(app_name)
 
 
 def find_registry(app_name: str) -> Any:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import os
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from outrider.cluster.config_section import NodeLabels, Section
+from outrider.cluster.gateway_config import GatewayConfig
 from outrider.cluster.scaling_config import AutoscalingConfig
 
 
@@ -44,25 +54,33 @@ class ServingConfig(Section):
     «serving.autoscaling». None: ``num_replicas``."""
 
     num_ingresses: int = Field(1, ge=1, le=16)
-    """Front doors behind the proxies, a process each, spread over the nodes. One that is lost takes only its own
-    answers with it. Each has its part of ``max_ongoing_requests``, ``max_queued_requests``, ``limits.max_sequences``,
-    ``max_tokens_in_flight`` and of what keys may use, rounded up: those hold exactly with one."""
+    """Ingress processes behind Serve's proxies, spread over the nodes. One that is lost takes only its own answers with
+    it. Each has its part of ``max_ongoing_requests`` and ``max_queued_requests``, rounded up."""
+
+    gateway: Annotated[
+        Annotated[GatewayConfig, Tag("gateway_on")] | Annotated[Literal["off"], Tag("gateway_off")],
+        Discriminator(lambda value: "gateway_off" if value in ("off", False) else "gateway_on"),
+    ] = GatewayConfig()
+    """HAProxy in front of Serve's proxies: ports, TLS, keys, rates and sizes; [gateway.md](gateway.md). ``off``:
+    clients connect to Serve's own proxies."""
 
     host: str = Field("127.0.0.1", min_length=1)
-    """Address on which gRPC and HTTP listen. ``0.0.0.0`` or ``::``: every interface."""
+    """Address that Serve's own HTTP and gRPC proxies listen on. ``0.0.0.0`` or ``::``: every interface."""
 
-    grpc_port: int = Field(9000, ge=0, le=65535)
-    """0: any free port."""
+    http_port: int | None = Field(None, ge=0, le=65535)
+    """Port of Serve's own HTTP proxy. Default: 8000 with ``gateway: off``, any free one behind a gateway."""
 
-    http_port: int = Field(8000, ge=0, le=65535)
-    """OpenAI's API, the page and metrics, on Serve's HTTP proxy; 0: any free port."""
+    grpc_port: int | None = Field(None, ge=0, le=65535)
+    """Port of Serve's own gRPC proxy. Default: 9000 with ``gateway: off``, any free one behind a gateway."""
 
-    admin_port: int | None = Field(None, ge=1, le=65535)
-    """``/metrics``, ``/outrider/v1/status``, ``/livez`` and ``/readyz`` on a port of their own; ``http_port`` has not
-    the first two then. None: with the rest."""
+    api_key: str | None = Field(
+        default_factory=lambda: os.environ.get("VLLM_API_KEY") or None, min_length=1, exclude=True, repr=False
+    )
+    """One key that all callers send, as ``Authorization: Bearer KEY``. It guards every HTTP path but probes and the
+    page's files, and every gRPC method but health. Default: the environment variable VLLM_API_KEY, else none."""
 
-    admin_host: str = "127.0.0.1"
-    """Address that ``admin_port`` listens on, of whichever node the ingress runs on."""
+    allowed_origins: list[str] = Field([], max_length=64)
+    """Origins whose web pages may use this server (CORS), e.g. ``https://chat.example.com``; ``*``: any."""
 
     drain_s: float = Field(120.0, ge=0, le=86_400)
     """How long running answers may go on when the server, or a replica, is taken down. New ones are refused meanwhile;
@@ -102,30 +120,13 @@ class ServingConfig(Section):
     """How much later a small request may come and still be served before a larger one that waits. 0: in order of
     arrival."""
 
-    keys_file: str | None = Field(None, min_length=1)
-    """File of API keys' hashes, as ``outrider keys new`` writes it; read again when it changes. Calls over gRPC and
-    HTTP then need a key with the scope for them. None: nobody is asked for one."""
-
-    ssl_certfile: str | None = Field(None, min_length=1)
-    """Certificate (PEM, with its chain) of the gRPC and HTTP ports, which then speak TLS only; read again when it
-    changes. None: both speak plain text."""
-
-    ssl_keyfile: str | None = Field(None, min_length=1)
-    """Its private key (PEM), which only its owner and group may read."""
-
-    ssl_ca_certs: str | None = Field(None, min_length=1)
-    """Authorities (PEM) whose certificates clients must show, over gRPC and HTTP. None: clients need none."""
-
     tenant_isolation: bool = False
-    """Keep what one key has sent and got from others: prefix cache and suffix memory are separate for each, and so is
-    what ``cached_tokens`` tells."""
+    """Whether prefix cache and suffix memory are separate for each caller: for each API key, or for each source address
+    without keys. ``cached_tokens`` is reported only then, since it tells what others have asked."""
 
     reflection: bool = True
-    """gRPC server reflection, by which tools such as grpcurl find the calls. With keys_file it takes a key of the
-    scope ``status``."""
-
-    docs: bool = True
-    """``/openapi.json``."""
+    """gRPC server reflection, v1 and v1alpha, by which tools such as grpcurl find the calls. Off where ``api_key`` is
+    set, since Serve's proxies answer it without asking for a key."""
 
     structured_output: Literal["off", "json", "all"] = "all"
     """Constraints that requests may have. ``off``: none; ``json``: JSON schemas, JSON objects, choices and what tools
@@ -147,13 +148,11 @@ class ServingConfig(Section):
 
     @model_validator(mode="after")
     def _belong_together(self) -> ServingConfig:
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if self.ssl_keyfile is None else -1]
-            raise ValueError(f"{missing}: is missing beside {given}; give both for TLS, or neither")
-        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise ValueError("ssl_ca_certs: needs ssl_certfile and ssl_keyfile; certificates are shown over TLS only")
-        if self.tenant_isolation and self.keys_file is None:
-            raise ValueError("tenant_isolation: needs keys_file; a tenant is a key")
+        if self.api_key is not None and self.gateway != "off" and self.gateway.keys_file is not None:
+            raise ValueError(
+                "api_key: is given, or VLLM_API_KEY is set, beside gateway.keys_file; put that key into the file, or "
+                "leave one of the two out"
+            )
         if self.node_types and not self.nodes_may_come:
             raise ValueError("node_types: says which nodes may come, and none may; set nodes_may_come, or remove it")
         if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
@@ -162,6 +161,12 @@ class ServingConfig(Section):
             )
         return self
 
+    @field_validator("gateway", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
+
     @model_serializer(mode="wrap")
     def _as_it_can_be_read_again(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without the default of num_replicas beside what it may not stand beside."""
@@ -169,6 +174,17 @@ class ServingConfig(Section):
         if self.autoscaling is not None:
             written.pop("num_replicas", None)
         return written
+
+    @property
+    def public(self) -> tuple[str, int, int]:
+        """Host, HTTP port and gRPC port that clients connect to."""
+        if isinstance(self.gateway, GatewayConfig):
+            return self.gateway.host, self.gateway.http_port, self.gateway.grpc_port
+        return (
+            self.host,
+            8000 if self.http_port is None else self.http_port,
+            9000 if self.grpc_port is None else self.grpc_port,
+        )
 
     @property
     def least_replicas(self) -> int:

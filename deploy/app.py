@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
@@ -20,7 +19,7 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from outrider.actors.observability.environment import process_environment
-from outrider.actors.serving.access.settings import ProxyAccess, check_access
+from outrider.actors.serving.owners import TOKEN_VARIABLE, Owners
 from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.config import (
     ConfigError,
@@ -33,7 +32,6 @@ from outrider.cluster.config import (
 from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.drafter_config import ActorConfig, check_build_drafts, check_several_models
 from outrider.cluster.installed import installed_version
-from outrider.cluster.nodes import in_words
 from outrider.cluster.placement import (
     REPLICA_CPUS,
     CorePlan,
@@ -43,7 +41,6 @@ from outrider.cluster.placement import (
     plan_cores,
     pool_placement_of,
 )
-from outrider.cluster.registry import find_registry
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.nodes import can_surge, can_surge_drafters, check_nodes, living_nodes, placed
 from outrider.deploy.preset import Overrides, resolve_config
@@ -55,7 +52,7 @@ INGRESS, TARGET, POOL = "Ingress", "Target", "DrafterPool"
 """The deployments' names."""
 
 BEING_REFUSED = 4096
-"""Calls an ingress takes beyond the generations it may hold: status under full load, and what it is about to refuse."""
+"""Calls that an ingress takes beyond the generations it may hold: status under full load, and refusals."""
 
 ROUTING_STATS_PERIOD_S = 2.0
 """How often replicas report what routers cannot see: a lost drafter, requests of other callers."""
@@ -66,13 +63,10 @@ CONTROL_CALLS = 16
 TAKE_DOWN_S = 20.0
 """What a replica may need beyond its last answer to end engine and drafter; Serve kills it then."""
 
-TROUBLES_WITHIN_S = 5.0
-"""The registry's answer to what fails in the pool."""
-
 _ONE_MORE = 1
 """Percent of the replicas, which Serve rounds up: one, of up to a hundred."""
 
-_OVERRIDES = ("target", "drafter", "dtype")
+_OVERRIDES = ("target", "drafter", "dtype", "gateway")
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -84,27 +78,11 @@ def build(args: dict[str, Any]) -> Application:
     Raises ConfigError naming the argument or the configuration field.
     """
     config = config_from_args(args)
-    check_access(config.serving)
-    check_proxies(config.serving)
     _compare_models(config)
     plan = plan_replica(config)
     for warning in plan.warnings:
         logger.warning("%s", warning)
     return build_app(config, plan)
-
-
-def check_proxies(serving: ServingConfig) -> None:
-    """Whether the proxies of a cluster that others have started speak TLS as configured: they run with the environment
-    that this process has. Raises ConfigError."""
-    if serving.ssl_certfile is None:
-        return
-    wanted, found = ProxyAccess.of(serving), ProxyAccess.from_environment()
-    tls = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-    if found is None or any(getattr(found, name) != getattr(wanted, name) for name in tls):
-        raise ConfigError(
-            "serving.ssl_certfile: the proxies of this cluster were not started with it; set OUTRIDER_ACCESS and "
-            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH on every node before Ray starts (docs/access.md)"
-        )
 
 
 def config_from_args(args: dict[str, Any]) -> OutriderConfig:
@@ -215,14 +193,9 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
     from outrider.actors.serve_seam.living import is_stopping
-    from outrider.actors.serve_seam.running_replicas import running_replicas
-    from outrider.actors.serve_seam.waiting import waiting_groups
-    from outrider.actors.serving.capacity import Capacity, part_of
     from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
-    from outrider.actors.serving.http.admin import AdminAddress
-    from outrider.actors.serving.http.app import Front
+    from outrider.actors.serving.ingress import Ingress
     from outrider.actors.serving.replica import Target
-    from outrider.actors.serving.waiting import WaitingRoom
 
     config = with_device_defaults(config, gpu=plan.cores is None)
     serving = config.serving
@@ -234,20 +207,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         surges = can_surge(plan, serving, nodes)
         pool_surges = can_surge_drafters(plan, serving, nodes, beside_replica=surges)
     placement = plan.placement
-    capacity = Capacity(
-        serving.max_ongoing_requests,
-        serving.max_queued_requests,
-        serving.least_replicas,
-        None if serving.autoscaling is None else running_replicas,
-    )
-    most_held = serving.most_replicas * capacity.a_replica + capacity.queue
-    if serving.autoscaling is not None and most_held > config.limits.max_sequences:
-        logger.warning(
-            "limits.max_sequences: %d is less than serving.autoscaling.max replicas and the queue hold (%d); what is "
-            "refused by it calls for no replica",
-            config.limits.max_sequences,
-            most_held,
-        )
+    most_held = serving.most_replicas * serving.max_ongoing_requests + serving.max_queued_requests
     full = BackpressureConfig(status_code=429)
     variables = process_environment(serving)
     environment: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
@@ -274,7 +234,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
     ingress = serve.deployment(
-        Front,
+        Ingress,
         name=INGRESS,
         num_replicas=serving.num_ingresses,
         max_surge_percent=_ONE_MORE,  # it takes no room
@@ -295,10 +255,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
             "the drafter's tokenizer differs from the target's in added tokens: only ids below %d are drafted", common
         )
     replica = target.bind(config, placement, plan.cores, common)
-    needs = {TARGET: in_words(placement)}
     pool = None
     if plan.pool is not None:
-        needs[POOL] = in_words(plan.pool)
         pool = serve.deployment(
             DrafterPool,
             name=POOL,
@@ -318,38 +276,34 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         replica,
         config.served_model_name,
         config.num_speculative_tokens,
-        docs=serving.docs,
-        keys_file=None if serving.keys_file is None else os.path.abspath(os.path.expanduser(serving.keys_file)),
-        isolates_tenants=serving.tenant_isolation,
-        max_retries=serving.most_replicas - 1,
-        capacity=capacity,
-        autoscaled=serving.autoscaling is not None,
-        num_ingresses=serving.num_ingresses,
         broadcast=broadcast,
+        owners=owners(serving),
         limits=config.limits,
+        max_retries=serving.most_replicas - 1,
+        isolates_tenants=serving.tenant_isolation,
         is_stopping=is_stopping,
-        waiting=WaitingRoom(
-            partial(waiting_groups, serving.app_name),
-            needs,
-            find_troubles=partial(troubled_drafters, serving.app_name) if pool is not None else dict,
-        ),
-        admin=None if serving.admin_port is None else AdminAddress(serving.admin_host, serving.admin_port),
+        num_ingresses=serving.num_ingresses,
+        num_targets=serving.most_replicas,
+        allowed_origins=tuple(serving.allowed_origins),
         pool=pool,
-        lora=config.target.lora,
-        multimodal=config.target.multimodal,
-        registry=partial(find_registry, serving.app_name),
     )
 
 
-def troubled_drafters(app_name: str) -> dict[tuple[str, str], str]:
-    """By deployment and replica: why the pool's drafters that do not load do not; none while there is no registry.
-    Raises RayError, GetTimeoutError among them."""
-    try:
-        registry = find_registry(app_name)
-    except ValueError:
-        return {}
-    troubles: dict[str, str] = ray.get(registry.troubles.remote(), timeout=TROUBLES_WITHIN_S)
-    return {(POOL, replica): why for replica, why in troubles.items()}
+def owners(serving: ServingConfig) -> Owners:
+    """Returns what the ingress checks of callers. Raises ConfigError where there is a gateway and no token of it."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    if serving.gateway == "off":
+        token = None
+    elif not token:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE}: is not set; give the gateway and Ray's nodes one secret, or set serving.gateway: off"
+        )
+    return Owners(serving.api_key, token)
+
+
+def part_of(most: int, parts: int) -> int:
+    """Returns each process' part of a limit that several keep together, rounded up."""
+    return -(-most // parts)
 
 
 def labels_of(placement: ReplicaPlacement) -> list[dict[str, str]] | None:
@@ -363,7 +317,7 @@ def replicas(serving: ServingConfig) -> dict[str, Any]:
 
     if serving.autoscaling is None:
         return {"num_replicas": serving.num_replicas}
-    return {"autoscaling_config": serve_autoscaling(serving.autoscaling, serving.app_name)}
+    return {"autoscaling_config": serve_autoscaling(serving.autoscaling)}
 
 
 def drafters(config: OutriderConfig) -> dict[str, Any]:
@@ -383,7 +337,6 @@ def drafters(config: OutriderConfig) -> dict[str, Any]:
 def routing(config: OutriderConfig) -> RequestRouterConfig:
     """How callers choose among target replicas."""
     from outrider.actors.serve_seam.request_router import TargetRouter
-    from outrider.actors.serving.capacity import part_of
 
     serving = config.serving
     caching = config.target.enable_prefix_caching

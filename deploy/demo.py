@@ -152,7 +152,7 @@ def _ask(
     messages = [{"role": "user", "content": PROMPT}]
     # None: as the server does by default.
     drafts = None if speculation else False
-    with client.stream_chat(messages, temperature=0.0, max_tokens=max_tokens, speculation=drafts) as stream:
+    with client.stream(messages, temperature=0.0, max_tokens=max_tokens, speculation=drafts) as stream:
         for message in stream:
             ids += message.token_ids
             rounds += message.num_rounds

@@ -23,7 +23,6 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from outrider.actors.learning.memory import ParameterCounts, check_fits
-from outrider.actors.serving.access.settings import check_access
 from outrider.actors.vllm_seam import leans_on as vllm_names
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.installed import installed_version
@@ -269,9 +268,6 @@ def _check_safetensors(path: Path) -> None:
 
 def check_machine(config: OutriderConfig, gpu: bool) -> list[Finding]:
     findings = [judged("ports", _ports_text(config), lambda: settle_ports(config))]
-    serving = config.serving
-    if serving.keys_file is not None or serving.ssl_certfile is not None:
-        findings.append(judged("keys and TLS", "the files can be used", lambda: check_access(serving)))
     findings += check_cores(config, gpu)
     findings += check_gpus(config) if gpu else [check_memory(config, psutil.virtual_memory().available)]
     findings.append(check_shared_memory(config, shutil.disk_usage(SHARED_MEMORY).free))
@@ -487,8 +483,8 @@ def check_preloads(libraries: Sequence[str]) -> Finding:
 
 
 def _ports_text(config: OutriderConfig) -> str:
-    serving = config.serving
-    return f"gRPC {serving.grpc_port or 'any'} and HTTP {serving.http_port or 'any'} are free"
+    _, http_port, grpc_port = config.serving.public
+    return f"gRPC {grpc_port or 'any'} and HTTP {http_port or 'any'} are free"
 
 
 def _shown(sets: Sequence[Sequence[int]]) -> str:

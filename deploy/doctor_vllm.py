@@ -1,6 +1,6 @@
-"""What ``outrider doctor`` asks of the installed vLLM and Ray Serve: the names we extend, engine arguments, parsers.
+"""What ``outrider doctor`` asks of the installed vLLM: the names we extend, engine arguments, parsers.
 
-All of it is asked in one process of its own, which imports both: seconds.
+All of it is asked in one process of its own, which imports vLLM: seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import subprocess
 import sys
 from typing import Any
 
-from outrider.actors.serve_seam import leans_on as serve_names
 from outrider.actors.vllm_seam import leans_on as vllm_names
 from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
 from outrider.cluster.engine_args import RUN_HERE
@@ -27,7 +26,7 @@ _SEAMS = "internals"
 
 
 def check_vllm(config: OutriderConfig, parsers: bool) -> list[Finding]:
-    """Whether vLLM and Ray Serve have the names that Outrider extends them by; what vLLM says of ``engine_args``.
+    """Whether vLLM has the names that Outrider extends it by; what it says of ``engine_args``.
 
     parsers: also which would read the target's tool calls and reasoning, and why. The target's config.json and
     tokenizer, which are read for it, have to be on this machine.
@@ -35,11 +34,11 @@ def check_vllm(config: OutriderConfig, parsers: bool) -> list[Finding]:
     found = ask_vllm(config, parsers)
     if isinstance(found, Finding):
         return [found]
-    versions = f"vLLM {vllm_names.PROJECT.written_for} and Ray {serve_names.PROJECT.written_for}"
+    version = f"vLLM {vllm_names.PROJECT.written_for}"
     if found["seams"]:
-        return [fail(_SEAMS, problem, f"install {versions}") for problem in found["seams"]]
-    names = sum(len(table.names) for table in (*serve_names.TABLES, *vllm_names.TABLES))
-    findings = [ok(_SEAMS, f"{names} entries of what Outrider extends in {versions} are there")]
+        return [fail(_SEAMS, problem, f"install {version}") for problem in found["seams"]]
+    names = sum(len(table.names) for table in vllm_names.TABLES)
+    findings = [ok(_SEAMS, f"{names} entries of what Outrider extends in {version} are there")]
     for engine in _engines(config):
         findings += _engine_args(engine, found["engine_args"][engine.side])
     if parsers:
@@ -53,7 +52,7 @@ def ask_vllm(config: OutriderConfig, parsers: bool) -> Any:
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return fail(_SEAMS, f"importing vLLM and Ray Serve takes over {ASKING_TIMEOUT_S:g} s", "make setup")
+        return fail(_SEAMS, f"importing vLLM takes over {ASKING_TIMEOUT_S:g} s", "make setup")
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines()
         return fail(_SEAMS, said[-1] if said else f"importing vLLM ended with {asked.returncode}", "make setup")
@@ -65,7 +64,7 @@ def answers(config: OutriderConfig, parsers: bool) -> dict[str, Any]:
 
     Imports vLLM. Without the names nothing else is asked: the modules that would answer extend them.
     """
-    seams = [problem for table in (*serve_names.TABLES, *vllm_names.TABLES) for problem in table.problems()]
+    seams = [problem for table in vllm_names.TABLES for problem in table.problems()]
     if seams:
         return {"seams": seams}
     from outrider.actors.vllm_seam.answer_parsers import reasons

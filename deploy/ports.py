@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 
@@ -13,20 +14,30 @@ outgoing connection: one of these may be gone by the time that Serve listens."""
 
 _TRIES = 100
 
+PORTS = ("grpc_port", "http_port")
+
 _draw = random.SystemRandom()
 """Whose seed nobody sets: two processes of one seed would pick the same port."""
 
 
 def port_is_free(port: int, host: str | None = None, *, lingering: bool = True) -> bool:
-    """Whether a server could listen on ``port`` now. host None: on all interfaces. lingering: closed connections may
-    linger on it, as most servers allow (by SO_REUSEADDR)."""
-    family, address = (socket.AF_INET6, "::") if host is None and socket.has_ipv6 else (socket.AF_INET, host or "")
+    """Returns whether a server could listen on ``port`` now. Raises ConfigError for a host that has no address here.
+
+    host None: on all interfaces. lingering: closed connections may linger on it, as most servers allow (SO_REUSEADDR).
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"serving: host {host!r} cannot be resolved: {error.strerror}") from None
+    family, _, _, _, address = max(found, key=lambda each: each[0] == socket.AF_INET6)
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(lingering))
-            listener.bind((address, port))
+            listener.bind(address)
             listener.listen(1)
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"serving: host {host!r} is no address of this machine") from None
         return False
     return True
 
@@ -40,45 +51,38 @@ def pick_free_port() -> int:
     raise ConfigError(f"serving: {_TRIES} ports from {_PICKED_FROM[0]} on are in use; name ports that are free")
 
 
-def _pick_another(taken: set[int | None]) -> int:
-    while (port := pick_free_port()) in taken:
-        pass
-    return port
-
-
 def settle_ports(config: OutriderConfig) -> OutriderConfig:
-    """The configuration with port 0 replaced by a free one.
+    """Returns the configuration with each port that may be any one replaced by a free one.
 
     Raises ConfigError for a port in use. Without this check Serve's proxy would share the port with another one that
     allows it, and each would get half of the other's requests.
     """
-    serving = config.serving
-    if serving.admin_port is not None:
-        if not port_is_free(serving.admin_port, serving.admin_host):
+    serving, taken = config.serving, dict[int, str]()
+
+    def settled(field: str, port: int, host: str) -> int:
+        if port in taken:
+            raise ConfigError(f"serving.{field}: {port} is serving.{taken[port]} too; choose two different ports")
+        if port and not port_is_free(port, host):
+            option = f"--{field.rpartition('.')[2].replace('_', '-')}"
             raise ConfigError(
-                f"serving.admin_port: port {serving.admin_port} of {serving.admin_host} is in use, or no address of "
-                "this machine; choose another, or set serving.admin_host"
-            )
-        if serving.admin_port in (serving.grpc_port, serving.http_port):
-            raise ConfigError(f"serving.admin_port: {serving.admin_port} is grpc_port or http_port too; choose another")
-    for key in ("grpc_port", "http_port"):
-        port = getattr(serving, key)
-        if port and not port_is_free(port, serving.host):
-            option = f"--{key.replace('_', '-')}"
-            raise ConfigError(
-                f"serving.{key}: port {port} is in use; stop what listens there, or choose another with {option} N "
+                f"serving.{field}: port {port} is in use; stop what listens there, or choose another with {option} N "
                 f"({option} 0 picks a free one)"
             )
-    if serving.grpc_port and serving.grpc_port == serving.http_port:
-        raise ConfigError(
-            f"serving.http_port: {serving.http_port} is serving.grpc_port too; choose two different ports"
-        )
-    taken = {serving.admin_port}
-    grpc_port = serving.grpc_port or _pick_another(taken)
-    http_port = serving.http_port or _pick_another(taken | {grpc_port})
-    return config.model_copy(
-        update={"serving": serving.model_copy(update={"grpc_port": grpc_port, "http_port": http_port})}
-    )
+        while not port or port in taken:
+            port = pick_free_port()
+        taken[port] = field
+        return port
+
+    gateway = serving.gateway
+    if gateway != "off":
+        ports = {name: settled(f"gateway.{name}", getattr(gateway, name), gateway.host) for name in PORTS}
+        if gateway.admin_port is not None:
+            ports["admin_port"] = settled("gateway.admin_port", gateway.admin_port, gateway.host)
+        gateway = gateway.model_copy(update=ports)
+    defaults = {"http_port": 8000, "grpc_port": 9000} if gateway == "off" else dict.fromkeys(PORTS, 0)
+    asked = {name: defaults[name] if (port := getattr(serving, name)) is None else port for name in PORTS}
+    own = {name: settled(name, port, serving.host) for name, port in asked.items()}
+    return config.model_copy(update={"serving": serving.model_copy(update={"gateway": gateway, **own})})
 
 
 def reachable(host: str) -> str:

@@ -39,6 +39,8 @@ class Overrides:
 
     grpc_port: int | None = None
     http_port: int | None = None
+    gateway: str | None = None
+    """``off``: in place of ``serving.gateway``."""
 
 
 def preset_names() -> list[str]:
@@ -108,9 +110,15 @@ def _apply(tree: dict[str, Any], config: OutriderConfig, overrides: Overrides) -
         if isinstance(config.drafter, DraftModelConfig):  # a co-located one has the target's
             for section in (tree["drafter"], *tree["drafter"].get("also", ())):
                 section["dtype"] = overrides.dtype
+    if overrides.gateway is not None:
+        tree.setdefault("serving", {})["gateway"] = overrides.gateway
     for key in ("grpc_port", "http_port"):
         if (port := getattr(overrides, key)) is not None:
-            tree.setdefault("serving", {})[key] = port
+            serving = tree.setdefault("serving", {})
+            if config.serving.gateway == "off":
+                serving[key] = port
+            else:
+                serving["gateway"] = {**(serving.get("gateway") or {}), key: port}
 
 
 def _use_fetched_copies(tree: dict[str, Any]) -> None:

@@ -11,10 +11,11 @@ import logging
 import math
 import os
 import re
+import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,19 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
+from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
 from outrider.actors.observability.start_up import stages_in
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT, leans_on
+from outrider.actors.serve_seam import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT, REFLECTION, SERVICES
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serve_seam.living import end_controller
-from outrider.actors.serve_seam.options import proxy_options
-from outrider.actors.serve_seam.waiting import waiting_groups
-from outrider.actors.serving.access.settings import ProxyAccess
-from outrider.actors.serving.waiting import TO_LOAD, Waits
-from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
+from outrider.actors.serving.owners import TOKEN_VARIABLE
+from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig, ServingConfig
 from outrider.cluster.engine_args import Side, about
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.registry import find_registry
 from outrider.deploy import ray_access
 from outrider.deploy.app import (
     INGRESS,
@@ -46,11 +46,12 @@ from outrider.deploy.app import (
     describe,
     plan_replica,
     serve_logging,
-    troubled_drafters,
 )
 from outrider.deploy.drain import drain
+from outrider.deploy.gateway import Gateway
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
-from outrider.deploy.probe import Probe
+from outrider.deploy.ports import reachable
+from outrider.deploy.probe import missing
 from outrider.deploy.processes import (
     SharedMemoryWatch,
     StopSignal,
@@ -84,6 +85,7 @@ ASKING_ENDS_WITHIN_S = 2.0
 ASKING_TO_DRAIN_S = 5.0
 ENDING_CONTROLLER_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
+TROUBLES_WITHIN_S = 5.0
 WORKER_NICENESS = ("RAY_worker_niceness", "0")
 """Ray runs its workers at 15 unless told otherwise, which is meant for batches: proxies, ranks and drafters would wait
 for whatever else runs on their machine, their own clients included."""
@@ -116,8 +118,9 @@ class Server:
         self._asking: threading.Thread | None = None
         self._stopped_asking = threading.Event()
         self._stages_told: set[tuple[str, float]] = set()
-        self._pool_waits = Waits({POOL: TO_LOAD}, again_s=math.inf)
+        self._pool_troubles: set[str] = set()
         self._pool_message = ""
+        self._gateway: Gateway | None = None
         self._serves = False
 
     def start(self) -> None:
@@ -137,6 +140,8 @@ class Server:
         with self._progress.stage("Ray started"):
             self._start_ray(plan)
         self._progress.say(f"deploying {describe(self._config)}")
+        if self._config.serving.gateway != "off":
+            os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
         app = build_app(self._config, plan)
         with self._progress.stage("Ray Serve started"):
             self._start_serve()
@@ -146,6 +151,7 @@ class Server:
         )
         with self._progress.stage("replicas up"):
             self._wait_until_running()
+        self._start_gateway()
         with self._progress.stage("first answer"):
             self._wait_until_answering()
         self._serves = True
@@ -170,8 +176,10 @@ class Server:
     def _check_lives(self, judge: ApplicationJudge) -> None:
         """Raises ServerDied, or Stopped when asked to end meanwhile."""
         alive = {process.pid for process in descendants()}
-        dead = next((name for pid, name in self._daemons.items() if pid not in alive), None)
-        died = judge.verdict() if dead is None else f"Ray's {dead} has ended"
+        dead = next((f"Ray's {name}" for pid, name in self._daemons.items() if pid not in alive), None)
+        if self._gateway is not None and not self._gateway.alive():
+            dead = "the gateway (HAProxy)"
+        died = judge.verdict() if dead is None else f"{dead} has ended"
         if died is not None:
             self._stop.wait(0.5)  # a signal to the whole process group ends them, too
             raise ServerDied(f"{died}{self._where()}")
@@ -199,6 +207,8 @@ class Server:
             if not _call(self._take_down_serve, SERVE_SHUTDOWN_S, while_true=self._ray_lives):
                 self._progress.say("Ray is gone already or does not answer; ending its processes")
             _call(ray.shutdown, RAY_SHUTDOWN_S if self._ray_lives() else RAY_GONE_SHUTDOWN_S)
+        if self._gateway is not None:
+            self._gateway.stop()
         left = end_descendants(grace_s=5.0)
         for name in self._shared_memory.remove_theirs():
             self._progress.say(f"left /dev/shm/{name}: it may be another program's")
@@ -208,19 +218,17 @@ class Server:
         """Let running answers come to their ends, for serving.drain_s at most; a signal ends that, too."""
         ingress = serve.get_deployment_handle(INGRESS, self._config.serving.app_name)
 
-        def ask(method: str) -> int:
-            replies = asyncio.run(broadcast(ingress, method, timeout_s=ASKING_TO_DRAIN_S))
+        def ask() -> int:
+            replies = asyncio.run(broadcast(ingress, "drain", timeout_s=ASKING_TO_DRAIN_S))
             # One that does not answer has nothing that could be waited for.
             return sum(reply.value for reply in replies if reply.ok)
 
+        if self._gateway is not None:  # from now on it takes no new connection
+            threading.Thread(target=self._gateway.drain, args=(self._config.serving.drain_s,), daemon=True).start()
         drain(ask, self._config.serving.drain_s, pressed=self._stop.pressed, say=self._progress.say)
 
     def _start_ray(self, plan: ReplicaPlan) -> None:
-        proxies = {
-            **PROXY_ENVIRONMENT,
-            **self._config.limits.to_environment(),
-            **ProxyAccess.of(self._config.serving).environment(),
-        }
+        proxies = {**PROXY_ENVIRONMENT, GRPC_HOST_VARIABLE: self._config.serving.host}
         os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **proxies})
         os.environ.setdefault(*WORKER_NICENESS)
         if not self._verbose:
@@ -249,16 +257,28 @@ class Server:
             self._progress.say("see the actors with: RAY_AUTH_MODE=token ray list actors")
 
     def _start_serve(self) -> None:
-        leans_on.SERVER.check()
         serving = self._config.serving
         try:
             serve.start(
                 proxy_location="EveryNode" if self._address else "HeadOnly",
-                **proxy_options(serving, self._config.limits),
+                **proxy_options(serving),
                 logging_config=serve_logging(serving),
             )
         except (RuntimeError, TimeoutError) as error:
             raise ConfigError(f"serving: Ray Serve did not start: {explain(str(error))}{self._where()}") from error
+
+    def _start_gateway(self) -> None:
+        """Raises ConfigError."""
+        serving = self._config.serving
+        if serving.gateway == "off":
+            return
+        host = reachable(serving.host)
+        assert serving.http_port is not None
+        assert serving.grpc_port is not None
+        backends = (host, serving.http_port), (host, serving.grpc_port)
+        self._gateway = Gateway(serving.gateway, os.environ[TOKEN_VARIABLE], *backends, drain_s=serving.drain_s)
+        self._gateway.start()
+        self._progress.say("the gateway is up")
 
     def _wait_until_running(self) -> None:
         """But for a pool, without which targets serve. Raises ConfigError."""
@@ -275,7 +295,7 @@ class Server:
                 if has_given_up(app):
                     raise ConfigError(self._explain_failure(app))
             self._shared_memory.note()
-            self._progress.wait("loading:", _states(app, waiting_groups(name)))
+            self._progress.wait("loading:", _states(app))
             self._stop.wait(0.5)
 
     def _tell_pool(self, app: ApplicationStatusOverview) -> None:
@@ -284,11 +304,13 @@ class Server:
             return
         self._tell_what_serve_says(app.deployments[POOL])
         try:
-            troubles = troubled_drafters(self._config.serving.app_name)
-        except ray.exceptions.RayError:
-            return  # the registry is being replaced
-        for line in self._pool_waits.look((), time.monotonic(), troubles):
-            self._progress.say(f"WARNING: {line}")
+            registry = find_registry(self._config.serving.app_name)
+            troubles: dict[str, str] = ray.get(registry.troubles.remote(), timeout=TROUBLES_WITHIN_S)
+        except (ray.exceptions.RayError, ValueError):
+            return  # the registry is not there yet, or is being replaced
+        for text in sorted(set(troubles.values()) - self._pool_troubles):
+            self._pool_troubles.add(text)
+            self._progress.say(f"WARNING: {POOL}: {text}")
 
     def _tell_what_serve_says(self, pool: DeploymentStatusOverview) -> None:
         """Of a pool whose replicas do not even begin: those tell of themselves."""
@@ -299,13 +321,10 @@ class Server:
         self._pool_message = message
 
     def _wait_until_answering(self) -> None:
-        """Ask the way a client does, since the proxies learn of a running replica only a moment later. Then see that
-        the ports are what the configuration says. Raises ConfigError when they are not."""
-        probe = Probe(self._config.serving)
-        while (missing := probe.missing()) is not None:
-            self._progress.wait("waiting for the first answer", f"({missing})")
+        """Asks the way a client does, since the proxies learn of a running replica only a moment later."""
+        while (lacks := missing(self._config.serving)) is not None:
+            self._progress.wait("waiting for the first answer", f"({lacks})")
             self._stop.wait(0.2)
-        probe.check()
 
     def _tell_stages(self) -> None:
         """What replicas have logged of their start-up since the last time."""
@@ -416,8 +435,7 @@ def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:
     }
 
 
-def _states(app: ApplicationStatusOverview | None, waiting: Sequence[tuple[str, str]]) -> str:
-    """waiting: deployment and replica of each that no node has room for."""
+def _states(app: ApplicationStatusOverview | None) -> str:
     if app is None or not app.deployments:
         return "waiting for Ray Serve"
     parts = []
@@ -425,10 +443,18 @@ def _states(app: ApplicationStatusOverview | None, waiting: Sequence[tuple[str, 
         states = " ".join(
             f"{count} {getattr(state, 'value', state).lower()}" for state, count in deployment.replica_states.items()
         )
-        number = sum(whose == name for whose, _ in waiting)
-        no_room = f" ({number} of them wait for a node with room)" if number else ""
-        parts.append(f"{name} {states or 'waiting for its bundles'}{no_room}")
+        parts.append(f"{name} {states or 'waiting for its bundles'}")
     return ", ".join(parts)
+
+
+def proxy_options(serving: ServingConfig) -> dict[str, Any]:
+    """Returns ``http_options`` and ``grpc_options`` for ``serve.start``. Ports are settled by then."""
+    functions = [SERVICES, REFLECTION] if serving.reflection and serving.api_key is None else [SERVICES]
+    assert serving.grpc_port is not None
+    return {
+        "http_options": HTTPOptions(host=serving.host, port=serving.http_port, keep_alive_timeout_s=300),
+        "grpc_options": gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=functions, enable_reflection=False),
+    }
 
 
 def _call(call: Callable[[], object], limit_s: float, while_true: Callable[[], bool] = lambda: True) -> bool:

@@ -21,10 +21,10 @@ import ray
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.loop import DraftLoop
+from outrider.actors.drafter.shared_actor import Member, SharedActor, get_or_create
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.service import DrafterTrainer, Report, Update, local_copy
 from outrider.actors.learning.versions import sampled_digest
-from outrider.actors.shared_actor import Member, SharedActor, get_or_create
 from outrider.cluster.config import DraftModelConfig
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.placement import OWN_GPUS

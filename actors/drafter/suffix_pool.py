@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import ray
 
+from outrider.actors.drafter.shared_actor import IdleLife, Member, SharedActor, get_or_create
 from outrider.actors.drafter.suffix import AnswerPart
-from outrider.actors.shared_actor import IdleLife, Member, SharedActor, get_or_create
 
 PARTS_AT_ONCE = 256
 

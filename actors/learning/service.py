@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from outrider.actors.drafter.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.actors.learning.gate import LEAST_TEXTS
 from outrider.actors.learning.learner import Learner, Learnt
 from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.versions import VersionStore, sampled_digest
 from outrider.actors.observability.logs import configure as configure_logging
-from outrider.actors.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.cluster.placement import bind_to

@@ -198,46 +198,6 @@ INGRESS = (
     MetricSpec(
         "outrider:admission_rejections_total", "counter", "Requests refused before they reached an engine.", ("reason",)
     ),
-    MetricSpec(
-        "outrider:refused_generations_total",
-        "counter",
-        "Generations refused because replicas and queue were full, by proxies as far as they have told, and by the "
-        "ingress itself.",
-        ("by",),
-    ),
-    MetricSpec(
-        "outrider:autoscaling_replicas",
-        "gauge",
-        "Target replicas: wanted, running, and the least and most that there may be.",
-        ("state",),
-    ),
-    MetricSpec(
-        "outrider:autoscaling_reason", "gauge", "1 for why so many are wanted, 0 for the other reasons.", ("reason",)
-    ),
-    MetricSpec(
-        "outrider:replicas_waiting",
-        "gauge",
-        "Replicas that no node has room for, or of a pool whose drafters do not load.",
-        ("deployment",),
-    ),
-    MetricSpec(
-        "outrider:replicas_waiting_seconds",
-        "gauge",
-        "For how long the one has waited that has waited longest; 0: none does.",
-        ("deployment",),
-    ),
-    MetricSpec("outrider:key_requests_total", "counter", "Calls let in, by the key they showed.", ("key",)),
-    MetricSpec(
-        "outrider:key_tokens_total", "counter", "Tokens of its requests: prompt and completion.", ("key", "kind")
-    ),
-    MetricSpec(
-        "outrider:key_refusals_total",
-        "counter",
-        "Calls that the ingress refused for their key; most are refused by a proxy, and counted there.",
-        ("key", "reason"),
-    ),
-    MetricSpec("outrider:keys_stale", "gauge", "1 while the changed file of keys cannot be used, and older keys are."),
-    MetricSpec("outrider:keys_reload_failures_total", "counter", "Changes of the file that could not be used."),
 )
 """Of the ingress that is scraped; no model_name, no replica."""
 

@@ -31,7 +31,6 @@ REQUEST_ID_KEY = "outrider_request_id"
 
 _JSON_LINES = Path(__file__).with_name("json_lines.json")
 _TEXT = "%(asctime)s %(name)s %(levelname)s %(message)s"
-_MAX_OUTCOME = 200
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 """What vLLM adds to a request's id to make it unique."""
@@ -80,7 +79,7 @@ def request_line(logger: logging.Logger, request_id: str) -> Iterator[None]:
         outcome = "cancelled"
         raise
     except Exception as error:
-        outcome = " ".join(str(error).split())[:_MAX_OUTCOME] or type(error).__name__
+        outcome = type(error).__name__  # its text may show what the client sent
         raise
     finally:
         seconds = time.monotonic() - started_s

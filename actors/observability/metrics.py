@@ -14,13 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from outrider.actors.observability.exposition import Families, merge, render
 from outrider.cluster.installed import VLLM, installed_version
-from outrider.cluster.scaling_config import REASONS
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -90,32 +89,6 @@ _TRAINER = {
 }
 
 
-class KeysFile(Protocol):
-    """As outrider.actors.serving.access.files has it."""
-
-    problem: str | None
-    failures: int
-
-
-class Scaling(Protocol):
-    """As outrider.actors.serving.scaling_board has it."""
-
-    @property
-    def wanted(self) -> int: ...
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def least(self) -> int: ...
-
-    @property
-    def most(self) -> int: ...
-
-    @property
-    def reason(self) -> str: ...
-
-
 class IngressMetrics:
     """Not thread-safe: for the ingress's event loop."""
 
@@ -123,18 +96,6 @@ class IngressMetrics:
         self._ended: Counter[tuple[str, str, str]] = Counter()
         self._in_flight: Counter[str] = Counter()
         self._rejections: Counter[str] = Counter({"queue_full": 0})
-        self._refused_generations: Counter[str] = Counter({"ingress": 0, "proxy": 0})
-        self.scaling: Scaling | None = None
-        """None: nothing scales, or what was decided is not known."""
-
-        self.waiting: Callable[[], Mapping[str, tuple[int, float]]] | None = None
-        """By deployment: how many replicas no node has room for, and the longest time in seconds. None: not known."""
-
-        self._key_requests: Counter[str] = Counter()
-        self._key_tokens: Counter[tuple[str, str]] = Counter()
-        self._key_refusals: Counter[tuple[str, str]] = Counter()
-        self.keys: KeysFile | None = None
-        """None: no key is asked for."""
 
     @contextmanager
     def in_flight(self, api: str) -> Iterator[None]:
@@ -153,58 +114,14 @@ class IngressMetrics:
         """A request was refused before it reached an engine, such as ``queue_full``."""
         self._rejections[reason] += 1
 
-    def refused_generations(self, by: str, number: int = 1) -> None:
-        """For lack of room. by: ``ingress`` or ``proxy``."""
-        self._refused_generations[by] += number
-
-    @property
-    def num_refused_generations(self) -> int:
-        return self._refused_generations.total()
-
-    def key_request(self, key: str) -> None:
-        """key: its name in the file of keys, here and below."""
-        self._key_requests[key] += 1
-
-    def key_tokens(self, key: str, prompt: int, completion: int) -> None:
-        self._key_tokens[key, "prompt"] += prompt
-        self._key_tokens[key, "completion"] += completion
-
-    def key_refused(self, key: str, reason: str) -> None:
-        """key: ``-`` where none was recognised."""
-        self._key_refusals[key, reason] += 1
-
-    def _add_keys(self, families: Families) -> None:
-        if self.keys is None:
-            return
-        families.add("outrider:keys_stale", float(self.keys.problem is not None))
-        families.add("outrider:keys_reload_failures_total", self.keys.failures)
-        for key, count in sorted(self._key_requests.items()):
-            families.add("outrider:key_requests_total", count, key=key)
-        for (key, kind), count in sorted(self._key_tokens.items()):
-            families.add("outrider:key_tokens_total", count, key=key, kind=kind)
-        for (key, reason), count in sorted(self._key_refusals.items()):
-            families.add("outrider:key_refusals_total", count, key=key, reason=reason)
-
     def text(self) -> str:
         families = Families()
-        self._add_keys(families)
         for (api, method, code), count in sorted(self._ended.items()):
             families.add("outrider:requests_total", count, api=api, method=method, code=code)
         for api, number in sorted(self._in_flight.items()):
             families.add("outrider:requests_in_flight", number, api=api)
         for reason, count in sorted(self._rejections.items()):
             families.add("outrider:admission_rejections_total", count, reason=reason)
-        for by, count in self._refused_generations.items():
-            families.add("outrider:refused_generations_total", count, by=by)
-        if (scaling := self.scaling) is not None:
-            for state in ("wanted", "running", "least", "most"):
-                families.add("outrider:autoscaling_replicas", getattr(scaling, state), state=state)
-            for reason in REASONS:
-                families.add("outrider:autoscaling_reason", float(reason == scaling.reason), reason=reason)
-        if self.waiting is not None:
-            for deployment, (number, seconds) in self.waiting().items():
-                families.add("outrider:replicas_waiting", number, deployment=deployment)
-                families.add("outrider:replicas_waiting_seconds", seconds, deployment=deployment)
         return render(families)
 
 

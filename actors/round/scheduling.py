@@ -43,15 +43,26 @@ class FairOrder:
         """Of callers whose requests have moved them beyond the clock."""
 
     def virtual_arrival_ms(
-        self, arrival_s: float, prompt_tokens: int, max_tokens: int, *, caller: int = 0, priority: int = 0
+        self,
+        arrival_s: float,
+        prompt_tokens: int,
+        max_tokens: int,
+        *,
+        caller: int = 0,
+        priority: int = 0,
+        answer: int = 0,
     ) -> int:
-        """Of a request that is new. The lower, the sooner. Units: milliseconds, but for the part that comes from
-        priority (vLLM's: lower first). caller: 0 where nobody knows."""
+        """Returns the place of a new sequence in the queue, in milliseconds: the lower, the sooner.
+
+        priority: vLLM's, lower first. caller: 0 where nobody knows. answer: the sequence's index among the n answers of
+        its request. Each further answer comes later, beyond the limit too, so that requests of many answers do not
+        keep others waiting.
+        """
         arrival_ms = arrival_s * 1e3
         delay_ms = (prompt_tokens + min(max_tokens, MAX_COUNTED_ANSWER_TOKENS)) * DELAY_MS_PER_TOKEN
-        latest_ms = arrival_ms + self._limit_ms
-        virtual_ms = min(max(arrival_ms, self._clocks.get(caller, arrival_ms)) + delay_ms, latest_ms)
-        if caller:
+        latest_ms = arrival_ms + (1 + answer) * self._limit_ms
+        virtual_ms = min(max(arrival_ms, self._clocks.get(caller, arrival_ms)) + (1 + answer) * delay_ms, latest_ms)
+        if caller and not answer:
             if len(self._clocks) >= _MOST_CLOCKS:
                 self._clocks = {each: ms for each, ms in self._clocks.items() if ms > arrival_ms}
             self._clocks[caller] = virtual_ms

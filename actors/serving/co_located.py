@@ -1,4 +1,4 @@
-"""What a request cannot have where vLLM drafts inside the target's engine, refused by name before the engine sees it.
+"""Refuses what a request cannot have where vLLM drafts inside the target's engine, before the engine sees it.
 
 The engine itself refuses min_p and logit_bias under speculation (vllm#42744); what is here it would ignore in silence,
 or, for seeds on CPU, die of. Free of vLLM.

@@ -22,7 +22,6 @@ from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.replica_calls import ReplicaReply, sign
 from outrider.actors.serve_seam.replica_log import serve_log_kept
-from outrider.actors.serve_seam.steady_time import go_by_steady_time
 from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
@@ -74,7 +73,6 @@ class DrafterPool:
             cores=None if core_plan is None else [list(cores) for cores in core_plan.drafter],
             environment=process_environment(config.serving),
         )
-        go_by_steady_time()
         with serve_log_kept():
             self._lease = Lease(config.serving.app_name, member)
             self._drafter = await self._load(launch)

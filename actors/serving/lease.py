@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import ray
 
 from outrider.actors.serving.answers import answer_within
 from outrider.cluster.membership import Member
-from outrider.cluster.registry import LEASE_S, LOADING_LEASE_S, get_or_create_registry, replace_registry
+from outrider.cluster.registry import LEASE_S, LOADING_LEASE_S, get_or_create_registry
 
 logger = logging.getLogger("ray.serve.outrider.lease")
 
 CONTROL_TIMEOUT_S = 5.0
 _REGISTRY_ATTEMPTS = 4
 _REGISTRY_PAUSE_S = 1.0
-
-STOPPED_AFTER = 12
-"""Calls in a row that a registry leaves without an answer, and is taken for stopped: a minute and more, in which one
-that has just been made has started on a busy machine, too."""
-
-
-class Silence:
-    """Of a registry: how many calls in a row it has left without an answer. Pure."""
-
-    def __init__(self) -> None:
-        self._registry: Any = None
-        self._in_a_row = 0
-        self._has_judged = False
-        """Since one has last answered: it may be this process that reaches none."""
-
-        self.stopped: Any = None
-        """The registry that is to be replaced."""
-
-    def answered(self) -> None:
-        self._in_a_row, self._has_judged, self.stopped = 0, False, None
-
-    def ran_out(self, registry: Any) -> bool:
-        """registry: who was asked. Returns whether to put another in its place: once, until one has answered."""
-        self._in_a_row = self._in_a_row + 1 if registry == self._registry else 1
-        self._registry = registry
-        if self._in_a_row < STOPPED_AFTER or self._has_judged:
-            return False
-        self._has_judged, self.stopped = True, registry
-        return True
 
 
 class Lease:
@@ -61,7 +30,6 @@ class Lease:
         self._finding: asyncio.Future[Any] | None = None
         """The search for the registry that is under way."""
 
-        self._silence = Silence()
         self._keeping: asyncio.Task[None] | None = None
 
     @property
@@ -71,10 +39,9 @@ class Lease:
 
     async def take(self, lease_s: float = LOADING_LEASE_S) -> None:
         """The first one, which lasts while models load. Raises nothing: without a registry a replica that needs no link
-        to start serves, too, and keep() goes on asking. One that is stopped is waited for until another is in its
-        place."""
+        to start serves, too, and keep() goes on asking."""
         try:
-            await self.renew(lease_s, attempts=STOPPED_AFTER + _REGISTRY_ATTEMPTS)
+            await self.renew(lease_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("the replica starts without a registry, which is not reachable: %r", error)
 
@@ -113,31 +80,17 @@ class Lease:
                 if attempt > 0:
                     await asyncio.sleep(_REGISTRY_PAUSE_S)
                     self._registry = await self._find_registry()
-                await self._ask_to_renew(self._registry, lease_s)
+                await answer_within(self._registry.renew.remote(self.member, lease_s), CONTROL_TIMEOUT_S)
                 return
             except (ray.exceptions.RayError, TimeoutError):
                 if attempt == attempts - 1:
                     raise
 
-    async def _ask_to_renew(self, registry: Any, lease_s: float) -> None:
-        answer = registry.renew.remote(self.member, lease_s)
-        try:
-            await answer_within(answer, CONTROL_TIMEOUT_S)
-        except (TimeoutError, ray.exceptions.ActorUnavailableError):  # the latter: a stopped one, to who is new to it
-            if self._silence.ran_out(registry):
-                logger.error("the registry has left %d calls without an answer: replacing it", STOPPED_AFTER)
-            raise
-        self._silence.answered()
-
     async def _find_registry(self) -> Any:
         """In a thread, one at a time: Ray waits for its GCS here, for as long as that takes to come back. Raises
         RayError or TimeoutError."""
         if self._finding is None:
-            stopped, self._silence.stopped = self._silence.stopped, None
-            search: Callable[[str], Any] = get_or_create_registry
-            if stopped is not None:
-                search = partial(replace_registry, stopped=stopped)
-            self._finding = asyncio.ensure_future(asyncio.to_thread(search, self._app_name))
+            self._finding = asyncio.ensure_future(asyncio.to_thread(get_or_create_registry, self._app_name))
         finding = self._finding
         try:
             return await asyncio.wait_for(asyncio.shield(finding), CONTROL_TIMEOUT_S)

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,10 @@ from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.observability.start_up import StartUp
-from outrider.actors.openai_calls import OpenAIHead, OpenAIRequest, TokensUsed
 from outrider.actors.replica_calls import (
     GenerationRequest,
+    HttpCall,
+    HttpHead,
     ModelInfo,
     ReplicaLost,
     ReplicaReply,
@@ -36,15 +37,11 @@ from outrider.actors.replica_calls import (
     Tokens,
     sign,
 )
-from outrider.actors.serve_seam.living import lives
 from outrider.actors.serve_seam.replica_log import serve_log_kept
-from outrider.actors.serve_seam.steady_time import go_by_steady_time
-from outrider.actors.serving.adapters import RunTimeAdapters, asked_of
 from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.co_located import check_co_located
-from outrider.actors.serving.failures import leave_out_what_is_told
+from outrider.actors.serving.failures import silence_refusal_logs
 from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
-from outrider.actors.serving.ways_out import WaysOut
 from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
@@ -60,7 +57,7 @@ from outrider.cluster.placement import (
 from outrider.cluster.registry import registry_name
 
 if TYPE_CHECKING:
-    from outrider.actors.serving.openai.serving import OpenAIServing
+    from outrider.actors.serving.openai.app import OpenAIApp
     from outrider.actors.vllm_seam.target_engine import TargetEngine
 
 logger = logging.getLogger("ray.serve.outrider.target")
@@ -92,8 +89,7 @@ class Target:
         self._group = ray.util.get_current_placement_group()
         self._address = ray.get_runtime_context().gcs_address
         start_up = StartUp(logger)
-        go_by_steady_time()
-        leave_out_what_is_told()
+        silence_refusal_logs()
         with serve_log_kept():
             # Seconds of imports, in which the registry's and the drafter's processes start.
             imports = asyncio.create_task(asyncio.to_thread(_import_engine))
@@ -107,16 +103,10 @@ class Target:
             start_up.done("vllm imported by the replica")
             self._heartbeat = Heartbeat()
             self._engine = self._start_engine()
-            self._ways_out = WaysOut(self._engine.abort, lives)
             start_up.done("engine core and ranks started, model loaded")
-            await self._engine.adapters.load_configured()
-            self._adapters = self._run_time_adapters()
-            if self._adapters is not None:
-                await self._adapters.follow()
-            self._openai = self._start_openai()
+            self._openai = await self._start_openai()
+            self._engine.adapters.requests = self._openai.adapters
         self._lease.keep()
-        if self._adapters is not None:
-            self._adapters.keep()
         self._metrics = self._replica_metrics()
         self._routing_stats = self._stats_for_routing()
         await self._engine.warm_up()
@@ -138,10 +128,7 @@ class Target:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
         """See TargetEngine.generate. Raises ReplicaLost when the engine is gone."""
-        held = self._ways_out.hold(request.request_id, request.caller, request.way_out)
-        with request_line(logger, request.request_id), held:
-            if self._adapters is not None:
-                await self._adapters.find(request.adapter)
+        with request_line(logger, request.request_id):
             if (drafter := self._config.co_located) is not None:
                 check_co_located(request, drafter.method, on_gpu=self._core_plan is None)
             try:
@@ -151,13 +138,10 @@ class Target:
             except ConnectionError as error:
                 raise ReplicaLost(self._replica, str(error)) from error
 
-    async def openai(self, request: OpenAIRequest) -> AsyncGenerator[OpenAIHead | str | TokensUsed, None]:
-        """See OpenAIServing.answer."""
-        held = self._ways_out.hold(request.request_id, request.round_options.get("caller", 0), request.way_out)
-        with request_line(logger, request.request_id), held:
-            if self._adapters is not None:
-                await self._adapters.find(request.adapter)
-            async with aclosing(self._openai.answer(request)) as parts:
+    async def http(self, call: HttpCall) -> AsyncGenerator[HttpHead | bytes, None]:
+        """Answers a forwarded HTTP request; see OpenAIApp.answer."""
+        with request_line(logger, call.request_id) if call.routed is not None else nullcontext():
+            async with aclosing(self._openai.answer(call)) as parts:
                 async for part in parts:
                     yield part
 
@@ -183,7 +167,7 @@ class Target:
             "model": self._config.served_model_name,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "target": self._engine.load(),
-            "adapters": self._engine.adapters.names,
+            "adapters": sorted(self._openai.adapters),
         }
         if self._config.drafter is None:
             return status
@@ -238,8 +222,8 @@ class Target:
             default_verification="rejection" if co_located else config.speculation.verification,
             methods=() if config.drafter is None else (config.drafter.method,),
             num_speculative_tokens=config.num_speculative_tokens,
-            tool_call_parser=self._openai.parsers.tool_call,
-            reasoning_parser=self._openai.parsers.reasoning,
+            tool_call_parser=self._openai.args.tool_call_parser or None,
+            reasoning_parser=self._openai.args.structured_outputs_config.reasoning_parser or None,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
@@ -254,18 +238,9 @@ class Target:
         """Each token's own text; bytes that are no UTF-8 become U+FFFD. Raises RequestError."""
         return [await self._engine.detokenize((token_id,), False) for token_id in token_ids]
 
-    async def abort(self, request_id: str, caller: int | None = None) -> bool:
-        """See TargetEngine.abort."""
-        return await self._engine.abort(request_id, caller)
-
-    async def load_adapter(self, name: str, path: str) -> str | None:
-        """What is wrong; None: it is loaded."""
-        assert self._adapters is not None
-        return await self._adapters.load(name, path)
-
-    async def unload_adapter(self, name: str) -> None:
-        assert self._adapters is not None
-        await self._adapters.unload(name)
+    async def abort(self, owner: int, request_id: str) -> bool:
+        """Ends one of the owner's requests, of either API. Returns whether it was here."""
+        return await self._engine.abort(request_id, owner) or await self._openai.abort(owner, request_id)
 
     async def metrics_text(self) -> str:
         """This replica's metrics, vLLM's and ours, in Prometheus' text format."""
@@ -275,8 +250,6 @@ class Target:
         """Serve calls this on a graceful shutdown."""
         if (heartbeat := getattr(self, "_heartbeat", None)) is not None:
             heartbeat.stop()
-        if (adapters := getattr(self, "_adapters", None)) is not None:
-            adapters.stop()
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
@@ -287,21 +260,10 @@ class Target:
         if (lease := getattr(self, "_lease", None)) is not None:
             lease.leave()
 
-    def _run_time_adapters(self) -> RunTimeAdapters | None:
-        lora = self._config.target.lora
-        if lora is None or lora.load_from is None:
-            return None
-        lease = self._lease
-        return RunTimeAdapters(
-            self._engine.adapters,
-            [adapter.name for adapter in lora.adapters],
-            asked_of(lambda: lease.registry, CONTROL_TIMEOUT_S),
-        )
+    async def _start_openai(self) -> OpenAIApp:
+        from outrider.actors.serving.openai.app import OpenAIApp
 
-    def _start_openai(self) -> OpenAIServing:
-        from outrider.actors.serving.openai.serving import OpenAIServing
-
-        return OpenAIServing(self._engine.llm, self._config, self._replica, self._engine.adapters)
+        return await OpenAIApp.make(self._engine.llm, self._config, self._replica)
 
     async def _wait_for_link(self) -> None:
         """Requests could be served without it, but not the way the operator asked for."""
@@ -384,8 +346,7 @@ class Target:
             configured_chat_template(self._config),
             self._config.serving.structured_output,
             self._config.target.lora,
-            self._config.target.multimodal,
-            self._config.limits,
+            report_cached_tokens=self._config.serving.tenant_isolation,
         )
 
     def _cores(self, side: str) -> list[list[int]] | None:
@@ -436,7 +397,7 @@ def _import_engine() -> None:
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", "3600")
     for module in (
         "outrider.actors.vllm_seam.target_engine",
-        "outrider.actors.serving.openai.serving",
+        "outrider.actors.serving.openai.app",
         "outrider.actors.vllm_seam.executor",
     ):
         importlib.import_module(module)

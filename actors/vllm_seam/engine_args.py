@@ -15,7 +15,6 @@ from vllm.usage.usage_lib import UsageContext
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
 from outrider.actors.vllm_seam.engine_args_schema import checked
-from outrider.actors.vllm_seam.pictures import check_pictures
 from outrider.actors.vllm_seam.stages import StagedVllmConfig
 from outrider.cluster.answer_parsers import AUTO, Parsers
 from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
@@ -82,7 +81,7 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
     args["distributed_executor_backend"] = RayRanksExecutor
     args["additional_config"] = {**ranks.as_additional_config(), "outrider": config.model_dump(mode="json")}
     vllm_config = _create(AsyncEngineArgs, args, placement_group, config.target)
-    check_pictures(config, vllm_config.model_config)
+    _check_pictures(config, vllm_config.model_config)
     if config.openai.reasoning_parser == AUTO:  # by the checkpoint, which has been read by now
         parsers = answer_parsers(config, vllm_config.model_config)
         if parsers.reasoning is not None:
@@ -108,9 +107,11 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     args["tokenizer"] = config.target.tokenizer
     if (lora := config.target.lora) is not None:
         args |= _lora_arguments(lora.max_loras, lora.max_lora_rank)
-    if (multimodal := config.target.multimodal) is not None:
-        args["limit_mm_per_prompt"] = {"video": 0, "audio": 0, **multimodal.limit_mm_per_prompt}
-        args["allowed_media_domains"] = list(multimodal.allowed_media_domains)
+    multimodal = config.target.multimodal
+    taken = {} if multimodal is None else multimodal.limit_mm_per_prompt
+    args["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0, **taken}
+    domains = [] if multimodal is None else list(multimodal.allowed_media_domains)
+    args["allowed_media_domains"] = domains or [NO_DOMAIN]
     args["disable_log_stats"] = False
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
@@ -140,6 +141,10 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     return args
 
 
+NO_DOMAIN = "none.invalid"
+"""vLLM fetches from anywhere, this machine's network included, unless it is given a domain."""
+
+
 def _lora_arguments(num_adapters: int, max_lora_rank: int) -> dict[str, Any]:
     """As many slots in a batch as adapters may be loaded. With fewer, a request that sits a step out, as one may near
     its last token, leaves its adapter's slot to another's, and the step after holds more than there are slots: vLLM's
@@ -151,6 +156,12 @@ def _lora_arguments(num_adapters: int, max_lora_rank: int) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": slots, "max_cpu_loras": slots}
 
 
+def _check_pictures(config: OutriderConfig, model_config: Any) -> None:
+    if config.target.multimodal is not None and not model_config.is_multimodal_model:
+        named = f"target.multimodal: target.model ({model_config.architecture})"
+        raise ConfigError(f"{named} takes text alone; remove the section")
+
+
 def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
     """The parsers that the target would be served with, from its checkpoint alone: nothing is started. Raises
     ConfigError for a checkpoint that vLLM cannot read, and for a parser that it does not have or cannot make."""
@@ -158,7 +169,7 @@ def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
         model_config = AsyncEngineArgs(**target_engine_arguments(config)).create_model_config()
     except _REFUSALS as error:
         raise ConfigError(_refusal(error, config.target)) from error
-    check_pictures(config, model_config)
+    _check_pictures(config, model_config)
     parsers = answer_parsers(config, model_config)
     check_parsers(parsers, model_config)
     return parsers

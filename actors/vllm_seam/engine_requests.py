@@ -1,5 +1,5 @@
-"""Between our request and response types and vLLM's: sampling parameters in, a traced generation, one RoundOutput a
-round out."""
+"""Converts between our types and vLLM's: requests to SamplingParams, vLLM's outputs to one RoundOutput a round, and its
+errors to ours."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
@@ -31,48 +32,56 @@ from outrider.actors.replica_calls import (
     TokenLogprobs,
     Usage,
 )
-from outrider.actors.request_checks import shortened
 from outrider.actors.request_constraints import Mode
-from outrider.actors.request_costs import check_prompt_logprobs, longest_in_one_piece
 from outrider.actors.request_ids import scoped_id, unscoped
 from outrider.actors.round.origins import RoundLog, TakenRounds
 from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
+from outrider.actors.vllm_seam.client_text import shortened
 from outrider.actors.vllm_seam.structured_outputs import check_constraint
-from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.link.messages import MAX_INT31, MessageError
 
 CONSTRAINT = "sampling.structured_outputs"
-_TOKEN_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
-"""What the grammar compiler puts before its messages: time, file and line of its source."""
+"""What xgrammar puts before its messages: time, file and line of its source."""
 
 
 def sampling_params(
-    request: GenerationRequest,
-    prompt_len: int,
-    max_model_len: int,
-    structured_output: Mode = "all",
-    limits: LimitsConfig | None = None,
+    request: GenerationRequest, prompt_len: int, max_model_len: int, structured_output: Mode = "all"
 ) -> SamplingParams:
-    """vLLM's parameters, with our own in extra_args. structured_output: see ServingConfig. limits None: the defaults.
-    Raises RequestError for what vLLM refuses, for a constraint that is not served, and for too many log-probabilities
-    of the prompt."""
+    """Return vLLM's parameters, with our own in extra_args. structured_output: see ServingConfig.
+
+    As over vLLM's HTTP API a max_tokens above max_model_len is refused, and one that the prompt leaves too little room
+    for is lowered, before min_tokens is compared with it. Raises RequestError for what vLLM or a rank would refuse, and
+    for a constraint that is not served.
+    """
     settings = dict(request.sampling)
-    limits, wanted = limits or LimitsConfig(), request.prompt_logprobs
-    check_prompt_logprobs("sampling.prompt_logprobs", prompt_len, wanted, limits, request.num_answers)
-    room = max_model_len - prompt_len
-    if request.in_one_piece and request.logprobs is not None:
-        room = min(room, longest_in_one_piece(request.logprobs, limits, request.num_answers))
-    settings.setdefault("max_tokens", room)
-    if settings.get("min_tokens", 0) > settings["max_tokens"]:
-        raise RequestError(
-            "sampling.min_tokens",
-            f"{settings['min_tokens']} is above the {room} that max_model_len = {max_model_len} leaves room for",
-            "lower it",
+    try:
+        TokenizeParams(
+            max_total_tokens=max_model_len,
+            max_output_tokens=settings.get("max_tokens", 0),
+            max_total_tokens_param="max_model_len",
+            max_output_tokens_param="max_tokens",
         )
-    if (constraint := settings.get("structured_outputs")) is not None:
-        settings["structured_outputs"] = structured = StructuredOutputsParams(**constraint)
-        check_constraint(structured, CONSTRAINT, structured_output)
+        settings["max_tokens"] = min(settings.get("max_tokens", max_model_len), max_model_len - prompt_len)
+        if (constraint := settings.get("structured_outputs")) is not None:
+            settings["structured_outputs"] = structured = StructuredOutputsParams(**constraint)
+            check_constraint(structured, CONSTRAINT, structured_output)
+        params = SamplingParams(
+            **settings, output_kind=RequestOutputKind.DELTA, extra_args=_round_options(request) or None
+        )
+    except (ValueError, TypeError, VLLMClientError) as error:
+        raise refusal(error, request) from None
+    try:
+        check_for_ranks(params)
+    except MessageError as error:
+        raise RequestError(f"sampling.{blamed_by_ranks(error, params)}", error.problem, "change it") from None
+    except (ValueError, KeyError) as error:
+        raise RequestError("speculation.verification", str(error), "leave it out, or use coupled") from None
+    return params
+
+
+def _round_options(request: GenerationRequest) -> dict[str, Any]:
+    """What goes to rank 0 through SamplingParams.extra_args."""
     ours: dict[str, Any] = {}
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:
@@ -87,19 +96,7 @@ def sampling_params(
         ours["verification"] = request.verification
     if (left_s := request.seconds_left()) is not None:
         ours["timeout_s"] = left_s
-    if ours:
-        settings["extra_args"] = {EXTRA_ARGS_KEY: ours}
-    try:
-        params = SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
-    except (ValueError, TypeError, VLLMClientError) as error:
-        raise refusal(error, request) from None
-    try:
-        check_for_ranks(params)
-    except MessageError as error:
-        raise RequestError(f"sampling.{blamed_by_ranks(error, params)}", error.problem, "change it") from None
-    except (ValueError, KeyError) as error:
-        raise RequestError("speculation.verification", str(error), "leave it out, or use coupled") from None
-    return params
+    return {EXTRA_ARGS_KEY: ours} if ours else {}
 
 
 def blamed_by_ranks(error: MessageError, params: SamplingParams) -> str:
@@ -111,26 +108,17 @@ def blamed_by_ranks(error: MessageError, params: SamplingParams) -> str:
     return "allowed_token_ids" if is_allowed else "logit_bias"
 
 
-def refusal(error: Exception, request: GenerationRequest, vocab_size: int | None = None) -> RequestError:
-    """What vLLM found wrong with a request, by our names. vocab_size: for the fix, when it is known."""
-    parameter = getattr(error, "parameter", None)
-    if parameter is None and "structured_outputs" in request.sampling:
-        parameter = "structured_outputs"  # the one thing that vLLM refuses without saying which it is
-    elif parameter not in request.sampling:
-        parameter = None
-    fix = "change the request"
-    if parameter == "structured_outputs":
-        fix = "send a constraint that the engine can compile"
-    elif parameter in _TOKEN_FIELDS and vocab_size is not None:
-        fix = f"send ids below {vocab_size}"
-    elif parameter is not None:
-        fix = "change it or leave it out"
-    return RequestError("sampling" if parameter is None else _field(parameter, request), problem_in(error), fix)
+def refusal(error: Exception, request: GenerationRequest) -> RequestError:
+    """Return what vLLM refused, in its own words, behind the field's name."""
+    problem = problem_in(error)
+    for parameter in (getattr(error, "parameter", None), problem.partition(" ")[0], "structured_outputs"):
+        if parameter in request.sampling:
+            return RequestError(_field(parameter, request), problem, "change it or leave it out")
+    return RequestError("sampling", problem, "change the request")
 
 
 def problem_in(error: Exception) -> str:
-    """An error of vLLM's in one line, with its cause, and without what VLLMValidationError's own text adds: all of the
-    value, however long."""
+    """Return vLLM's error on one line, with its cause, and without the value that VLLMValidationError's text adds."""
     problem = str(error.args[0] if error.args else error)
     if error.__cause__ is not None and str(error.__cause__) not in problem:
         problem = f"{problem}: {error.__cause__}"
@@ -138,13 +126,13 @@ def problem_in(error: Exception) -> str:
 
 
 def _field(parameter: str, request: GenerationRequest) -> str:
-    """The public field; of a constraint, with its kind."""
+    """Return the public field; of a constraint, with its kind."""
     kinds = request.sampling[parameter] if parameter == "structured_outputs" else ()
     return ".".join(["sampling", parameter, *kinds])
 
 
 def _given_up(request: GenerationRequest, num_tokens: int) -> Exception:
-    """For an answer that the engine gave up after num_tokens: its own limits are to blame where it has any."""
+    """Return the error for an answer that the engine gave up after num_tokens: due to its own LIMITS if it has any."""
     limits = [name for name in LIMITS if name in request.sampling]
     if not limits:
         return SamplingFailed(request.request_id)
@@ -156,9 +144,11 @@ def _given_up(request: GenerationRequest, num_tokens: int) -> Exception:
 
 
 def is_of_request(engine_id: str, request_id: str, caller: int | None = None) -> bool:
-    """Whether what the engine calls engine_id is, or is part of, the request that caller calls request_id; None:
-    whoever does. vLLM's serving classes call a chat ``chatcmpl-ID``, a response, whose answer is ``resp_ID``,
-    ``resp_ID_0``, and prompt i of a completion, whose answer is ``cmpl-ID``, ``cmpl-ID-i``."""
+    """Return whether engine_id is, or is part of, the request that caller calls request_id; None: any caller.
+
+    vLLM's serving classes call a chat ``chatcmpl-ID``, a response, whose answer is ``resp_ID``, ``resp_ID_0``, and
+    prompt i of a completion, whose answer is ``cmpl-ID``, ``cmpl-ID-i``.
+    """
     scope, _, engine_id = engine_id.rpartition(" ")
     if caller is not None and scope != scoped_id(caller, "").rstrip():
         return False
@@ -173,7 +163,7 @@ def is_of_request(engine_id: str, request_id: str, caller: int | None = None) ->
 def traced_generate(
     llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str] | None = None, **options: Any
 ) -> AsyncGenerator[Any, None]:
-    """``llm.generate``, traced where tracing is on. trace_headers: W3C, of whoever asks. options: more for vLLM."""
+    """Call ``llm.generate``, traced where tracing is on. trace_headers: the caller's, W3C. options: more for vLLM."""
     if tracing.process_tracer("target") is None:
         outputs: AsyncGenerator[Any, None] = llm.generate(prompt, params, request_id, **options)
         return outputs
@@ -205,15 +195,22 @@ async def _traced(
 
 
 def round_outputs(
-    output: RequestOutput, request: GenerationRequest, num_tokens: dict[int, int], rounds: RoundLog
+    output: RequestOutput,
+    request: GenerationRequest,
+    num_tokens: dict[int, int],
+    rounds: RoundLog,
+    *,
+    report_cached_tokens: bool = False,
 ) -> list[RoundOutput]:
-    """One per answer that vLLM's output, a delta, is about; several with n > 1.
+    """Return one RoundOutput per answer that vLLM's output, a delta, is about; several with n > 1.
 
     num_tokens: tokens of each answer before this round, by index; brought up to date. rounds: where the tokens' origins
-    are. Raises SamplingFailed, and RequestError when the request itself may leave no token to choose.
+    are. report_cached_tokens: tell how much of the prompt was cached, and with it what others have asked. Raises
+    SamplingFailed, and RequestError when the request itself may leave no token to choose.
     """
     outputs = []
     first = not num_tokens
+    num_prompt_tokens, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
     prompt_logprobs = _prompt_logprobs(output, request) if first else ()
     for completion in output.outputs:
         if completion.finish_reason == "error":
@@ -221,9 +218,10 @@ def round_outputs(
         index = completion.index
         num_tokens[index] = num_tokens.get(index, 0) + len(completion.token_ids)
         taken = rounds.take(request.engine_id, index, len(completion.token_ids))
-        round_output = _round_output(output, completion, request, num_tokens[index], prompt_logprobs, taken)
-        if first and round_output.usage is None:
-            round_output = replace(round_output, usage=_usage(output, num_tokens[index]))
+        round_output = _round_output(output, completion, request, prompt_logprobs, taken)
+        if first or completion.finish_reason is not None:
+            usage = Usage(num_prompt_tokens, num_tokens[index], cached if report_cached_tokens else 0)
+            round_output = replace(round_output, usage=usage)
         outputs.append(round_output)
         prompt_logprobs = ()
     return outputs
@@ -233,7 +231,6 @@ def _round_output(
     output: RequestOutput,
     completion: CompletionOutput,
     request: GenerationRequest,
-    num_tokens: int,
     prompt_logprobs: tuple[TokenLogprobs | None, ...],
     taken: TakenRounds,
 ) -> RoundOutput:
@@ -253,7 +250,6 @@ def _round_output(
         delta,
         finish_reason=completion.finish_reason,
         stop_reason=None if reason is None else str(reason),
-        usage=_usage(output, num_tokens),
         speculative_decoding=_metrics(completion),
         timing=_timing(output.metrics),
     )
@@ -268,22 +264,12 @@ def _timing(stats: RequestStateStats | None) -> RequestTiming | None:
     return RequestTiming(queue, prefill, decode, max(0.0, time.time() - stats.arrival_time))
 
 
-def _usage(output: RequestOutput, num_tokens: int) -> Usage:
-    return Usage(len(output.prompt_token_ids or ()), num_tokens, output.num_cached_tokens or 0)
-
-
 def _metrics(completion: CompletionOutput) -> SpeculativeDecodingMetrics:
     if completion.spec_decode_metrics is None:
         return SpeculativeDecodingMetrics()
     counted = completion.spec_decode_metrics.to_dict()
-    return SpeculativeDecodingMetrics(
-        num_spec_steps=counted["num_spec_steps"],
-        num_draft_tokens=counted["num_draft_tokens"],
-        num_accepted_draft_tokens=counted["num_accepted_draft_tokens"],
-        mean_acceptance_length=counted["mean_acceptance_length"],
-        draft_acceptance_rate=counted["draft_acceptance_rate"],
-        acceptance_histogram=tuple(counted["acceptance_histogram"]),
-    )
+    fields = {name: counted[name] for name in SpeculativeDecodingMetrics.__dataclass_fields__}
+    return SpeculativeDecodingMetrics(**{**fields, "acceptance_histogram": tuple(fields["acceptance_histogram"])})
 
 
 def _logprobs(completion: CompletionOutput, request: GenerationRequest) -> tuple[TokenLogprobs, ...]:

@@ -20,11 +20,9 @@ _CONFIG = "vllm.config"
 _CORE = "vllm.v1.engine.core:EngineCore"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _GROUP = "vllm.distributed.parallel_state:GroupCoordinator"
-_IMAGES = "vllm.multimodal.image"
 _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
 _LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 _LOGGERS = "vllm.v1.metrics.loggers"
-_MEDIA = "vllm.multimodal.media.connector:MediaConnector"
 _OUTPUTS = "vllm.v1.engine.output_processor"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _PROCESSORS = "vllm.v1.sample.logits_processor"
@@ -85,19 +83,6 @@ vllm.exceptions:VLLMValidationError.parameter: which field of a request vLLM ref
 {_CONFIG}:SchedulerConfig.scheduler_cls: set to ours, by its path
 {_CONFIG}:VllmConfig.max_concurrent_batches < {_CORE}.__init__: overridden (the configuration's __class__ is
     rewritten): two steps are in flight, or one in all stages
-{_IMAGES}:ALLOWED_IMAGE_FORMATS < {_IMAGES}:open_image: set to the formats that are taken
-{_IMAGES}:open_image(fp, ...) < vllm.multimodal.media.image:ImageMediaIO.load_bytes: looks at a picture before it is
-    decoded
-{_MEDIA}.load_from_url_async(url, media_io, fetch_timeout, ...) < {_MEDIA}.fetch_image_async,
-    {_MEDIA}.fetch_audio_async, {_MEDIA}.fetch_video_async: overridden: pictures, and nothing else, within limits,
-    from public addresses
-{_MEDIA}.load_from_url(url, media_io, fetch_timeout, ...) < {_MEDIA}.fetch_image, {_MEDIA}.fetch_audio,
-    {_MEDIA}.fetch_video: overridden: nothing is loaded on the event loop
-{_MEDIA}._load_data_url(url, media_io, ...): reads a data: URL
-vllm.multimodal.media.connector:MEDIA_CONNECTOR_REGISTRY [name2class]: where ours is registered
-vllm.envs:VLLM_MEDIA_CONNECTOR: by which ours is taken
-vllm.multimodal.media.image:ImageMediaIO.load_bytes(data): decodes a picture
-vllm.multimodal.registry:MultiModalRegistry.create_processor(model_config, ...): which media a model takes
 {_CONFIG}:ModelConfig.is_multimodal_model: whether it takes any
 {_CONFIG}:ParallelConfig [placement_group, distributed_executor_backend]: set
 {_CONFIG}:VllmConfig.additional_config: our configuration goes to the ranks in it

@@ -1,5 +1,5 @@
-"""From prompts to token ids and back: text and chat through the renderer that vLLM's own front ends use, off the event
-loop, with the chat template that the configuration names, the same for every API."""
+"""Turns prompts into token ids and back, by the renderer that vLLM's own API uses, off the event loop, and with the
+chat template that the configuration names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.actors.replica_calls import (
     TokenizeRequest,
     Tokens,
 )
-from outrider.actors.request_checks import shortened
+from outrider.actors.vllm_seam.client_text import shortened
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 
@@ -32,18 +32,6 @@ def configured_chat_template(config: OutriderConfig) -> str | None:
     except (VLLMClientError, ValueError, OSError) as error:
         raise ConfigError(f"openai.chat_template: {error.args[0] if error.args else error}") from error
     return template
-
-
-def check_length(field: str, num_characters: int, tokenizer: Any, max_model_len: int) -> None:
-    """Whether so long a text can fit at all, before seconds are spent on finding out. No token spells more characters
-    than the longest one. Raises RequestError."""
-    most = max_model_len * tokenizer.max_chars_per_token
-    if num_characters > most:
-        raise RequestError(
-            field,
-            f"{num_characters} characters are more than max_model_len = {max_model_len} tokens can spell",
-            f"send at most {most} characters",
-        )
 
 
 class PromptTokenizer:
@@ -139,7 +127,13 @@ class PromptTokenizer:
         return list(tokens["prompt_token_ids"])
 
     def _check_length(self, num_characters: int) -> None:
-        check_length("prompt", num_characters, self._renderer.get_tokenizer(), self._max_model_len)
+        """Refuse a text that cannot fit, before seconds are spent on it: no token spells more than the longest one."""
+        most = self._max_model_len * self._renderer.get_tokenizer().max_chars_per_token
+        if num_characters > most:
+            problem = (
+                f"{num_characters} characters are more than max_model_len = {self._max_model_len} tokens can spell"
+            )
+            raise RequestError("prompt", problem, f"send at most {most} characters")
 
     def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
         worst = max(token_ids, default=0)

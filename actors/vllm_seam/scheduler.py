@@ -37,7 +37,10 @@ class FairScheduling(_Scheduler):
         """arrival_clock: vLLM's own arrival_time is of the time of day, by which whoever came before that was put back
         would wait for so long."""
         super().__init__(*args, **kwargs)
-        self._order = FairOrder(self.vllm_config.additional_config["outrider"]["serving"]["max_overtaking_s"])
+        serving = self.vllm_config.additional_config["outrider"]["serving"]
+        self._order = FairOrder(serving["max_overtaking_s"])
+        # Without keys a caller is an address, which many may share.
+        self._by_caller = serving["gateway"] != "off" and serving["gateway"]["keys_file"] is not None
         self._arrival_clock = arrival_clock
 
     def add_request(self, request: Any) -> None:
@@ -45,8 +48,9 @@ class FairScheduling(_Scheduler):
             self._arrival_clock(),
             request.num_prompt_tokens,
             request.max_tokens,
-            caller=_ours(request).get("caller", 0),
+            caller=_ours(request).get("caller", 0) if self._by_caller else 0,
             priority=request.priority,
+            answer=_answer_index(request.request_id),
         )
         super().add_request(request)
 
@@ -68,6 +72,12 @@ class FairScheduling(_Scheduler):
             return 0
         requests = (*self.running, *self.waiting)
         return max((each.mm_position.length for request in requests for each in request.mm_features), default=0)
+
+
+def _answer_index(request_id: str) -> int:
+    """Returns which of its request's n answers a sequence is: vLLM puts the index and ``_`` before the id."""
+    index, _, rest = request_id.partition("_")
+    return min(int(index), 64) if rest and index.isdecimal() and len(index) <= 2 else 0
 
 
 class RoundScheduling:

@@ -1,8 +1,9 @@
 """Structured output by vLLM's manager, with xgrammar and guidance side by side.
 
-vLLM picks a backend for each request, and its manager keeps the one of the first: a schema that only guidance can
-follow would be compiled by xgrammar after a request for xgrammar. `TwoBackends` compiles each request's constraint with
-the request's own backend. Everything else is vLLM's.
+vLLM picks a backend for each request, and its manager keeps the one of the first. `TwoBackends` compiles each request's
+constraint with the request's own backend, and JSON schemas with guidance wherever it supports the tokenizer: xgrammar
+drops keywords in silence (``required`` without ``properties``, most of those beside ``$ref``, ``anyOf`` or ``enum``)
+that guidance enforces or refuses.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ import copy
 import json
 from typing import TYPE_CHECKING
 
+from llguidance import LLMatcher
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_guidance import has_guidance_unsupported_json_features
+from vllm.v1.structured_output.backend_guidance import (
+    GuidanceBackend,
+    has_guidance_unsupported_json_features,
+    serialize_guidance_grammar,
+)
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.request_constraints import Mode, check_bounds, check_kind
 from outrider.actors.vllm_seam import leans_on
+from outrider.actors.vllm_seam.client_text import keep_out_of_logs, shortened
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -37,12 +45,23 @@ def check_constraint(params: StructuredOutputsParams, field: str, mode: Mode) ->
     field, value = f"{field}.{kind}", getattr(params, kind)
     check_kind(field, kind, mode)
     check_bounds(field, kind, value)
-    if kind == "json":
-        schema = json.loads(value) if isinstance(value, str) else value
-        # vLLM would have a third backend compile it, whose time nothing bounds.
-        if has_xgrammar_unsupported_json_features(schema) and has_guidance_unsupported_json_features(schema):
-            problem = "has the keyword patternProperties beside keywords with which it is not enforced here"
-            raise RequestError(field, problem, "leave one of them out")
+    if kind != "json":
+        return
+    schema = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(schema, dict):
+        raise RequestError(field, "is not a JSON object", 'send a schema such as {"type": "object"}')
+    problem = LLMatcher.validate_grammar(
+        serialize_guidance_grammar(StructuredOutputOptions.JSON, schema, params.disable_any_whitespace)
+    )
+    # vLLM would have a third backend compile it, whose time nothing bounds.
+    if (
+        not problem
+        and has_xgrammar_unsupported_json_features(schema)
+        and has_guidance_unsupported_json_features(schema)
+    ):
+        problem = "has the keyword patternProperties beside keywords with which it is not enforced here"
+    if problem:
+        raise RequestError(field, shortened(problem.partition(". ")[0]), "send a schema without it")
 
 
 class TwoBackends(StructuredOutputManager):
@@ -59,6 +78,8 @@ class TwoBackends(StructuredOutputManager):
         structured = request.structured_output_request
         if structured is None:
             return
+        if structured.params.json is not None and GuidanceBackend.is_tokenizer_supported(self.tokenizer):
+            structured.params._backend = "guidance"
         manager = self.managers[structured.params._backend]
         manager.grammar_init(request)
         assert manager.backend is not None
@@ -69,7 +90,8 @@ class TwoBackends(StructuredOutputManager):
 
 
 def serve_both(manager: StructuredOutputManager) -> None:
-    """manager, which the engine's core has made, becomes a TwoBackends."""
+    """Make a TwoBackends of the manager of the engine's core, in whose process this runs."""
+    keep_out_of_logs()
     leans_on.STRUCTURED_OUTPUT.check()
     managers: dict[str | None, StructuredOutputManager] = {name: copy.copy(manager) for name in BACKENDS}
     manager.__class__ = TwoBackends

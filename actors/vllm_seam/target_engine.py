@@ -1,17 +1,16 @@
 """The target's engine inside a replica: vLLM's AsyncLLM, in our types. The only module that loads it.
 
-`TargetEngine` turns a GenerationRequest into RoundOutputs, one a round. Two things go beside vLLM's own outputs:
-`EngineLoad` keeps what its scheduler last reported, as one of AsyncLLM's statistics loggers, and `RoundOutputProcessor`
-notes for watched requests which round each of their tokens came from.
+`TargetEngine` turns a GenerationRequest into RoundOutputs, one a round. `EngineLoad` keeps what vLLM's scheduler last
+reported, as one of AsyncLLM's statistics loggers, and `RoundOutputProcessor` notes which round each token came from.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from vllm import SamplingParams
@@ -29,7 +28,6 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from outrider.actors.replica_calls import (
     GenerationRequest,
     ModelInfo,
-    ReplicaLoad,
     RequestIdInUse,
     RoundOutput,
     TokenizeRequest,
@@ -39,6 +37,7 @@ from outrider.actors.request_constraints import Mode
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
 from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.adapters import Adapters
+from outrider.actors.vllm_seam.client_text import keep_out_of_logs
 from outrider.actors.vllm_seam.engine_requests import (
     is_of_request,
     refusal,
@@ -46,13 +45,16 @@ from outrider.actors.vllm_seam.engine_requests import (
     sampling_params,
     traced_generate,
 )
-from outrider.actors.vllm_seam.pictures import take_pictures
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
 from outrider.actors.vllm_seam.work_meter import WorkMeter
-from outrider.cluster.config import LimitsConfig, LoraConfig, MultimodalConfig
+from outrider.cluster.config import LoraConfig
 
 logger = logging.getLogger("ray.serve.outrider.target")
+
+VLLM_LIMITS = {"VLLM_MAX_N_SEQUENCES": "64", "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+"""vLLM's own limits, where the environment sets none: answers to one prompt, each of which takes a row of every step
+(its default is 16384), and no redirects from allowed_media_domains to other hosts."""
 
 
 class EngineLoad:
@@ -150,8 +152,8 @@ def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | Non
 class TargetEngine:
     """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
 
-    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. lora, multimodal: with which
-    vllm_config was made. limits None: the defaults.
+    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. lora: with which vllm_config
+    was made. report_cached_tokens: answers tell how much of their prompt was cached, and so what others have asked.
     """
 
     _steps: StepWatch | None = None
@@ -163,11 +165,12 @@ class TargetEngine:
         chat_template: str | None = None,
         structured_output: Mode = "all",
         lora: LoraConfig | None = None,
-        multimodal: MultimodalConfig | None = None,
-        limits: LimitsConfig | None = None,
+        report_cached_tokens: bool = False,
     ) -> None:
         leans_on.REPLICA.check()
-        take_pictures(multimodal)
+        keep_out_of_logs()
+        for name, limit in VLLM_LIMITS.items():
+            os.environ.setdefault(name, limit)
         self._load = EngineLoad()
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[self._load.factory])
         # vLLM's front door refuses min_p and logit_bias under speculation, since its own rejection sampler does not
@@ -176,8 +179,8 @@ class TargetEngine:
         if (speculative := vllm_config.speculative_config) is not None and speculative.method == "custom_class":
             self._llm.input_processor.speculative_config = None
         self._structured_output: Mode = structured_output
-        self._limits = limits or LimitsConfig()
-        self.adapters = Adapters(self._llm, self._llm.model_config.model, lora)
+        self._report_cached_tokens = report_cached_tokens
+        self.adapters = Adapters()
         if lora is not None:
             leave_out_lora_info(self._llm.logger_manager)
         self._max_model_len = self._llm.model_config.max_model_len
@@ -230,13 +233,13 @@ class TargetEngine:
             raise RequestIdInUse(request.request_id)
         self._rounds.watch(request.engine_id)
         try:
-            with self.adapters.using(adapter := self.adapters.find(request.adapter)):
-                async with asyncio.timeout(request.seconds_left()):
-                    ids = await self._tokens.prompt_ids(request)
-                params = sampling_params(request, len(ids), self._max_model_len, self._structured_output, self._limits)
-                async with aclosing(self._outputs(request, ids, params, adapter)) as outputs:
-                    async for output in outputs:
-                        yield output
+            adapter = self.adapters.find(request.adapter)
+            async with asyncio.timeout(request.seconds_left()):
+                ids = await self._tokens.prompt_ids(request)
+            params = sampling_params(request, len(ids), self._max_model_len, self._structured_output)
+            async with aclosing(self._outputs(request, ids, params, adapter)) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
             self._rounds.forget(request.engine_id)
 
@@ -267,17 +270,16 @@ class TargetEngine:
                 except EngineDeadError as error:
                     raise ConnectionError("the engine is gone") from error
                 except VLLMClientError as error:
-                    raise refusal(error, request, self._vocab_size) from None
+                    raise refusal(error, request) from None
                 except EngineGenerateError as error:
                     # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
                     if num_tokens or not isinstance(error.__cause__, ValueError):
-                        raise RuntimeError(
-                            f"the engine failed: {error.__cause__ or error}"
-                        ) from None  # see check_health
-                    raise refusal(error.__cause__, request, self._vocab_size) from None
-                for round_output in round_outputs(output, request, num_tokens, self._rounds):
-                    ended = round_output.finish_reason is not None
-                    yield replace(round_output, load=self.replica_load()) if ended else round_output
+                        kind = type(error.__cause__ or error).__name__  # its text may be the client's
+                        raise RuntimeError(f"the engine failed: {kind}") from None  # see check_health
+                    raise refusal(error.__cause__, request) from None
+                cached = self._report_cached_tokens
+                for each in round_outputs(output, request, num_tokens, self._rounds, report_cached_tokens=cached):
+                    yield each
                 if output.finished:
                     return
 
@@ -314,10 +316,6 @@ class TargetEngine:
             has_chat_template=self._tokens.has_chat_template,
             eos_token_ids=tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,),
         )
-
-    def replica_load(self) -> ReplicaLoad:
-        """As the scheduler last said."""
-        return ReplicaLoad(self._load.running, self._load.waiting, self._load.kv_cache_usage, self._max_num_seqs)
 
     async def call_ranks(self, method: str) -> list[Any]:
         """Call a method of the ranks' worker between two steps. Replies, plain values only, in rank order."""

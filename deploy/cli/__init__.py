@@ -16,8 +16,6 @@ from outrider.cluster.installed import installed_version
 COMMANDS = {
     "serve": "serve a target with its drafter until interrupted",
     "generate": "ask a running server for one answer",
-    "top": "watch a running server: replicas, rounds, links and drafters, live",
-    "versions": "list what a running server's drafter has learned, and go back to a former version",
     "keys": "make, list and revoke API keys",
     "fetch": "get a preset's models onto this machine",
     "methods": "say which speculation methods fit a target model, and why",

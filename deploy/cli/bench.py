@@ -20,7 +20,7 @@ from outrider.deploy.bench.report import table
 from outrider.deploy.bench.run import BenchRun, configuration, other_configuration
 from outrider.deploy.cli import fail
 from outrider.deploy.cli.models import check_can_write
-from outrider.deploy.client.request import OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from outrider.deploy.processes import SharedMemoryWatch, Stopped, StopSignal, adopt_orphans, end_descendants
 from outrider.deploy.progress import Progress
 

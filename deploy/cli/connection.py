@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from outrider.deploy.client.calls import API_KEY_VARIABLE
+from outrider.deploy.client.sync_client import API_KEY_VARIABLE
 
 
 @dataclass(frozen=True)

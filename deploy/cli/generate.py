@@ -26,7 +26,7 @@ from google.protobuf.message import Message
 from outrider.deploy.argument_types import address
 from outrider.deploy.cli import fail
 from outrider.deploy.cli.connection import add_connection_arguments, tls_of
-from outrider.deploy.client.request import GenerationOptions
+from outrider.deploy.client.requests import GenerationOptions
 from outrider.deploy.client.sync_client import DEFAULT_ADDRESS, OutriderClient, OutriderError
 from outrider.v1 import generation_pb2 as pb
 

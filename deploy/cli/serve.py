@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
     parser.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of target and draft model")
-    parser.add_argument("--grpc-port", type=int, metavar="N", help="in place of serving.grpc_port; 0 picks a free one")
-    parser.add_argument("--http-port", type=int, metavar="N", help="in place of serving.http_port; 0 picks a free one")
+    parser.add_argument("--grpc-port", type=int, metavar="N", help="public gRPC port; 0 picks a free one")
+    parser.add_argument("--http-port", type=int, metavar="N", help="public HTTP port; 0 picks a free one")
     parser.add_argument("--verbose", action="store_true", help="show the logs of Ray and vLLM, and stack traces")
 
 
@@ -54,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
 
         server = Server(config, stop, progress, verbose=args.verbose)
         server.start()
-        serving = config.serving
+        host, http_port, grpc_port = config.serving.public
         print(
-            f"outrider: serving {config.served_model_name} grpc={reachable(serving.host)}:{serving.grpc_port} "
-            f"http={reachable(serving.host)}:{serving.http_port}",
+            f"outrider: serving {config.served_model_name} grpc={reachable(host)}:{grpc_port} "
+            f"http={reachable(host)}:{http_port}",
             file=addresses,
             flush=True,
         )
@@ -86,13 +86,12 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
 
     Raises ConfigError, by field.
     """
-    from outrider.actors.serving.access.settings import check_access
     from outrider.deploy.cli.fetch import FetchError, fetch
     from outrider.deploy.models.check import check_models
     from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, DrafterSource, models_dir
 
     overrides = Overrides(args.target, args.drafter, args.dtype, args.grpc_port, args.http_port)
-    check_access(settle_ports(resolve_config(args.config, overrides)).serving)  # before a fetch of minutes
+    settle_ports(resolve_config(args.config, overrides))  # before a fetch of minutes
     if is_preset(args.config) and args.config in FETCHED_WHEN_MISSING:
         for name in models_to_fetch(args.config, overrides):
             try:

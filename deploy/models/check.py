@@ -222,15 +222,12 @@ def _check_draft_model(config: OutriderConfig, target: ModelJson, engine: DraftE
 
 
 def check_adapters(config: OutriderConfig) -> None:
-    """Raise ConfigError when an adapter's files are not of the target, or of the draft model, or there are none to load
-    from."""
+    """Raise ConfigError when an adapter's files are not of the target, or of the draft model."""
     if isinstance(config.drafter, DraftModelConfig) and (own := config.drafter.lora) is not None:
         _check_adapters("drafter", own.adapters, own.max_lora_rank, config.drafter.model)
     lora = config.target.lora
     if lora is None:
         return
-    if lora.load_from is not None and not Path(lora.load_from).is_dir():
-        raise ConfigError(f"target.lora.load_from: {lora.load_from} is no directory; make it, or leave it out")
     _check_adapters("target", lora.adapters, lora.max_lora_rank, config.target.model)
 
 

@@ -1,31 +1,33 @@
-"""``grpc.health.v1.Health`` on the ingress: how the target replicas are is what matters to clients."""
+"""``grpc.health.v1.Health`` on the ingress. The server is healthy while one target replica can answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
+import grpc
 from grpc_health.v1 import health_pb2
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from outrider.actors.replica_calls import Broadcast
-from outrider.actors.serving.capacity import Capacity
-from outrider.actors.serving.draining import DRAIN
-from outrider.actors.serving.failures import UnknownService
-from outrider.actors.serving.gate import CAPACITY_METADATA
+from outrider.actors.serving.failures import Refused
 from outrider.actors.serving.grpc.calls import answering
+from outrider.actors.serving.running import RunningRequests
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.v1 import generation_pb2 as pb
 
 HEALTH_PERIOD_S = 1.0
 
 LIVENESS, READINESS = "liveness", "readiness"
-"""Whether the server runs at all, and whether it can serve now. Only the first is a reason to start it anew."""
+"""Whether the server runs at all, and whether it can serve now. Only the first is a reason to restart it."""
 
 HEALTH_SERVICES = ("", pb.DESCRIPTOR.services_by_name["GenerationService"].full_name, READINESS, LIVENESS)
-"""Whose health can be asked for. The first two are asked for readiness."""
+"""Services whose health can be asked for. The first two mean readiness."""
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class HealthCalls:
@@ -33,62 +35,58 @@ class HealthCalls:
 
     _target: DeploymentHandle
     _broadcast: Broadcast
-    _health_poll: SharedPoll[int]
-    _capacity: Capacity | None
+    _running: RunningRequests
+    _is_stopping: Callable[[], bool]
 
-    @property
-    def _capacity_metadata(self) -> list[tuple[str, str]]:
-        return [] if self._capacity is None else [(CAPACITY_METADATA, str(self._capacity.now(self._target)))]
+    def __init__(self) -> None:
+        self._health_poll = SharedPoll(self._ask_health)
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthCheckResponse:
         with answering(grpc_context, "Check"):
             if request.service not in HEALTH_SERVICES:
-                raise UnknownService(request.service)
-            grpc_context.set_trailing_metadata(self._capacity_metadata)
-            return health_pb2.HealthCheckResponse(status=await self._health(request.service))
+                raise Refused(
+                    grpc.StatusCode.NOT_FOUND, "service: is not served here; leave it out to ask for the server"
+                )
+            return health_pb2.HealthCheckResponse(status=await self.health(request.service))
 
     async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthListResponse:
         with answering(grpc_context, "List"):
-            health = health_pb2.HealthCheckResponse(status=await self._health())
-            statuses = dict.fromkeys(HEALTH_SERVICES, health)
-            statuses[LIVENESS] = health_pb2.HealthCheckResponse(status=await self._health(LIVENESS))
+            statuses = dict.fromkeys(HEALTH_SERVICES, health_pb2.HealthCheckResponse(status=await self.health()))
+            statuses[LIVENESS] = health_pb2.HealthCheckResponse(status=_SERVING)
             return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """A service that is not known stays so: the stream says it once and goes on. It ends with the server."""
+        """Yields the status, and each change of it. Ends when the server or this replica is taken down."""
         with answering(grpc_context, "Watch"):
             last = None
             while True:
-                service = request.service
-                known = service in HEALTH_SERVICES
-                status = await self._health(service) if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+                known = request.service in HEALTH_SERVICES
+                status = await self.health(request.service) if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
                 if status != last:
                     yield health_pb2.HealthCheckResponse(status=status)
                 last = status
-                if DRAIN.ends_watches:
+                if self._running.draining or self._is_stopping():
                     return
                 await asyncio.sleep(HEALTH_PERIOD_S)
 
-    async def _health(self, service: str = "") -> int:
-        """Of liveness this answer is the proof."""
+    async def health(self, service: str = "") -> int:
+        """Returns the HealthCheckResponse status of one of HEALTH_SERVICES."""
         if service == LIVENESS:
-            return health_pb2.HealthCheckResponse.SERVING
-        if DRAIN.begun:
-            return health_pb2.HealthCheckResponse.NOT_SERVING
+            return _SERVING
+        if self._running.draining:
+            return _NOT_SERVING
         return await self._health_poll()
 
     async def _ask_health(self) -> int:
-        """Serving, as long as one target replica runs that does not say it is broken. One that says nothing may be
-        busy: Serve's own checks of it, which wait longer, decide whether it runs."""
+        """A replica that says nothing may be busy. Serve's own checks, which wait longer, decide whether it runs."""
         try:
             replies = await self._broadcast(self._target, "check_health", timeout_s=HEALTH_PERIOD_S)
         except (DeploymentUnavailableError, ConnectionError):
-            return health_pb2.HealthCheckResponse.NOT_SERVING
-        well = any(reply.ok or reply.replica_id is None for reply in replies)
-        return health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+            return _NOT_SERVING
+        return _SERVING if any(reply.ok or reply.replica_id is None for reply in replies) else _NOT_SERVING

@@ -1,4 +1,4 @@
-"""From what target replicas and their rounds gave to the public response messages."""
+"""Converts the outputs of target replicas to public response messages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Iterable
 
 from outrider.actors.replica_calls import (
     ModelInfo,
-    ReplicaLoad,
     RoundOutput,
     SpeculativeDecodingMetrics,
     TokenLogprobs,
     Usage,
 )
 from outrider.actors.round.origins import ACCEPTED, BONUS, PLAIN, RECOVERED, UNKNOWN
-from outrider.actors.serving.grpc.validation import VERIFICATIONS
+from outrider.actors.serving.grpc.requests import VERIFICATIONS
 from outrider.cluster.installed import VLLM, installed_version
 from outrider.cluster.link.frame import PROTOCOL_VERSION
 from outrider.v1 import generation_pb2 as pb
@@ -38,13 +37,9 @@ _ORIGINS = {
 
 _VERIFICATIONS = {name: number for number, name in VERIFICATIONS.items() if name is not None}
 
-LOAD_METADATA = ("endpoint-load-metrics-bin", "outrider-load-bin")
-"""Trailing metadata with a serialised LoadReport. The first is ORCA's own name for it, which gRPC's C core takes out of
-what a Python program gets to see; the second is the same for those."""
-
 
 class Answers:
-    """The n answers of a unary call while their rounds come in."""
+    """Collects the n answers of a unary call."""
 
     def __init__(self, request_id: str, n: int) -> None:
         self._request_id = request_id
@@ -136,23 +131,8 @@ def server_info_message(started_unix_s: float) -> pb.GetServerInfoResponse:
     return response
 
 
-def load_metadata(load: ReplicaLoad | None) -> list[tuple[str, str | bytes]]:
-    """Trailing metadata for clients that balance; none when the load is not known."""
-    if load is None:
-        return []
-    report = pb.LoadReport(
-        named_metrics={
-            "kv_cache_usage_perc": load.kv_cache_usage,
-            "num_requests_running": load.running,
-            "num_requests_waiting": load.waiting,
-        },
-        application_utilization=(load.running + load.waiting) / load.max_num_seqs,
-    )
-    return [(key, report.SerializeToString()) for key in LOAD_METADATA]
-
-
 def _origins(output: RoundOutput) -> list[pb.TokenOrigin]:
-    """One per token, whether the target told them or not."""
+    """One per token, unspecified where the target gave none."""
     origins = output.origins or (UNKNOWN,) * len(output.token_ids)
     if len(origins) != len(output.token_ids):
         raise RuntimeError(f"{len(origins)} origins for {len(output.token_ids)} tokens")
@@ -169,25 +149,9 @@ def _finish(message: pb.Completion | pb.GenerateStreamResponse, output: RoundOut
     if stop_reason is not None:
         message.stop_reason = stop_reason
     metrics = output.speculative_decoding or SpeculativeDecodingMetrics()
-    message.metrics.speculative_decoding.CopyFrom(
-        pb.SpeculativeDecodingMetrics(
-            num_spec_steps=metrics.num_spec_steps,
-            num_draft_tokens=metrics.num_draft_tokens,
-            num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
-            mean_acceptance_length=metrics.mean_acceptance_length,
-            draft_acceptance_rate=metrics.draft_acceptance_rate,
-            acceptance_histogram=metrics.acceptance_histogram,
-        )
-    )
-    if (timing := output.timing) is not None:
-        message.metrics.timing.CopyFrom(
-            pb.RequestTiming(
-                queue_time_s=timing.queue_time_s,
-                prefill_time_s=timing.prefill_time_s,
-                decode_time_s=timing.decode_time_s,
-                e2e_latency_s=timing.e2e_latency_s,
-            )
-        )
+    message.metrics.speculative_decoding.CopyFrom(pb.SpeculativeDecodingMetrics(**vars(metrics)))
+    if output.timing is not None:
+        message.metrics.timing.CopyFrom(pb.RequestTiming(**vars(output.timing)))
     if output.usage is None:
         raise RuntimeError("the target finished an answer without counting its tokens")
     return output.usage

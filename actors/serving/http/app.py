@@ -1,310 +1,305 @@
-"""HTTP on the ingress: one ASGI app of OpenAI's endpoints, the gRPC calls over HTTP, health, metrics and the page, and
-the deployment's class, which answers gRPC and HTTP in one replica.
+"""The ingress' HTTP app: forwarded OpenAI paths, the gRPC calls of the page as JSON, health, metrics and the page.
 
-The page at ``/`` is plain files from ``static/``, no build step, nothing from anywhere else. ``GET /metrics`` is the
-application in Prometheus' text format. Middlewares count and trace requests on their way through, and tell proxies how
-many there is room for.
+| path | answer |
+|---|---|
+| ``POST /v1/chat/completions`` … | vLLM's own, see openai/forward.py |
+| ``POST /outrider/v1/stream`` | for a GenerateStreamRequest: an event per GenerateStreamResponse, then ``[DONE]`` |
+| ``GET /outrider/v1/status``, ``GET /outrider/v1/model`` | GetServerStatusResponse, GetModelInfoResponse |
+| ``POST /outrider/v1/token_texts`` | ``{"texts": [...]}``, the text of each of ``{"token_ids": [...]}`` |
+| ``GET /livez``, ``/readyz``, ``/health``, ``/ping``, ``/version``, ``/metrics`` | |
+| ``GET /`` | the page: plain files from ``static/`` |
+
+Messages are protobuf's JSON, with the field names of the .proto files.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib import resources
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import grpc
 from fastapi import FastAPI, Request
-from fastapi.routing import APIRoute
-from ray import serve
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.actors.observability.exposition import CONTENT_TYPE
-from outrider.actors.observability.metrics import CANCELLED, METRICS, ApplicationMetrics, IngressMetrics, Scraped
-from outrider.actors.observability.tracing import TRACE_HEADERS, ingress_span, process_tracer
+from outrider.actors.observability.http import CountRequests, TraceRequests
+from outrider.actors.observability.metrics import ApplicationMetrics, Scraped
 from outrider.actors.replica_calls import Broadcast, RequestError
-from outrider.actors.serving.access.calls import GuardedHttp
-from outrider.actors.serving.access.process import ingress_guard
-from outrider.actors.serving.gate import CAPACITY_METADATA, REFUSED
-from outrider.actors.serving.grpc.servicer import Ingress
-from outrider.actors.serving.heap import return_memory
-from outrider.actors.serving.http.adapters import AdapterCalls, add_adapter_routes
-from outrider.actors.serving.http.admin import AdminAddress, move_to_admin_port
-from outrider.actors.serving.http.browsers import CheckBrowsers
-from outrider.actors.serving.http.routes import HttpContext, add_generation_routes, add_openai_routes
-from outrider.actors.serving.openai.errors import HttpError, HttpFailure, failure_of, refused_by_key
-from outrider.actors.serving.ways_out import COMES_THROUGH, PROXY
-from outrider.cluster.multimodal_config import MultimodalConfig
+from outrider.actors.serving.failures import Failure, HttpError, failure_of
+from outrider.actors.serving.grpc.calls import InProcessCall
+from outrider.actors.serving.openai.forward import Forwarding, body_of
+from outrider.actors.serving.owners import Owners
+from outrider.cluster.installed import VLLM, installed_version
+from outrider.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from outrider.actors.serving.ingress import Ingress
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
 SCRAPE_TIMEOUT_S = 4.0
-"""For the slowest replica. Prometheus gives up after 10 s unless told otherwise."""
+"""For the slowest replica. Prometheus gives up after 10 s unless configured otherwise."""
 
-UNMATCHED = "unmatched"
-_TOO_MANY_REQUESTS = 429
-
+MAX_TOKEN_TEXTS = 512
 ASSETS_PATH = "/outrider/page"
 INDEX = "index.html"
-
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Kept by the browser, asked about each time: a new version is seen at once, an old one costs a 304.
+    # The browser asks each time: a new version is seen at once, an old one costs a 304.
     "cache-control": "no-cache",
 }
+EVENT_HEADERS = {"cache-control": "no-store, no-transform", "x-accel-buffering": "no"}
+UNGUARDED = ("/livez", "/readyz", "/health", "/ping", "/", ASSETS_PATH)
+"""Paths that need no key: probes, and the page's files, which are the same for everybody."""
+
+_Answer = TypeVar("_Answer")
 
 
-@serve.ingress()
-class Front(Ingress):
-    """Ingress answers gRPC; Serve gives HTTP requests to the app that is built here, in the replica."""
-
-    def __init__(
-        self,
-        target: DeploymentHandle,
-        served_model_name: str,
-        num_speculative_tokens: int,
-        *args: Any,
-        docs: bool = True,
-        admin: AdminAddress | None = None,
-        pool: DeploymentHandle | None = None,
-        registry: Callable[[], Any] | None = None,
-        multimodal: MultimodalConfig | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """args, kwargs: Ingress's own. docs: serve ``/openapi.json``. admin: where metrics and status are, alone; None:
-        with the rest. pool: the DrafterPool deployment. registry: the handle of the application's, for adapters that
-        come and go. multimodal: what pictures are taken; None: none."""
-        return_memory()
-        super().__init__(target, served_model_name, num_speculative_tokens, *args, **kwargs)
-        self._http = HttpContext(
-            target,
-            served_model_name,
-            num_speculative_tokens,
-            self._max_retries,
-            self,
-            self._broadcast,
-            None if self._capacity is None else partial(self._capacity.now, target),
-            self._limits,
-            self._admission,
-            self._isolates_tenants,
-            docs,
-            has_adapters=self._lora is not None,
-            multimodal=multimodal,
-        )
-        self._admin, self._pool = admin, pool
-        self._adapter_calls = None
-        if self._lora is not None and self._lora.load_from is not None and registry is not None:
-            self._adapter_calls = AdapterCalls(target, self._broadcast, self._lora, served_model_name, registry)
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        app = build_http_app(self._http, self._pool)
-        if self._adapter_calls is not None:
-            add_adapter_routes(app, self._adapter_calls, self._limits)
-        if self._admin is not None:
-            move_to_admin_port(app, self._admin, self._limits)
-        return app
-
-
-def build_http_app(context: HttpContext, pool: DeploymentHandle | None = None) -> FastAPI:
-    """Routes of all parts. Errors have OpenAI's shape on all of them. No pages of FastAPI's: they load scripts from
-    the network."""
+def build_http_app(
+    ingress: Ingress,
+    owners: Owners,
+    forwarding: Forwarding,
+    target: DeploymentHandle,
+    pool: DeploymentHandle | None,
+    broadcast: Broadcast,
+    allowed_origins: Sequence[str] = (),
+) -> FastAPI:
+    """Builds the app. Errors have OpenAI's shape on all paths. FastAPI's own pages are off: they load scripts from the
+    network."""
     app = FastAPI(title="Outrider", openapi_url=None, docs_url=None, redoc_url=None)
-    add_error_handlers(app)
-    add_openai_routes(app, context)
-    add_generation_routes(app, context.rpcs, context.target.token_texts.remote, context.limits)
+    _add_error_handlers(app)
+    forwarding.add_routes(app)
+    _add_rpc_routes(app, ingress, owners, target)
+    add_operator_routes(app, ingress, target, pool, broadcast)
     add_page_routes(app)
-    add_route_patterns(app, context.target, pool, context.broadcast, context.rpcs.all_metrics_text)
-    for route in app.routes:
-        if isinstance(route, APIRoute) and "GET" in route.methods:
-            route.methods.add("HEAD")  # by which load balancers probe; the server sends no body then
-    app.add_middleware(CheckBrowsers, limits=context.limits)
-    if context.capacity is not None:
-        app.add_middleware(TellCapacity, capacity=context.capacity)
-    app.add_middleware(GuardedHttp, failed=refused_by_key, guard=ingress_guard, in_proxy=False)  # the outermost
+    app.add_middleware(GuardRequests, owners=owners)
+    if allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(TraceRequests)
+    app.add_middleware(CountRequests)
     return app
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """OpenAI's shape for what routes raise and for paths and methods that do not exist."""
-
+def _add_error_handlers(app: FastAPI) -> None:
     async def of_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return HttpFailure(error.status_code, message, headers=dict(error.headers or {})).response()
+        said = {"message": f"{request.method} {request.url.path}: {error.detail}", "type": "NotFoundError"}
+        body = {"error": {**said, "param": None, "code": error.status_code}}
+        return JSONResponse(body, error.status_code, dict(error.headers or {}))
 
     async def of_any(request: Request, error: Exception) -> JSONResponse:
-        return failure_of(error, request.headers.get("x-request-id", "")).response()
+        return _response(failure_of(error, "the request"))
 
     app.add_exception_handler(HTTPException, of_http)
     for kind in (RequestError, HttpError, Exception):
         app.add_exception_handler(kind, of_any)
 
 
-def add_route_patterns(
-    app: FastAPI,
-    target: DeploymentHandle,
-    pool: DeploymentHandle | None,
-    broadcast: Broadcast,
-    own_text: Callable[[], Awaitable[str]],
+def _add_rpc_routes(app: FastAPI, ingress: Ingress, owners: Owners, target: DeploymentHandle) -> None:
+    def call_of(request: Request) -> InProcessCall:
+        return InProcessCall(owners.owner_of(request.headers.get, request.client.host if request.client else ""))
+
+    @app.post("/outrider/v1/stream", include_in_schema=False)
+    async def stream(request: Request) -> Response:
+        message, call = pb.GenerateStreamRequest(), call_of(request)
+        try:
+            json_format.ParseDict(await _json_object(request), message)
+        except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:
+            raise RequestError("body", " ".join(str(error).split()).rstrip("."), "change the request") from None
+        answers = ingress.GenerateStream(message, call)
+        # Before the status line leaves, so that a refused request gets a status of its own.
+        first = await _or_failure(call, anext(answers))
+        return EventStream(_events(call, first, answers))
+
+    @app.get("/outrider/v1/status", include_in_schema=False)
+    async def status(request: Request) -> Response:
+        call = call_of(request)
+        return _json(await _or_failure(call, ingress.GetServerStatus(pb.GetServerStatusRequest(), call)))
+
+    @app.get("/outrider/v1/model", include_in_schema=False)
+    async def model(request: Request) -> Response:
+        call = call_of(request)
+        return _json(await _or_failure(call, ingress.GetModelInfo(pb.GetModelInfoRequest(), call)))
+
+    @app.post("/outrider/v1/token_texts", include_in_schema=False)
+    async def texts(request: Request) -> Response:
+        ids = (await _json_object(request)).get("token_ids")
+        if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
+            raise RequestError("token_ids", "is not a list of token ids", "send whole numbers from 0")
+        if len(ids) > MAX_TOKEN_TEXTS:
+            raise RequestError("token_ids", f"has {len(ids)} ids", f"send at most {MAX_TOKEN_TEXTS}")
+        try:
+            return JSONResponse({"texts": await target.token_texts.remote(ids)}, headers={"cache-control": "no-store"})
+        except Exception as error:  # noqa: BLE001 - the kind of a replica's error is known once it is unpacked
+            raise HttpError(failure_of(error, "token_texts")) from None
+
+
+def add_operator_routes(
+    app: FastAPI, ingress: Ingress, target: DeploymentHandle, pool: DeploymentHandle | None, broadcast: Broadcast
 ) -> None:
-    """target, pool: whose replicas offer ``metrics_text``. own_text: what ingresses count."""
-    deployments = [target] if pool is None else [target, pool]
+    @app.api_route("/livez", methods=["GET", "HEAD"], include_in_schema=False)
+    async def alive() -> Response:
+        """Answers while proxy and ingress run. What cannot serve now may recover by itself; see /readyz."""
+        return Response(status_code=200)
+
+    @app.api_route("/readyz", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.api_route("/ping", methods=["GET", "HEAD", "POST"])
+    async def health() -> Response:
+        if await ingress.health() != health_pb2.HealthCheckResponse.SERVING:
+            return _response(failure_of(ConnectionError("no target replica answers"), "health"))
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": installed_version(*VLLM), "outrider": installed_version("outrider")})
 
     async def ask(deployment: DeploymentHandle) -> list[Scraped]:
         try:
             replies = await broadcast(deployment, "metrics_text", timeout_s=SCRAPE_TIMEOUT_S)
         except (DeploymentUnavailableError, ConnectionError) as error:
             if deployment is pool and isinstance(error, DeploymentUnavailableError):
-                return []  # it may have none, and then nobody is silent
+                return []  # a pool may have no replica
             logger.warning("metrics: no replica could be asked: %s", error)
             return [Scraped(None, None)]
         return [Scraped(reply.replica_id, reply.value if reply.ok else None) for reply in replies]
 
     async def ask_replicas() -> Sequence[Scraped]:
+        deployments = [target] if pool is None else [target, pool]
         return [answer for answers in await asyncio.gather(*map(ask, deployments)) for answer in answers]
 
-    application = ApplicationMetrics(ask_replicas, own_text)
+    application = ApplicationMetrics(ask_replicas, ingress.all_metrics_text)
 
     @app.get("/metrics", include_in_schema=False)
     async def scrape() -> Response:
         return Response(await application.text(), headers={"content-type": CONTENT_TYPE})
 
-    app.add_middleware(TraceRequests)
-    app.add_middleware(CountRequests, metrics=METRICS)
+
+async def _json_object(request: Request) -> dict[str, Any]:
+    """Returns the body. Raises RequestError for anything but a JSON object, and for another content type, which web
+    pages of other origins can send unasked."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("content-type", "is not application/json", "send JSON")
+    try:
+        body = json.loads(await body_of(request))
+    except (ValueError, RecursionError):
+        raise RequestError("body", "is not JSON", "send a JSON object") from None
+    if not isinstance(body, dict):
+        raise RequestError("body", "is not a JSON object", "send one")
+    return body
 
 
-class CountRequests:
-    """ASGI middleware. A request counts when its response has ended, under its route, with its status."""
+async def _or_failure(call: InProcessCall, answer: Awaitable[_Answer]) -> _Answer:
+    """Raises HttpError for an error that the RPC set on its context."""
+    try:
+        return await answer
+    except RuntimeError:
+        if (failure := _failure(call)) is None:
+            raise
+        raise HttpError(failure) from None
 
-    def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
-        self._app, self._metrics = app, metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, complete = 0, False
-
-        async def note_status(message: Message) -> None:
-            nonlocal status, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-
-        if refused := scope.get(REFUSED):  # the proxy's, which no client can write into
-            self._metrics.refused_generations("proxy", refused)
-        COMES_THROUGH.set(scope.get(PROXY, ""))
-        with self._metrics.in_flight("http"):
-            failed = False
-            try:
-                await self._app(scope, receive, note_status)
-            except Exception:
-                failed = True
+async def _events(
+    call: InProcessCall, first: pb.GenerateStreamResponse, answers: AsyncGenerator[pb.GenerateStreamResponse, None]
+) -> AsyncGenerator[str, None]:
+    async with aclosing(answers):
+        yield _event(_compact(first))
+        try:
+            async for answer in answers:
+                yield _event(_compact(answer))
+        except RuntimeError:
+            if (failure := _failure(call)) is None:
                 raise
-            finally:
-                code = str(status) if complete else "500" if failed else CANCELLED
-                self._metrics.ended("http", _route_pattern(scope), code)
-                if status == _TOO_MANY_REQUESTS:
-                    self._metrics.rejected("queue_full")
+            yield _event(json.dumps(failure.body()))
+    yield _event("[DONE]")
 
 
-def _route_pattern(scope: Scope) -> str:
-    """The route's pattern: a path is the client's own choice, and every one would be a series."""
-    return getattr(scope.get("route"), "path", UNMATCHED)
+def _failure(call: InProcessCall) -> Failure | None:
+    code, message = call.code(), call.details()
+    if code is None or code is grpc.StatusCode.OK:
+        return None
+    return Failure(code, message, message.partition(": ")[0] if code is grpc.StatusCode.INVALID_ARGUMENT else None)
 
 
-class TraceRequests:
-    """ASGI middleware. Traces POST requests: the others are pages, probes and scrapes."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or process_tracer("ingress") is None:
-            await self._app(scope, receive, send)
-            return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        with ingress_span(f"POST {scope['path']}"[:128], headers, api="http") as span:
-            others = [(name, value) for name, value in scope["headers"] if name.decode("latin-1") not in TRACE_HEADERS]
-            ours = [(name.encode(), value.encode()) for name, value in span.headers.items()]
-
-            async def note_status(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    span.set(http_status=message["status"])
-                await send(message)
-
-            scope["headers"] = [*others, *ours]
-            await self._app(scope, receive, note_status)
+def _event(text: str) -> str:
+    return f"data: {text}\n\n"
 
 
-class TellCapacity:
-    """ASGI middleware of the ingress: a header with every response."""
+def _compact(message: Message) -> str:
+    return json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None)
 
-    def __init__(self, app: ASGIApp, capacity: Callable[[], int]) -> None:
-        self._app, self._capacity = app, capacity
+
+def _json(message: Message) -> Response:
+    """Zeros are included, so that readers need not know which fields there are."""
+    text = json_format.MessageToJson(
+        message, preserving_proto_field_name=True, indent=None, always_print_fields_with_no_presence=True
+    )
+    return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _response(failure: Failure) -> JSONResponse:
+    return JSONResponse(failure.body(), failure.http_status, failure.http_headers)
+
+
+class EventStream(StreamingResponse):
+    """Closes its generator however the response ends. Serve cancels the task of a client that has left, often while
+    the generator waits for nothing; unclosed it would hold its request in the engine until it is collected."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, headers=EVENT_HEADERS, media_type="text/event-stream")
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def tell(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).append(CAPACITY_METADATA, str(self._capacity()))
-            await send(message)
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
 
-        await self._app(scope, receive, tell if scope["type"] == "http" else send)
+
+class GuardRequests:
+    """ASGI middleware that refuses requests without the key, or around the gateway, on every path but UNGUARDED."""
+
+    def __init__(self, app: ASGIApp, owners: Owners) -> None:
+        self._app, self._owners = app, owners
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in UNGUARDED and not scope["path"].startswith(ASSETS_PATH):
+            request = Request(scope)
+            try:
+                self._owners.owner_of(request.headers.get, "")
+            except Exception as error:  # noqa: BLE001 - refused, with a status of its own
+                await _response(failure_of(error, "the request"))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class PageFiles(StaticFiles):
+    """Serves the page's files with headers that keep other origins out."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """Raises FileNotFoundError when the installation lacks the page's files."""
-    files = load_static_files()
-    if INDEX not in files:
-        raise FileNotFoundError("actors/serving/http/static/index.html is not installed; install outrider again")
-    paths = {"/": files.pop(INDEX)} | {f"{ASSETS_PATH}/{name}": file for name, file in files.items()}
-    for path, file in paths.items():
-        app.add_api_route(path, _responder(file), include_in_schema=False)
+    """Raises RuntimeError when the installation lacks the page's files."""
+    files = PageFiles(packages=[("outrider.actors.serving.http", "static")])
+    app.mount(ASSETS_PATH, files)
 
-
-def _responder(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:
-    headers = {**HEADERS, "etag": file.etag}
-
-    async def respond(request: Request) -> Response:
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-        if file.etag in known:
-            return Response(status_code=304, headers=headers)
-        return Response(file.content, media_type=file.media_type, headers=headers)
-
-    return respond
-
-
-@dataclass(frozen=True)
-class StaticFile:
-    content: bytes
-    media_type: str
-    etag: str
-
-
-def load_static_files() -> dict[str, StaticFile]:
-    """By file name."""
-    files = {}
-    for entry in resources.files("outrider.actors.serving.http").joinpath("static").iterdir():
-        media_type = MEDIA_TYPES.get(entry.name[entry.name.rfind(".") :])
-        if media_type is not None:
-            content = entry.read_bytes()
-            files[entry.name] = StaticFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-    return files
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return await files.get_response(INDEX, request.scope)

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API by vLLM's own serving classes, over the target's engine."""
+"""vLLM's own OpenAI server: its engine wrapper and app in a target replica, and the forwarding in the ingress."""

@@ -487,27 +487,12 @@ class GetServerInfoResponse(_message.Message):
     api: str
     def __init__(self, outrider_version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., link_protocol_version: _Optional[int] = ..., api: _Optional[str] = ...) -> None: ...
 
-class LoadReport(_message.Message):
-    __slots__ = ("named_metrics", "application_utilization")
-    class NamedMetricsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    NAMED_METRICS_FIELD_NUMBER: _ClassVar[int]
-    APPLICATION_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
-    named_metrics: _containers.ScalarMap[str, float]
-    application_utilization: float
-    def __init__(self, named_metrics: _Optional[_Mapping[str, float]] = ..., application_utilization: _Optional[float] = ...) -> None: ...
-
 class GetServerStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetServerStatusResponse(_message.Message):
-    __slots__ = ("model", "methods", "speculation_up", "num_speculative_tokens", "link", "rounds", "target", "drafter", "adapters", "waiting", "learning")
+    __slots__ = ("model", "methods", "speculation_up", "num_speculative_tokens", "link", "rounds", "target", "drafter", "adapters", "learning")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_UP_FIELD_NUMBER: _ClassVar[int]
@@ -517,7 +502,6 @@ class GetServerStatusResponse(_message.Message):
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     LEARNING_FIELD_NUMBER: _ClassVar[int]
     model: str
     methods: _containers.RepeatedScalarFieldContainer[str]
@@ -528,21 +512,8 @@ class GetServerStatusResponse(_message.Message):
     target: EngineStatus
     drafter: EngineStatus
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
     learning: DrafterLearning
-    def __init__(self, model: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., speculation_up: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., rounds: _Optional[_Union[RoundStatistics, _Mapping]] = ..., target: _Optional[_Union[EngineStatus, _Mapping]] = ..., drafter: _Optional[_Union[EngineStatus, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., learning: _Optional[_Union[DrafterLearning, _Mapping]] = ...) -> None: ...
-
-class Waiting(_message.Message):
-    __slots__ = ("deployment", "replica", "needs", "seconds")
-    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
-    REPLICA_FIELD_NUMBER: _ClassVar[int]
-    NEEDS_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    deployment: str
-    replica: str
-    needs: str
-    seconds: float
-    def __init__(self, deployment: _Optional[str] = ..., replica: _Optional[str] = ..., needs: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., speculation_up: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., rounds: _Optional[_Union[RoundStatistics, _Mapping]] = ..., target: _Optional[_Union[EngineStatus, _Mapping]] = ..., drafter: _Optional[_Union[EngineStatus, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., learning: _Optional[_Union[DrafterLearning, _Mapping]] = ...) -> None: ...
 
 class RevertDrafterRequest(_message.Message):
     __slots__ = ("version",)

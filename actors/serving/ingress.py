@@ -1,0 +1,339 @@
+"""The ingress: the Serve deployment that speaks ``outrider.v1.GenerationService``, ``grpc.health.v1.Health`` and HTTP.
+
+It checks who asks, converts gRPC messages, forwards OpenAI's requests as they are, and chooses nothing about tokens.
+Target replicas are called through their handle, whose router picks one (see serve_seam/request_router.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+from google.protobuf import json_format
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.handle import DeploymentHandle
+
+from outrider.actors.observability.exposition import merge
+from outrider.actors.observability.metrics import METRICS
+from outrider.actors.replica_calls import (
+    Broadcast,
+    GenerationRequest,
+    ReplicaReply,
+    RequestError,
+    RoundOutput,
+    Usage,
+    sign,
+)
+from outrider.actors.serving.failures import silence_refusal_logs
+from outrider.actors.serving.grpc.calls import HandleCalls, InProcessCall, answering
+from outrider.actors.serving.grpc.health import HealthCalls
+from outrider.actors.serving.grpc.requests import (
+    GenerationMessage,
+    ServedModel,
+    check_model,
+    request_id_of,
+    to_generation_request,
+    to_tokenize_request,
+)
+from outrider.actors.serving.grpc.responses import Answers, model_info_message, server_info_message, stream_message
+from outrider.actors.serving.http.app import build_http_app
+from outrider.actors.serving.openai.forward import Forwarding
+from outrider.actors.serving.owners import TIMEOUT_HEADER, Owners, salted
+from outrider.actors.serving.running import RunningRequest, RunningRequests
+from outrider.actors.serving.shared_poll import SharedPoll
+from outrider.cluster.limits import LimitsConfig
+from outrider.v1 import generation_pb2 as pb
+
+CONTROL_TIMEOUT_S = 5.0
+"""Time for calls beside generations: status, tokenising, aborting."""
+
+REQUEST_ID_METADATA = "outrider-request-id"
+"""Trailing metadata of a generation. Plain ``request_id`` is taken: Serve puts an id of its own there."""
+
+
+@serve.ingress()
+class Ingress(HandleCalls, HealthCalls):
+    """Answers the RPCs, each by the method of its name. Serve gives HTTP requests to the app that is built here."""
+
+    def __init__(
+        self,
+        target: DeploymentHandle,
+        served_model_name: str,
+        num_speculative_tokens: int,
+        *,
+        broadcast: Broadcast,
+        owners: Owners,
+        limits: LimitsConfig,
+        max_retries: int = 1,
+        isolates_tenants: bool = False,
+        is_stopping: Callable[[], bool] = bool,
+        num_ingresses: int = 1,
+        num_targets: int = 1,
+        allowed_origins: tuple[str, ...] = (),
+        pool: DeploymentHandle | None = None,
+    ) -> None:
+        """num_speculative_tokens: K, 0 without a drafter. broadcast: asks all replicas of a deployment. max_retries:
+        how often a request is sent again whose replica is lost before there is any output. isolates_tenants: an owner's
+        prompts share cached blocks with his own only. is_stopping: whether Serve takes this replica down.
+        num_targets: replicas that there are at most. allowed_origins: for
+        CORS. pool: the DrafterPool deployment.
+        """
+        HealthCalls.__init__(self)
+        silence_refusal_logs()
+        self._target, self._broadcast, self._owners, self._limits = target, broadcast, owners, limits
+        self._generate = target.generate.options(stream=True)
+        self._served = ServedModel(served_model_name, num_speculative_tokens, limits)
+        self._status_poll = SharedPoll(self._ask_status)
+        self._max_retries = max_retries
+        self._running = RunningRequests()
+        self._isolates_tenants = isolates_tenants
+        self._is_stopping = is_stopping
+        self._num_ingresses = num_ingresses
+        self._started_unix_s = time.time()
+        self._forwarding = Forwarding(
+            target, self._running, owners, limits, served_model_name, max_retries, isolates_tenants, num_targets
+        )
+        self._allowed_origins, self._pool = allowed_origins, pool
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_http_app(
+            self, self._owners, self._forwarding, self._target, self._pool, self._broadcast, self._allowed_origins
+        )
+
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
+        request_id = _named(request)
+        with answering(grpc_context, "Generate", request_id) as span:
+            checked = self._check(request, request_id, grpc_context, span.headers)
+            answers = Answers(request_id, checked.num_answers)
+            async with aclosing(self._rounds(checked)) as rounds:
+                async for output in rounds:
+                    answers.add(output)
+            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
+            return answers.response()
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        request_id = _named(request)
+        with answering(grpc_context, "GenerateStream", request_id) as span:
+            checked = self._check(request, request_id, grpc_context, span.headers)
+            grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
+            async with aclosing(self._rounds(checked)) as rounds:
+                async for output in rounds:
+                    yield stream_message(request_id, output)
+
+    async def AbortRequest(
+        self, request: pb.AbortRequestRequest, grpc_context: RayServegRPCContext
+    ) -> pb.AbortRequestResponse:
+        """Aborts one of the caller's own requests, of either API. The target's abort comes first, since the answer then
+        counts what was generated. A request that waits for a replica is aborted where it waits."""
+        with answering(grpc_context, "AbortRequest"):
+            owner = self._owner(grpc_context)
+            request_id_of(request)
+            heard = True
+            for deployment in (self._target, _this_deployment()):
+                try:
+                    replies = await self._broadcast(
+                        deployment, "abort", owner, request.request_id, timeout_s=CONTROL_TIMEOUT_S
+                    )
+                except (DeploymentUnavailableError, ConnectionError):
+                    heard = False
+                    continue
+                if any(reply.value for reply in replies):
+                    return pb.AbortRequestResponse(aborted=True)
+                heard = heard and all(reply.ok for reply in replies)
+            if not heard:
+                raise ConnectionError("not every replica answered")
+            return pb.AbortRequestResponse(aborted=False)
+
+    async def abort(self, owner: int, request_id: str) -> bool:
+        """Ends a request that this ingress replica holds. Returns whether it does."""
+        return self._running.abort(owner, request_id)
+
+    async def drain(self) -> int:
+        """Refuses new requests from now on. Returns how many are running."""
+        self._running.draining = True
+        return len(self._running)
+
+    async def metrics_text(self) -> str:
+        """Returns what this ingress replica counts."""
+        return METRICS.text()
+
+    async def all_metrics_text(self) -> str:
+        """Returns the metrics of all ingress replicas that answer, with a label that says which is whose."""
+        own = METRICS.text()
+        if self._num_ingresses == 1:
+            return own
+        replies: list[ReplicaReply] = []
+        with suppress(DeploymentUnavailableError, ConnectionError):
+            replies = await self._broadcast(_this_deployment(), "metrics_text", timeout_s=CONTROL_TIMEOUT_S)
+        texts = {reply.replica_id: reply.value for reply in replies if reply.ok and reply.replica_id is not None}
+        return merge(dict(sorted({**texts, _this_replica(): own}.items())), "ingress")
+
+    async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
+        """See serve_seam.broadcast."""
+        return await sign(self, _this_replica(), method, args)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
+        with answering(grpc_context, "Tokenize"):
+            self._owner(grpc_context)
+            check_model(request, self._served)
+            tokens = await self._answer(self._target.tokenize.remote(to_tokenize_request(request)))
+            return pb.TokenizeResponse(
+                token_ids=tokens.token_ids,
+                count=len(tokens.token_ids),
+                max_model_len=tokens.max_model_len,
+                token_strs=tokens.token_strs,
+            )
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
+    ) -> pb.DetokenizeResponse:
+        with answering(grpc_context, "Detokenize"):
+            self._owner(grpc_context)
+            check_model(request, self._served)
+            ids = tuple(request.token_ids)
+            text = await self._answer(self._target.detokenize.remote(ids, request.skip_special_tokens))
+            return pb.DetokenizeResponse(text=text)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetModelInfoResponse:
+        with answering(grpc_context, "GetModelInfo"):
+            self._owner(grpc_context)
+            info = await self._answer(self._target.model_info.remote())
+            return model_info_message(self._served.name, info)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetServerInfoResponse:
+        with answering(grpc_context, "GetServerInfo"):
+            self._owner(grpc_context)
+            return server_info_message(self._started_unix_s)
+
+    async def GetServerStatus(
+        self, request: pb.GetServerStatusRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetServerStatusResponse:
+        with answering(grpc_context, "GetServerStatus"):
+            self._owner(grpc_context)
+            status = await self._status_poll()
+            response = json_format.ParseDict(status, pb.GetServerStatusResponse(), ignore_unknown_fields=False)
+            response.model = self._served.name
+            return response
+
+    async def RevertDrafter(
+        self, request: pb.RevertDrafterRequest, grpc_context: RayServegRPCContext
+    ) -> pb.RevertDrafterResponse:
+        """Asks one replica: its drafter's trainer is that of all."""
+        with answering(grpc_context, "RevertDrafter"):
+            self._owner(grpc_context)
+            if not request.HasField("version"):
+                raise RequestError("version", "is missing", "send the number of a version that GetServerStatus lists")
+            serving = await self._answer(self._target.revert_drafter.remote(request.version))
+            return pb.RevertDrafterResponse(serving=serving)
+
+    async def _ask_status(self) -> dict[str, Any]:
+        status: dict[str, Any] = await self._answer(self._target.status.remote())
+        return status
+
+    async def _answer(self, call: Any) -> Any:
+        """Waits for a target replica's answer. Raises ConnectionError when there is none in time."""
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                return await call
+        except TimeoutError:
+            call.cancel()
+            raise ConnectionError(f"no target replica answered within {CONTROL_TIMEOUT_S:g} s") from None
+
+    def _owner(self, grpc_context: RayServegRPCContext) -> int:
+        """Returns whose call it is. Raises Refused."""
+        if isinstance(grpc_context, InProcessCall):
+            return grpc_context.owner
+        metadata = {key: value for key, value in grpc_context.invocation_metadata() if isinstance(value, str)}
+        return self._owners.owner_of(metadata.get, grpc_context.peer().rpartition(":")[0])
+
+    def _check(
+        self,
+        request: GenerationMessage,
+        request_id: str,
+        grpc_context: RayServegRPCContext,
+        trace_headers: dict[str, str],
+    ) -> GenerationRequest:
+        owner = self._owner(grpc_context)
+        if request.HasField("request_id"):
+            request_id_of(request)
+        timeout = dict(grpc_context.invocation_metadata()).get(TIMEOUT_HEADER)
+        grpc_timeout = timeout if isinstance(timeout, str) else None
+        checked = to_generation_request(request, self._served, request_id=request_id, grpc_timeout=grpc_timeout)
+        tenant = owner if self._isolates_tenants else 0
+        salt = salted(tenant, checked.cache_salt) if tenant else checked.cache_salt
+        return replace(checked, caller=owner, tenant=tenant, cache_salt=salt, trace_headers=trace_headers)
+
+    async def _rounds(self, request: GenerationRequest) -> AsyncGenerator[RoundOutput, None]:
+        """Yields the target's outputs, each answer's last one with a finish reason, an aborted one's too."""
+
+        def send(avoid: tuple[str, ...]) -> Any:
+            return self._generate.remote(replace(request, avoid_replicas=avoid))
+
+        ends = _Ends(request.num_answers)
+        with self._running.hold(request.caller, request.request_id) as running:
+            outputs = running.messages(send, request, max_retries=self._max_retries)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    ends.note(output)
+                    yield output
+            for output in ends.missing(running):
+                yield output
+
+
+class _Ends:
+    """Keeps which answers of a request have ended, and what they have cost so far."""
+
+    def __init__(self, num_answers: int) -> None:
+        self._tokens = [0] * num_answers
+        self._usage = Usage(0, 0)
+        self._unfinished = set(range(num_answers))
+
+    def note(self, output: RoundOutput) -> None:
+        self._tokens[output.index] += len(output.token_ids)
+        self._usage = output.usage or self._usage
+        if output.finish_reason is not None:
+            self._unfinished.discard(output.index)
+
+    def missing(self, running: RunningRequest) -> list[RoundOutput]:
+        """Returns the ends of an aborted request's answers that have none. Raises RuntimeError for another request."""
+        if self._unfinished and not running.aborted:
+            raise RuntimeError(f"the target's stream ended without a finish reason for answers {self._unfinished}")
+        return [
+            RoundOutput(
+                "",
+                (),
+                "abort",
+                usage=Usage(self._usage.prompt_tokens, self._tokens[index], self._usage.cached_tokens),
+                index=index,
+            )
+            for index in sorted(self._unfinished)
+        ]
+
+
+def _named(request: GenerationMessage) -> str:
+    """Returns a name of the request for logs and errors; `_check` refuses an id that is not usable."""
+    with suppress(RequestError):
+        return request_id_of(request)
+    return "(unusable id)"
+
+
+def _this_deployment() -> DeploymentHandle:
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)
+
+
+def _this_replica() -> str:
+    return serve.get_replica_context().replica_id.unique_id

@@ -1,0 +1,182 @@
+"""The engine as vLLM's OpenAI server sees it: AsyncLLM, with this deployment's limits on what a request may ask for.
+
+vLLM's serving classes check requests in their own words. What is added here is what they cannot know: numbers that the
+ranks and the link cannot take, the kinds of constraints that the deployment serves, speculation settings of a request,
+whose request it is, and its deadline.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from outrider.actors.replica_calls import LIMITS, HttpCall, RequestError
+from outrider.actors.request_constraints import Mode
+from outrider.actors.request_ids import scoped_id
+from outrider.actors.round.request import EXTRA_ARGS_KEY, check_for_ranks
+from outrider.actors.serving.co_located import check_co_located_params
+from outrider.actors.serving.owners import salted
+from outrider.actors.vllm_seam.engine_args import on_gpu
+from outrider.actors.vllm_seam.engine_requests import blamed_by_ranks, traced_generate
+from outrider.actors.vllm_seam.structured_outputs import check_constraint
+from outrider.cluster.link.messages import MessageError
+from outrider.cluster.modes import BY_NAME
+
+ENABLED, NUM_TOKENS, VERIFICATION = (
+    f"speculation.{name}" for name in ("enabled", "num_speculative_tokens", "verification")
+)
+"""Keys of ``vllm_xargs``, whose values are strings, numbers or lists."""
+
+
+@dataclass
+class Answering:
+    """State of one HTTP call while vLLM's app answers it."""
+
+    call: HttpCall
+    engine_ids: set[str] = field(default_factory=set)
+    """Ids of the engine's requests that the call has made."""
+
+    engine_died: bool = False
+
+
+ANSWERING: ContextVar[Answering | None] = ContextVar("the HTTP call that this task answers", default=None)
+
+
+class OpenAIEngine:
+    """Passes everything on to AsyncLLM but ``generate``."""
+
+    def __init__(self, llm: AsyncLLM, num_speculative_tokens: int, structured_output: Mode, co_located: str | None):
+        """num_speculative_tokens: the deployment's K, 0 without a drafter. co_located: the method by which vLLM drafts
+        inside the engine; None where it does not."""
+        self._llm, self._k = llm, num_speculative_tokens
+        self._structured_output, self._co_located = structured_output, co_located
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """See AsyncLLM.generate. Raises VLLMValidationError at once for what this deployment does not serve."""
+        answering = ANSWERING.get()
+        call = None if answering is None else answering.call
+        params = copy.copy(sampling_params)
+        params.extra_args = self._extra_args(params.extra_args or {}, call)
+        self._check(params)
+        if call is not None and call.tenant:
+            prompt = {**prompt, "cache_salt": salted(call.tenant, prompt.get("cache_salt"))}
+        # A completion is one text: its constraint holds for all of it. A chat says where its reasoning ends, and the
+        # engine reads it in the prompt of a response.
+        if options.get("reasoning_parser_kwargs") is None:
+            options.setdefault("reasoning_ended", True)
+        return self._outputs(prompt, params, _scoped(request_id), options, answering)
+
+    async def abort(self, request_id: str) -> None:
+        """See AsyncLLM.abort."""
+        await self._llm.abort(_scoped(request_id))
+
+    def _extra_args(self, asked: dict[str, Any], call: HttpCall | None) -> dict[str, Any]:
+        """Moves speculation settings and the call's owner, tenant and remaining time under the key of ours."""
+        ours: dict[str, Any] = {}
+        if (k := self._num_tokens(asked)) is not None:
+            ours["num_speculative_tokens"] = k
+        if (verification := asked.get(VERIFICATION)) is not None:
+            if verification not in BY_NAME:
+                raise _refused(VERIFICATION, f"must be one of {', '.join(BY_NAME)}")
+            ours["verification"] = verification
+        if call is not None:
+            ours |= {name: value for name in ("caller", "tenant") if (value := getattr(call, name))}
+            if (left_s := call.seconds_left()) is not None:
+                ours["timeout_s"] = left_s
+        kept = {name: value for name, value in asked.items() if not name.startswith("speculation.")}
+        kept.pop(EXTRA_ARGS_KEY, None)
+        if unknown := [
+            name for name in asked if name not in (*kept, ENABLED, NUM_TOKENS, VERIFICATION, EXTRA_ARGS_KEY)
+        ]:
+            raise _refused(unknown[0], f"is not known; send {ENABLED}, {NUM_TOKENS} or {VERIFICATION}")
+        return {**kept, EXTRA_ARGS_KEY: ours} if ours else kept
+
+    def _num_tokens(self, asked: dict[str, Any]) -> int | None:
+        """Returns how many tokens a round may draft for the request; None: as many as the deployment does."""
+        enabled, k = asked.get(ENABLED), asked.get(NUM_TOKENS)
+        if enabled is not None and enabled not in (0, 1, "true", "false"):
+            raise _refused(ENABLED, "must be 1 or 0")
+        if k is not None and (not isinstance(k, int) or not 0 <= k <= self._k):
+            raise _refused(NUM_TOKENS, f"must be a whole number from 0 to {self._k}")
+        if enabled in (0, "false"):
+            return 0
+        return k if k is None else int(k)
+
+    def _check(self, params: SamplingParams) -> None:
+        try:
+            check_for_ranks(params)
+        except MessageError as error:
+            raise VLLMValidationError(error.problem, parameter=blamed_by_ranks(error, params)) from None
+        except (ValueError, KeyError) as error:
+            raise VLLMValidationError(str(error), parameter=VERIFICATION) from None
+        structured = params.structured_outputs
+        try:
+            if structured is not None and not structured.all_constraints_none():
+                # vLLM makes structural tags of tools, whose parts are JSON schemas.
+                by_tools = self._structured_output == "json" and structured.structural_tag is not None
+                check_constraint(structured, "structured_outputs", "all" if by_tools else self._structured_output)
+            if self._co_located is not None:
+                check_co_located_params(params, self._co_located, on_gpu=on_gpu())
+        except RequestError as error:
+            raise VLLMValidationError(f"{error.problem}; {error.fix}", parameter=error.field) from None
+
+    async def _outputs(
+        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any], answering: Answering | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        started = False
+        if answering is not None:
+            answering.engine_ids.add(request_id)
+        async with aclosing(traced_generate(self._llm, prompt, params, request_id, **options)) as outputs:
+            try:
+                async for output in outputs:
+                    _check_reasons(output, params, answering)
+                    if answering is None or not answering.call.tenant:
+                        output.num_cached_tokens = None  # it tells what others have asked
+                    started = True
+                    yield output
+            except EngineDeadError:
+                if answering is not None:
+                    answering.engine_died = True
+                raise RetryableRequestError("the target's engine is gone; retry") from None
+            except EngineGenerateError as error:
+                # vLLM wraps what it did not raise as a validation error. Before any output it is about the request.
+                if started or not isinstance(error.__cause__, (ValueError, OverflowError)):
+                    raise
+                raise VLLMValidationError(str(error.__cause__).partition("\n")[0]) from None
+
+
+def _scoped(request_id: str) -> str:
+    """Returns the engine's id of a request of the running call: ids of two owners never meet."""
+    answering = ANSWERING.get()
+    return request_id if answering is None else scoped_id(answering.call.caller, request_id)
+
+
+def _check_reasons(output: RequestOutput, params: SamplingParams, answering: Answering | None) -> None:
+    """Raises VLLMValidationError for a request whose own limits left no token to choose, and GracefulHTTPError for one
+    whose deadline passed: to vLLM's server both are failures of the engine."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error" and (asked := [name for name in LIMITS if getattr(params, name)]):
+            raise VLLMValidationError(f"{', '.join(asked)} left no token to choose", parameter=asked[0])
+        left_s = None if answering is None else answering.call.seconds_left()
+        if completion.finish_reason == "abort" and left_s is not None and left_s <= 0:
+            raise GracefulHTTPError("aborted when its deadline passed", HTTPStatus.REQUEST_TIMEOUT)
+
+
+def _refused(key: str, problem: str) -> VLLMValidationError:
+    return VLLMValidationError(f"{key} {problem}", parameter=f"vllm_xargs.{key}")

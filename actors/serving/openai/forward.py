@@ -1,0 +1,232 @@
+"""The ingress' side of OpenAI's API: requests are forwarded as they came to vLLM's own server in a target replica.
+
+The body is read for routing and for ``speculation`` only. Everything else, errors included, is vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from fastapi import FastAPI, Request
+from ray.serve.handle import DeploymentHandle
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from outrider.actors.observability.logs import note_request
+from outrider.actors.replica_calls import Deadline, HttpCall, HttpHead, RequestError
+from outrider.actors.request_ids import is_usable_id
+from outrider.actors.serving.failures import HttpError, Refused, failure_of
+from outrider.actors.serving.owners import Owners
+from outrider.actors.serving.routing.request_profile import of_body
+from outrider.actors.serving.running import RunningRequest, RunningRequests
+from outrider.cluster.limits import LimitsConfig
+
+GENERATING = (
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+    "/invocations",
+)
+"""Paths of vLLM's server that keep the engine busy."""
+
+CONTROL = (
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/tokenizer_info"),
+    ("GET", "/v1/models"),
+)
+OF_ONE_REPLICA = (
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("POST", "/v1/responses/{response_id}/cancel"),
+)
+"""Paths whose effect, or whose memory, is in one replica."""
+
+REQUEST_ID_HEADER, TIMEOUT_HEADER = "x-request-id", "x-request-timeout-ms"
+BODY_TIMEOUT_S = 30.0
+"""Within how many seconds a body must have come. The gateway sees to its first 32 KiB only."""
+
+_NOT_FORWARDED = (b"authorization", b"x-api-key", b"cookie", b"content-length", b"transfer-encoding", b"connection")
+_OF_GATEWAY = b"x-outrider-"
+_NOT_SENT_BACK = (b"transfer-encoding", b"connection")
+
+
+class Forwarding:
+    """Forwards HTTP requests to target replicas."""
+
+    def __init__(
+        self,
+        target: DeploymentHandle,
+        running: RunningRequests,
+        owners: Owners,
+        limits: LimitsConfig,
+        served_model_name: str,
+        max_retries: int,
+        isolates_tenants: bool,
+        num_targets: int,
+    ) -> None:
+        """See Ingress. running: where requests are registered while they run."""
+        self._call = target.http.options(stream=True)
+        self._running, self._owners, self._limits = running, owners, limits
+        self._model, self._max_retries = served_model_name, max_retries
+        self._isolates_tenants, self._num_targets = isolates_tenants, num_targets
+
+    def add_routes(self, app: FastAPI) -> None:
+        """Adds the paths of vLLM's server that are forwarded. Others do not exist here."""
+        for path in GENERATING:
+            app.add_route(path, self.generate, methods=["POST"])
+        for method, path in CONTROL:
+            app.add_route(path, self.forward, methods=[method])
+        for method, path in OF_ONE_REPLICA:
+            app.add_route(path, self.forward if self._num_targets == 1 else _of_one_replica, methods=[method])
+
+    async def generate(self, request: Request) -> Response:
+        """Forwards a request that generates. Raises HttpError."""
+        return await self._forward(request, generates=True)
+
+    async def forward(self, request: Request) -> Response:
+        """Forwards any other request. Raises HttpError."""
+        return await self._forward(request, generates=False)
+
+    async def _forward(self, request: Request, *, generates: bool) -> Response:
+        request_id = request.headers.get(REQUEST_ID_HEADER, "")
+        try:
+            call = await self._call_of(request, generates)
+            request_id = call.request_id
+            note_request(request_id)
+            parts = self._parts(call)
+            head = await anext(parts, None)
+            if head is None:
+                raise Refused(grpc.StatusCode.CANCELLED, f"request {request_id} was aborted")
+            assert isinstance(head, HttpHead)
+            return ForwardedResponse(head, parts)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a status and a sentence
+            raise HttpError(failure_of(error, f"request {request_id}")) from None
+
+    async def _call_of(self, request: Request, generates: bool) -> HttpCall:
+        """Raises RequestError and Refused."""
+        owner = self._owners.owner_of(request.headers.get, request.client.host if request.client else "")
+        content = await body_of(request)
+        body: Any = None
+        with suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
+            body = json.loads(content) if content else None
+        asked_id = body.get("request_id") if isinstance(body, dict) else None
+        # Serve gives each request that brings no id a header of its own.
+        request_id = asked_id if isinstance(asked_id, str) else request.headers.get(REQUEST_ID_HEADER)
+        request_id = request_id or uuid.uuid4().hex
+        if not is_usable_id(request_id):
+            problem = "is not usable as an id"
+            raise RequestError(REQUEST_ID_HEADER, problem, "send 1 to 128 printable ASCII characters without spaces")
+        if isinstance(body, dict) and body.get("speculation") is not None:
+            content = json.dumps(_with_flat_keys(body)).encode("utf-8", "surrogatepass")
+        headers = [
+            (name, value)
+            for name, value in request.scope["headers"]
+            if name not in _NOT_FORWARDED and name != b"x-request-id" and not name.startswith(_OF_GATEWAY)
+        ]
+        return HttpCall(
+            request.method,
+            request.url.path,
+            request.scope.get("query_string", b""),
+            (*headers, (b"x-request-id", request_id.encode())),
+            content,
+            request_id,
+            of_body(request.url.path, body, self._model) if generates and isinstance(body, dict) else None,
+            caller=owner,
+            tenant=owner if self._isolates_tenants else 0,
+            deadline=self._deadline(request.headers.get(TIMEOUT_HEADER), generates),
+        )
+
+    def _deadline(self, timeout_ms: str | None, generates: bool) -> Deadline:
+        most_s = self._limits.greatest_timeout_s
+        if timeout_ms is None:
+            return Deadline.after(self._limits.default_timeout_s if generates else 60.0)
+        if not (timeout_ms.isascii() and timeout_ms.isdigit()) or not 0 < int(timeout_ms[:12]) <= most_s * 1000:
+            raise RequestError(
+                TIMEOUT_HEADER, "is not a time in milliseconds", f"send 1 to {int(most_s * 1000)}, or leave it out"
+            )
+        return Deadline.after(int(timeout_ms) / 1000)
+
+    async def _parts(self, call: HttpCall) -> AsyncGenerator[HttpHead | bytes, None]:
+        def send(avoid: tuple[str, ...]) -> Any:
+            return self._call.remote(replace(call, avoid_replicas=avoid))
+
+        held = (
+            nullcontext(RunningRequest()) if call.routed is None else self._running.hold(call.caller, call.request_id)
+        )
+        with held as running:
+            messages = running.messages(
+                send, call, max_retries=self._max_retries, has_begun=lambda part: isinstance(part, bytes)
+            )
+            async with aclosing(messages):
+                async for part in messages:
+                    yield part
+
+
+class ForwardedResponse(StreamingResponse):
+    """Sends what comes from the replica as it comes. Closes the call however the response ends."""
+
+    def __init__(self, head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> None:
+        super().__init__(_bodies(head, parts), head.status)
+        sent_back = [(name.lower(), value) for name, value in head.headers if name.lower() not in _NOT_SENT_BACK]
+        if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in sent_back):
+            # Proxies on the way would hold back rounds.
+            sent_back += [(b"cache-control", b"no-store, no-transform"), (b"x-accel-buffering", b"no")]
+        self.raw_headers = sent_back
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._parts):
+            await super().__call__(scope, receive, send)
+
+
+async def _bodies(head: HttpHead, parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yields the body. An error after its beginning is one more event of a stream, in OpenAI's shape."""
+    is_stream = any(value.startswith(b"text/event-stream") for _, value in head.headers)
+    try:
+        async for part in parts:
+            if isinstance(part, bytes):
+                yield part
+    except Exception as error:
+        failure = failure_of(error, "the request")
+        if not is_stream:
+            raise
+        yield f"data: {json.dumps(failure.body())}\n\ndata: [DONE]\n\n".encode()
+
+
+async def body_of(request: Request) -> bytes:
+    """Returns the body. Raises Refused when it does not come in time."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.body()
+    except TimeoutError:
+        raise Refused(
+            grpc.StatusCode.DEADLINE_EXCEEDED, f"the body did not come within {BODY_TIMEOUT_S:g} s; send it faster"
+        ) from None
+
+
+def _with_flat_keys(body: dict[str, Any]) -> dict[str, Any]:
+    """Moves the object ``speculation`` into ``vllm_xargs``. Raises RequestError."""
+    asked, xargs = body["speculation"], body.get("vllm_xargs") or {}
+    if not isinstance(asked, dict) or not isinstance(xargs, dict):
+        raise RequestError("speculation", "is not an object", 'send {"num_speculative_tokens": 2}, or leave it out')
+    flat = {f"speculation.{name}": int(value) if isinstance(value, bool) else value for name, value in asked.items()}
+    return {**{name: value for name, value in body.items() if name != "speculation"}, "vllm_xargs": {**xargs, **flat}}
+
+
+async def _of_one_replica(request: Request) -> Response:
+    problem = f"{request.url.path} is about one replica, and this deployment has several"
+    fix = "list adapters in target.lora.adapters, and send the whole conversation in input"
+    raise RequestError("path", problem, fix)

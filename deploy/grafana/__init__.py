@@ -1,1 +1,0 @@
-"""The Grafana dashboard and Prometheus' alert rules, and the description that the dashboard is made from."""
