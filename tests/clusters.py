@@ -20,12 +20,12 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 )
 from ray.core.generated import gcs_pb2
 
-from outrider.actors.serve_seam.options import proxy_options
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.link.keeper import LOOPBACK
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient
+from outrider.deploy.server import proxy_options
 from tests.reference import Reference
 from tests.serving import Deployment, Models
 

@@ -94,7 +94,7 @@ class Hosts:
 @contextmanager
 def served_on_hosts(models: Models, proxy_location: str = "HeadOnly", **deployment: Any) -> Iterator[Hosts]:
     """The front door is here; what needs a role of its node has a node on the other host."""
-    ports = {"grpc_port": pick_free_port(), "http_port": pick_free_port()}
+    ports = {"gateway": "off", "grpc_port": pick_free_port(), "http_port": pick_free_port()}
     serving = {**ports, "nodes_may_come": True, **deployment.pop("serving", {})}
     config = parse_config({**deployment, "serving": serving})
     assert config.link.link_deadline_ms == 1000 * LINK_DEADLINE_S

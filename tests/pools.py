@@ -13,7 +13,7 @@ import ray
 
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.registry import registry_name
-from outrider.deploy.top import Scrape, parse
+from tests.scrape import Scrape, parse
 from tests.serving import HANG_GUARD_S, Deployment, wait_until
 from tests.traffic import EVERY_WAY, Traffic
 

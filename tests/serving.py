@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import time
 import urllib.request
@@ -17,17 +18,20 @@ import ray
 from ray import serve
 from ray.core.generated import gcs_pb2
 
-from outrider.actors.serve_seam import PROXY_ENVIRONMENT
-from outrider.actors.serve_seam.options import proxy_options
+from outrider.actors.serve_seam import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT
+from outrider.actors.serving.owners import TOKEN_VARIABLE
 from outrider.cluster.config import DraftModelConfig, OutriderConfig, ServingConfig, parse_config
+from outrider.cluster.gateway_config import GatewayConfig
 from outrider.cluster.placement import NAMESPACE, available_cores
 from outrider.deploy import app
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.gateway import Gateway
 from outrider.deploy.ports import pick_free_port
-from outrider.deploy.top import parse
+from outrider.deploy.server import proxy_options
 from outrider.v1 import generation_pb2 as pb
 from tests.reference import Reference
+from tests.scrape import parse
 from tests.tiny_models import (
     VOCAB_SIZE,
     build_tiny_adapter,
@@ -120,6 +124,9 @@ TARGET_ENGINE_ARGS: dict[str, Any] = {
 DRAFTER_ENGINE_ARGS: dict[str, Any] = {"load_format": "safetensors"}
 """Likewise of a drafter."""
 
+ISOLATED = {"tenant_isolation": True}
+"""Of ``serving``, where tests look at ``cached_tokens``: they are told of a caller's own prompts only."""
+
 DEADLINES = {"round_deadline_ms": 1000, "link_deadline_ms": 5000}
 """The CPU's defaults of ``link``, written so that they hold on GPUs too: the default there is two of the target's
 steps, in which a draft model as large as the target does not draft K tokens."""
@@ -165,13 +172,10 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "adapters": adapters,
         "max_lora_rank": 8,
         "max_loras": 4,
-        "load_from": str(models.target.parent / LATER),
     }
     multimodal = {
         "limit_mm_per_prompt": {"image": 2},
         "allowed_media_domains": ["localhost"],  # which is never reached
-        "max_image_bytes": 1 << 18,
-        "max_image_pixels": 1 << 18,
     }
     return {
         "pair": {
@@ -179,6 +183,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {**pinned_draft_model, "engine_args": DRAFTER_ENGINE_ARGS},
             **always,
             "openai": {"chat_template": CHAT_TEMPLATE, "tool_call_parser": "hermes"},
+            "serving": ISOLATED,
         },
         # Few seats, so that a test can fill them.
         "ngram_pair": {
@@ -188,6 +193,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 5000},  # a busy machine's pause is no end
             # Nothing is traced but what a caller asks for.
             "serving": {
+                **ISOLATED,
                 "otlp_traces_endpoint": f"http://127.0.0.1:{TRACES_PORT}",
                 "trace_sample_ratio": 0,
                 "log_format": "json",
@@ -230,6 +236,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {"method": "suffix", "cores": core(1)},
             "speculation": {"adaptive": False},
             "serving": {
+                **ISOLATED,
                 "num_replicas": 2,
                 "max_ongoing_requests": 8,
                 "max_queued_requests": 32,
@@ -265,6 +272,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {**pinned_draft_model, "lora": {"adapters": adapters[2:], "max_lora_rank": 8}},
             **always,
             "openai": {"chat_template": CHAT_TEMPLATE},
+            "serving": ISOLATED,
         },
         "pictures_mrope": {
             "target": {
@@ -279,7 +287,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         },
         # What else the target can be, at once: two ranks, steps one after the other, guesses from others' answers.
         "adapters_tp2": {
-            "target": {**target_of_two, "lora": {**lora, "max_loras": 3, "load_from": None}, "async_scheduling": False},
+            "target": {**target_of_two, "lora": {**lora, "max_loras": 3}, "async_scheduling": False},
             "drafter": {"method": "suffix"},
             **patient,
         },
@@ -294,6 +302,8 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             },
             "drafter": pinned_draft_model,
             **always,
+            "openai": {"frontend_args": {"enable_prompt_tokens_details": True}},
+            "serving": ISOLATED,
         },
         "both_tp2": {"target": target_of_two, "drafter": drafter_of_two, **patient},
         "target_tp2": {"target": target_of_two, "drafter": draft_model, **patient},
@@ -481,8 +491,12 @@ class Deployments:
         """By checkpoint."""
 
         self._current: Deployment | None = None
-        self._grpc_port: int | None = None
-        self._http_port = pick_free_port()
+        self._gateway: Gateway | None = None
+        self._ports = pick_free_port(), pick_free_port()
+        """That clients connect to: the gateway's, of HTTP and gRPC."""
+
+        self.backends = ("127.0.0.1", pick_free_port()), ("127.0.0.1", pick_free_port())
+        """Serve's own proxies, of HTTP and gRPC."""
 
     def add(self, name: str, configuration: dict[str, Any]) -> None:
         """One more, for a test that needs it alone."""
@@ -491,7 +505,7 @@ class Deployments:
     def use(self, name: str) -> Deployment:
         if self._current is not None and self._current.name == name:
             return self._current
-        port = self.cluster()
+        self.cluster()
         self._take_down()
         config = parse_config(self._configurations[name])
         plan = plan_replica(config)
@@ -500,7 +514,7 @@ class Deployments:
         serve.run(
             build_app(config, plan), name=config.serving.app_name, route_prefix="/", external_scaler_enabled=pooled
         )
-        address = f"127.0.0.1:{port}"
+        address = f"127.0.0.1:{self._ports[1]}"
         client = OutriderClient(address)
         drafter = config.drafter.model if isinstance(config.drafter, DraftModelConfig) else self._drafter
         references = self._reference(config.target.model), self._reference(drafter)
@@ -511,7 +525,7 @@ class Deployments:
             address,
             client,
             *references,
-            f"http://127.0.0.1:{self._http_port}",
+            f"http://127.0.0.1:{self._ports[0]}",
             self._models,
             lambda checkpoint: self._reference(str(checkpoint)),
         )
@@ -522,10 +536,17 @@ class Deployments:
         return self._current
 
     def cluster(self) -> int:
-        """Ray and Serve are up, whatever is deployed. Returns the port of gRPC."""
-        if self._grpc_port is None:
-            self._grpc_port = self._start_cluster()
-        return self._grpc_port
+        """Starts Ray, Serve and the gateway where they do not run. Returns the public gRPC port."""
+        if self._gateway is None:
+            self._gateway = self._start_cluster()
+        return self._ports[1]
+
+    def another_gateway(self, **config: Any) -> Gateway:
+        """Starts one more gateway before the same proxies. Its caller stops it."""
+        config = {"http_port": 0, "grpc_port": 0, **config}
+        gateway = Gateway(GatewayConfig(**config), os.environ[TOKEN_VARIABLE], *self.backends, drain_s=1.0)
+        gateway.start()
+        return gateway
 
     def ties(self) -> list[str]:
         """Places, however often each was come to."""
@@ -535,8 +556,9 @@ class Deployments:
         return self._references.setdefault(model, Reference(Path(model)))
 
     def shutdown(self) -> None:
-        if self._grpc_port is not None:
+        if self._gateway is not None:
             self._take_down()
+            self._gateway.stop()
             serve.shutdown()
             ray.shutdown()
 
@@ -546,9 +568,9 @@ class Deployments:
             serve.delete(self._current.config.serving.app_name)
             self._current = None
 
-    def _start_cluster(self) -> int:
-        port = pick_free_port()
-        os.environ.update(PROXY_ENVIRONMENT)
+    def _start_cluster(self) -> Gateway:
+        token = os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
+        os.environ.update({**PROXY_ENVIRONMENT, GRPC_HOST_VARIABLE: "127.0.0.1"})
         ray.init(
             "local",
             num_cpus=16,
@@ -557,8 +579,13 @@ class Deployments:
             log_to_driver=False,
             object_store_memory=256 << 20,
         )
-        serve.start(**proxy_options(ServingConfig(grpc_port=port, http_port=self._http_port)))
-        return port
+        serving = ServingConfig(http_port=self.backends[0][1], grpc_port=self.backends[1][1])
+        serve.start(**proxy_options(serving))
+        # Some tests hold hundreds of connections from this one address.
+        config = GatewayConfig(http_port=self._ports[0], grpc_port=self._ports[1], max_connections_per_address=2000)
+        gateway = Gateway(config, token, *self.backends, drain_s=serving.drain_s)
+        gateway.start()
+        return gateway
 
 
 def _answers(client: OutriderClient) -> bool:

@@ -22,12 +22,12 @@ from typing import Any
 
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.ports import pick_free_port
-from outrider.deploy.top import parse
 from tests.bench.domain_prompts import prompts
 from tests.bench.emulated_speed import working_directory
 from tests.bench.emulation import served
 from tests.bench.emulation.paired import ratio_of_pairs
 from tests.bench.real_pair import Turn, answer
+from tests.scrape import parse
 
 PREFIX = "<|im_start|>user\n"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
@@ -226,7 +226,7 @@ def main() -> None:
             "target": {"model": args.target, **engine},
             "drafter": drafter if learn is None else {**drafter, "learn": {"num_cpus": 0, **learn}},
             "speculation": {"num_speculative_tokens": args.k, "adaptive": False, "verification": "coupled"},
-            "serving": {"grpc_port": 0, "http_port": ports[name]},
+            "serving": {"gateway": {"grpc_port": 0, "http_port": ports[name]}},
             "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},
         }
 

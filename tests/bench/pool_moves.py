@@ -23,13 +23,13 @@ import psutil
 
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.deploy.ports import pick_free_port
-from outrider.deploy.top import Scrape, scrape
 from outrider.v1 import generation_pb2 as pb
 from tests.bench.domain_prompts import prompts
 from tests.bench.emulated_speed import working_directory
 from tests.bench.emulation import served
 from tests.bench.learning_shift import PREFIX, SUFFIX
 from tests.bench.machine import machine
+from tests.scrape import Scrape, scrape
 from tests.serving import num_accepted, num_draft_tokens
 
 TARGETS = 2
@@ -159,7 +159,7 @@ def main() -> None:
             "method": "draft_model", "model": args.drafter, **engine, "placement": "pool", "num_drafters": 2,
         },
         "speculation": {"num_speculative_tokens": args.k, "adaptive": False},
-        "serving": {"grpc_port": 0, "http_port": port, "num_replicas": TARGETS},
+        "serving": {"gateway": {"grpc_port": 0, "http_port": port}, "num_replicas": TARGETS},
         "link": {"round_deadline_ms": 5000, "link_deadline_ms": 10000},
     }  # fmt: skip
     texts = [f"{PREFIX}{text}{SUFFIX}" for text in prompts(args.domain, 400, seed=7)]

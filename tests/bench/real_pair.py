@@ -140,7 +140,7 @@ def main() -> None:
         "target": {"model": args.target, **engine},
         "drafter": {"method": "draft_model", "model": args.drafter, **engine},
         "speculation": {"num_speculative_tokens": args.k},
-        "serving": {"grpc_port": 0, "http_port": 0},
+        "serving": {"gateway": {"grpc_port": 0, "http_port": 0}},
         "link": {"round_deadline_ms": 2000, "link_deadline_ms": 10000},
     }
     said = [f"{server.name}: {server.sections or 'as by default'} {server.tree or ''}" for server in servers]

@@ -90,6 +90,7 @@ def scaled_config(target: Path, drafter: Path) -> dict[str, Any]:
         "speculation": {"num_speculative_tokens": 4, "adaptive": False},
         "link": {"link_deadline_ms": 10_000},
         "serving": {
+            "gateway": "off",
             "grpc_port": pick_free_port(),
             "http_port": pick_free_port(),
             "nodes_may_come": True,

@@ -193,7 +193,7 @@ def headed(models: Models, tmp_path: Path, request: pytest.FixtureRequest) -> It
             "target": engine(models.target, max_num_seqs=4, node_labels=WORKER),
             "drafter": {"method": "ngram", "node_labels": WORKER},
             "speculation": {"num_speculative_tokens": 8, "adaptive": False},
-            "serving": {"grpc_port": pick_free_port(), "http_port": pick_free_port()},
+            "serving": {"gateway": "off", "grpc_port": pick_free_port(), "http_port": pick_free_port()},
         }
     )
     with pytest.MonkeyPatch.context() as environment, addresses_of_both_hosts(), request.param(tmp_path) as store:

@@ -93,6 +93,7 @@ def nodes(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "link": {"link_deadline_ms": 10_000},
             "serving": {
                 "num_replicas": 2,
+                "gateway": "off",
                 "grpc_port": pick_free_port(),
                 "http_port": pick_free_port(),
                 "nodes_may_come": True,

@@ -16,11 +16,8 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from outrider.actors.serving.ways_out import LOOK_S
-from outrider.deploy.client.sync_client import OutriderError
 from tests.faulted import (
     GIVEN_UP_WITHIN_S,
-    PROMPT,
     REPLACED_WITHIN_S,
     SHARE,
     STOPPED_S,
@@ -49,7 +46,7 @@ from tests.processes import (
     stopped,
     wait_until_counted,
 )
-from tests.serving import HANG_GUARD_S, Deployment, ended_early, wait_until
+from tests.serving import HANG_GUARD_S, Deployment, wait_until
 from tests.streams import join, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -127,24 +124,6 @@ def test_one_is_stopped_for_good(ngram_pair: Deployment, what: str) -> None:
     for each in streams:
         ngram_pair.reference.check(each.prompt, each.tokens, label="until then")
     check_all_is_well(ngram_pair)
-
-
-@pytest.mark.parametrize("what", [INGRESS, pytest.param(PROXY, marks=pytest.mark.exhaustive)])
-def test_an_answer_whose_way_out_is_killed_is_not_made_to_its_end(ngram_pair: Deployment, what: str) -> None:
-    before = counted(ngram_pair)
-    with ended_early(ngram_pair, MOST_TOKENS):
-        stream = ngram_pair.client.stream(
-            PROMPT, temperature=0.0, max_tokens=MOST_TOKENS, ignore_eos=True, speculation=False
-        )
-        next(stream)
-        # While nothing is made: a quick machine makes all of them before anybody looks who is alive.
-        with stopped(only(ngram_pair, VERIFIER)):
-            os.kill(only(ngram_pair, what), signal.SIGKILL)
-            with pytest.raises(OutriderError) as caught:
-                list(stream)
-            time.sleep(3 * LOOK_S)
-        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
-        wait_until_counted(ngram_pair, before, REPLACED_WITHIN_S)
 
 
 @pytest.mark.parametrize("how", ["slowed", "stopped", "stopped for good", "killed"])

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 PROMPT = list(b"good")
 
 BAD = {
-    "empty text": ("", {}, "text"),
-    "no token ids": ([], {}, "token_ids"),
+    "empty text": ("", {}, "prompt"),
+    "no token ids": ([], {}, "prompt"),
     "prompt over max_model_len": ([65] * (MAX_MODEL_LEN + 1), {}, "prompt"),
     "prompt that leaves no room": ([65] * MAX_MODEL_LEN, {}, "prompt"),
     "text over max_model_len": ("a" * 5000, {}, "prompt"),
@@ -46,7 +46,7 @@ BAD = {
     "grammar with rejection": (
         PROMPT,
         {"regex": "a+", "verification": "rejection"},
-        "sampling.structured_outputs",
+        "speculation.verification",
     ),
     "negative repetition penalty": (PROMPT, {"repetition_penalty": -1.0}, "sampling.repetition_penalty"),
     "NaN presence penalty": (PROMPT, {"presence_penalty": math.nan}, "sampling.presence_penalty"),
@@ -64,7 +64,6 @@ BAD = {
     "request id with spaces": (PROMPT, {"request_id": "a b"}, "request_id"),
     "request id beyond ASCII": (PROMPT, {"request_id": "Öl"}, "request_id"),
     "repetition penalty beyond float32": (PROMPT, {"repetition_penalty": 1e308}, "sampling.repetition_penalty"),
-    "schema that nothing matches": (PROMPT, {"json_schema": {"$ref": "#"}}, "sampling.structured_outputs"),
     "words forbidden that are the only ones allowed": (
         PROMPT,
         {"allowed_token_ids": [97], "bad_words": ["a"]},

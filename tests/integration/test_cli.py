@@ -253,7 +253,7 @@ def test_a_port_in_use_is_refused(models: Models, tmp_path: Path, key: str) -> N
         listener.listen()
         port = str(listener.getsockname()[1])
         line = refused(write_config(tmp_path, models), f"--{key}-port", port, f"--{other}-port", "0")
-    assert f"serving.{key}_port: port {port} is in use" in line
+    assert f"serving.gateway.{key}_port: port {port} is in use" in line
 
 
 @pytest.mark.exhaustive  # tests/unit/test_cli.py has the line, test_sigterm_ends_it_cleanly what is left of a server

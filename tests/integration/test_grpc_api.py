@@ -188,12 +188,3 @@ def test_a_request_that_waits_for_the_scheduler_misses_its_deadline_and_is_dropp
         for stream in running:
             stream.close()
     wait_until_idle(pair, HANG_GUARD_S)
-
-
-def test_an_answer_tells_how_busy_its_replica_is(pair, stub):
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
-    request.sampling.max_tokens = 4
-    _, call = stub.Generate.with_call(request)
-    report = pb.LoadReport.FromString(dict(call.trailing_metadata())["outrider-load-bin"])
-    assert set(report.named_metrics) == {"kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"}
-    assert 0 <= report.application_utilization <= 2

@@ -71,7 +71,7 @@ def test_a_client_that_leaves_frees_everything(pair: Deployment, http: httpx.Cli
     ("body", "param", "named"),
     [
         ({"sampling": {"seed": "1"}}, "prompt", "prompt"),
-        ({"text": PROMPT, "sampling": {"temperature": 9}}, "sampling.temperature", "out of range"),
+        ({"text": PROMPT, "sampling": {"temperature": -1}}, "sampling.temperature", "non-negative"),
         ({"text": PROMPT * 100}, "prompt", "max_model_len"),
         ({"text": PROMPT, "smapling": {}}, "body", "smapling"),
     ],

@@ -17,7 +17,7 @@ from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.service import Report
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.cluster.placement import NAMESPACE
-from outrider.deploy.client.error import OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import HANG_GUARD_S, Deployment, Deployments, drafted, engine, living_actors, wait_until
 from tests.tiny_models import VOCAB_SIZE, build_first_layer, build_learnable

@@ -2,12 +2,7 @@
 
 import asyncio
 import os
-import pty
-import select
 import signal
-import subprocess
-import sys
-import termios
 import time
 import urllib.request
 
@@ -16,8 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.actors.observability.exposition import CONTENT_TYPE
-from outrider.deploy.cli import main
-from outrider.deploy.top import parse, view
+from tests.scrape import parse
 from tests.serving import HANG_GUARD_S, K, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -159,58 +153,6 @@ def test_a_refused_request_counts_under_its_status(pair):
     after = scrape(pair)
     assert after.sum("outrider:requests_total", **refused) == before.sum("outrider:requests_total", **refused) + 1
     assert after.sum("outrider:requests_in_flight", api="grpc") == 0
-
-
-def test_top_shows_what_was_counted(pair, moved, capsys):
-    before, after, answer = moved
-    (replica,) = view(before, after).replicas
-    speculative = answer.metrics.speculative_decoding
-    assert replica.up
-    assert replica.acceptance_length == pytest.approx(speculative.mean_acceptance_length)
-    assert replica.acceptance_rate == pytest.approx(speculative.draft_acceptance_rate)
-    assert replica.chosen_k == K
-    assert replica.link.state == "up"
-    assert replica.drafter.up
-    assert replica.round.period_ms >= replica.round.target_ms > 0
-    http = pair.http_url.removeprefix("http://")
-    assert main(["top", pair.address, "--http", http, "--once", "--interval", "0.1"]) == 0
-    out = capsys.readouterr().out
-    assert "1 of 1 replicas up" in out
-    assert "link up" in out
-
-
-def test_top_on_a_terminal(pair):
-    """The second screen comes up, is drawn again with what moved, and is left as it was found when q is typed."""
-    ours, theirs = pty.openpty()
-    before = termios.tcgetattr(theirs)
-    argv = ["top", pair.address, "--http", pair.http_url.removeprefix("http://"), "--interval", "0.2"]
-    top = subprocess.Popen(
-        [sys.executable, "-m", "outrider.deploy.cli", *argv], stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    shown = b""
-
-    def sees(text):
-        nonlocal shown
-        while select.select([ours], [], [], 0)[0]:
-            shown += os.read(ours, 1 << 16)
-        return text in shown
-
-    try:
-        wait_until(lambda: sees(b"1 of 1 replicas up"), HANG_GUARD_S, "the first view")
-        assert shown.startswith(ENTER_SCREEN)
-        shown = b""
-        pair.client.generate(PROMPT, temperature=0.0, max_tokens=NUM_TOKENS)
-        wait_until(lambda: sees(b"1 of 1 replicas up"), HANG_GUARD_S, "another view")
-        assert top.poll() is None
-        os.write(ours, b"q")
-        wait_until(lambda: sees(LEAVE_SCREEN), HANG_GUARD_S, "the end")
-        assert top.wait(HANG_GUARD_S) == 0
-        assert termios.tcgetattr(theirs) == before
-    finally:
-        top.kill()
-        top.wait()
-        os.close(ours)
-        os.close(theirs)
 
 
 def test_a_lost_drafter_is_told_and_its_link_made_anew_is_counted(ngram_pair):

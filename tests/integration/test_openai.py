@@ -37,9 +37,6 @@ def client(pair):
 def test_models(client, pair):
     [model] = client.models.list().data
     assert (model.id, model.max_model_len) == (MODEL, MAX_MODEL_LEN)
-    assert client.models.retrieve(MODEL).id == MODEL
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seeded"])
@@ -95,13 +92,6 @@ def test_usage_in_every_event(client):
     counts = [event.usage.completion_tokens for event in events]
     assert counts == sorted(counts)
     assert counts[-1] == 24
-
-
-def test_cached_tokens_are_reported(client):
-    prompt = "The very same beginning. " * 12  # more than one block of 128
-    for _ in range(2):
-        answer = complete(client, prompt=prompt, temperature=0)
-    assert answer.usage.prompt_tokens_details.cached_tokens >= 128
 
 
 def test_logprobs(client, pair):
@@ -193,7 +183,6 @@ def test_what_stands_beside(pair):
     assert httpx.get(f"{pair.http_url}/health").status_code == 200
     assert httpx.get(f"{pair.http_url}/ping").status_code == 200
     assert httpx.get(f"{pair.http_url}/version").json()["version"].startswith("0.32")
-    assert "/v1/chat/completions" in httpx.get(f"{pair.http_url}/openapi.json").json()["paths"]
 
 
 def test_ids_come_back(client):
@@ -205,49 +194,55 @@ def test_ids_come_back(client):
 
 
 REFUSED = {
-    "unknown field": ({"extra": {"temprature": 1}}, "temprature"),
-    "refused field": ({"extra": {"use_beam_search": True}}, "use_beam_search"),
-    "wrong type": ({"temperature": "hot"}, "temperature"),
-    "out of range": ({"top_p": 0.0}, "top_p"),
-    "token out of the vocabulary": ({"logit_bias": {"5000": 1}}, "logit_bias"),
-    "no token of that number": ({"logit_bias": {"a": 1}}, "logit_bias"),
-    "allowed tokens out of the vocabulary": ({"extra": {"allowed_token_ids": [5000]}}, "allowed_token_ids"),
-    "a grammar that does not compile": (
-        {"extra": {"structured_outputs": {"grammar": "root ::= ("}}},
-        "structured_outputs",
-    ),
+    "vLLM's own check": ({"top_p": 0.0}, "top_p"),
+    "no token of that number": ({"logit_bias": {str(2**31): 1}}, "logit_bias"),
     "a schema that does not compile": (
         {"extra": {"structured_outputs": {"json": '{"type": "nothing"}'}}},
-        "structured_outputs",
+        "structured_outputs.json",
     ),
     "block verification with a grammar": (
         {"extra": {"structured_outputs": {"regex": "a"}, "speculation": {"verification": "block"}}},
         "speculation.verification",
     ),
-    "no token left": ({"extra": {"allowed_token_ids": [256], "min_tokens": 4}}, "allowed_token_ids"),
-    "a prompt too long": ({"prompt": "x" * 2000}, "prompt"),
-    "a prompt that leaves no room": ({"prompt": [5] * MAX_MODEL_LEN, "max_tokens": 1}, "prompt"),
-    "one of several prompts is empty": ({"prompt": ["a", ""]}, "prompt"),
-    "a token that is none": ({"prompt": [1, 5000]}, "prompt"),
-    "too many logprobs": ({"logprobs": 100}, "logprobs"),
-    "many greedy answers": ({"n": 2, "temperature": 0}, "n"),
-    "an empty stop": ({"stop": ""}, "stop"),
-    "an empty word": ({"extra": {"bad_words": [""]}}, "bad_words"),
-    "a negative bias": ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    "an unknown way to verify": (
+        {"extra": {"vllm_xargs": {"speculation.verification": "best"}}},
+        "vllm_xargs.speculation.verification",
+    ),
+    "more drafts than the deployment's": (
+        {"extra": {"vllm_xargs": {"speculation.num_speculative_tokens": K + 1}}},
+        "vllm_xargs.speculation.num_speculative_tokens",
+    ),
+    "an unknown key of speculation": ({"extra": {"speculation": {"k": 1}}}, "vllm_xargs.speculation.k"),
 }
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_a_status(client, name, stream):
-    """In a stream too: nothing has been sent yet."""
+def test_refused_with_a_status(client, name):
     changes, field = REFUSED[name]
     with pytest.raises(openai.BadRequestError) as caught:
-        complete(client, stream=stream, **changes)
+        complete(client, **changes)
     assert set(caught.value.body) >= {"message", "type", "param", "code"}
     assert caught.value.param == field
-    assert len(caught.value.message) < 1000
-    assert "parameter=" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"extra": {"temprature": 1}}, {"extra": {"max_completion_tokens": 3}}],
+    ids=["an unknown field", "a chat's field"],
+)
+def test_what_vllm_takes_is_taken(client, changes):
+    assert complete(client, max_tokens=2, **changes).usage.completion_tokens <= 2
+
+
+def test_two_requests_of_one_id(client, pair):
+    """The second one is refused while the first runs, whether the id is in the body or a header."""
+    stream = complete(client, stream=True, max_tokens=900, extra={"request_id": "twice", "ignore_eos": True})
+    next(stream)
+    with pytest.raises(openai.ConflictError):
+        complete(client, max_tokens=1, extra={"request_id": "twice"})
+    assert pair.client.abort("twice")
+    assert list(stream)[-1].choices[0].finish_reason == "abort"
+    assert complete(client, max_tokens=1, extra={"request_id": "twice"}).id == "cmpl-twice"
 
 
 def test_another_model_is_not_found(client):
@@ -268,10 +263,8 @@ async def test_many_at_once(pair):
 
 def test_garbage_in_the_body(pair):
     url = f"{pair.http_url}/v1/chat/completions"
-    for raw in (b"", b"{", b"[]", b'{"messages": "\xff"}', b'{"messages": [{"role": "user", "content": "\\ud800"}]}'):
+    for raw in (b"", b"{", b"[]", b'{"messages": "\xff"}', b"[" * 100_000):
         response = httpx.post(url, content=raw, headers={"content-type": "application/json"})
-        assert (response.status_code, set(response.json())) == (400, {"error"}), raw
-    declared = {"content-type": "application/json"}
-    assert httpx.post(url, content=b" " * (9 << 20), headers=declared).status_code == 413
-    assert httpx.post(url, data={"a": "b"}).status_code == 415
+        assert response.status_code == 400, raw
+    assert httpx.post(url, content=b" " * (9 << 20), headers={"content-type": "application/json"}).status_code == 413
     assert wait_until(lambda: httpx.get(f"{pair.http_url}/health").status_code == 200, 30, "health")

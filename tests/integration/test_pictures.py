@@ -14,8 +14,8 @@ from transformers import LlavaConfig
 
 from outrider.actors.vllm_seam.engine_args import parsers_of_checkpoint
 from outrider.cluster.config import ConfigError, parse_config
-from outrider.deploy.top import parse
 from tests.plain_engine import greedy_answers
+from tests.scrape import parse
 from tests.serving import HANG_GUARD_S, wait_until
 from tests.tiny_pictures import IMAGE_TOKEN_ID, NUM_PICTURE_TOKENS, data_url, noise, picture, png_header
 

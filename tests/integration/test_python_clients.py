@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
 from outrider.deploy.client.async_client import AsyncOutriderClient
-from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.client.sync_client import OutriderError
 from tests.serving import HANG_GUARD_S, MAX_MODEL_LEN, Deployment, ended_early, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -49,22 +48,8 @@ async def test_cancelling_a_task_frees_the_engine(pair: Deployment, streaming: b
                 await using
 
 
-def test_a_real_refusal_names_field_reason_and_request(pair: Deployment) -> None:
+def test_a_real_refusal_names_field_and_request(pair: Deployment) -> None:
     with pytest.raises(OutriderError) as caught:
         pair.client.generate(PROMPT, top_p=2.0, request_id="too-much")
     error = caught.value
-    assert [each.field for each in error.field_violations] == ["sampling.top_p"]
-    assert (error.request_id, error.reason) == ("too-much", "INVALID_REQUEST")
-
-
-def test_the_load_of_a_real_server_reaches_the_client(pair: Deployment) -> None:
-    """Its last message is sent while another request runs: that is the load it reports."""
-    with (
-        OutriderClient(pair.address) as other,
-        OutriderClient(pair.address) as client,
-        other.stream(PROMPT, temperature=0.0, ignore_eos=True) as running,
-    ):
-        next(running)
-        client.generate(PROMPT[:8], temperature=0.0, max_tokens=2)
-        (load,) = client._balancer.loads(time.monotonic())
-    assert load == 1.0
+    assert (error.field, error.request_id) == ("sampling.top_p", "too-much")

@@ -12,9 +12,9 @@ import pytest
 from ray import serve
 
 from outrider.actors.serve_seam.broadcast import broadcast
-from outrider.deploy.top import parse
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
+from tests.scrape import parse
 from tests.serving import HANG_GUARD_S, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -115,8 +115,8 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         (["nonsense"], "outrider: config: 'nonsense' is neither a preset"),
         (["smollm2", "--target", "/no/such/checkpoint"], "outrider: target.model: /no/such/checkpoint does not exist"),
         (["smollm2", "--drafter", "/x"], "outrider: drafter.model: /x does not exist"),
-        (["smollm2", "--grpc-port", "70000"], "serving.grpc_port"),
-        (["smollm2", "--grpc-port", "8000", "--http-port", "8000"], "outrider: serving."),
+        (["smollm2", "--grpc-port", "70000"], "serving.gateway.grpc_port"),
+        (["smollm2", "--grpc-port", "8000", "--http-port", "8000"], "serving.gateway.grpc_port: is 8000"),
     ],
 )
 def test_serve_explains_a_wrong_configuration_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -157,28 +157,40 @@ def test_serve_names_a_port_in_use_before_it_fetches(taken_port: int, tmp_path: 
         "serve", "smollm2", "--grpc-port", "0", "--http-port", str(taken_port), OUTRIDER_HOME=str(tmp_path)
     )
     assert result.returncode == 1
-    assert f"outrider: serving.http_port: port {taken_port} is in use" in result.stderr
+    assert f"outrider: serving.gateway.http_port: port {taken_port} is in use" in result.stderr
     assert "--http-port" in result.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_ports(taken_port: int) -> None:
     assert not port_is_free(taken_port)
-    serving = settle_ports(
-        parse_config({"target": {"model": "m"}, "serving": {"grpc_port": 0, "http_port": 0}})
-    ).serving
-    assert serving.grpc_port != serving.http_port
-    assert port_is_free(serving.grpc_port)
-    with pytest.raises(ConfigError, match=r"serving\.grpc_port: port \d+ is in use.*--grpc-port"):
-        settle_ports(parse_config({"target": {"model": "m"}, "serving": {"grpc_port": taken_port, "http_port": 0}}))
+    free = {"grpc_port": 0, "http_port": 0}
+    serving = settle_ports(parse_config({"target": {"model": "m"}, "serving": {"gateway": free}})).serving
+    ports = [serving.grpc_port, serving.http_port, *serving.public[1:]]
+    assert len(set(ports)) == 4
+    assert all(map(port_is_free, ports))
+    taken = {"gateway": {"grpc_port": taken_port, "http_port": 0}}
+    with pytest.raises(ConfigError, match=r"serving\.gateway\.grpc_port: port \d+ is in use.*--grpc-port"):
+        settle_ports(parse_config({"target": {"model": "m"}, "serving": taken}))
+    with pytest.raises(ConfigError, match=r"host '198\.51\.100\.1' is no address of this machine"):
+        settle_ports(
+            parse_config(
+                {
+                    "target": {"model": "m"},
+                    "serving": {"gateway": {**free, "host": "198.51.100.1", "grpc_port": pick_free_port()}},
+                }
+            )
+        )
+    loopback = parse_config({"target": {"model": "m"}, "serving": {"gateway": {**free, "host": "::1"}}})
+    assert settle_ports(loopback).serving.public[0] == "::1"
 
 
 def test_the_admin_port_is_one_of_its_own(taken_port: int) -> None:
     free = pick_free_port()
-    for admin, grpc, problem in ((taken_port, 0, "is in use"), (free, free, "is grpc_port or http_port too")):
-        serving = {"admin_port": admin, "grpc_port": grpc, "http_port": 0}
-        with pytest.raises(ConfigError, match=rf"serving\.admin_port: .*{problem}"):
-            settle_ports(parse_config({"target": {"model": "m"}, "serving": serving}))
+    for admin, grpc, problem in ((taken_port, 0, "is in use"), (free, free, "choose another port")):
+        gateway = {"admin_port": admin, "grpc_port": grpc, "http_port": 0}
+        with pytest.raises(ConfigError, match=rf"serving\.gateway\.admin_port: .*{problem}"):
+            settle_ports(parse_config({"target": {"model": "m"}, "serving": {"gateway": gateway}}))
 
 
 def test_a_picked_port_is_none_that_an_outgoing_connection_may_get() -> None:

@@ -21,7 +21,7 @@ def test_defaults_are_complete() -> None:
     assert config.drafter is None
     assert config.num_speculative_tokens == 0, "without a drafter there is nothing to draft"
     assert config.served_model_name == "Some-Model"
-    assert config.serving.grpc_port == 9000
+    assert config.serving.public == ("127.0.0.1", 8000, 9000)
 
 
 def test_lengths_adapt_and_drafts_run_ahead_unless_switched_off() -> None:

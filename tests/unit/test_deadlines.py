@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from outrider.actors.openai_calls import OpenAIRequest
-from outrider.actors.replica_calls import Deadline, GenerationRequest
+from outrider.actors.replica_calls import Deadline, GenerationRequest, HttpCall
 from outrider.actors.round.scheduling import Deadlines
 
 
@@ -51,11 +50,10 @@ def test_both_kinds_of_request_carry_it_to_another_process() -> None:
     deadline = Deadline(1_005.0, clock=lambda: 1_000.0)
     for request in (
         GenerationRequest("r", prompt_text="a", deadline=deadline),
-        OpenAIRequest("chat", "r", deadline=deadline),
+        HttpCall("POST", "/", b"", (), b"", "r", None, deadline=deadline),
     ):
         arrived = pickle.loads(pickle.dumps(request))
         assert request.seconds_left() == 5.0
         assert arrived.deadline.clock is not deadline.clock
         assert arrived.seconds_left() <= 5.0
     assert GenerationRequest("r", prompt_text="a").seconds_left() is None
-    assert OpenAIRequest("chat", "r").seconds_left() is None

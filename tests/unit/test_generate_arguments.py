@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.deploy.cli.generate import add_arguments, options_of
-from outrider.deploy.client.request import GenerationOptions
-from outrider.deploy.client.sync_client import build_request
+from outrider.deploy.client.requests import GenerationOptions, build_request
 from outrider.v1 import generation_pb2 as pb
 
 

@@ -9,9 +9,8 @@ import pytest
 import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 
+from outrider.actors.drafter.shared_actor import get_or_create
 from outrider.actors.drafter.suffix_pool import SuffixPool
-from outrider.actors.serving.scaling_board import make_board
-from outrider.actors.shared_actor import get_or_create
 from outrider.cluster.head import HEAD_RESOURCE
 from outrider.cluster.registry import get_or_create_registry
 
@@ -35,10 +34,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     "make",
     [
         lambda: get_or_create_registry("app"),
-        lambda: make_board("app"),
         lambda: get_or_create(SuffixPool, "SuffixPool:app", 1024),
     ],
-    ids=["registry", "board", "suffix pool"],
+    ids=["registry", "suffix pool"],
 )
 def test_what_takes_no_room_keeps_no_other_node(make: Any, made: dict[str, Any]) -> None:
     make()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import ray
 
 from outrider.actors.serving import lease
-from outrider.actors.serving.lease import STOPPED_AFTER, Lease, Silence
+from outrider.actors.serving.lease import Lease
 from outrider.cluster.membership import Member
 
 
@@ -59,7 +58,7 @@ def of_lost(registry: Registry) -> Any:
     """A lease that the replica had taken there."""
     made: Any = Lease.__new__(Lease)
     made.member, made._app_name, made._registry, made._finding = MEMBER, "app", registry, None
-    made._silence, made._keeping = Silence(), None
+    made._keeping = None
     return made
 
 
@@ -129,95 +128,16 @@ async def test_a_search_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatc
     assert (gcs.asked, len(new.renewed)) == (2, 1)
 
 
-class Ray:
-    """There is one registry of the name at a time, and another once that is killed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: Registry, attempts: int = 10_000) -> None:
-        """attempts: of a search, many, for on a busy machine some of them run out of so short a time."""
-        self.current, self.killed = first, list[Any]()
-        monkeypatch.setattr(lease, "CONTROL_TIMEOUT_S", 0.01)
-        monkeypatch.setattr(lease, "_REGISTRY_ATTEMPTS", attempts)
-        monkeypatch.setattr(lease, "get_or_create_registry", lambda app_name: self.current)
-        monkeypatch.setattr(lease, "replace_registry", self._replace)
-
-    def _replace(self, app_name: str, stopped: Any) -> Any:
-        self.killed.append(stopped)
-        if stopped is self.current:
-            self.current = Registry()
-        return self.current
-
-
-async def test_a_registry_that_stands_still_for_good_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_ = Ray(monkeypatch, stopped := Registry(silent=float("inf")))
-    await of_lost(stopped).take()
-    assert ray_.killed == [stopped]
-    assert len(stopped.renewed) == STOPPED_AFTER
-    assert ray_.current.renewed
-
-
-async def test_so_is_one_whom_nobody_new_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Ray says of a stopped process to who has no connection to it."""
-    ray_ = Ray(monkeypatch, stopped := Registry(ray.exceptions.ActorUnavailableError("no connection", bytes(16))))
-    await of_lost(stopped).take()
-    assert ray_.killed == [stopped]
-
-
-async def test_one_that_stands_still_for_a_while_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_ = Ray(monkeypatch, slow := Registry(silent=STOPPED_AFTER - 1))
-    taking = of_lost(slow)
-    await taking.take()
-    assert len(slow.renewed) == STOPPED_AFTER
-    slow._silent += STOPPED_AFTER  # and once more: what was before is forgotten
-    with suppress(TimeoutError):
-        await taking.renew(10.0)
-    assert ray_.killed == []
-
-
-async def test_of_several_who_find_it_stopped_none_kills_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_ = Ray(monkeypatch, stopped := Registry(silent=float("inf")))
-    await asyncio.gather(*(of_lost(stopped).take() for _ in range(4)))
-    assert set(map(id, ray_.killed)) == {id(stopped)}
-    assert len(ray_.current.renewed) >= 4
-
-
-def test_silence_is_of_one_registry() -> None:
-    silence = Silence()
-    assert not any(silence.ran_out("lost") for _ in range(STOPPED_AFTER - 1))
-    assert not any(silence.ran_out("new") for _ in range(STOPPED_AFTER - 1))
-    assert silence.ran_out("new")
-
-
-def test_whoever_reaches_none_gives_up_one_alone() -> None:
-    """It may be this process that nobody hears; the others' registry is not to be made anew for ever."""
-    silence = Silence()
-    judged = [silence.ran_out("first") for _ in range(2 * STOPPED_AFTER)]
-    judged += [silence.ran_out("second") for _ in range(2 * STOPPED_AFTER)]
-    assert sum(judged) == 1
-    silence.answered()
-    assert sum(silence.ran_out("second") for _ in range(2 * STOPPED_AFTER)) == 1
-
-
-async def test_one_that_answers_again_is_left_alone_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was to be replaced with the next search, and there was none before it answered."""
-    ray_ = Ray(monkeypatch, slow := Registry(silent=STOPPED_AFTER))
-    taking = of_lost(slow)
-    for _ in range(STOPPED_AFTER):
-        with pytest.raises(TimeoutError):
-            await taking.renew(10.0, attempts=1)
-    await taking.renew(10.0)
-    slow._silent = len(slow.renewed) + 1
-    await taking.renew(10.0, attempts=10_000)
-    assert ray_.killed == []
-
-
 async def test_a_replica_starts_where_no_registry_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves without, and goes on asking."""
-    ray_ = Ray(monkeypatch, Registry(DEAD), attempts=4)
-    await of_lost(ray_.current).take()
-    ray_.current = Registry()
+    found = [Registry(DEAD)]
+    monkeypatch.setattr(lease, "_REGISTRY_PAUSE_S", 0.001)
+    monkeypatch.setattr(lease, "get_or_create_registry", lambda app_name: found[-1])
+    await of_lost(found[-1]).take()
+    found.append(Registry())
     taking = of_lost(Registry(DEAD))
     taking.keep()
     async with asyncio.timeout(60):
-        while not ray_.current.renewed:  # noqa: ASYNC110 - it is asked by a task
+        while not found[-1].renewed:  # noqa: ASYNC110 - it is asked by a task
             await asyncio.sleep(0.001)
     taking.leave()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,68 +10,10 @@ from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
 from outrider.actors.serving.drafter_pool import MOST_OF_A_REASON, reason
-from outrider.actors.serving.waiting import TO_LOAD
-from outrider.cluster.config import parse_config
-from outrider.deploy import server
-from outrider.deploy.processes import StopSignal
-from outrider.deploy.progress import Progress
-from outrider.deploy.server import TRIES_AGAIN, Server, has_come_up, has_given_up
+from outrider.deploy.server import TRIES_AGAIN, has_come_up, has_given_up
 
 DAMAGED, NO_MEMORY = "SafetensorError: incomplete", "ValueError: no memory for 12 KV blocks"
 A, B = ("DrafterPool", "a"), ("DrafterPool", "b")
-
-
-class Operator:
-    """Hears what a server says of its pool."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.troubles: dict[tuple[str, str], str] | Exception = {}
-        self._said = io.StringIO()
-        self.server = Server(parse_config({"target": {"model": "none"}}), StopSignal(), Progress(self._said))
-        monkeypatch.setattr(server, "troubled_drafters", self._ask)
-
-    def _ask(self, app_name: str) -> dict[tuple[str, str], str]:
-        if isinstance(self.troubles, Exception):
-            raise self.troubles
-        return self.troubles
-
-    def hears(self, pool: str | tuple[str, str] = "UPDATING") -> list[str]:
-        self._said.truncate(self._said.seek(0))
-        self.server._tell_pool(application("DEPLOYING", DrafterPool=pool))
-        return [line.partition("WARNING: ")[2] for line in self._said.getvalue().splitlines()]
-
-
-def test_why_a_drafter_does_not_load_is_told_once_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = Operator(monkeypatch)
-    assert operator.hears() == []
-    operator.troubles = {A: DAMAGED, B: DAMAGED}
-    assert operator.hears() == [
-        f"DrafterPool replica {name} waits for {TO_LOAD} ({DAMAGED}), for 0 s by now" for name in "ab"
-    ]
-    assert operator.hears() == []
-    operator.troubles = {A: DAMAGED, B: NO_MEMORY}
-    assert operator.hears() == [f"DrafterPool replica b waits for {TO_LOAD} ({NO_MEMORY}), for 0 s by now"]
-    operator.troubles = ray.exceptions.GetTimeoutError("no registry")
-    assert operator.hears() == [], "it is being replaced, and nothing is over"
-    operator.troubles = {B: NO_MEMORY}
-    assert operator.hears() == ["DrafterPool replica a waits no more, after 0 s"]
-
-
-def test_what_serve_says_of_a_pool_is_told_once_and_logs_are_read_no_oftener(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """They are asked for every five seconds, for as long as the server lives."""
-    operator, read = Operator(monkeypatch), list[None]()
-    monkeypatch.setattr(operator.server, "_log_texts", lambda: read.append(None) or [])
-    fails = ("UPDATING", f"{TRIES_AGAIN} ModuleNotFoundError: No module named 'vllm'")
-    (line,) = operator.hears(fails)
-    assert line == f"Serve has trouble with the pool of drafters: {fails[1]}"
-    assert [operator.hears(fails) for _ in range(3)] == [[], [], []]
-    assert operator.hears("HEALTHY") == []
-    assert operator.hears(fails) == [line], "and when it begins again"
-    (line,) = operator.hears(("DEPLOY_FAILED", "tried 6 times"))
-    assert line == "Serve has given up the pool of drafters: tried 6 times"
-    assert len(read) == 3
 
 
 def application(status: str, **deployments: str | tuple[str, str]) -> ApplicationStatusOverview:

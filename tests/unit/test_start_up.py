@@ -19,8 +19,7 @@ LIGHT = (
     "outrider.deploy.server",
     "outrider.deploy.app",
     "outrider.actors.serving.replica",  # its class; the replica itself imports vLLM when it is made
-    "outrider.actors.serve_seam.grpc_proxy",
-    "outrider.actors.serve_seam.http_proxy",
+    "outrider.actors.serve_seam.proxy",
     "outrider.actors.serving.http.app",
     "outrider.actors.serve_seam.request_router",
     "outrider.actors.drafter.actor",

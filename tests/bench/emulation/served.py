@@ -63,7 +63,7 @@ def configuration(
         "target": {"model": str(pair.target), **engine},
         "drafter": {"method": "draft_model", "model": str(pair.drafter), **engine},
         "speculation": {"num_speculative_tokens": k},
-        "serving": {"grpc_port": 0, "http_port": 0},
+        "serving": {"gateway": {"grpc_port": 0, "http_port": 0}},
     }
     for name, keys in sections.items():
         config[name] = {**config.get(name, {}), **keys}

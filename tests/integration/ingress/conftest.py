@@ -1,7 +1,8 @@
-"""The front door as clients meet it: Ray, Serve's gRPC proxy and the real Ingress, before a scripted target."""
+"""The real gateway, Ray, Serve's proxies and the real Ingress, before a scripted target."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from ray import serve
 
 from outrider.actors.serve_seam.broadcast import broadcast
-from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.actors.serving.ingress import Ingress
+from outrider.actors.serving.owners import TOKEN_VARIABLE, Owners
+from outrider.cluster.limits import LimitsConfig
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.stand_in_target import K, stand_in_target
 from tests.serving import Deployments
@@ -24,10 +27,16 @@ def meeting_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(meeting_point: Path, deployments: Deployments) -> Iterator[str]:
     port = deployments.cluster()
     front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
-    app = front.bind(stand_in_target(str(meeting_point)), "pair", K, broadcast=broadcast)
+    target = stand_in_target(str(meeting_point))
+    app = front.bind(target, "pair", K, broadcast=broadcast, owners=owners(), limits=LimitsConfig())
     serve.run(app, name="outrider")
     yield f"127.0.0.1:{port}"
     serve.delete("outrider")
+
+
+def owners() -> Owners:
+    """What the ingress behind the tests' gateway checks."""
+    return Owners(token=os.environ[TOKEN_VARIABLE])
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def stand_in_target(meeting_point: str) -> serve.Application:
             if method == "check_health":
                 broken = (self._at / "broken").exists()
                 return ReplicaReply("one", error="RuntimeError: the engine is dead" if broken else None)
-            (self._at / f"{args[0]}.asked").touch()
+            (self._at / f"{args[1]}.asked").touch()
             return ReplicaReply("one", value=False)
 
     return StandInTarget.bind()

@@ -100,8 +100,8 @@ def test_the_unary_answer_holds_every_answer_by_index(client: OutriderClient) ->
     assert list(response.prompt_logprobs) == [pb.TokenLogprobs(), OWN_LOGPROBS]
 
 
-@pytest.mark.parametrize("options", [{"n": 3}, {"n": 2, "max_tokens": 1}, {"n": 2, "max_tokens": 2}, {}])
-def test_answers_that_are_missing_repeated_or_not_asked_for_are_a_failure(client: OutriderClient, options: Any) -> None:
+@pytest.mark.parametrize("options", [{"n": 3}, {}])
+def test_answers_that_are_missing_or_not_asked_for_are_a_failure(client: OutriderClient, options: Any) -> None:
     assert failure(lambda: client.generate("two", **options)).code is grpc.StatusCode.INTERNAL
 
 

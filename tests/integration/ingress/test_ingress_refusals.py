@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import grpc
 import pytest
 
-from outrider.actors.serving.failures import REQUEST_ID_METADATA
 from outrider.deploy.client.sync_client import OutriderClient
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
-from tests.integration.ingress.calls import failure, reason
+from tests.integration.ingress.calls import failure
 from tests.integration.ingress.stand_in_target import K
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,17 +29,6 @@ def test_a_request_no_token_can_be_chosen_for_says_so(client: OutriderClient, wa
 @pytest.mark.parametrize(
     ("field", "prompt", "options"),
     [
-        ("text", "", {}),
-        ("token_ids", [], {}),
-        ("sampling.temperature", "go", {"temperature": -1.0}),
-        ("sampling.temperature", "go", {"temperature": math.nan}),
-        ("sampling.top_p", "go", {"top_p": 0.0}),
-        ("sampling.max_tokens", "go", {"max_tokens": 0}),
-        ("sampling.min_p", "go", {"min_p": 1.5}),
-        ("sampling.n", "go", {"n": 2, "temperature": 0.0}),
-        ("sampling.logprobs", "go", {"logprobs": 21}),
-        ("sampling.structured_outputs.json", "go", {"json_schema": "{"}),
-        ("sampling.structured_outputs", "go", {"regex": "a", "verification": "rejection"}),
         ("speculation.num_speculative_tokens", "go", {"num_speculative_tokens": K + 1}),
         ("model", "go", {"model": "another"}),
         ("request_id", "go", {"request_id": "a b"}),
@@ -82,26 +69,3 @@ def test_a_failure_inside_says_which_request_and_nothing_of_the_inside(
         error = failure(lambda: list(client.stream(script, request_id="r-boom")))
     assert error.code is grpc.StatusCode.INTERNAL
     assert error.message == "request r-boom failed inside the server; its log says why"
-
-
-def test_a_refusal_has_details_for_programs(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        stub = rpc.GenerationServiceStub(channel)
-        bad = {"text": "refuse", "request_id": "r-details"}
-        with pytest.raises(grpc.RpcError) as unary:
-            stub.Generate(pb.GenerateRequest(**bad))
-        with pytest.raises(grpc.RpcError) as streamed:
-            list(stub.GenerateStream(pb.GenerateStreamRequest(**bad)))
-    for error in (unary.value, streamed.value):
-        assert error.details() == "text: 300 tokens are over max_model_len (256); shorten the prompt"
-        assert reason(error) == "INVALID_REQUEST"
-        assert dict(error.trailing_metadata())[REQUEST_ID_METADATA] == "r-details"
-
-
-def test_what_does_not_decode_is_the_clients_fault(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        for name in ("Generate", "Tokenize"):
-            with pytest.raises(grpc.RpcError) as caught:
-                channel.unary_unary(f"/outrider.v1.GenerationService/{name}")(b"\x1a\x02\xc3\x28")
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert reason(caught.value) == "UNDECODABLE_REQUEST"

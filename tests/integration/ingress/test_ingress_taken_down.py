@@ -13,9 +13,11 @@ from ray import serve
 
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serve_seam.living import is_stopping
-from outrider.actors.serving.grpc.servicer import Ingress
+from outrider.actors.serving.ingress import Ingress
+from outrider.cluster.limits import LimitsConfig
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.calls import failure, wait_for
+from tests.integration.ingress.conftest import owners
 from tests.integration.ingress.stand_in_target import HANG_GUARD_S, K, stand_in_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -32,7 +34,9 @@ def second(address: str, meeting_point: Path) -> Iterator[OutriderClient]:
         graceful_shutdown_timeout_s=HANG_GUARD_S, graceful_shutdown_wait_loop_s=0.1,
     )  # fmt: skip
     target = stand_in_target(str(meeting_point))
-    app = front.bind(target, "pair", K, broadcast=broadcast, is_stopping=is_stopping)
+    app = front.bind(
+        target, "pair", K, broadcast=broadcast, owners=owners(), limits=LimitsConfig(), is_stopping=is_stopping
+    )
     serve.run(app, name=APP, route_prefix="/second")
     with OutriderClient(address, application=APP) as client:
         yield client
@@ -61,28 +65,23 @@ def test_serve_lets_an_answer_end_and_a_watch_does_not_hold_it_up(
         wait_for(lambda: APP not in serve.status().applications)
 
 
-@pytest.mark.exhaustive
-def test_a_server_that_is_taken_down_finishes_what_it_has_and_cuts_it_in_the_end(
+def test_a_server_that_is_taken_down_refuses_what_comes_and_finishes_what_runs(
     second: OutriderClient, address: str, meeting_point: Path
 ) -> None:
     ingress = serve.get_deployment_handle("Ingress", APP)
 
-    def ask(method: str) -> int:
-        return sum(reply.value for reply in asyncio.run(broadcast(ingress, method, timeout_s=HANG_GUARD_S)))
+    def drain() -> int:
+        return sum(reply.value for reply in asyncio.run(broadcast(ingress, "drain", timeout_s=HANG_GUARD_S)))
 
     with grpc.insecure_channel(address) as channel:
         watched = watch(channel)
         assert next(watched).status == SERVING
-        finished = second.stream("wait", request_id="r-finished", timeout_s=HANG_GUARD_S)
-        cut = second.stream("wait", request_id="r-cut", timeout_s=HANG_GUARD_S)
-        assert [next(stream).text_delta for stream in (finished, cut)] == ["one ", "one "]
-        assert ask("begin_drain") == 2
+        running = second.stream("wait", request_id="r-finished", timeout_s=HANG_GUARD_S)
+        assert next(running).text_delta == "one "
+        assert drain() == 1
         assert [each.status for each in watched] == [NOT_SERVING]
         refused = failure(lambda: second.generate("two", timeout_s=HANG_GUARD_S))
         assert refused.code is grpc.StatusCode.UNAVAILABLE
         (meeting_point / "r-finished.go").touch()
-        assert [message.text_delta for message in finished][-1] == "three"
-        wait_for(lambda: ask("begin_drain") == 1)
-        assert ask("cut_drain") == 1
-        assert failure(lambda: list(cut)).code is grpc.StatusCode.UNAVAILABLE
-        wait_for(lambda: ask("begin_drain") == 0)
+        assert [message.text_delta for message in running][-1] == "three"
+        wait_for(lambda: drain() == 0)

@@ -16,7 +16,6 @@ from outrider.deploy.bench.machine import BenchError, check_memory
 from outrider.deploy.bench.run import configuration
 from outrider.deploy.cli import bench
 from outrider.deploy.cli.models import check_can_write
-from outrider.deploy.client import sync_client
 from outrider.deploy.processes import SharedMemoryWatch, StopSignal
 from outrider.deploy.progress import Progress
 
@@ -125,8 +124,7 @@ def test_two_sides_that_do_not_fit_the_memory_are_refused(tmp_path: Path) -> Non
         check_memory(config, speculate=False, available=4 * 10**9)
 
 
-def test_nobody_at_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_client, "PROBE_S", 0.02)
+def test_nobody_at_the_address(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
+from outrider.actors.drafter.shared_actor import CALL_TIMEOUT_S, START_TIMEOUT_S
 from outrider.actors.drafter.suffix_pool import Exchange, PoolMember, RayPool
-from outrider.actors.shared_actor import CALL_TIMEOUT_S, START_TIMEOUT_S
 
 
 class Ray:

@@ -6,6 +6,7 @@ import resource
 import pytest
 import torch
 
+from outrider.actors.drafter.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.actors.learning.service import (
     FORGOTTEN_S,
     LEAST_GENERAL,
@@ -20,7 +21,6 @@ from outrider.actors.learning.service import (
 )
 from outrider.actors.learning.text import Text
 from outrider.actors.learning.versions import VersionStore
-from outrider.actors.shared_actor import IDLE_LIFE_S, IdleLife
 from outrider.cluster.learning_config import LearningConfig
 from outrider.deploy.distill.texts import Job, TextStore
 from tests.clock import Clock

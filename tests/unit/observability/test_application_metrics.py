@@ -9,12 +9,10 @@ from fastapi.responses import Response, StreamingResponse
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from outrider.actors.observability.http import CountRequests
 from outrider.actors.observability.metrics import ApplicationMetrics, IngressMetrics, Scraped
 from outrider.actors.replica_calls import ReplicaReply
-from outrider.actors.serving.gate import REFUSED
-from outrider.actors.serving.http.app import CountRequests, add_route_patterns
-from outrider.actors.serving.scaling_board import Scaling
-from outrider.cluster.scaling_config import REASONS
+from outrider.actors.serving.http.app import add_operator_routes
 from tests.unit.observability.test_exposition import samples
 
 
@@ -82,10 +80,11 @@ async def test_a_pool_without_drafters_is_no_silent_replica():
             raise DeploymentUnavailableError(DeploymentID(deployment, "app"))
         return [ReplicaReply(replica, text) for replica, text in texts[deployment].items()]
 
-    async def own():
-        return ""
+    class Ingress:
+        async def all_metrics_text(self):
+            return ""
 
-    add_route_patterns(app, "target", "pool", broadcast, own)
+    add_operator_routes(app, Ingress(), "target", "pool", broadcast)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
 
         async def scraped():
@@ -163,33 +162,3 @@ async def test_a_client_that_leaves_counts_as_cancelled():
     with pytest.raises(asyncio.CancelledError):
         await call
     assert 'code="CANCELLED"' in metrics.text()
-
-
-def test_what_was_decided_is_told_with_every_reason_and_only_while_it_is_known():
-    metrics = IngressMetrics()
-    names = {name for name, *_ in samples(metrics.text())}
-    assert "outrider:autoscaling_replicas" not in names
-    metrics.scaling = Scaling(wanted=3, running=2, least=1, most=4, reason="queue")
-    found = samples(metrics.text())
-    states = {"wanted": 3, "running": 2, "least": 1, "most": 4}
-    assert {state: found["outrider:autoscaling_replicas", ("state", state)] for state in states} == states
-    told = {reason: found["outrider:autoscaling_reason", ("reason", reason)] for reason in REASONS}
-    assert told == {reason: float(reason == "queue") for reason in REASONS}
-
-
-async def test_what_a_proxy_refused_is_counted_beside_what_the_ingress_did():
-    metrics = IngressMetrics()
-
-    async def app(scope, receive, send):
-        await Response()(scope, receive, send)
-
-    async def send(message):
-        pass
-
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], REFUSED: 4}
-    await CountRequests(app, metrics)(scope, None, send)
-    metrics.refused_generations("ingress")
-    found = samples(metrics.text())
-    assert found["outrider:refused_generations_total", ("by", "proxy")] == 4
-    assert found["outrider:refused_generations_total", ("by", "ingress")] == 1
-    assert metrics.num_refused_generations == 5

@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from outrider.actors.observability import tracing
+from outrider.actors.observability.http import TraceRequests
 from outrider.actors.observability.round_tracer import RoundTracer
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.serving.http.app import TraceRequests
 from outrider.actors.vllm_seam.engine_requests import traced_generate
 from outrider.cluster.config import ConfigError, ServingConfig
 from outrider.cluster.link.messages import DraftOrigin
@@ -31,7 +31,7 @@ def spans(monkeypatch):
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
     monkeypatch.setattr(tracing, "process_tracer", lambda component: tracer)
-    monkeypatch.setattr("outrider.actors.serving.http.app.process_tracer", lambda component: tracer)
+    monkeypatch.setattr("outrider.actors.observability.http.process_tracer", lambda component: tracer)
     return SimpleNamespace(tracer=tracer, finished=exporter.get_finished_spans)
 
 

@@ -1,4 +1,4 @@
-"""What is refused of a constraint before vLLM reads it, on both APIs, by its field's name."""
+"""What is refused of a constraint before vLLM reads it, by its field's name, and that JSON schemas are enforced."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import json
 from typing import Any
 
 import pytest
-import xgrammar
-from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
+from llguidance import LLMatcher, LLTokenizer
 
 from outrider.actors.replica_calls import GenerationRequest, RequestError
-from outrider.actors.request_constraints import MAX_CONSTRAINT_BYTES, MAX_NESTING, UNENFORCED
-from outrider.actors.serving.openai.checked_engine import check_structured
+from outrider.actors.request_constraints import MAX_CONSTRAINT_BYTES, MAX_NESTING
 from outrider.actors.vllm_seam.engine_requests import sampling_params
 
 DEEP: dict[str, Any] = {}
@@ -35,6 +30,7 @@ BOMBS = {
     "deep tag": {"structural_tag": "[" * 5000 + "]" * 5000},
     "many items": {"json": {"items": {"multipleOf": 3}, "minItems": 10**8}},
     "no JSON": {"json": "{"},
+    "no schema": {"json": "[]"},
     "not enforced": {"json": {"anyOf": [{"properties": {"a": {"not": {"type": "string"}}}}]}},
     "for a third backend": {"json": {"type": "object", "properties": {"b": {}}, "patternProperties": {"^a": {}}}},
 }
@@ -46,19 +42,15 @@ def asked(constraint: dict[str, Any]) -> GenerationRequest:
 
 @pytest.mark.parametrize("constraint", BOMBS.values(), ids=BOMBS)
 def test_a_bomb_is_refused_with_its_field(constraint: dict[str, Any]) -> None:
-    field = f"structured_outputs.{next(iter(constraint))}"
     with pytest.raises(RequestError) as refused:
         sampling_params(asked(constraint), 1, 100)
-    assert refused.value.field == f"sampling.{field}"
-    with pytest.raises(VLLMValidationError) as told:
-        check_structured(SamplingParams(structured_outputs=StructuredOutputsParams(**constraint)), "all")
-    assert told.value.parameter == field
+    assert refused.value.field == f"sampling.structured_outputs.{next(iter(constraint))}"
 
 
 @pytest.mark.parametrize(
     "constraint",
     [
-        {"json": json.dumps({"properties": {"a": {"pattern": "[(" * 100}}})},
+        {"json": json.dumps({"properties": {"a": {"pattern": "[(]" * 100}}})},
         {"json": {"properties": {"not": {"enum": [{"if": 1}]}}}},
         {"regex": "a" * MAX_CONSTRAINT_BYTES},
         {"regex": "(a)" * 5000},
@@ -74,18 +66,39 @@ def test_what_is_within_bounds_goes_on_to_vllm(constraint: dict[str, Any]) -> No
     assert getattr(structured, next(iter(constraint))) == next(iter(constraint.values()))
 
 
-VALUES = {"dependentRequired": {"a": ["b"]}, "dependencies": {"a": ["b"]}, "dependentSchemas": {"a": {"required": []}}}
+UNENFORCED = ("not", "if", "dependentRequired", "dependentSchemas", "contains", "uniqueItems", "propertyNames")
 
 
-@pytest.mark.parametrize("keyword", sorted(UNENFORCED))
-def test_no_backend_enforces_what_is_refused_by_its_keyword(keyword: str) -> None:
-    value: Any = VALUES.get(keyword, 1 if keyword[:3] in ("min", "max") else "#a" if "$" in keyword else {"enum": [1]})
-    value = keyword == "uniqueItems" or value
-    schema = {keyword: value}
-    with_it, without = (str(xgrammar.Grammar.from_json_schema(each)) for each in (schema, {"unknown": value}))
-    assert with_it == without, "xgrammar enforces it"
-    with pytest.raises(VLLMValidationError, match="Unimplemented keys"):
-        validate_guidance_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+@pytest.mark.parametrize("keyword", UNENFORCED)
+def test_a_keyword_that_is_not_enforced_is_named(keyword: str) -> None:
+    value: Any = keyword == "uniqueItems" or {"a": ["b"]} if "Required" in keyword else {"enum": [1]}
+    with pytest.raises(RequestError, match=f"^sampling.structured_outputs.json: .*{keyword}"):
+        sampling_params(asked({"json": {keyword: value}}), 1, 100)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "object", "required": ["name"]}, '{"name": 1}', "{}"),
+        ({"$defs": {"x": {"type": "string"}}, "$ref": "#/$defs/x", "minLength": 3}, '"abc"', '"a"'),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}], "minLength": 3}, "1", '"a"'),
+        ({"enum": ["a", "abcd"], "minLength": 3}, '"abcd"', '"a"'),
+        ({"type": "integer", "enum": ["a", 1]}, "1", '"a"'),
+        ({"pattern": "^a+$", "maxLength": 2}, '"aa"', '"aaaa"'),
+        ({"multipleOf": 3, "minimum": 4}, "6", "5"),
+        ({"type": "string", "pattern": "b"}, '"abc"', '"ac"'),
+        ({"type": "array", "maxItems": 1}, "[1]", "[1, 2]"),
+        ({"type": "array", "prefixItems": [{"type": "string"}]}, '["a", 1]', "[1]"),
+    ],
+    ids=str,
+)
+def test_a_schema_is_enforced_by_the_backend_that_compiles_it(schema: dict[str, Any], right: str, wrong: str) -> None:
+    """Which is guidance: test_structured_outputs.py."""
+    assert sampling_params(asked({"json": schema}), 1, 100).structured_outputs is not None
+    tokenizer = LLTokenizer("byte")
+    for text, follows in ((right, True), (wrong, False)):
+        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema))
+        assert (matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()) is follows
 
 
 @pytest.mark.parametrize("mode", ["off", "json", "all"])

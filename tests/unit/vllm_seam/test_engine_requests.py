@@ -64,10 +64,38 @@ def test_every_parameter_reaches_vllm_by_its_name() -> None:
     assert params.max_tokens == 8
 
 
-def test_min_tokens_that_the_model_has_no_room_for_are_named() -> None:
-    with pytest.raises(RequestError, match="9 is above the 8") as caught:
-        sampling_params(request(sampling={"min_tokens": 9}), 2, 10)
-    assert caught.value.field == "sampling.min_tokens"
+@pytest.mark.parametrize(
+    ("sampling", "max_tokens"), [({}, 8), ({"max_tokens": 3}, 3), ({"max_tokens": 9}, 8), ({"min_tokens": 8}, 8)]
+)
+def test_an_answer_has_what_the_prompt_leaves(sampling: dict[str, Any], max_tokens: int) -> None:
+    assert sampling_params(request(sampling=sampling), 2, 10).max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "more", "words"),
+    [
+        ("temperature", math.nan, {}, "must be a finite number"),
+        ("temperature", 2.1, {}, r"must be in \[0, 2\]"),
+        ("top_p", 0.0, {}, r"must be in \(0, 1\]"),
+        ("top_k", -2, {}, "must be 0"),
+        ("min_p", 1.1, {}, r"must be in \[0, 1\]"),
+        ("max_tokens", 11, {}, "cannot be greater than max_model_len=10"),
+        ("max_tokens", 0, {}, "must be at least 1"),
+        ("min_tokens", 9, {}, "less than or equal to max_tokens=8"),
+        ("min_tokens", 9, {"max_tokens": 9}, "less than or equal to max_tokens=8"),
+        ("repetition_penalty", 0.0, {}, "must be greater than zero"),
+        ("presence_penalty", 3.0, {}, r"must be in \[-2, 2\]"),
+        ("frequency_penalty", math.inf, {}, r"must be in \[-2, 2\]"),
+        ("stop", [""], {}, "cannot contain an empty string"),
+        ("bad_words", [""], {}, "cannot contain an empty string"),
+        ("n", 2, {"temperature": 0.0}, "must be 1 when using greedy sampling"),
+        ("n", 20_000, {}, "must be at most"),
+    ],
+)
+def test_vllms_own_words_stand_behind_our_fields_name(field: str, value: Any, more: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=f"^sampling.{field}: .*{words}") as caught:
+        sampling_params(request(sampling={field: value, **more}), 2, 10)
+    assert caught.value.field == f"sampling.{field}"
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance", "auto"])
@@ -77,7 +105,9 @@ def test_min_tokens_that_the_model_has_no_room_for_are_named() -> None:
         ("sampling.allowed_token_ids", {"allowed_token_ids": [1, VOCAB_SIZE]}),
         ("sampling.stop_token_ids", {"stop_token_ids": [VOCAB_SIZE]}),
         ("sampling.logit_bias", {"logit_bias": {VOCAB_SIZE: 1.0}}),
-        ("sampling.structured_outputs.json", {"structured_outputs": {"json": '{"type": 5}'}}),
+        ("sampling.structured_outputs.choice", {"structured_outputs": {"choice": []}}),
+        ("sampling.structured_outputs.json_object", {"structured_outputs": {"json_object": False}}),
+        ("sampling.logprobs", {"logprobs": 21}),
         ("sampling.structured_outputs.regex", {"structured_outputs": {"regex": "[a"}}),
         ("sampling.structured_outputs.grammar", {"structured_outputs": {"grammar": "nonsense"}}),
     ],
@@ -92,13 +122,11 @@ def test_what_vllm_refuses_is_named(
     params = sampling_params(asked, 2, 10)
     with pytest.raises(VLLMClientError) as caught:
         params.verify(MODEL, None, StructuredOutputsConfig(backend=backend), SimpleNamespace())
-    error = refusal(caught.value, asked, VOCAB_SIZE)
+    error = refusal(caught.value, asked)
     assert error.field == field
     assert "\n" not in str(error)
     assert "/project/" not in str(error), "where in the compiler's source is of no use to a client"
     assert len(str(error)) < 500
-    if "structured" not in field:
-        assert error.fix == f"send ids below {VOCAB_SIZE}"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +163,7 @@ def test_answers_are_told_apart_and_counted_each() -> None:
     )
     assert (last.index, last.finish_reason, last.stop_reason) == (1, "stop", "6")
     assert last.usage is not None
-    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (2, 3, 1)
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (2, 3, 0)
     assert counts == {0: 1, 1: 3}
 
 
@@ -204,7 +232,7 @@ def test_an_engine_error_names_the_request_and_the_reason() -> None:
 
 @pytest.mark.parametrize(("before", "where"), [({}, "begin an answer with"), ({0: 7}, "go on with after 7 tokens")])
 @pytest.mark.parametrize(
-    "limit", [{"structured_outputs": {"json": "{}"}}, {"allowed_token_ids": [1]}, {"bad_words": ["a"]}]
+    "limit", [{"structured_outputs": {"json": "{}"}}, {"allowed_token_ids": [1]}, {"repetition_penalty": 1e-300}]
 )
 def test_limits_that_leave_no_token_are_the_request_s_own(
     limit: dict[str, Any], before: dict[int, int], where: str
@@ -223,7 +251,10 @@ def test_tokens_come_with_their_origins_and_the_first_output_with_the_prompts_le
     assert (first.origins, first.num_rounds) == (("plain",), 1)
     assert (second.origins, second.num_rounds) == (("accepted", "accepted", "recovered"), 1)
     assert first.usage is not None
-    assert (first.usage.prompt_tokens, first.usage.cached_tokens, second.usage) == (2, 1, None)
+    assert (first.usage.prompt_tokens, first.usage.cached_tokens, second.usage) == (2, 0, None)
+    (told,) = outputs_of_rounds(output(delta(3)), request(), {}, log, report_cached_tokens=True)
+    assert told.usage is not None
+    assert told.usage.cached_tokens == 1, "which tells what others have asked"
 
 
 @pytest.mark.parametrize(

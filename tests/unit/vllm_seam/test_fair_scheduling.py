@@ -11,7 +11,7 @@ class Base:
     """As much of vLLM's scheduler as the mixin touches."""
 
     def __init__(self, max_overtaking_s):
-        serving = {"max_overtaking_s": max_overtaking_s}
+        serving = {"max_overtaking_s": max_overtaking_s, "gateway": {"keys_file": "keys.yaml"}}
         self.vllm_config = SimpleNamespace(additional_config={"outrider": {"serving": serving}})
         self.scheduler_config = SimpleNamespace(
             max_num_batched_tokens=1000,
@@ -36,7 +36,7 @@ class Scheduler(FairScheduling, Base):
 
 def request(tokens, priority=0, **ours):
     params = SimpleNamespace(extra_args={"outrider": ours} if ours else None)
-    fields = {"num_prompt_tokens": tokens, "max_tokens": 16, "priority": priority}
+    fields = {"request_id": "r", "num_prompt_tokens": tokens, "max_tokens": 16, "priority": priority}
     return SimpleNamespace(sampling_params=params, **fields)
 
 

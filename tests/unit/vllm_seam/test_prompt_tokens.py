@@ -3,8 +3,6 @@ name."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +12,10 @@ from vllm.config import ModelConfig
 from vllm.renderers import renderer_from_config
 
 from outrider.actors.replica_calls import ChatMessage, ChatPrompt, GenerationRequest, RequestError, TokenizeRequest
-from outrider.actors.serving.gate import Doors
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
-from outrider.cluster.limits import LimitsConfig
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
 
 MAX_LEN = 64
-HANG_GUARD_S = 60.0
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'wizard' %}{{ raise_exception('no role ' + message.role) }}{% endif %}"
@@ -141,42 +136,3 @@ async def test_special_tokens_are_text_unless_they_are_left_out(tokens: PromptTo
 def test_the_tokenizers_class_is_named_without_vllms_wrappers(tokens: PromptTokenizer) -> None:
     assert not tokens.name.startswith(("Cached", "TokenizerPool"))
     assert "Tokenizer" in tokens.name
-
-
-@pytest.mark.parametrize(
-    ("asked", "job"),
-    [(TokenizeRequest(text="slow"), "__call__"), (TokenizeRequest(chat=ChatPrompt(SAID)), "apply_chat_template")],
-)
-async def test_a_generations_prompt_waits_behind_one_call_to_tokenise(
-    tokens: PromptTokenizer, renderer: Any, monkeypatch: pytest.MonkeyPatch, asked: TokenizeRequest, job: str
-) -> None:
-    """Of those that the door lets in at once."""
-    lane = Doors(LimitsConfig()).tokenize
-    kind = type(renderer.get_tokenizer())
-    begun, go_on = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def noted(name: str, method: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            order.append("prompt" if "hi" in args[1:] else name)
-            begun.set()
-            assert go_on.wait(HANG_GUARD_S)
-            return method(*args, **options)
-
-        return call
-
-    for name in ("__call__", "apply_chat_template"):
-        monkeypatch.setattr(kind, name, noted(name, getattr(kind, name)))
-
-    async def call() -> None:
-        await lane.take("a")
-        await tokens.tokenize(asked)
-        lane.leave("a")
-
-    calls = [asyncio.create_task(call()) for _ in range(3)]
-    assert await asyncio.to_thread(begun.wait, HANG_GUARD_S)
-    prompt = asyncio.create_task(tokens.prompt_ids(GenerationRequest("r", prompt_text="hi")))
-    await asyncio.sleep(0)  # it is in the renderer's queue
-    go_on.set()
-    await asyncio.wait_for(asyncio.gather(prompt, *calls), HANG_GUARD_S)
-    assert order[:2] == [job, "prompt"]

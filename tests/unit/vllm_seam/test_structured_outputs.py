@@ -75,3 +75,12 @@ def test_a_third_backend_is_refused(vllm_config: Any, manager: Any) -> None:
     request.structured_output_request.params._backend = "outlines"
     with pytest.raises(KeyError):
         manager.grammar_init(request)
+
+
+def test_a_schema_that_vllm_gives_to_xgrammar_is_compiled_by_guidance(vllm_config: Any, manager: Any) -> None:
+    """xgrammar drops ``required`` here."""
+    request = asked(vllm_config, "r", {"json": {"type": "object", "required": ["name"]}})
+    assert request.sampling_params.structured_outputs._backend == "xgrammar"
+    manager.grammar_init(request)
+    assert type(compiled(request)).__name__ == "GuidanceGrammar"
+    assert manager.validate_tokens(request, list(b"{}")) == list(b"{")

@@ -23,7 +23,6 @@ from outrider.actors.vllm_seam.engine_requests import sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.target_engine import EngineLoad, TargetEngine, leave_out_lora_info
 from outrider.actors.vllm_seam.work_meter import USUAL_ANSWER_TOKENS
-from outrider.cluster.limits import LimitsConfig
 from tests.unit.vllm_seam.engine_outputs import MODEL, VOCAB_SIZE, delta, output, request
 
 
@@ -50,8 +49,8 @@ def answers(llm: ScriptedLLM, asked: GenerationRequest, *adapters: str) -> list[
     engine = object.__new__(TargetEngine)
     engine._llm, engine._max_model_len, engine._vocab_size = llm, 10, VOCAB_SIZE
     engine._tokens, engine._structured_output = PromptTokenizer(None, VOCAB_SIZE, 10), "all"
-    engine._limits = LimitsConfig()
-    engine._rounds, engine._load, engine._max_num_seqs = RoundLog(speculating=True), EngineLoad(), 4
+    engine._report_cached_tokens = False
+    engine._rounds = RoundLog(speculating=True)
     engine.adapters = Adapters(llm, "m", None)  # type: ignore[arg-type]
     engine.adapters.requests |= {name: LoRARequest(name, 1 + i, f"/{name}") for i, name in enumerate(adapters)}
 
@@ -106,7 +105,7 @@ def test_a_request_s_adapter_goes_with_it() -> None:
     llm = ScriptedLLM(output(delta(5, index=0, finish_reason="stop"), finished=True))
     answers(llm, request(adapter="two"), "one", "two")
     assert (llm.options["lora_request"].lora_name, llm.options["lora_request"].lora_int_id) == ("two", 2)
-    with pytest.raises(RequestError, match="adapter: 'three' is not known here; send one of 'one', 'two'"):
+    with pytest.raises(RequestError, match=r"adapter: is not known here; send one of \['one', 'two'\]"):
         answers(llm, request(adapter="three"), "one", "two")
 
 
@@ -134,22 +133,19 @@ def test_errors_of_vllm_are_the_clients_only_where_they_are(script: list[Any], e
 
 def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
     engine = object.__new__(TargetEngine)
-    engine._structured_output, engine._limits = "all", LimitsConfig()
+    engine._structured_output, engine._report_cached_tokens = "all", False
     engine._llm = ScriptedLLM(output(delta(3)), output(delta(4, finish_reason="stop"), finished=True))  # type: ignore[assignment]
-    engine._max_model_len, engine._vocab_size, engine._max_num_seqs = 10, VOCAB_SIZE, 4
-    engine._tokens, engine._load = PromptTokenizer(None, VOCAB_SIZE, 10), EngineLoad()
+    engine._max_model_len, engine._vocab_size = 10, VOCAB_SIZE
+    engine._tokens = PromptTokenizer(None, VOCAB_SIZE, 10)
     engine._rounds = RoundLog(speculating=True)
     engine.adapters = Adapters(engine._llm, "m", None)
 
     async def ask_twice() -> None:
         first = engine.generate(request())
-        assert (await anext(first)).load is None
+        await anext(first)
         with pytest.raises(RequestIdInUse, match="r-1"):
             await anext(engine.generate(request()))
         await anext(engine.generate(request(caller=7)))  # which is another one
-        last = await anext(first)
-        assert last.load is not None, "the answer's last output says how busy the replica is"
-        assert last.load.max_num_seqs == 4
         await first.aclose()
         assert not engine._rounds.watches("r-1")
         assert (await anext(engine.generate(request()))).token_ids == (3,)

@@ -15,15 +15,9 @@ from vllm.exceptions import VLLMClientError
 from vllm.renderers import renderer_from_config
 
 from outrider.actors.replica_calls import RequestError
-from outrider.actors.serving.grpc.validation import (
-    ServedModel,
-    to_generation_request,
-    to_token_ids,
-    to_tokenize_request,
-)
+from outrider.actors.serving.grpc.requests import ServedModel, to_generation_request, to_tokenize_request
 from outrider.actors.vllm_seam.engine_requests import refusal, sampling_params
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
-from outrider.cluster.limits import LimitsConfig
 from outrider.v1 import generation_pb2 as pb
 from tests.serving import CHAT_TEMPLATE
 from tests.tiny_models import VOCAB_SIZE, build_tiny_llama
@@ -151,7 +145,7 @@ async def test_generation_requests_are_taken_or_refused_by_name(tokens: PromptTo
             try:
                 params.verify(model, None, StructuredOutputsConfig(backend="xgrammar"), SimpleNamespace())
             except VLLMClientError as error:
-                raise refusal(error, asked, VOCAB_SIZE) from None
+                raise refusal(error, asked) from None
         except RequestError as error:
             refused.append(error)
             continue
@@ -167,7 +161,7 @@ async def test_prompts_to_tokenize_are_taken_or_refused_by_name(tokens: PromptTo
     taken = 0
     for message in requests(pb.TokenizeRequest):
         try:
-            await tokens.tokenize(to_tokenize_request(message, LimitsConfig()))
+            await tokens.tokenize(to_tokenize_request(message))
         except RequestError:
             continue
         taken += 1
@@ -178,7 +172,7 @@ async def test_tokens_to_detokenize_are_taken_or_refused_by_name(tokens: PromptT
     taken = 0
     for message in requests(pb.DetokenizeRequest):
         try:
-            await tokens.detokenize(to_token_ids(message, LimitsConfig()), message.skip_special_tokens)
+            await tokens.detokenize(message.token_ids, message.skip_special_tokens)
         except RequestError:
             continue
         taken += 1

@@ -1,4 +1,4 @@
-"""From rounds to public messages: origins, load, and what a model is."""
+"""From rounds to public messages: origins, and what a model is."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.actors.replica_calls import ModelInfo, ReplicaLoad, RoundOutput, Usage
-from outrider.actors.serving.grpc.responses import (
-    LOAD_METADATA,
-    Answers,
-    load_metadata,
-    model_info_message,
-    stream_message,
-)
+from outrider.actors.replica_calls import ModelInfo, RoundOutput, Usage
+from outrider.actors.serving.grpc.responses import Answers, model_info_message, stream_message
 from outrider.v1 import generation_pb2 as pb
 
 FIRST = RoundOutput("a", (1,), origins=("plain",), num_rounds=1)
@@ -49,23 +43,6 @@ def test_a_target_that_tells_none_leaves_them_unspecified() -> None:
 def test_origins_that_do_not_fit_the_tokens_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="1 origins for 2 tokens"):
         stream_message("r", RoundOutput("ab", (1, 2), origins=("plain",)))
-
-
-def test_the_load_is_a_report_that_orca_clients_read() -> None:
-    """Field numbers are those of xds.data.orca.v3.OrcaLoadReport."""
-    metadata = dict(load_metadata(ReplicaLoad(3, 1, 0.25, 8)))
-    assert tuple(metadata) == LOAD_METADATA
-    assert len(set(metadata.values())) == 1
-    report = pb.LoadReport.FromString(metadata["endpoint-load-metrics-bin"])  # type: ignore[arg-type]
-    assert report.application_utilization == 0.5
-    assert dict(report.named_metrics) == {
-        "kv_cache_usage_perc": 0.25,
-        "num_requests_running": 3,
-        "num_requests_waiting": 1,
-    }
-    numbers = {field.name: field.number for field in pb.LoadReport.DESCRIPTOR.fields}
-    assert numbers == {"named_metrics": 8, "application_utilization": 9}
-    assert load_metadata(None) == []
 
 
 def test_model_info_has_the_apis_own_names() -> None:

@@ -9,7 +9,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from outrider.actors.serving.http.app import ASSETS_PATH, add_page_routes, load_static_files
+from outrider.actors.serving.http.app import ASSETS_PATH, add_page_routes
+from tests.unit.serving.http.page_files import FILES
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +45,11 @@ def test_the_page_allows_nothing_from_elsewhere(client: TestClient) -> None:
 
 
 def test_every_file_is_served_and_revalidated(client: TestClient) -> None:
-    for name, file in load_static_files().items():
+    for name, content in FILES.items():
         path = "/" if name == "index.html" else f"{ASSETS_PATH}/{name}"
         first = client.get(path)
         assert first.status_code == 200, path
-        assert first.content == file.content
+        assert first.content == content
         assert first.headers["cache-control"] == "no-cache"
         again = client.get(path, headers={"if-none-match": f'"other", W/{first.headers["etag"]}'})
         assert (again.status_code, again.content) == (304, b"")
@@ -58,13 +59,13 @@ def test_every_file_is_served_and_revalidated(client: TestClient) -> None:
 def test_what_the_page_asks_for_is_there_and_here(client: TestClient, page: Page) -> None:
     urls = [attrs[name] for _, attrs in page.elements for name in ("href", "src") if name in attrs]
     assert len(urls) == 3
-    for file in load_static_files().values():
-        urls += [f"outrider/page/{name}" for name in re.findall(r'from "\./([\w.]+)"', file.content.decode())]
+    for content in FILES.values():
+        urls += [f"outrider/page/{name}" for name in re.findall(r'from "\./([\w.]+)"', content.decode())]
     for url in urls:
         assert url is not None
         assert client.get(f"/{url}").status_code == 200, url
-    for name, file in load_static_files().items():
-        text = file.content.decode().replace("http://www.w3.org/2000/svg", "")
+    for name, content in FILES.items():
+        text = content.decode().replace("http://www.w3.org/2000/svg", "")
         assert "//" not in re.sub(r"(^|\s)//.*", "", text), f"{name} has an address of its own"
 
 
@@ -78,12 +79,6 @@ def test_no_inline_script_or_style(page: Page) -> None:
 
 
 def test_scripts_make_text_never_markup() -> None:
-    for name, file in load_static_files().items():
+    for name, content in FILES.items():
         if name.endswith(".js"):
-            assert not re.search(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", file.content), name
-
-
-def test_an_incomplete_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.actors.serving.http.app.load_static_files", dict)
-    with pytest.raises(FileNotFoundError, match=r"index\.html is not installed"):
-        add_page_routes(FastAPI())
+            assert not re.search(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", content), name

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from outrider.actors.serving.http.app import load_static_files
+from tests.unit.serving.http.page_files import FILES
 
 TEXT, MARK = 4.5, 3.0
 ORIGINS = ("accepted", "recovered", "bonus", "plain", "unknown")
@@ -28,7 +28,7 @@ PAIRS = [
 
 
 def schemes() -> dict[str, dict[str, str]]:
-    css = load_static_files()["page.css"].content.decode()
+    css = FILES["page.css"].decode()
     light, dark = (
         dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S)
     )
@@ -70,7 +70,7 @@ def test_contrast(scheme: str) -> None:
 
 def test_origins_differ_by_more_than_colour() -> None:
     """Each origin's text has a line of its own kind under it."""
-    css = load_static_files()["page.css"].content.decode()
+    css = FILES["page.css"].decode()
     styles = [
         (found[1] if (found := re.search(r"text-decoration-style: (\w+)", rule)) else "solid")
         for origin in ORIGINS
