@@ -395,6 +395,8 @@ def _import_engine() -> None:
     # vLLM's 600 s may not be enough for a first load from slow storage, compilation and graph capture, and Serve would
     # start the replica again and again. Before the import: vLLM reads it then.
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", "3600")
+    # OpenAI's own limit is 4, and evaluation harnesses send more.
+    os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "16")
     for module in (
         "outrider.actors.vllm_seam.target_engine",
         "outrider.actors.serving.openai.app",

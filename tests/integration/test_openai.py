@@ -227,8 +227,8 @@ def test_refused_with_a_status(client, name):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"extra": {"temprature": 1}}, {"extra": {"max_completion_tokens": 3}}],
-    ids=["an unknown field", "a chat's field"],
+    [{"extra": {"temprature": 1}}, {"stop": ["a", "b", "c", "d", "e"]}, {"extra": {"max_completion_tokens": 3}}],
+    ids=["an unknown field", "five stop strings", "a chat's field"],
 )
 def test_what_vllm_takes_is_taken(client, changes):
     assert complete(client, max_tokens=2, **changes).usage.completion_tokens <= 2
