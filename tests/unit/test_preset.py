@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.config import ConfigError, DraftModelConfig, parse_config
+from outrider.cluster.gateway_config import GatewayConfig
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.models.check import (
     check_draft_vocab_size,
@@ -115,7 +116,9 @@ def test_a_preset_uses_the_copies_that_are_fetched() -> None:
 def test_what_is_not_written_stays_so() -> None:
     """Defaults that depend on the device are chosen where nothing is written, after options and copies."""
     config = resolve_config("qwen-coder", Overrides(dtype="float32", grpc_port=7))
-    assert config.serving.model_fields_set == {"grpc_port"}
+    assert config.serving.model_fields_set == {"gateway"}
+    assert isinstance(config.serving.gateway, GatewayConfig)
+    assert config.serving.gateway.model_fields_set == {"grpc_port"}
     assert "max_num_seqs" not in config.target.model_fields_set
     assert isinstance(config.drafter, DraftModelConfig)
     assert "prefill_chunk_tokens" not in config.drafter.model_fields_set
@@ -163,7 +166,8 @@ def test_overrides_reach_their_fields(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.target.model == str(tmp_path / "t"), "Ray's workers run in another directory"
     assert config.drafter.model == str(tmp_path / "d")
     assert (config.target.dtype, config.drafter.dtype) == ("float32", "float32")
-    assert (config.serving.grpc_port, config.serving.http_port) == (0, 1234)
+    assert isinstance(config.serving.gateway, GatewayConfig)
+    assert (config.serving.gateway.grpc_port, config.serving.gateway.http_port) == (0, 1234)
     assert config.served_model_name == "t"
 
 
@@ -186,7 +190,7 @@ def test_dtype_leaves_an_ngram_drafter_alone(tmp_path: Path) -> None:
         ("smollm2", Overrides(drafter="/x"), r"drafter\.model: /x does not exist"),
         ("smollm2", Overrides(target="/no/such/dir"), r"target\.model: /no/such/dir does not exist; .*outrider fetch"),
         ("qwen-coder", Overrides(drafter="./missing"), r"drafter\.model: \./missing does not exist"),
-        ("smollm2", Overrides(grpc_port=70000), r"serving\.grpc_port"),
+        ("smollm2", Overrides(grpc_port=70000), r"serving\.gateway\.grpc_port"),
     ],
 )
 def test_wrong_names_and_options_are_explained(name: str, overrides: Overrides, message: str) -> None:

@@ -51,7 +51,7 @@ def answers(llm: ScriptedLLM, asked: GenerationRequest, *adapters: str) -> list[
     engine._tokens, engine._structured_output = PromptTokenizer(None, VOCAB_SIZE, 10), "all"
     engine._report_cached_tokens = False
     engine._rounds = RoundLog(speculating=True)
-    engine.adapters = Adapters(llm, "m", None)  # type: ignore[arg-type]
+    engine.adapters = Adapters()
     engine.adapters.requests |= {name: LoRARequest(name, 1 + i, f"/{name}") for i, name in enumerate(adapters)}
 
     async def collect() -> list[RoundOutput]:
@@ -138,7 +138,7 @@ def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> None:
     engine._max_model_len, engine._vocab_size = 10, VOCAB_SIZE
     engine._tokens = PromptTokenizer(None, VOCAB_SIZE, 10)
     engine._rounds = RoundLog(speculating=True)
-    engine.adapters = Adapters(engine._llm, "m", None)
+    engine.adapters = Adapters()
 
     async def ask_twice() -> None:
         first = engine.generate(request())
@@ -165,7 +165,7 @@ def test_a_report_counts_the_tokens_of_those_that_have_no_seat() -> None:
     engine._load.running, engine._load.waiting = 2, 1
     report = engine.report()
     assert report["waiting_tokens"] == (100 + 20 + 200 + USUAL_ANSWER_TOKENS) / 2
-    assert Report.of(report) == Report(2, 1, 4, report["waiting_tokens"], 512, 0, 0, 0)
+    assert Report(**report) == Report(2, 1, 4, report["waiting_tokens"], 512, 0, 0, 0)
     engine._load.waiting = 0
     assert engine.report()["waiting_tokens"] == 0
 
