@@ -84,7 +84,7 @@ class GenerationRequest(MayHaveDeadline):
 
     @property
     def routed(self) -> RoutedRequest:
-        """What the router needs to know of it."""
+        """Holds what the router needs to know of the request."""
         return of_generation(self)
 
 
@@ -102,7 +102,7 @@ class HttpCall(MayHaveDeadline):
     """None: it generates nothing."""
 
     caller: int = 0
-    """As of a GenerationRequest, like the next three."""
+    """Is a GenerationRequest's field of this name, like the next three."""
 
     tenant: int = 0
     deadline: Deadline | None = None

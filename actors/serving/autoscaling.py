@@ -29,7 +29,7 @@ that call for more replicas prevents oscillation."""
 
 @dataclass(frozen=True)
 class Report:
-    """What one replica's ``record_autoscaling_stats`` returns. Serve passes on numbers only."""
+    """Holds what one replica's ``record_autoscaling_stats`` returned. Serve passes on numbers only."""
 
     running: float
     """Requests in the engine's batch."""

@@ -31,7 +31,7 @@ from outrider.actors.replica_calls import (
     Usage,
     sign,
 )
-from outrider.actors.serving.failures import silence_refusal_logs
+from outrider.actors.serving.failures import REQUEST_ID_METADATA, silence_refusal_logs
 from outrider.actors.serving.grpc.calls import HandleCalls, InProcessCall, answering
 from outrider.actors.serving.grpc.health import HealthCalls
 from outrider.actors.serving.grpc.requests import (
@@ -45,7 +45,7 @@ from outrider.actors.serving.grpc.requests import (
 from outrider.actors.serving.grpc.responses import Answers, model_info_message, server_info_message, stream_message
 from outrider.actors.serving.http.app import build_http_app
 from outrider.actors.serving.openai.forward import Forwarding
-from outrider.actors.serving.owners import TIMEOUT_HEADER, Owners, salted
+from outrider.actors.serving.owners import GRPC_TIMEOUT_HEADER, Owners, salted
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.actors.serving.shared_poll import SharedPoll
 from outrider.cluster.limits import LimitsConfig
@@ -53,9 +53,6 @@ from outrider.v1 import generation_pb2 as pb
 
 CONTROL_TIMEOUT_S = 5.0
 """Time for calls beside generations: status, tokenising, aborting."""
-
-REQUEST_ID_METADATA = "outrider-request-id"
-"""Trailing metadata of a generation. Plain ``request_id`` is taken: Serve puts an id of its own there."""
 
 
 @serve.ingress()
@@ -98,7 +95,7 @@ class Ingress(HandleCalls, HealthCalls):
         self._num_ingresses = num_ingresses
         self._started_unix_s = time.time()
         self._forwarding = Forwarding(
-            target, self._running, owners, limits, served_model_name, max_retries, isolates_tenants, num_targets
+            target, self._running, limits, served_model_name, max_retries, isolates_tenants, num_targets
         )
         self._allowed_origins, self._pool = allowed_origins, pool
 
@@ -269,7 +266,7 @@ class Ingress(HandleCalls, HealthCalls):
         owner = self._owner(grpc_context)
         if request.HasField("request_id"):
             request_id_of(request)
-        timeout = dict(grpc_context.invocation_metadata()).get(TIMEOUT_HEADER)
+        timeout = dict(grpc_context.invocation_metadata()).get(GRPC_TIMEOUT_HEADER)
         grpc_timeout = timeout if isinstance(timeout, str) else None
         checked = to_generation_request(request, self._served, request_id=request_id, grpc_timeout=grpc_timeout)
         tenant = owner if self._isolates_tenants else 0

@@ -18,8 +18,11 @@ from outrider.actors.serving.failures import Refused
 TOKEN_VARIABLE = "OUTRIDER_GATEWAY_TOKEN"
 """Environment variable with the secret that the gateway adds to each request."""
 
-TOKEN_HEADER, OWNER_HEADER, TIMEOUT_HEADER = "x-outrider-gateway", "x-outrider-owner", "x-outrider-timeout"
+TOKEN_HEADER, OWNER_HEADER, GRPC_TIMEOUT_HEADER = "x-outrider-gateway", "x-outrider-owner", "x-outrider-timeout"
 """Headers and gRPC metadata that only the gateway may set. The last one is a copy of ``grpc-timeout``."""
+
+OWNER_IN_SCOPE = "outrider.owner"
+"""Key of an ASGI scope: the number of the caller, once it has been checked."""
 
 _NO_KEY = "invalid API key; send it as 'Authorization: Bearer KEY'"
 

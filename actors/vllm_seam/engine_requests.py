@@ -81,7 +81,7 @@ def sampling_params(
 
 
 def _round_options(request: GenerationRequest) -> dict[str, Any]:
-    """What goes to rank 0 through SamplingParams.extra_args."""
+    """Return what goes to rank 0 through SamplingParams.extra_args."""
     ours: dict[str, Any] = {}
     limit = request.num_speculative_tokens if request.speculation else 0
     if limit is not None:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from outrider.cluster.config_section import ConfigError, read_yaml
 from outrider.cluster.gateway_config import GatewayConfig
+from outrider.cluster.serving_config import ServingConfig
 from outrider.deploy.cli import fail
 from outrider.deploy.gateway import TOKEN_VARIABLE, Gateway
 from outrider.deploy.gateway.files import render
@@ -72,7 +73,8 @@ def _read(path: Path) -> tuple[GatewayConfig, int, int, float]:
         first = error.errors()[0]
         field = ".".join(map(str, ("serving", "gateway", *first["loc"])))
         raise ConfigError(f"{field}: {first['msg']}") from None
-    return config, serving["http_port"], serving["grpc_port"], float(serving.get("drain_s", 120.0))
+    drain_s = serving.get("drain_s", ServingConfig.model_fields["drain_s"].default)
+    return config, serving["http_port"], serving["grpc_port"], float(drain_s)
 
 
 if __name__ == "__main__":

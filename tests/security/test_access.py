@@ -45,7 +45,7 @@ METHODS = {
 def http_routes() -> list[tuple[str, str]]:
     """Method and path of everything that the ingress serves."""
     anything: Any = MagicMock()
-    of = (anything, anything, Owners(), LimitsConfig(), "model", 1, False, 1)
+    of = (anything, anything, LimitsConfig(), "model", 1, False, 1)
     app = build_http_app(anything, Owners(), Forwarding(*of), anything, None, anything)
     routes = [route for route in app.routes if isinstance(route, Route)]  # the page's files are mounted
     return sorted((method, route.path) for route in routes for method in route.methods or ())

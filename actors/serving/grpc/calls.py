@@ -110,4 +110,4 @@ def _parsed(rpc: str, request: bytes) -> Any:
 def _failed(error: Exception, context: InProcessCall) -> Exception:
     if (code := context.code()) is None:
         return error
-    return CallFailed(code.value[0], context.details(), ())
+    return CallFailed(code.value[0], context.details())

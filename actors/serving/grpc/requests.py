@@ -52,7 +52,7 @@ _SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests are checked against."""
+    """Describes the deployment, against which requests are checked."""
 
     name: str
     num_speculative_tokens: int

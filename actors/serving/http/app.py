@@ -41,7 +41,7 @@ from outrider.actors.replica_calls import Broadcast, RequestError
 from outrider.actors.serving.failures import Failure, HttpError, failure_of
 from outrider.actors.serving.grpc.calls import InProcessCall
 from outrider.actors.serving.openai.forward import Forwarding, body_of
-from outrider.actors.serving.owners import Owners
+from outrider.actors.serving.owners import OWNER_IN_SCOPE, Owners
 from outrider.cluster.installed import VLLM, installed_version
 from outrider.v1 import generation_pb2 as pb
 
@@ -84,7 +84,7 @@ def build_http_app(
     app = FastAPI(title="Outrider", openapi_url=None, docs_url=None, redoc_url=None)
     _add_error_handlers(app)
     forwarding.add_routes(app)
-    _add_rpc_routes(app, ingress, owners, target)
+    _add_rpc_routes(app, ingress, target)
     add_operator_routes(app, ingress, target, pool, broadcast)
     add_page_routes(app)
     app.add_middleware(GuardRequests, owners=owners)
@@ -110,9 +110,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, of_any)
 
 
-def _add_rpc_routes(app: FastAPI, ingress: Ingress, owners: Owners, target: DeploymentHandle) -> None:
+def _add_rpc_routes(app: FastAPI, ingress: Ingress, target: DeploymentHandle) -> None:
     def call_of(request: Request) -> InProcessCall:
-        return InProcessCall(owners.owner_of(request.headers.get, request.client.host if request.client else ""))
+        return InProcessCall(request.scope[OWNER_IN_SCOPE])
 
     @app.post("/outrider/v1/stream", include_in_schema=False)
     async def stream(request: Request) -> Response:
@@ -270,7 +270,8 @@ class EventStream(StreamingResponse):
 
 
 class GuardRequests:
-    """ASGI middleware that refuses requests without the key, or around the gateway, on every path but UNGUARDED."""
+    """ASGI middleware that refuses requests without the key, or around the gateway, on every path but UNGUARDED, and
+    says in the scope whose the others are."""
 
     def __init__(self, app: ASGIApp, owners: Owners) -> None:
         self._app, self._owners = app, owners
@@ -278,8 +279,9 @@ class GuardRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in UNGUARDED and not scope["path"].startswith(ASSETS_PATH):
             request = Request(scope)
+            client = request.client.host if request.client else ""
             try:
-                self._owners.owner_of(request.headers.get, "")
+                scope[OWNER_IN_SCOPE] = self._owners.owner_of(request.headers.get, client)
             except Exception as error:  # noqa: BLE001 - refused, with a status of its own
                 await _response(failure_of(error, "the request"))(scope, receive, send)
                 return

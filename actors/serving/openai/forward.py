@@ -23,7 +23,7 @@ from outrider.actors.observability.logs import note_request
 from outrider.actors.replica_calls import Deadline, HttpCall, HttpHead, RequestError
 from outrider.actors.request_ids import is_usable_id
 from outrider.actors.serving.failures import HttpError, Refused, failure_of
-from outrider.actors.serving.owners import Owners
+from outrider.actors.serving.owners import OWNER_IN_SCOPE
 from outrider.actors.serving.routing.request_profile import of_body
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.cluster.limits import LimitsConfig
@@ -70,7 +70,6 @@ class Forwarding:
         self,
         target: DeploymentHandle,
         running: RunningRequests,
-        owners: Owners,
         limits: LimitsConfig,
         served_model_name: str,
         max_retries: int,
@@ -79,7 +78,7 @@ class Forwarding:
     ) -> None:
         """See Ingress. running: where requests are registered while they run."""
         self._call = target.http.options(stream=True)
-        self._running, self._owners, self._limits = running, owners, limits
+        self._running, self._limits = running, limits
         self._model, self._max_retries = served_model_name, max_retries
         self._isolates_tenants, self._num_targets = isolates_tenants, num_targets
 
@@ -116,8 +115,8 @@ class Forwarding:
             raise HttpError(failure_of(error, f"request {request_id}")) from None
 
     async def _call_of(self, request: Request, generates: bool) -> HttpCall:
-        """Raises RequestError and Refused."""
-        owner = self._owners.owner_of(request.headers.get, request.client.host if request.client else "")
+        """Raises RequestError and Refused. The app's GuardRequests has put the owner into the scope."""
+        owner: int = request.scope[OWNER_IN_SCOPE]
         content = await body_of(request)
         body: Any = None
         with suppress(ValueError, RecursionError):  # vLLM says what is wrong with it
@@ -143,7 +142,7 @@ class Forwarding:
             (*headers, (b"x-request-id", request_id.encode())),
             content,
             request_id,
-            of_body(request.url.path, body, self._model) if generates and isinstance(body, dict) else None,
+            of_body(body, self._model) if generates and isinstance(body, dict) else None,
             caller=owner,
             tenant=owner if self._isolates_tenants else 0,
             deadline=self._deadline(request.headers.get(TIMEOUT_HEADER), generates),

@@ -29,7 +29,7 @@ _BYTES_PER_TOKEN = 4
 _BLOCK_BYTES = tuple(size for count, size in BLOCK_SIZES for _ in range(count))
 MAX_BYTES = sum(_BLOCK_BYTES)
 _MOST_ANSWERS = 4096
-_NOT_GENERATING = ("/tokenize", "/detokenize", "/count_tokens", "_lora_adapter", "/render", "/derender")
+_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 Fingerprint = tuple[int, ...]
 Messages = list[tuple[str, str]]
@@ -38,7 +38,7 @@ Messages = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """What the routing policy knows of a request."""
+    """Holds what the routing policy knows of a request."""
 
     fingerprint: Fingerprint = ()
     prompt_tokens: int = 0
@@ -48,6 +48,8 @@ class RoutedRequest:
     """Expected of all answers together."""
 
     wants_drafts: bool = False
+    sets_max_tokens: bool = False
+    """The client says how long an answer may be. Not needed for routing: `openai.engine` limits the others."""
 
     @property
     def tokens(self) -> int:
@@ -72,21 +74,19 @@ def of_generation(request: GenerationRequest) -> RoutedRequest:
     )
 
 
-def of_body(path: str, body: Mapping[str, Any], served_model: str | None = None) -> RoutedRequest | None:
-    """Profiles a JSON body in the shape of one of vLLM's HTTP routes. Raises for no JSON, however malformed.
+def of_body(body: Mapping[str, Any], served_model: str | None = None) -> RoutedRequest | None:
+    """Profiles a JSON body in the shape of one of vLLM's HTTP routes that generate. Raises for no JSON, however
+    malformed.
 
     Args:
-        path: Of the HTTP request.
         body: Decoded. The shape says what it is, as ``/invocations`` takes several: ``messages`` is a chat, ``input``
             a response, ``prompt`` a completion, ``token_ids`` a prompt of ``/inference/v1/generate``.
         served_model: Any other name in ``model`` is a LoRA adapter, which shares no prefix with the model. None: names
             do not matter.
 
     Returns:
-        None for a call that generates nothing.
+        None for a body without a prompt, which vLLM refuses.
     """
-    if path.endswith(_NOT_GENERATING):
-        return None
     sampling: Any = body
     prompts = 1
     if "messages" in body:  # Anthropic's system prompt is a field of its own
@@ -114,6 +114,7 @@ def of_body(path: str, body: Mapping[str, Any], served_model: str | None = None)
         prompt[1],
         prompts * answers * _answer_tokens(sampling),
         all(extra.get(f"speculation.{key}") != 0 for key in ("enabled", "num_speculative_tokens")),
+        any(sampling.get(name) is not None for name in _MAX_TOKENS),
     )
 
 
@@ -241,5 +242,5 @@ def _prompts(prompt: Any) -> list[Any]:
 
 def _answer_tokens(sampling: Mapping[str, Any]) -> int:
     """Returns what is expected of one answer, by the limits that are given."""
-    limits = map(sampling.get, ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    limits = map(sampling.get, _MAX_TOKENS)
     return min([USUAL_ANSWER_TOKENS, *(each for each in limits if isinstance(each, int) and each > 0)])

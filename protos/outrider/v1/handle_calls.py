@@ -23,12 +23,12 @@ RPCS = {
 class CallFailed(Exception):
     """A call through a handle that failed: what gRPC would have sent at its end.
 
-    code: number of the gRPC status. trailing: metadata.
+    code: number of the gRPC status.
     """
 
-    def __init__(self, code: int, details: str, trailing: tuple[tuple[str, str | bytes], ...]) -> None:
-        super().__init__(code, details, trailing)
-        self.code, self.details, self.trailing = code, details, trailing
+    def __init__(self, code: int, details: str) -> None:
+        super().__init__(code, details)
+        self.code, self.details = code, details
 
     def __str__(self) -> str:
         return f"status {self.code}: {self.details}"

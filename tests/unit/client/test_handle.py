@@ -22,7 +22,7 @@ HANG = "hang"
 
 
 def failed(failure: tuple[grpc.StatusCode, str]) -> CallFailed:
-    return CallFailed(failure[0].value[0], failure[1], ())
+    return CallFailed(failure[0].value[0], failure[1])
 
 
 class ScriptedHandle:

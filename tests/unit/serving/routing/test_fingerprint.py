@@ -64,8 +64,8 @@ def over_grpc(**fields):
     return of_generation(GenerationRequest("r", **fields))
 
 
-def over_http(path="/v1/chat/completions", **body):
-    return of_body(path, body, "model")
+def over_http(**body):
+    return of_body(body, "model")
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,9 @@ def test_who_wants_drafts():
         assert not over_http(prompt="a", vllm_xargs=off).wants_drafts
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/load_lora_adapter"])
-def test_calls_that_generate_nothing(path):
-    assert over_http(path, prompt=TEXT, messages=MESSAGES) is None
-    assert over_http("/v1/models") is None
+def test_a_body_without_a_prompt_has_no_profile():
+    assert over_http() is None
+    assert over_http(model="model", max_tokens=5) is None
 
 
 DEEP = json.loads("[" * 900 + "]" * 900)
