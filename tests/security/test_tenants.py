@@ -1,9 +1,12 @@
-"""With ``serving.tenant_isolation``, ``cached_tokens`` are those of the caller's own prompts, by either API."""
+"""What one caller learns of others, and takes from them: ``cached_tokens`` and the length of answers, by either API."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from outrider.deploy.keys import new_secret
@@ -36,27 +39,61 @@ def by_responses(caller: Caller, salt: str) -> int:
     return int(answer.json()["usage"]["input_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize("cached", [by_grpc, by_completions, by_responses])
-def test_cached_tokens_tell_of_the_own_key_alone(
-    deployments: Deployments, models: Models, tmp_path: Path, cached
-) -> None:
+@pytest.fixture
+def victim(deployments: Deployments, models: Models) -> Iterator[Victim]:
     deployments.add(
         "tenants",
         {
             "target": engine(models.target),
             "drafter": {"method": "suffix"},
-            "openai": {"chat_template": CHAT_TEMPLATE},
+            "openai": {"chat_template": CHAT_TEMPLATE, "frontend_args": {"enable_prompt_tokens_details": True}},
             "serving": {"tenant_isolation": True},
+            "limits": {"default_max_tokens": 20, "greatest_max_tokens": 30},
         },
     )
     victim = Victim(deployments.use("tenants"), deployments)
+    yield victim
+    victim.close()
+
+
+@pytest.mark.parametrize("cached", [by_grpc, by_completions, by_responses])
+def test_cached_tokens_tell_of_the_own_key_alone(victim: Victim, tmp_path: Path, cached) -> None:
     write_keys(tmp_path / "keys", **{name: (secret, None) for name, secret in SECRETS.items()})
     gateway = victim.gateway(keys_file=str(tmp_path / "keys"))
-    try:
-        alice, bob = (victim.caller(gateway, key=secret) for secret in SECRETS.values())
-        assert [cached(alice, ""), cached(bob, "")] == [0, 0]
-        assert cached(alice, "") >= 2 * BLOCK
-        assert [cached(bob, "mine"), cached(alice, "mine")] == [0, 0], "a salt is its key's own"
-        assert cached(bob, "mine") >= 2 * BLOCK
-    finally:
-        victim.close()
+    alice, bob = (victim.caller(gateway, key=secret) for secret in SECRETS.values())
+    assert [cached(alice, ""), cached(bob, "")] == [0, 0]
+    assert cached(alice, "") >= 2 * BLOCK
+    assert [cached(bob, "mine"), cached(alice, "mine")] == [0, 0], "a salt is its key's own"
+    assert cached(bob, "mine") >= 2 * BLOCK
+
+
+SAID = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("/v1/completions", "max_tokens", {"prompt": PROMPT, "ignore_eos": True}),
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": SAID, "ignore_eos": True}),
+        ("/v1/responses", "max_output_tokens", {"input": "Hi"}),
+        ("/v1/messages", "max_tokens", {"messages": SAID}),
+    ],
+)
+def test_answers_are_no_longer_than_the_limits(victim: Victim, path: str, name: str, body: dict[str, Any]) -> None:
+    caller = victim.caller(victim.gateway())
+    model = caller.http.get("/v1/models").json()["data"][0]["id"]
+
+    def ask(number: Any) -> httpx.Response:
+        settings = {} if number is None else {name: number}
+        return caller.http.post(path, json={"model": model, **body, **settings})
+
+    for number in (31, "31", 10_000):
+        answer = ask(number)
+        assert answer.status_code == 400, (number, answer.text)
+        assert "_tokens" in answer.text
+    assert ask(30).status_code == 200
+    if path != "/v1/messages":  # where it must be sent
+        answer = ask(None)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json().get("usage") or {}
+        assert usage.get("completion_tokens", usage.get("output_tokens", 0)) <= 20

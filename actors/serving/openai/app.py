@@ -55,7 +55,9 @@ class OpenAIApp:
             # A stored response is in one replica, and the next request may come to another.
             os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "0"
         co_located = config.co_located.method if config.co_located is not None else None
-        engine: Any = OpenAIEngine(llm, config.num_speculative_tokens, config.serving.structured_output, co_located)
+        engine: Any = OpenAIEngine(
+            llm, config.num_speculative_tokens, config.serving.structured_output, co_located, config.limits
+        )
         try:
             args = server_args(config, llm)
             tasks = await llm.get_supported_tasks()

@@ -30,6 +30,7 @@ from outrider.actors.serving.owners import salted
 from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_requests import blamed_by_ranks, traced_generate
 from outrider.actors.vllm_seam.structured_outputs import check_constraint
+from outrider.cluster.limits import LimitsConfig
 from outrider.cluster.link.messages import MessageError
 from outrider.cluster.modes import BY_NAME
 
@@ -56,10 +57,17 @@ ANSWERING: ContextVar[Answering | None] = ContextVar("the HTTP call that this ta
 class OpenAIEngine:
     """Passes everything on to AsyncLLM but ``generate``."""
 
-    def __init__(self, llm: AsyncLLM, num_speculative_tokens: int, structured_output: Mode, co_located: str | None):
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        num_speculative_tokens: int,
+        structured_output: Mode,
+        co_located: str | None,
+        limits: LimitsConfig,
+    ):
         """num_speculative_tokens: the deployment's K, 0 without a drafter. co_located: the method by which vLLM drafts
         inside the engine; None where it does not."""
-        self._llm, self._k = llm, num_speculative_tokens
+        self._llm, self._k, self._limits = llm, num_speculative_tokens, limits
         self._structured_output, self._co_located = structured_output, co_located
 
     def __getattr__(self, name: str) -> Any:
@@ -73,6 +81,8 @@ class OpenAIEngine:
         call = None if answering is None else answering.call
         params = copy.copy(sampling_params)
         params.extra_args = self._extra_args(params.extra_args or {}, call)
+        if call is not None:
+            self._limit_tokens(params, call)
         self._check(params)
         if call is not None and call.tenant:
             prompt = {**prompt, "cache_salt": salted(call.tenant, prompt.get("cache_salt"))}
@@ -117,6 +127,15 @@ class OpenAIEngine:
         if enabled in (0, "false"):
             return 0
         return k if k is None else int(k)
+
+    def _limit_tokens(self, params: SamplingParams, call: HttpCall) -> None:
+        """Applies ``limits`` to max_tokens. Raises VLLMValidationError for a client's number above the greatest."""
+        most, unasked = self._limits.greatest_max_tokens, self._limits.unasked_max_tokens
+        wanted = params.max_tokens
+        if unasked is not None and not (call.routed is not None and call.routed.sets_max_tokens):
+            params.max_tokens = unasked if wanted is None else min(wanted, unasked)
+        elif most is not None and (wanted is None or wanted > most):
+            raise VLLMValidationError(f"max_tokens is above limits.greatest_max_tokens, {most}", parameter="max_tokens")
 
     def _check(self, params: SamplingParams) -> None:
         try:
