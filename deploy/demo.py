@@ -19,7 +19,7 @@ from typing import TextIO
 import psutil
 
 from outrider.deploy.bench.machine import BenchError
-from outrider.deploy.bench.sides import ServerProcess
+from outrider.deploy.bench.servers import ServerProcess
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.processes import SharedMemoryWatch, adopt_orphans, descendants, describe, end_descendants
 from outrider.deploy.progress import Progress

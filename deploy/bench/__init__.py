@@ -1,1 +1,1 @@
-"""What ``outrider bench`` is made of: loads, the other sides, and figures."""
+"""Two servers under the same load in turns: vLLM's benchmark client asks, and ratios come with their intervals."""

@@ -1,52 +1,29 @@
-"""The arguments of ``outrider bench``, and the settings of a run that they are."""
+"""The arguments of ``outrider bench``: ours name the two sides; those of the load are vLLM's."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import shlex
 from pathlib import Path
+from typing import Any
 
-from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig, parse_config
-from outrider.deploy.argument_types import address, positive
-from outrider.deploy.bench.load import Ask, Dataset
-
-SIDES = ("plain", "vllm")
+from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
+from outrider.deploy.argument_types import positive
 
 DEFAULT_KS = (2, 3, 4, 6)
 
-CoreSets = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Load:
-    """The closed loop: ``concurrency`` requests are under way until the prompts run out."""
-
-    concurrency: int
-    temperature: float
-    max_tokens: int
-    seed: int
-    repeats: int
-    chunk: int
-    """Prompts a turn."""
-
-    ignore_eos: bool
-    verification: str | None
-    """Of our side; None: what the deployment does."""
-
-    def asks(self, dataset: Dataset, indices: Sequence[int]) -> list[Ask]:
-        """One repeat's work. A prompt's seed is ``seed`` plus its place among ``indices``, the same in every repeat."""
-        return [
-            Ask(
-                index,
-                dataset.prompts[index],
-                self.max_tokens,
-                self.temperature,
-                self.seed + place if self.temperature > 0 else None,
-                self.ignore_eos,
-            )
-            for place, index in enumerate(indices)
-        ]
+PASSED_ON = {
+    "--dataset-name": ("custom", "data set by vLLM's name: custom, sharegpt, speed_bench, random, hf, …"),
+    "--dataset-path": (None, "file, directory or hub id of the data set; custom: .jsonl with a field prompt"),
+    "--num-prompts": ("32", "requests a turn"),
+    "--max-concurrency": ("1", "requests under way"),
+    "--request-rate": (None, "requests a second; left out: each as soon as there is room"),
+    "--output-len": ("128", "tokens of an answer, at most"),
+    "--temperature": ("0", "0 is greedy"),
+    "--seed": ("0", "chooses the prompts; each round has other ones"),
+}
+"""Options of `vllm bench serve` that are named in our help: default and meaning."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,139 +31,115 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = ours.add_mutually_exclusive_group(required=True)
     which.add_argument("--preset", metavar="NAME", help="serve this preset while the benchmark runs")
     which.add_argument("--config", metavar="FILE", help="likewise, a YAML file")
-    which.add_argument("--address", metavar="HOST:PORT", type=address, help="ask this server; none is started")
+    which.add_argument("--address", metavar="URL", type=_url, help="HTTP address of a running server; none is started")
     ours.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
     ours.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
     ours.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of target and draft model")
-    ours.add_argument(
-        "--target-cores", metavar="IDS", type=core_sets, help="in place of target.cores, e.g. 0 or 0,1|2,3"
-    )
+    ours.add_argument("--target-cores", metavar="IDS", type=core_sets,
+                      help="in place of target.cores, e.g. 0 or 0,1|2,3")  # fmt: skip
     ours.add_argument("--drafter-cores", metavar="IDS", type=core_sets, help="likewise for drafter.cores")
-    _add_load(parser.add_argument_group("load"))
-    other = parser.add_argument_group("the side to compare with")
-    other.add_argument(
-        "--against",
-        metavar="plain|vllm|FILE",
-        type=_against,
-        help="plain: the target without drafter; vllm: vLLM's in-process draft_model; "
-        "FILE.yaml: another server of ours, with the same --target and --drafter",
-    )
+    _add_other(parser.add_argument_group("the side to compare with"))
+    load = parser.add_argument_group("load", "Options of `vllm bench serve`; any others of its follow a --.")
+    for option, (default, text) in PASSED_ON.items():
+        load.add_argument(option, metavar="X", default=default, help=text + (f" ({default})" if default else ""))
+    load.add_argument("--rounds", metavar="R", type=positive, default=5, help="turns of each side (5)")
+    load.add_argument("load_options", nargs="*", metavar="-- OPTION", help="further options of `vllm bench serve`")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of Ray and vLLM, and stack traces")
+
+
+def _add_other(other: argparse._ArgumentGroup) -> None:
+    other.add_argument("--against", metavar="plain|vllm|FILE|URL", type=_against,
+                       help="plain: `vllm serve` without drafts; vllm: `vllm serve` drafting in-process; FILE.yaml: "
+                       "another server of ours; URL: a running server")  # fmt: skip
+    other.add_argument("--against-config", metavar="JSON", type=json.loads, action="append",
+                       help="vllm: a speculative_config of vLLM's to try, without num_speculative_tokens; may be given "
+                       "several times (default: our drafter, and one-pass where it was made for that)")  # fmt: skip
     other.add_argument("--against-k", metavar="K,K", type=_numbers, default=DEFAULT_KS,
-                       help="vllm: K to try first; a single one is taken untried (default: 2,3,4,6)")  # fmt: skip
-    other.add_argument("--other-cores", metavar="IDS", type=core_sets,
-                       help="of the other side's model (default: all of ours, or one fewer if faster)")  # fmt: skip
-    other.add_argument("--other-compile", action="store_true",
-                       help="let the other side compile: minutes of start-up for a few per cent")  # fmt: skip
-    output = parser.add_argument_group("output (a table goes to stdout in any case)")
-    output.add_argument("--json", metavar="FILE", type=Path, help="everything that was measured")
-    output.add_argument("--plot", metavar="FILE.png", type=Path, help="tokens per second by chunk, and a round's time")
-    output.add_argument("--verbose", action="store_true", help="show the logs of Ray and vLLM, and stack traces")
+                       help="vllm: numbers of drafts to try, of which the fastest runs (2,3,4,6)")  # fmt: skip
+    other.add_argument("--other-cores", metavar="IDS", action="append",
+                       help="VLLM_CPU_OMP_THREADS_BIND of vLLM's server, e.g. 0,1 or 0-3|4-7; given several times, "
+                       "each is tried (all of ours)")  # fmt: skip
+    other.add_argument("--other-args", metavar="ARGS", type=shlex.split, default=[],
+                       help="further arguments of `vllm serve`, in quotes")  # fmt: skip
 
 
-def _add_load(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset", metavar="FILE", type=Path, required=True,
-                       help="JSONL with a field prompt, .gz or not")  # fmt: skip
-    group.add_argument("--prompts", metavar="N", type=positive, help="use N of them, evenly spread (default: all)")
-    group.add_argument("--concurrency", metavar="C", type=positive, default=1, help="requests under way (default: 1)")
-    group.add_argument("--temperature", metavar="T", type=_temperature, default=0.0,
-                       help="0 is greedy (default); above, prompt number i gets seed S + i on both sides")  # fmt: skip
-    group.add_argument("--max-tokens", metavar="N", type=positive, default=128, help="of an answer (default: 128)")
-    group.add_argument("--ignore-eos", action="store_true", help="answers of exactly --max-tokens tokens")
-    group.add_argument("--verification", choices=("rejection", "block", "coupled"),
-                       help="of our side (default: the deployment's, coupled for what has a seed)")  # fmt: skip
-    group.add_argument("--repeats", metavar="R", type=positive, default=1, help="passes over the prompts (default: 1)")
-    group.add_argument("--seed", metavar="S", type=_seed, default=0, help="(default: 0)")
-    group.add_argument("--chunk", metavar="N", type=positive,
-                       help="prompts a turn, at most (default: 2 x C, at least 4)")  # fmt: skip
+def load_options(args: argparse.Namespace) -> list[str]:
+    """The command line of vLLM's benchmark client, without the server's address."""
+    given = {option: getattr(args, option.removeprefix("--").replace("-", "_")) for option in PASSED_ON}
+    return [
+        part for option, value in given.items() if value is not None for part in (option, value)
+    ] + args.load_options
 
 
-def load_of(args: argparse.Namespace) -> Load:
-    return Load(
-        concurrency=args.concurrency,
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-        repeats=args.repeats,
-        chunk=args.chunk or max(2 * args.concurrency, 4),
-        ignore_eos=args.ignore_eos,
-        verification=args.verification,
-    )
-
-
-def check_comparison(args: argparse.Namespace, config: OutriderConfig | None) -> None:
-    """Raise ConfigError where the other side cannot be what was asked for. config: of the models, when it is known."""
-    if args.against is None:
-        if given := [option for option in ("other_cores", "other_compile") if getattr(args, option)]:
-            raise ConfigError(f"--{given[0].replace('_', '-')}: there is no other side; add --against plain or vllm")
-        return
-    if config is None:
+def check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what is missing before anything is loaded."""
+    if args.against in ("plain", "vllm") and args.address is not None:
         raise ConfigError(
-            f"--against {args.against}: with --address the other side's models are not known; add --target PATH"
-            + (" and --drafter PATH" if args.against == "vllm" else "")
+            f"--against {args.against}: the models at --address are not known; start the other server too"
         )
-    if args.against not in SIDES:
-        if args.address is not None:
-            raise ConfigError(
-                "--against FILE: both servers are started here; leave --address out, give --preset or --config"
-            )
-        if given := [option for option in ("other_cores", "other_compile") if getattr(args, option)]:
-            raise ConfigError(f"--{given[0].replace('_', '-')}: {args.against} says it; write it there")
-    if args.against == "vllm" and not isinstance(config.drafter, DraftModelConfig):
-        has = f"is of method {config.drafter.method}" if config.drafter else "is not configured"
+    if args.dataset_path is None and args.dataset_name == "custom":
+        raise ConfigError("--dataset-path: give a .jsonl file with a field prompt, or another --dataset-name")
+
+
+def candidates(args: argparse.Namespace, config: OutriderConfig) -> list[dict[str, Any] | None]:
+    """vLLM's speculative_config in each of the ways to try; None: no speculation. Raises ConfigError."""
+    if args.against == "plain":
+        return [None]
+    kinds = args.against_config or _as_ours(config.drafter)
+    return [{**kind, "num_speculative_tokens": k} for kind in kinds for k in args.against_k]
+
+
+def _as_ours(drafter: Any) -> list[dict[str, Any]]:
+    method = getattr(drafter, "method", None)
+    if method in ("ngram", "suffix"):
+        fields = ("prompt_lookup_min", "prompt_lookup_max")
+        return [{"method": method, **{name: getattr(drafter, name) for name in fields if hasattr(drafter, name)}}]
+    if method != "draft_model":
         raise ConfigError(
-            f"--against vllm: vLLM's in-process draft_model needs a drafter model, and the drafter {has}; "
-            "use a preset with one (qwen-coder), give --drafter PATH with --address, or compare with --against plain"
+            f"--against vllm: the drafter's method is {method}, which says nothing of what vLLM is to draft with; "
+            "give --against-config, or compare with --against plain"
         )
+    kind = {"method": "draft_model", "model": drafter.model}
+    return [kind, {**kind, "parallel_drafting": True}] if drafts_in_one_pass(drafter.model) else [kind]
 
 
-def with_cores(config: OutriderConfig, target: CoreSets | None, drafter: CoreSets | None) -> OutriderConfig:
-    """The configuration with cores from the command line. Raises ConfigError by field."""
+def drafts_in_one_pass(model: str) -> bool:
+    """Whether a checkpoint has a token that stands for what is yet to be drafted, as vLLM's parallel_drafting takes."""
+    try:
+        known = json.loads((Path(model) / "config.json").read_text())
+    except OSError:  # a hub id: vLLM says, where it is asked for with --against-config
+        return False
+    return any(key in known for key in ("pard_token", "ptd_token_id", "mask_token_id", "dspark_noise_token_id"))
+
+
+def with_cores(config: OutriderConfig, **sets: list[list[int]] | None) -> OutriderConfig:
+    """The configuration with cores from the command line, by section. Raises ConfigError by field."""
     tree = config.model_dump()
-    for section, sets in (("target", target), ("drafter", drafter)):
-        if sets is not None:
+    for section, cores in sets.items():
+        if cores is not None:
             if tree[section] is None:
                 raise ConfigError(f"--{section}-cores: there is no {section} section; leave it out")
-            tree[section]["cores"] = [list(cores) for cores in sets]
+            tree[section]["cores"] = cores
     return parse_config(tree, "command line")
 
 
-def core_sets(text: str) -> CoreSets:
-    """``0,1`` or ``0-3`` is one set of cores; sets of several ranks stand between bars, as in ``0,1|2,3``."""
-    try:
-        return tuple(tuple(core for part in rank.split(",") for core in _range(part)) for rank in text.split("|"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of core ids such as 0,1 or 0-3 or 0,1|2,3") from None
+def core_sets(text: str) -> list[list[int]]:
+    """Read the cores of each rank, as in ``0,1|2,3``."""
+    return [[int(core) for core in rank.split(",")] for rank in text.split("|")]
 
 
-def _range(text: str) -> range:
-    first, dash, last = text.strip().partition("-")
-    cores = range(int(first), int(last if dash else first) + 1)
-    if not cores:
-        raise ValueError(text)
-    return cores
+def _url(text: str) -> str:
+    return (text if text.startswith(("http://", "https://")) else f"http://{text}").rstrip("/")
 
 
 def _against(text: str) -> str:
-    if text not in SIDES and not text.endswith((".yaml", ".yml")):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither plain nor vllm nor a YAML file")
+    if text.startswith(("http://", "https://")):
+        return _url(text)
+    if text not in ("plain", "vllm") and not text.endswith((".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither plain nor vllm nor a YAML file nor a URL")
     return text
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(positive(part) for part in text.split(",")))
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 2.0:  # not a number is refused, too
-        raise argparse.ArgumentTypeError(f"{text} is not a temperature from 0 to 2")
-    return value
-
-
-def _seed(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 up")
-    return int(text)

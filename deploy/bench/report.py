@@ -1,311 +1,142 @@
-"""From chunks to figures, and from figures to what a run says: one JSON document, and a table of it for people. Pure.
-
-Figures are speed, latencies, acceptance, the ratio of the two sides and its spread, and what our server counted between
-two looks at its status: rounds, drafts, hits of the lookahead, a round's time.
-"""
+"""From turns to figures, and from figures to what a run says: one JSON document, and a table of it for people. Pure."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
-from datetime import datetime
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from google.protobuf.descriptor import FieldDescriptor
+from outrider.deploy.bench.load import ACCEPTED, DRAFTED, DRAFTS, GENERATED, Turn
 
-from outrider.deploy.bench.load import QUIET_CORES, Answer, Chunk
-from outrider.v1 import generation_pb2 as pb
-
-HITS = {"main_line": "main_line_hits", "side_branch": "side_branch_hits", "miss": "misses"}
-"""Name in the report -> counter of RoundStatistics. A server that does not draft ahead has none."""
-
-
-FORMAT = 1
+FORMAT = 2
 """Goes up when a key of the document changes its meaning."""
 
 Report = dict[str, Any]
 
+COMPARED = {"output_throughput": "output tok/s", "mean_ttft_ms": "TTFT", "mean_tpot_ms": "TPOT"}
 
-def rounds_of(before: pb.RoundStatistics, after: pb.RoundStatistics) -> dict[str, Any]:
-    """A side's part of the report: what it counted in between, and where its rounds' time went."""
-    counted = rounds_between(before, after)
-    times = round_time(after)
-    return {"rounds": counted, "lookahead": lookahead(counted), "round_time": times, "bound": bound(counted, times)}
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t, 97.5%, of 1 to 9 degrees of freedom."""
 
 
-def rounds_between(before: pb.RoundStatistics, after: pb.RoundStatistics) -> dict[str, int]:
-    """Every counter of RoundStatistics, as a difference."""
-    counters = [
-        field.name
-        for field in pb.RoundStatistics.DESCRIPTOR.fields
-        if field.cpp_type in (FieldDescriptor.CPPTYPE_UINT64, FieldDescriptor.CPPTYPE_UINT32)
-    ]
-    return {name: getattr(after, name) - getattr(before, name) for name in counters}
+def student_t(freedom: int) -> float:
+    """The 97.5% quantile of Student's t; of 10 degrees of freedom and more by Cornish and Fisher's expansion."""
+    if freedom <= len(_T_975):
+        return _T_975[freedom - 1]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def lookahead(counted: dict[str, int]) -> dict[str, Any] | None:
-    """Shares of the main line, a side branch and a miss, and the hit rate; None when nothing was looked up."""
-    counts = {name: counted.get(counter, 0) for name, counter in HITS.items()}
-    total = sum(counts.values())
-    if not total:
-        return None
-    shares = {name: count / total for name, count in counts.items()}
-    return {**shares, "hit_rate": 1.0 - shares["miss"], "lookups": total}
+def interval(values: Sequence[float]) -> dict[str, Any]:
+    """Geometric mean of ratios with its 95% interval over the pairs; of a single pair there is none."""
+    logs = [math.log(value) for value in values]
+    mean = statistics.fmean(logs)
+    found = {"ratio": math.exp(mean), "low": None, "high": None, "pairs": len(logs)}
+    if len(logs) > 1:
+        half = student_t(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        found |= {"low": math.exp(mean - half), "high": math.exp(mean + half)}
+    return found
 
 
-def round_time(after: pb.RoundStatistics) -> dict[str, float]:
-    """Medians over the server's last steps, by the names of RoundTime, and one draft step where the server reports it.
-    Empty: it has run no step."""
-    if not after.HasField("median"):
-        return {}
-    times = {field.name: getattr(after.median, field.name) for field in pb.RoundTime.DESCRIPTOR.fields}
-    if step_ms := getattr(after, "draft_step_ms", 0.0):
-        times["draft_step_ms"] = step_ms
-    return times
+def ratios(ours: Sequence[Turn], other: Sequence[Turn]) -> dict[str, dict[str, Any] | None]:
+    """Ours / the other's of each compared figure, over pairs of turns; None where a figure is 0, as of one token."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for name in COMPARED:
+        pairs = [(a.figures[name], b.figures[name]) for a, b in zip(ours, other, strict=True)]
+        found[name] = interval([a / b for a, b in pairs]) if all(a > 0 and b > 0 for a, b in pairs) else None
+    return found
 
 
-def bound(counted: dict[str, int], times: dict[str, float]) -> dict[str, float] | None:
-    """What no schedule of one request's rounds can beat, from the step times of the same run.
+def same_answers(ours: Sequence[Turn], other: Sequence[Turn]) -> dict[str, int]:
+    """How many requests got the same text from both sides."""
+    pairs = [pair for a, b in zip(ours, other, strict=True) for pair in zip(a.texts, b.texts, strict=True)]
+    return {"same": sum(a == b for a, b in pairs), "of": len(pairs)}
 
-    With a target step T, a draft step d and k drafts a round: a main line's hit takes max(T, (k + 1) d), one more
-    draft step than drafts to learn the bonus token; a side branch's max(T, k d); a miss T + k d. ``period_ms`` is their
-    mean by how often each was; ``share`` is that over the period measured: what was reached, at concurrency 1.
-    None where nothing was drafted ahead, or no draft step was reported.
-    """
-    hits, draft_ms = lookahead(counted), times.get("draft_step_ms", 0.0)
-    if hits is None or not draft_ms or not counted["drafted_rounds"]:
-        return None
-    k, target_ms = counted["drafted"] / counted["drafted_rounds"], times["target_ms"]
-    period_ms = (
-        hits["main_line"] * max(target_ms, (k + 1) * draft_ms)
-        + hits["side_branch"] * max(target_ms, k * draft_ms)
-        + hits["miss"] * (target_ms + k * draft_ms)
-    )
+
+def side(turns: Sequence[Turn]) -> dict[str, Any]:
+    """One side's figures over all its turns, and each turn's."""
+    counted: Counter[str] = Counter()
+    for turn in turns:
+        counted.update(turn.counted)
+    seconds = sum(turn.figures["duration"] for turn in turns)
+    tokens = sum(turn.figures["total_output_tokens"] for turn in turns)
+    means = {name: statistics.fmean(turn.figures[name] for turn in turns) for name in turns[0].figures}
     return {
-        "k": k,
-        "period_ms": period_ms,
-        "tok_per_s": 1e3 * (1.0 + counted["accepted"] / counted["rounds"]) / period_ms,
-        "share": period_ms / times["period_ms"],
-    }
-
-
-Figures = dict[str, Any]
-
-
-def side_figures(chunks: Sequence[Chunk], units: int | None, unit: str) -> Figures:
-    """Of one side's chunks. units: cores or accelerators it may use, None when not known; unit: ``core`` or
-    ``accelerator``."""
-    answers = [answer for chunk in chunks for answer in chunk.answers]
-    seconds = sum(chunk.seconds for chunk in chunks)
-    tokens = sum(chunk.tokens for chunk in chunks)
-    return {
-        "requests": len(answers),
+        **{name: value for name, value in means.items() if name.endswith("_ms")},
+        "output_throughput": tokens / seconds,
         "output_tokens": tokens,
         "seconds": seconds,
-        "output_tok_per_s": tokens / seconds,
-        f"output_tok_per_s_per_{unit}": tokens / seconds / units if units else None,
-        "ttft_ms": _percentiles(answer.ttft_s for answer in answers),
-        "inter_token_ms": _percentiles(inter_token_s(answers)),
-        "message_gap_ms": _percentiles(gap_s for answer in answers for gap_s, _ in answer.gaps()),
-        "latency_ms": _percentiles(answer.ended_s for answer in answers),
-        **acceptance(answers),
-        "serving": serving(answers),
+        **acceptance(counted),
+        "counted": dict(counted),
+        "turns": [{**turn.figures, "counted": turn.counted} for turn in turns],
     }
 
 
-def inter_token_s(answers: Iterable[Answer]) -> list[float]:
-    """One entry a token after an answer's first message: the time since the message before, divided by the tokens
-    of its own message, since a round delivers several at once."""
-    return [gap_s / tokens for answer in answers for gap_s, tokens in answer.gaps() for _ in range(tokens)]
+def acceptance(counted: Mapping[str, float]) -> dict[str, Any]:
+    """What became of the drafts, and where the tokens came from; None where the server counts no such thing.
 
-
-def acceptance(answers: Sequence[Answer]) -> Figures:
-    """Accepted / drafted, and tokens committed per drafted round with the target's own; None where nothing was
-    drafted."""
-    rounds, drafted, accepted = (
-        sum(getattr(answer, name) for answer in answers) for name in ("drafted_rounds", "drafted", "accepted")
-    )
+    origins: shares of the generated tokens. lookahead: shares of the proposals that had been drafted ahead.
+    """
+    drafts, drafted, accepted = (counted.get(name, 0.0) for name in (DRAFTS, DRAFTED, ACCEPTED))
+    generated = counted.get(GENERATED, 0.0)
+    looked = {
+        name.partition("=")[2].rstrip("}"): count
+        for name, count in counted.items()
+        if name.startswith("outrider:proposal_origins_total")
+    }
     return {
-        "drafted_rounds": rounds,
-        "drafted": drafted,
-        "accepted": accepted,
         "acceptance_rate": accepted / drafted if drafted else None,
-        "acceptance_length": 1 + accepted / rounds if rounds else None,
-    }
-
-
-def serving(answers: Sequence[Answer]) -> Figures | None:
-    """What network, proxy, ingress and streaming add to the engine's own times; None where it does not tell them.
-
-    way_ms: of a request and its answer's end, both ways together. added_share: by how much the time between an answer's
-    first and last message exceeds the engine's, as a share of it, over all answers.
-    """
-    told = [answer for answer in answers if answer.engine_decode_s]
-    if not told:
-        return None
-    share = sum(answer.span_s for answer in told) / sum(answer.engine_decode_s or 0.0 for answer in told) - 1
-    return {"way_ms": _percentiles(answer.way_s for answer in told), "added_share": share}
-
-
-def ratio_of(ours: Sequence[Chunk], other: Sequence[Chunk]) -> tuple[float, Figures]:
-    """Ours / the other's: (of total throughput, spread over the pairs of chunks)."""
-    total = _throughput(ours) / _throughput(other)
-    theirs = {chunk.pair: chunk for chunk in other}
-    pairs = [chunk.tok_per_s / theirs[chunk.pair].tok_per_s for chunk in ours if chunk.pair in theirs]
-    return total, {"min": min(pairs), "median": statistics.median(pairs), "max": max(pairs), "pairs": len(pairs)}
-
-
-def equal_answers(ours: Sequence[Chunk], other: Sequence[Chunk]) -> Figures:
-    """How many prompts got the same tokens from both sides."""
-    theirs = {(chunk.pair, answer.index): answer.token_ids for chunk in other for answer in chunk.answers}
-    same = [answer.token_ids == theirs[chunk.pair, answer.index] for chunk in ours for answer in chunk.answers]
-    return {"same": sum(same), "of": len(same)}
-
-
-def _throughput(chunks: Sequence[Chunk]) -> float:
-    return sum(chunk.tokens for chunk in chunks) / sum(chunk.seconds for chunk in chunks)
-
-
-def _percentiles(seconds: Iterable[float | None]) -> Figures:
-    """p50 and p99 in milliseconds, linear between ranks; None where there is no value."""
-    values = [value * 1e3 for value in seconds if value is not None]
-    if not values:
-        return {"p50": None, "p99": None}
-    p50, p99 = np.percentile(values, [50, 99])
-    return {"p50": float(p50), "p99": float(p99)}
-
-
-def make_report(
-    chunks: Sequence[Chunk],
-    settings: dict[str, Any],
-    rounds: dict[str, dict[str, Any]],
-    units: dict[str, int | None],
-    unit: str,
-    started: datetime,
-    ended: datetime,
-) -> Report:
-    """The document.
-
-    settings: what was decided before the run, by key of the document; its ``ours`` and ``other`` become their
-    ``settings``. rounds: what the sides that are servers of ours
-    counted themselves. units: cores or accelerators of each side, None when not known; unit:
-    which of the two.
-    """
-    by_side = {side: [chunk for chunk in chunks if chunk.side == side] for side in units}
-    report: Report = {
-        "format": FORMAT,
-        "started": started.isoformat(timespec="seconds"),
-        "ended": ended.isoformat(timespec="seconds"),
-        "ratio": None,
-        "ratio_spread": None,
-        "equal_answers": None,
-        **{key: value for key, value in settings.items() if key not in units},
-    }
-    if "other" in units:
-        report["ratio"], report["ratio_spread"] = ratio_of(by_side["ours"], by_side["other"])
-        report["equal_answers"] = equal_answers(by_side["ours"], by_side["other"])
-    for side, its_chunks in by_side.items():
-        report[side] = {
-            "settings": settings[side],
-            f"{unit}s": units[side],
-            **side_figures(its_chunks, units[side], unit),
-            **rounds.get(side, {}),
-        }
-    report["chunks"] = [chunk_row(chunk) for chunk in chunks]
-    return report
-
-
-def chunk_row(chunk: Chunk) -> dict[str, Any]:
-    return {
-        "pair": chunk.pair,
-        "side": chunk.side,
-        "seconds": chunk.seconds,
-        "output_tokens": chunk.tokens,
-        "output_tok_per_s": chunk.tok_per_s,
-        "resting_cores": chunk.resting_cores,
-        "foreign_cores": chunk.foreign_cores,
-        "prompts": [answer.index for answer in chunk.answers],
+        "acceptance_length": 1 + accepted / drafts if drafts else None,
+        "origins": {"drafts": accepted / generated, "target": 1 - accepted / generated} if generated else None,
+        "lookahead": {name: count / sum(looked.values()) for name, count in looked.items()} if looked else None,
     }
 
 
 def table(report: Report) -> str:
-    """A column a side, then the ratio, and where our rounds' time went."""
-    sides = [side for side in ("ours", "other") if side in report]
-    unit = "core" if "cores" in report["ours"] else "accelerator"
-    names = [report[side]["settings"]["name"] for side in sides]
-    lines = [("", names)]
-    for label, show in _rows(unit):
-        lines.append((label, [show(report[side]) for side in sides]))
-    width = max(len(label) for label, _ in lines)
-    columns = [max(len(values[column]) for _, values in lines) for column in range(len(sides))]
-    text = [
+    """A column a side, then the ratios, the machine and the versions."""
+    sides = [report[name] for name in ("ours", "other") if name in report]
+    rows: list[tuple[str, list[str]]] = [("", [each["settings"]["name"] for each in sides])]
+    rows.append(("output tok/s", [f"{each['output_throughput']:.2f}" for each in sides]))
+    for name, label in (("ttft", "TTFT"), ("tpot", "TPOT")):
+        figures = (f"mean_{name}_ms", f"median_{name}_ms", f"p99_{name}_ms")
+        rows.append(
+            (f"{label}, ms, mean / median / p99", [" / ".join(f"{each[key]:.1f}" for key in figures) for each in sides])
+        )
+    for name in ("acceptance_rate", "acceptance_length"):
+        shown = ["–" if each[name] is None else f"{each[name]:.3f}" for each in sides]
+        rows.append((name.replace("_", " "), shown))
+    rows.append(("tokens that were drafts", [_shares(each["origins"], ("drafts",)) for each in sides]))
+    if any(each["lookahead"] for each in sides):
+        names = ("main_line", "side_branch", "miss")
+        rows.append(("drafted ahead: main line / side / miss", [_shares(each["lookahead"], names) for each in sides]))
+    width = max(len(label) for label, _ in rows)
+    columns = [max(len(values[column]) for _, values in rows) for column in range(len(sides))]
+    lines = [
         f"{label:<{width}}  " + "  ".join(f"{value:>{columns[i]}}" for i, value in enumerate(values))
-        for label, values in lines
+        for label, values in rows
     ]
-    return "\n".join([*text, "", *_below(report)]).rstrip() + "\n"
-
-
-def _rows(unit: str) -> list[tuple[str, Any]]:
-    return [
-        ("output tok/s", lambda side: f"{side['output_tok_per_s']:.2f}"),
-        (f"  per {unit}", lambda side: _maybe(side[f"output_tok_per_s_per_{unit}"], f"{{:.2f}} ({side[f'{unit}s']})")),
-        ("time to first token, ms, p50 / p99", lambda side: _pair(side["ttft_ms"])),
-        ("time per token after it, ms, p50 / p99", lambda side: _pair(side["inter_token_ms"])),
-        ("whole answer, ms, p50 / p99", lambda side: _pair(side["latency_ms"])),
-        ("acceptance rate", lambda side: _maybe(side["acceptance_rate"], "{:.3f}")),
-        ("acceptance length", lambda side: _maybe(side["acceptance_length"], "{:.2f}")),
-    ]
+    return "\n".join([*lines, "", *_below(report)]).rstrip() + "\n"
 
 
 def _below(report: Report) -> list[str]:
     lines = []
-    if report["ratio"] is not None:
-        spread = report["ratio_spread"]
-        equal = report["equal_answers"]
-        lines.append(
-            f"ours / other: {report['ratio']:.3f} (by chunk pair: min {spread['min']:.3f}, median "
-            f"{spread['median']:.3f}, max {spread['max']:.3f}, {spread['pairs']} pairs)"
-        )
-        lines.append(f"answers with the same tokens: {equal['same']} of {equal['of']}")
-    if spoilt := [row for row in report["chunks"] if (row["foreign_cores"] or 0.0) >= QUIET_CORES]:
-        most = max(row["foreign_cores"] for row in spoilt)
-        lines.append(
-            f"spoilt by other programs: {len(spoilt)} of {len(report['chunks'])} chunks, up to {most:.1f} cores"
-        )
-    for side in ("ours", "other"):
-        lines += _rounds(report.get(side, {}), "our" if side == "ours" else "their", report["load"]["concurrency"])
+    if report["ratios"] is not None:
+        for name, label in COMPARED.items():
+            if (found := report["ratios"][name]) is not None:
+                spread = "" if found["low"] is None else f", 95% interval {found['low']:.3f} to {found['high']:.3f}"
+                lines.append(f"ours / other, {label}: {found['ratio']:.3f}{spread} ({found['pairs']} pairs)")
+        equal = report["same_answers"]
+        lines.append(f"same answers: {equal['same']} of {equal['of']}")
+    here = report["machine"]
+    lines.append(
+        ", ".join([here["cpu"], f"{len(here['cores'])} cores", *here["accelerators"]])
+        + f", load {here['load_average_1min']:.1f} at the start; "
+        + ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    )
     return lines
 
 
-def _rounds(side: dict[str, Any], whose: str, concurrency: int) -> list[str]:
-    lines = []
-    if hits := side.get("lookahead"):
-        lines.append(
-            f"{whose} lookahead: {hits['hit_rate']:.1%} hits (main line {hits['main_line']:.1%}, side branch "
-            f"{hits['side_branch']:.1%}), {hits['miss']:.1%} misses"
-        )
-    if times := side.get("round_time"):
-        parts = ", ".join(
-            f"{name.removesuffix('_ms')} {value:.1f}" for name, value in times.items() if name != "samples"
-        )
-        lines.append(f"{whose} rounds, ms, median of the last {times['samples']}: {parts}")
-    if serving := side.get("serving"):
-        lines.append(
-            f"{whose} serving (proxy, ingress, streaming): {_pair(serving['way_ms'])} ms p50 / p99 there and back, and "
-            f"{serving['added_share']:+.2%} on the time from first message to last"
-        )
-    if concurrency == 1 and (bound := side.get("bound")):
-        lines.append(
-            f"bound from {whose} step times: {bound['period_ms']:.1f} ms a round of {bound['k']:.2f} "
-            f"drafts, {bound['tok_per_s']:.2f} tok/s; {bound['share']:.1%} of it by the median round"
-        )
-    return lines
-
-
-def _pair(percentiles: dict[str, float | None]) -> str:
-    return " / ".join(_maybe(percentiles[name], "{:.1f}") for name in ("p50", "p99"))
-
-
-def _maybe(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+def _shares(shares: Mapping[str, float] | None, names: Sequence[str]) -> str:
+    return "–" if not shares else " / ".join(f"{shares.get(name, 0.0):.1%}" for name in names)

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider.actors.vllm_seam import leans_on as vllm_names
 
 ROOT = Path(__file__).parents[2]
-USES_VLLM = ("actors/vllm_seam/", "actors/serving/openai/", "deploy/bench/in_process.py")
+USES_VLLM = ("actors/vllm_seam/", "actors/serving/openai/", "deploy/bench/")
 """Its internals; its own serving classes and its engine by their public names."""
 
 USES_SERVE_PRIVATES = ("actors/serve_seam/",)

@@ -12,7 +12,6 @@ from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
 from outrider.cluster.device_defaults import choices, with_device_defaults
 from outrider.cluster.drafter_config import check_several_models
 from outrider.deploy.app import describe
-from outrider.deploy.bench.machine import check_memory
 from outrider.deploy.doctor import check_checkpoints, memory_needed
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.preset import Overrides, resolve_config
@@ -137,7 +136,3 @@ def test_memory_and_files_count_all(tmp_path: Path) -> None:
     more = memory_needed(both)[0] - memory_needed(alone)[0]
     assert more >= 1 << 30
     assert "drafter.also.small.model" in {finding.subject for finding in check_checkpoints(both)}
-    needs_both = memory_needed(alone)[0] + (1 << 29)
-    check_memory(alone, speculate=False, available=1 << 40)
-    with pytest.raises(ConfigError, match="memory: both sides"):
-        check_memory(both, speculate=True, available=needs_both)

@@ -1,151 +1,142 @@
-"""`outrider bench`: the closed loop over gRPC against a small server, and what vLLM is given for the other side."""
+"""vLLM's own client against a server of OpenAI's API, and what `vllm serve` is started with."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
-import grpc
 import pytest
 
-from outrider.cluster.config import parse_config
-from outrider.cluster.engine_args import schema
-from outrider.deploy.bench import load
-from outrider.deploy.bench.load import Ask, ask_all
+from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy.bench.load import Load
 from outrider.deploy.bench.machine import BenchError
-from outrider.deploy.bench.sides import engine_arguments, environment
-from outrider.deploy.client.sync_client import OutriderClient
-from outrider.v1 import generation_pb2 as pb
-from outrider.v1 import generation_pb2_grpc as rpc
+from outrider.deploy.bench.servers import RunningServer, command_line, engine_arguments
+from tests.tiny_models import write_tokenizer
 
 
-class Service(rpc.GenerationServiceServicer):  # type: ignore[misc]
-    """Answers with two messages, and counts how many requests were under way at once."""
+class Api(BaseHTTPRequestHandler):
+    """Streams two words for each prompt, and counts them at /metrics."""
 
-    def __init__(self) -> None:
-        self.requests: list[pb.GenerateStreamRequest] = []
-        self.most_at_once = 0
-        self.hangs, self.cancelled = threading.Event(), threading.Event()
-        self._now = 0
-        self._lock = threading.Lock()
+    prompts: list[str]
+    fails = False
 
-    def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> Iterator[pb.GenerateStreamResponse]:
-        with self._lock:
-            self.requests.append(request)
-            self._now += 1
-            self.most_at_once = max(self.most_at_once, self._now)
-        try:
-            if request.text == "bad":
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "prompt: too long")
-            if request.text == "hang":
-                context.add_callback(self.cancelled.set)
-                self.hangs.set()
-                self.cancelled.wait(60)
-            yield pb.GenerateStreamResponse(token_ids=[1])
-            last = pb.GenerateStreamResponse(token_ids=[2, 3], finish_reason=pb.FINISH_REASON_LENGTH)
-            if request.text == "aborted":
-                last.finish_reason = pb.FINISH_REASON_ABORT
-            counted = last.metrics.speculative_decoding
-            counted.num_spec_steps, counted.num_draft_tokens, counted.num_accepted_draft_tokens = 1, 4, 1
-            yield last
-        finally:
-            with self._lock:
-                self._now -= 1
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            return self._send(json.dumps({"data": [{"id": "m", "root": "m"}]}))
+        if self.path == "/metrics":
+            text = f"# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total {2.0 * len(self.prompts)}\n"
+            return self._send(text)
+        return self._send("")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.fails:
+            return self._send("{}", 500)
+        self.prompts.append(body["prompt"])
+        pieces = [{"choices": [{"text": text}]} for text in (" one", " two")]
+        pieces.append({"choices": [], "usage": {"completion_tokens": 2}})
+        return self._send("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n")
+
+    def _send(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/event-stream")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Keep quiet."""
 
 
 @pytest.fixture
-def service() -> Iterator[tuple[Service, OutriderClient]]:
-    service = Service()
-    server = grpc.server(ThreadPoolExecutor(8))
-    rpc.add_GenerationServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with OutriderClient(f"127.0.0.1:{port}") as client:
-        yield service, client
-    server.stop(0)
+def api() -> Iterator[tuple[str, type[Api]]]:
+    kind = type("ThisApi", (Api,), {"prompts": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", kind
+        server.shutdown()
 
 
-def asks(*texts: str) -> list[Ask]:
-    return [Ask(index, text, 3, 0.5, 7 + index) for index, text in enumerate(texts)]
-
-
-def test_every_prompt_is_asked_once_with_its_own_seed_and_no_more_than_allowed_at_once(
-    service: tuple[Service, OutriderClient],
-) -> None:
-    server, client = service
-    seconds, answers = ask_all(client, asks(*"abcdef"), 2, lambda done, tokens: None, verification="block")
-    assert sorted(answer.index for answer in answers) == list(range(6))
-    assert {(request.text, request.sampling.seed) for request in server.requests} == set(
-        zip("abcdef", range(7, 13), strict=True)
-    )
-    assert server.requests[0].speculation.verification == pb.VERIFICATION_BLOCK
-    assert server.most_at_once <= 2
-    assert seconds > 0
-    answer = answers[0]
-    assert [tokens for _, tokens in answer.arrivals] == [1, 2]
-    assert answer.token_ids == (1, 2, 3)
-    assert (answer.drafted_rounds, answer.drafted, answer.accepted) == (1, 4, 1)
-    assert 0 < answer.arrivals[0][0] <= answer.arrivals[1][0] <= answer.ended_s
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("bad", "prompt 2 of the dataset: INVALID_ARGUMENT: prompt: too long"), ("aborted", "prompt 2 .* broke off")],
-)
-def test_a_request_that_fails_ends_the_run(text: str, message: str, service: tuple[Service, OutriderClient]) -> None:
-    with pytest.raises(BenchError, match=message):
-        ask_all(service[1], asks("a", text, "b"), 1, lambda done, tokens: None)
-    assert "b" not in {request.text for request in service[0].requests}
-
-
-def test_an_interrupt_cancels_what_is_under_way(
-    service: tuple[Service, OutriderClient], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load, "POLL_S", 0.02)
-    server, client = service
-
-    def interrupt(done: int, tokens: int) -> None:
-        assert server.hangs.wait(60)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ask_all(client, asks("hang", "a"), 1, interrupt)
-    assert server.cancelled.wait(60)
-    assert [request.text for request in server.requests] == ["hang"]
-
-
-def test_the_other_side_gets_our_models_our_lengths_and_the_cache_of_both_our_engines() -> None:
-    config = parse_config(
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    rows = [
         {
-            "target": {
-                "model": "t",
-                "max_model_len": 512,
-                "kv_cache_memory_bytes": 300,
-                "cores": [[0]],
-                "engine_args": {"block_size": 64},
-            },
-            "drafter": {"method": "draft_model", "model": "d", "kv_cache_memory_bytes": 200, "revision": "main"},
+            "conversations": [
+                {"from": "human", "value": f"question number {i} of many"},
+                {"value": f"answer {i} is long"},
+            ]
         }
+        for i in range(200)
+    ]
+    (tmp_path / "chats.json").write_text(json.dumps(rows))
+    options = {
+        "--dataset-name": "sharegpt", "--dataset-path": str(tmp_path / "chats.json"), "--num-prompts": "3",
+        "--max-concurrency": "2", "--output-len": "4", "--temperature": "0",
+    }  # fmt: skip
+    return Load([part for option in options.items() for part in option])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return str(path)
+
+
+def test_a_turn_has_the_clients_figures_the_texts_and_what_the_server_counted(
+    api: tuple[str, type[Api]], load: Load, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, _ = api
+    turn = load.turn(url, 0, tokenizer)
+    assert (turn.figures["completed"], turn.figures["total_output_tokens"]) == (3, 6)
+    assert turn.figures["output_throughput"] > 0
+    assert turn.texts == [" one two"] * 3
+    assert turn.counted == {"vllm:generation_tokens_total": 6.0}
+    assert capsys.readouterr().out == "", "stdout is the report's"
+
+
+def test_turns_of_one_number_ask_the_same_and_of_another_other_prompts(
+    api: tuple[str, type[Api]], load: Load, tokenizer: str
+) -> None:
+    url, kind = api
+    for number in (0, 0, 1):
+        load.turn(url, number, tokenizer)
+    first, again, other = (sorted(kind.prompts[at : at + 3]) for at in (0, 3, 6))
+    assert first == again
+    assert first != other
+
+
+def test_a_failed_request_fails_the_turn(api: tuple[str, type[Api]], load: Load, tokenizer: str) -> None:
+    api[1].fails = True
+    with pytest.raises(BenchError, match="requests failed at http"):
+        load.turn(api[0], 0, tokenizer)
+
+
+def test_an_option_that_the_client_does_not_take_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="unrecognized arguments: --promts"):
+        Load(["--dataset-name", "random", "--promts", "3"])
+
+
+def test_a_running_server_is_one_that_answers(api: tuple[str, type[Api]]) -> None:
+    assert RunningServer(api[0]).start(lambda: None) == api[0]
+    with pytest.raises(BenchError, match="no server answers there"):
+        RunningServer("http://127.0.0.1:9").start(lambda: None)
+
+
+def test_vllm_serve_reads_the_configuration_back_from_its_command_line() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    config = parse_config(
+        {"target": {"model": "t", "max_model_len": 99, "enable_prefix_caching": False, "cores": [[0]]}}
     )
-    plain, speculating = engine_arguments(config, None), engine_arguments(config, 3, compile_models=True)
-    assert (plain["model"], plain["max_model_len"], plain["kv_cache_memory_bytes"]) == ("t", 512, 300)
-    assert plain.keys() - schema()["properties"].keys() == {"engine_args"}
-    assert plain["engine_args"] == speculating["engine_args"] == {"block_size": 64}
-    assert "speculative_config" not in plain
-    assert speculating["kv_cache_memory_bytes"] == 500
-    assert speculating["enforce_eager"] is False
-    assert speculating["speculative_config"] == {
-        "method": "draft_model",
-        "model": "d",
-        "num_speculative_tokens": 3,
-        "revision": "main",
-    }
-
-
-def test_vllm_binds_its_threads_to_the_cores_it_is_given() -> None:
-    settings = environment(((0, 1), (2, 3)))
-    assert settings["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
-    assert settings["OMP_NUM_THREADS"] == "4"
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(None)
+    speculative = {"method": "ngram", "num_speculative_tokens": 3}
+    line = command_line(engine_arguments(config, speculative, gpu=False))
+    read = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(line)
+    assert (read.model, read.max_model_len, read.enable_prefix_caching) == ("t", 99, False)
+    assert read.speculative_config == speculative
+    assert read.enforce_eager, "as our engines on CPU"
+    assert read.async_scheduling is None, "vLLM's default, which is on where the method allows it"
