@@ -4,6 +4,7 @@ target says is asked of transformers, which takes a moment where starting vLLM t
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import torch
@@ -25,16 +26,21 @@ ANSWER_TOKENS = 40
 def build_distilled(out: Path, target: Path) -> tuple[Path, Path]:
     """Of its first layer, trained for a few seconds. The assembled checkpoint, and the prompts; of target see
     tiny_models.build_learnable."""
-    data = out.with_suffix(".txt")
-    data.write_text("".join(f"{a} and {b}\n" for a, b in itertools.product(COLOURS.split(), ANIMALS.split())))
+    data = out.with_suffix(".jsonl")
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": f"{a} and {b}"}) + "\n"
+            for a, b in itertools.product(COLOURS.split(), ANIMALS.split())
+        )
+    )
     settings = Settings(
-        target=str(target), data=(data,), out=out, layers=1, start=None, minutes=None, steps=50, seq_len=64,
+        target=str(target), data=(data,), out=out, layers=1, start=None, steps=50, seq_len=64,
         answer_tokens=ANSWER_TOKENS, samples=1, chat=False, draft_vocab_size=None, learning_rate=5e-3, batch_size=16,
         seed=0, device="cpu", dtype="float32", own_share=0.0, bits=16,
     )  # fmt: skip
     prompts = read_prompts(data).prompts
     room = settings.seq_len - ANSWER_TOKENS
-    tokens = tokens_of(list(prompts), load_tokenizer(target), room, False, "shorten it", "the test's prompts")
+    tokens = tokens_of(list(prompts), load_tokenizer(target), room, False, "the test's prompts")
     store, model = TextStore(out / "texts"), load(target, torch.float32, "cpu")
     kept_out = held_out([prompt.digest for prompt in prompts])
     for job in plan(len(tokens), kept_out, settings.samples, TOGETHER, settings.seed):

@@ -19,11 +19,10 @@ COMMANDS = {
     "keys": "make, list and revoke API keys",
     "fetch": "get a preset's models onto this machine",
     "methods": "say which speculation methods fit a target model, and why",
-    "prompts": "have a chat model make up prompts, to distill or measure with",
     "distill": "train a drafter for a target, of the target's own layers, on what the target says",
-    "acceptance": "measure how many of a drafter's tokens a target accepts, without a server",
+    "acceptance": "measure how many of a draft model's tokens a target accepts, without a server",
     "doctor": "check a configuration against this machine before anything is loaded",
-    "bench": "measure a closed-loop load, in turns with another way to serve the same model",
+    "bench": "measure the load of vLLM's benchmark client, in turns with another server",
 }
 """Name -> summary. Each is a module beside this one with ``add_arguments(parser)`` and ``run(args) -> int``."""
 

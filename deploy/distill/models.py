@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.actors.learning import draft_models
 from outrider.actors.learning.draft_models import SUPPORTED, tensors_of
+from outrider.actors.learning.text import TOP
+from outrider.actors.vllm_seam.offline_answers import Engine
 from outrider.cluster.config import ConfigError, EngineConfig
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.check import check_vocabularies, read_model_json
 from outrider.deploy.models.store import BY_HUB_ID, find_copy
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def keep_large_blocks() -> None:
+    """Have glibc keep what is freed for the next allocation, for the rest of this process.
+
+    It gives large blocks back to the system and gets them anew, page by page and zeroed. Every step of a model on a CPU
+    needs hundreds, and where page faults are dear, as in a sandbox, half of the time was seen to go into that.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(-4, 0)  # M_MMAP_MAX
+        library.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 def locate(model: str, option: str) -> Path:
@@ -29,10 +46,8 @@ def locate(model: str, option: str) -> Path:
         try:
             return Path(snapshot_download(model))
         except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"{option}: {model} is no directory, and the model hub does not give it ({reason}); give a checkpoint "
-                "directory, or the hub id of a model that `outrider fetch` has fetched"
+                f"{option}: {model} is no directory, and the model hub does not give it ({error}); give a checkpoint"
             ) from None
     if not (path / "config.json").is_file():
         raise ConfigError(f"{option}: {path} holds no config.json, so it is no checkpoint directory")
@@ -47,8 +62,6 @@ def check_architecture(checkpoint: Path, option: str) -> dict[str, Any]:
         raise ConfigError(
             f"{option}: {checkpoint.name} is a {architecture}; drafters can be made of {', '.join(SUPPORTED)}"
         )
-    if not list(checkpoint.glob("*.safetensors")):
-        raise ConfigError(f"{option}: {checkpoint} holds no .safetensors file; convert or fetch the checkpoint again")
     return document
 
 
@@ -58,12 +71,29 @@ def check_same_words(target: Path, drafter: Path) -> None:
     check_vocabularies(of_target, of_drafter, (read_vocabulary(str(target)), read_vocabulary(str(drafter))))
 
 
+def device_and_dtype(device: str, dtype: str) -> tuple[str, torch.dtype]:
+    """What the command line names; auto: a GPU where there is one, and the type that the device is fastest with."""
+    import torch
+
+    from outrider.actors.learning.train import fastest_dtype
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device, fastest_dtype(device) if dtype == "auto" else getattr(torch, dtype)
+
+
+def engine(checkpoint: Path, document: dict[str, Any], dtype: torch.dtype, device: str, max_model_len: int) -> Engine:
+    """What generates the target's text. document: its config.json."""
+    ends, top = draft_models.ends_of(checkpoint), min(TOP, int(document["vocab_size"]))
+    named = str(dtype).removeprefix("torch.")
+    return Engine(str(checkpoint), document, named, device, max_model_len, top, tuple(sorted(ends)))
+
+
 def choose_layers(total: int, count: int) -> list[int]:
     """Which of the target's layers the drafter starts from: the first, the last, and others evenly between them.
 
-    The first is made for embeddings and the last for the output head, which the drafter has from the target; those in
-    the middle change the residual stream least from one to the next, so they are missed least and any of them stands
-    for its neighbours (as in DistilBERT, Sanh et al., 1910.01108, which takes every other). A single one is the first.
+    Those in the middle change the residual stream least, so any of them stands for its neighbours (as in DistilBERT,
+    Sanh et al., 1910.01108, which takes every other). A single one is the first.
     """
     if not 1 <= count < total:
         raise ConfigError(f"--layers: {count} is not in 1 to {total - 1}; the target has {total} layers")

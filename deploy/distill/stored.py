@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "outrider-drafter-2"
-_READABLE = (FORMAT, "outrider-drafter-1")
-"""The first one had no matrices in 8 bits."""
-
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -48,20 +45,15 @@ class Description:
 
     target: Reference
     base: Reference
-    """Whose tensors it takes over: the target, or the drafter that was trained further."""
+    """The target again: whose tensors it takes over, those that `borrowed` names."""
 
     config: dict[str, Any]
-    """config.json of the drafter."""
-
     borrowed: list[str]
-    """The tensors it takes over."""
 
     tensors_sha256: str
     """Of drafter.safetensors, the file."""
 
     made: dict[str, Any]
-    """How: options, seed, data, what was measured."""
-
     draft_vocabulary: list[int] | None = None
     """Ids by draft rank where it was trained on a part of the vocabulary: the n-th is the n-th id that it drafts."""
 
@@ -69,27 +61,26 @@ class Description:
 def store(
     out: Path,
     target: Reference,
-    base: Reference,
-    base_checkpoint: Path,
+    checkpoint: Path,
     config: Mapping[str, Any],
     trained: Mapping[str, torch.Tensor],
     made: Mapping[str, Any],
     draft_vocabulary: Sequence[int] | None = None,
     bits: int = 16,
 ) -> None:
-    """Write a stored drafter. trained: float32; it is kept in the type that the base has, matrices as int8 if bits is
-    8."""
+    """Write a stored drafter. checkpoint: the target's. trained: float32, all that the drafter does not have from the
+    target; it is kept in the target's type, matrices as int8 if bits is 8."""
     import torch
     from safetensors.torch import save_file
 
-    dtypes = {name: tensor.dtype for name, tensor in tensors_of(base_checkpoint)}
+    dtypes = {name: tensor.dtype for name, tensor in tensors_of(checkpoint)}
     kept = dtypes.get("model.norm.weight", torch.bfloat16)
     borrowed = [name for name in dtypes if not name.startswith("model.layers.") and name not in trained]
     with whole_directory(out) as work:
         save_file(_packed(trained, kept, bits), work / TENSORS, metadata={"format": "pt"})
         description = Description(
             target,
-            base,
+            target,
             {**config, "dtype": str(kept).removeprefix("torch.")},
             borrowed,
             _file_digest(work / TENSORS),
@@ -102,26 +93,23 @@ def store(
 
 def read(stored: Path) -> Description:
     """Raises ConfigError."""
-    file = stored / DESCRIPTION
     try:
-        document = json.loads(file.read_text())
-        if document.pop("format", None) not in _READABLE:
-            raise ConfigError(
-                f"{file}: its format is not {' or '.join(_READABLE)}; it was made by another version, train again"
-            )
+        document = json.loads((stored / DESCRIPTION).read_text())
+        if document.pop("format", None) != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}; train again")
         target, base = (Reference(**document.pop(key)) for key in ("target", "base"))
+        if not base.is_same(target):
+            raise ValueError(f"it lacks tensors of {base.name}; train again")
         return Description(target, base, **document)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{stored} is no stored drafter: it has no {DESCRIPTION}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not readable as a stored drafter's description ({error})") from None
+        raise ConfigError(f"{stored} is no stored drafter: {DESCRIPTION}: {error}") from None
 
 
-def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, found: Reference | None = None) -> None:
+def assemble(stored: Path, target: Path, out: Path, found: Reference | None = None) -> None:
     """Write the whole checkpoint to ``out``, in place of one that was assembled there before.
 
-    base: the drafter that was trained further, where the description names one. found: the target's reference where the
-    caller has it. Raises ConfigError: another target, another base, a damaged file, something else in ``out``.
+    found: the target's reference where the caller has it. Raises ConfigError: another target, a damaged file, something
+    else in ``out``.
     """
     from safetensors.torch import load_file, save_file
 
@@ -129,30 +117,22 @@ def assemble(stored: Path, target: Path, out: Path, base: Path | None = None, fo
         raise ConfigError(f"--out: {out} is there and no assembled drafter; move it away, or choose another place")
     description = read(stored)
     found = found or Reference.of(target)
-    _check("the target", description.target, found, target, stored)
-    source = target
-    if not description.base.is_same(description.target):
-        if base is None:
-            raise ConfigError(
-                f"{stored}: it takes its embeddings from {description.base.name}, which it was trained from; give that "
-                "checkpoint with --from"
-            )
-        _check("the drafter it was trained from", description.base, Reference.of(base), base, stored)
-        source = base
+    if not description.target.is_same(found):
+        same_words = description.target.vocabulary_sha256 == found.vocabulary_sha256
+        raise ConfigError(
+            f"{stored}: this drafter was trained for {description.target.name}, and {target} is not the target: its "
+            f"{'tensors' if same_words else 'token ids'} are others. Give the checkpoint that it was trained with, or "
+            "train one for this target: outrider distill"
+        )
     if _file_digest(stored / TENSORS) != description.tensors_sha256:
         raise ConfigError(f"{stored / TENSORS} is damaged: its sha256 is not the one in {DESCRIPTION}; get it again")
-    borrowed = {name: tensor for name, tensor in tensors_of(source) if name in description.borrowed}
-    if missing := set(description.borrowed) - borrowed.keys():
-        raise ConfigError(f"{source}: it has no {', '.join(sorted(missing))}; fetch the checkpoint again")
+    borrowed = {name: tensor for name, tensor in tensors_of(target) if name in description.borrowed}
     if description.config.get("tie_word_embeddings"):
         borrowed.pop(HEAD, None)
     with whole_directory(out) as work:
         tensors = {**borrowed, **_unpacked(load_file(stored / TENSORS), description.config["dtype"])}
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            work / "model.safetensors",
-            {"format": "pt"},
-        )
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, work / "model.safetensors", {"format": "pt"})
         (work / "config.json").write_text(json.dumps(description.config, indent=2) + "\n")
         if description.draft_vocabulary:
             (work / VOCABULARY_FILE).write_text(json.dumps(description.draft_vocabulary) + "\n")
@@ -189,23 +169,6 @@ def _unpacked(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torc
         for name, tensor in tensors.items()
         if not name.endswith(_SCALE)
     }
-
-
-def _check(what: str, wanted: Reference, found: Reference, checkpoint: Path, stored: Path) -> None:
-    if wanted.is_same(found):
-        return
-    parts = [
-        f"its {part} have sha256 {have[:12]}…, wanted are {want[:12]}…"
-        for part, have, want in (
-            ("tensors", found.weights_sha256, wanted.weights_sha256),
-            ("token ids", found.vocabulary_sha256, wanted.vocabulary_sha256),
-        )
-        if have != want
-    ]
-    raise ConfigError(
-        f"{stored}: this drafter was trained for {wanted.name}, and {checkpoint} is not {what}: {'; '.join(parts)}. "
-        "Give the checkpoint that it was trained with, or train one for this target: outrider distill"
-    )
 
 
 def _file_digest(file: Path) -> str:

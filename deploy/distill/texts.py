@@ -14,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from outrider.actors.learning.text import HELD_OUT, Text, read_texts
-from outrider.actors.vllm_seam.offline_answers import Answer
-from outrider.cluster.whole_files import UNFINISHED, whole_file
+from outrider.actors.vllm_seam.offline_answers import Answer, Engine, OfflineAnswers
+from outrider.cluster.whole_files import whole_file
 
 HELD_OUT_SHARE = 0.05
-HELD_OUT_LEAST, HELD_OUT_MOST = 2, 64
+HELD_OUT_MOST = 64
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,16 @@ class Job:
 
 
 def held_out(digests: Sequence[str]) -> set[int]:
-    """Which prompts are not trained on: by their content alone, so that it is the same whatever is beside them.
-    Of fewer than two prompts none is; of equal prompts all or none are."""
+    """Which prompts are not trained on: by their content alone, so that it is the same whatever is beside them. Of
+    equal prompts all or none are."""
     order = sorted(set(digests), key=lambda digest: hashlib.sha256(f"held out {digest}".encode()).digest())
-    count = min(max(HELD_OUT_LEAST, round(len(order) * HELD_OUT_SHARE)), HELD_OUT_MOST, len(order) - 1)
-    chosen = set(order[: max(count, 0)])
+    chosen = order[: min(max(2, round(len(order) * HELD_OUT_SHARE)), HELD_OUT_MOST)]
     return {index for index, digest in enumerate(digests) if digest in chosen}
 
 
 def plan(num_prompts: int, kept_out: set[int], samples: int, batch_size: int, seed: int) -> list[Job]:
     """What to generate, in this order: greedy answers of the held-out prompts, then of the others, shuffled, as often
-    as asked for. As much as there is time for is a fair sample."""
+    as asked for."""
     others = [index for index in range(num_prompts) if index not in kept_out]
     jobs: list[Job] = []
     every = [(0, True, sorted(kept_out)), *((sample, False, others) for sample in range(samples))]
@@ -83,23 +84,26 @@ class TextStore:
         return read_texts(self._file(job), job.sample)
 
     def _file(self, job: Job) -> Path:
-        file = self._directory / f"batch-{job.number:06d}.safetensors"
-        assert not file.name.endswith(UNFINISHED)
-        return file
+        return self._directory / f"batch-{job.number:06d}.safetensors"
+
+
+def answered(
+    engine: Engine, jobs: Sequence[Job], prompts: Sequence[list[int]], max_tokens: int, seed: int
+) -> Iterator[tuple[Job, list[Text]]]:
+    """The target's answers, batch by batch. prompts: tokens of all of them."""
+    with OfflineAnswers(engine) as generator:
+        for job in tqdm(jobs, "generating text", unit="batch"):
+            asked = [prompts[index] for index in job.prompts]
+            drawn = None if job.sample == 0 else seed * 1_000_003 + job.number
+            yield job, texts_of(job, asked, generator.of(asked, max_tokens, drawn))
 
 
 def texts_of(job: Job, prompts: Sequence[list[int]], answers: Sequence[Answer]) -> list[Text]:
     """prompts: of the job."""
     import torch
 
-    return [
-        Text(
-            index,
-            job.sample,
-            torch.tensor(prompt + answer.token_ids),
-            len(prompt),
-            torch.from_numpy(answer.top_ids).long(),
-            torch.from_numpy(answer.top_log_p),
-        )
-        for index, prompt, answer in zip(job.prompts, prompts, answers, strict=True)
-    ]
+    texts = []
+    for index, prompt, answer in zip(job.prompts, prompts, answers, strict=True):
+        ids, top_ids = torch.tensor(prompt + answer.token_ids), torch.from_numpy(answer.top_ids).long()
+        texts.append(Text(index, job.sample, ids, len(prompt), top_ids, torch.from_numpy(answer.top_log_p)))
+    return texts

@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.deploy.bench.load import read_dataset
 from outrider.deploy.client.sync_client import OutriderClient
+from outrider.deploy.distill.prompts import read_prompts, spread
 from outrider.v1 import generation_pb2 as pb
 from tests.bench.ablation import add_contenders, contenders, merged
 from tests.bench.emulated_speed import environment, numbers, working_directory
@@ -154,8 +154,7 @@ def main() -> None:
             served.wait_until_drafting(clients[server.name], max(args.concurrency))
         print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
         turns = sum(concurrency * args.prompts * (pairs + 1) for concurrency, _, pairs in cells)
-        dataset = read_dataset(args.dataset)
-        texts = iter([dataset.prompts[index] for index in dataset.spread(turns)])
+        texts = iter([prompt.text for prompt in spread(read_prompts(args.dataset).prompts, turns)])
         for concurrency, max_tokens, pairs in cells:
             found: dict[str, list[Turn]] = {name: [] for name in clients}
             for pair in range(pairs + 1):

@@ -16,7 +16,6 @@ import torch
 
 from outrider.deploy.distill.measure import Settings, measure
 from outrider.deploy.distill.prompts import read_prompts
-from outrider.deploy.progress import Progress
 from tests import tiny_heads
 from tests.reference import Reference
 from tests.serving import engine
@@ -64,7 +63,7 @@ def distilled(tmp_path_factory):
     root = tmp_path_factory.mktemp("distilled")
     target = build_learnable(root / "learnable")
     drafter, data = build_distilled(root / "run", target)
-    asked = root / "asked.txt"
+    asked = root / "asked.jsonl"
     asked.write_text("".join(data.read_text().splitlines(keepends=True)[::10]))
     return Distilled(target, drafter, asked)
 
@@ -105,7 +104,7 @@ def results(models, heads, request):
     ]
     if "distilled" in asked:
         one = request.getfixturevalue("distilled")
-        prompts = [list(line.encode()) for line in one.data.read_text().splitlines()]
+        prompts = [list(prompt.text.encode()) for prompt in read_prompts(one.data).prompts]
         drafter = {"method": "draft_model", "model": str(one.drafter)}
         jobs.insert(0, job("distilled", drafter, one.target, prompts=prompts, max_tokens=LONGER))
     jobs = [each for each in jobs if each["name"] in {*asked, *REFUSED}]
@@ -167,14 +166,15 @@ def test_a_distilled_drafter_is_worth_in_stock_vllm_what_was_measured(results, d
     result = results[name]
     assert "error" not in result, result
     reference = Reference(distilled.target)
-    for line, answer in zip(distilled.data.read_text().splitlines(), result["tokens"], strict=True):
+    data = read_prompts(distilled.data)
+    for prompt, answer in zip(data.prompts, result["tokens"], strict=True):
         assert len(answer) == LONGER
-        reference.check(line.encode(), answer, label=name)
+        reference.check(prompt.text.encode(), answer, label=name)
     settings = Settings(
-        target=distilled.target, drafter=distilled.drafter, data=read_prompts(distilled.data), limit=None, chat=False,
-        temperature=0.0, k=K, max_tokens=LONGER, seed=0, times=None, device="cpu", dtype=torch.float32,
+        target=distilled.target, drafter=distilled.drafter, data=data, limit=None, chat=False,
+        k=K, max_tokens=LONGER, device="cpu", dtype=torch.float32,
     )  # fmt: skip
-    measured = measure(settings, Progress())["modes"]["greedy"]["acceptance_rate"]
+    measured = measure(settings)["acceptance_rate"]
     assert measured > 0.2, "it has learned something"
     assert abs(result["accepted"] / result["drafted"] - measured) <= 0.02, measured
 

@@ -40,7 +40,7 @@ class Interrupted(Exception):
 @pytest.fixture
 def other_allocator(monkeypatch):
     """The commands change how their process allocates, for good; this one runs other tests too."""
-    monkeypatch.setattr("outrider.deploy.distill.memory.keep_large_blocks", lambda: True)
+    monkeypatch.setattr("outrider.deploy.distill.models.keep_large_blocks", lambda: True)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +50,17 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(target, tmp_path_factory):
-    data = tmp_path_factory.mktemp("data") / "prompts.txt"
+    data = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     colours, animals = "red green blue black white grey pink gold", "cat dog cow hen fox owl bee ant elk emu"
-    data.write_text("".join(f"{a} and {b}\n" for a in colours.split() for b in animals.split()))
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{a} and {b}"}) + "\n" for a in colours.split() for b in animals.split())
+    )
     return Settings(
         target=str(target),
         data=(data,),
         out=tmp_path_factory.mktemp("out") / "first",
         layers=1,
         start=None,
-        minutes=None,
         steps=STEPS,
         seq_len=56,
         answer_tokens=40,
@@ -93,7 +94,6 @@ def test_acceptance_on_held_out_answers_rises_well_above_the_start(trained):
     assert rows[-1]["step"] == STEPS
     assert rows[-1]["acceptance_rate"] > rows[0]["acceptance_rate"] + 0.2
     assert rows[-1]["loss"] < rows[1]["loss"] / 2
-    assert (trained / "curve.png").stat().st_size > 0
     made = json.loads((trained / "drafter" / "drafter.json").read_text())["made"]
     assert (made["steps"], made["seed"], made["layers_of_target"]) == (STEPS, 0, [0])
 
@@ -125,8 +125,8 @@ def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(trained, settin
     monkeypatch.setattr(distill_run, "SAVE_EVERY_S", -1.0)  # after every step
     whole = distill_run._Run._save
 
-    def interrupted(self, trainer, clock, step):
-        whole(self, trainer, clock, step)
+    def interrupted(self, trainer, rows, step):
+        whole(self, trainer, rows, step)
         if step == STEPS // 2:
             raise Interrupted
 
@@ -162,39 +162,16 @@ def test_a_drafter_is_trained_further_with_a_draft_vocabulary(trained, settings,
     assert rows[0]["acceptance_rate"] == pytest.approx(last["acceptance_rate"])
 
 
-def test_acceptance_is_measured_by_position_and_mode(trained, settings, tmp_path, capsys, other_allocator):
+def test_acceptance_is_measured_by_position_and_k(trained, settings, tmp_path, capsys, other_allocator):
     report_file = tmp_path / "report.json"
     command = ["acceptance", str(settings.target), str(trained / "model"), "--dataset", str(settings.data[0])]
-    command += ["--limit", "12", "--temperature", "0.8", "--k", "3", "--max-tokens", "40", "--json", str(report_file)]
-    assert main([*command, "--target-ms", "30", "--draft-ms", "3", "--plot", str(tmp_path / "p.png")]) == 0
+    command += ["--limit", "12", "--k", "3", "--max-tokens", "40", "--dtype", "float32", "--json", str(report_file)]
+    assert main(command) == 0
     report = json.loads(report_file.read_text())
-    assert report["acceptance_rate"] == report["modes"]["rejection"]["acceptance_rate"]
-    assert report["modes"].keys() == {"greedy", "rejection", "coupled"}
-    greedy = report["modes"]["greedy"]
-    assert len(greedy["by_position"]) == len(greedy["by_k"]) == 3
-    assert greedy["acceptance_rate"] > 0.2
-    # Rejection's exact figure and coupled noise, which is drawn, are of the same drafter.
-    assert 0.1 < report["modes"]["coupled"]["per_token_acceptance"] < 1.0
+    assert len(report["by_position"]) == len(report["by_k"]) == 3
+    assert report["acceptance_rate"] > 0.2
+    assert 0.1 < report["overlap"] < 1.0
     assert "tokens a round" in capsys.readouterr().out
-
-
-def test_a_look_up_preset_is_measured_by_its_own_code(settings, tmp_path, other_allocator):
-    preset = tmp_path / "ngram.yaml"
-    preset.write_text(
-        json.dumps(
-            {
-                "target": {"model": settings.target, "dtype": "float32", "max_model_len": 512},
-                "drafter": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
-                "speculation": {"num_speculative_tokens": 3},
-            }
-        )
-    )
-    command = ["acceptance", "--preset", str(preset), "--dataset", str(settings.data[0]), "--limit", "8"]
-    assert main([*command, "--json", str(tmp_path / "report.json")]) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    # The target soon says what it said before: a look-up finds it.
-    assert report["acceptance_rate"] > 0.3
-    assert report["drafter"]["method"] == "ngram"
 
 
 def test_the_assembled_drafter_loads_in_vllm_by_our_own_draft_engine(trained, target):

@@ -15,15 +15,15 @@ def target(tmp_path_factory):
 
 @pytest.fixture
 def data(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("".join(f"prompt {number}\n" for number in range(8)))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(8)))
     return file
 
 
 @pytest.fixture(autouse=True)
 def other_allocator(monkeypatch):
     """The commands change how their process allocates, for good; this one runs other tests too."""
-    monkeypatch.setattr("outrider.deploy.distill.memory.keep_large_blocks", lambda: True)
+    monkeypatch.setattr("outrider.deploy.distill.models.keep_large_blocks", lambda: True)
 
 
 def failure(capsys, *arguments):
@@ -37,22 +37,10 @@ def failure(capsys, *arguments):
     ("options", "message"),
     [
         ([], "--data: no prompts"),
-        (
-            ["--data", "{data}", "--answer-tokens", "64", "--seq-len", "64"],
-            "--answer-tokens: 64 leave a prompt no room",
-        ),
-        (["--data", "{data}", "--minutes", "0"], "--minutes: 0 is not a finite number above 0"),
-        (["--data", "{data}", "--minutes", "nan"], "--minutes: nan is not a finite number above 0"),
-        (["--data", "{data}", "--minutes", "inf"], "--minutes: inf is not a finite number above 0"),
-        (["--data", "{data}", "--learning-rate", "0"], "--learning-rate: 0 is not a finite number above 0"),
-        (["--data", "{data}", "--learning-rate=-1"], "--learning-rate: -1 is not a finite number above 0"),
-        (["--data", "{data}", "--learning-rate", "nan"], "--learning-rate: nan is not a finite number above 0"),
-        (["--data", "{data}", "--learning-rate", "inf"], "--learning-rate: inf is not a finite number above 0"),
         (["--data", "{data}", "--layers", "2"], "--layers: 2 is not in 1 to 1; the target has 2 layers"),
-        (["--data", "{data}", "--seq-len", "9999"], "--seq-len: 9999, the target was made for 2048 positions"),
-        (["--data", "{data}", "--seq-len", "20", "--answer-tokens", "15"], "prompts.txt, line 1: 8 tokens"),
-        (["--data", "nowhere.txt"], "--data: nowhere.txt: no such file"),
-        (["--data", "{data}", "--chat", "--layers", "1"], "no chat template"),
+        (["--data", "{data}", "--seq-len", "20", "--answer-tokens", "15"], "prompts.jsonl, line 1: 8 tokens"),
+        (["--data", "nowhere.jsonl"], "--data: nowhere.jsonl: no such file"),
+        (["--data", "{data}", "--chat", "--layers", "1"], "no chat template takes it"),
         (["--data", "{data}", "--from", "{data}"], "--from: "),
         (["--assemble", "{data}"], "is no stored drafter"),
     ],
@@ -64,44 +52,21 @@ def test_what_distill_refuses(target, data, tmp_path, capsys, options, message):
     assert message in failure(capsys, "distill", target, "--out", tmp_path / "out", *given)
 
 
-def test_a_place_to_write_is_looked_for_before_the_work(target, data, capsys):
-    said = failure(capsys, "distill", target, "--layers", "1", "--data", data, "--out", "/proc/out")
-    assert "distill: --out: /proc/out cannot be made" in said
-    assert "prompts: --out: /proc/out.jsonl cannot be written" in failure(
-        capsys, "prompts", target, "--out", "/proc/out.jsonl"
-    )
-
-
 def test_too_few_prompts_are_refused(target, tmp_path, capsys):
-    file = tmp_path / "few.txt"
-    file.write_text("one\ntwo\none\ntwo\n")
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n' * 2)
     said = failure(capsys, "distill", target, "--layers", "1", "--out", tmp_path / "out", "--data", file)
     assert "fewer than four different prompts" in said
-
-
-def test_two_runs_in_one_directory_are_refused(target, data, tmp_path, capsys):
-    import fcntl
-
-    out = tmp_path / "out"
-    out.mkdir()
-    with (out / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        said = failure(capsys, "distill", target, "--layers", "1", "--out", out, "--data", data)
-    assert "--out: another run is at work" in said
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give TARGET and DRAFTER, or --preset"),
-        (["{target}", "{target}", "--preset", "smollm2"], "--preset: it has a target and a drafter"),
-        (["{target}", "{target}", "--temperature", "-1"], "--temperature: -1 is below 0"),
-        (["{target}", "{target}", "--target-ms", "30"], "give both, or neither"),
+        ([], "give TARGET and DRAFTER, or a --preset"),
         (["{target}", "{target}", "--json", "/nowhere/out.json"], "--json: /nowhere is no directory"),
         (["{target}", "{target}", "--json", "/proc/out.json"], "--json: /proc/out.json cannot be written"),
-        (["{target}", "{target}", "--plot", "out.jpg"], "--plot: out.jpg is not called *.png"),
         (["{target}", "/nowhere/at/all"], "DRAFTER: /nowhere/at/all is no directory"),
-        (["--preset", "{none}"], "--preset: its drafter is of method none"),
+        (["--preset", "{none}"], "a --preset whose drafter is a draft model"),
     ],
 )
 def test_what_acceptance_refuses(target, data, tmp_path, capsys, options, message):

@@ -21,7 +21,6 @@ from outrider.deploy.models import identity
 from outrider.deploy.models.check import check_models
 from outrider.deploy.models.identity import Reference, check_made_for, kept_digest, shapes_digest, weights_digest
 from outrider.deploy.models.store import MANIFEST
-from outrider.deploy.progress import Progress
 from tests.tiny_models import build_tiny_llama, pad_vocabulary
 
 pytestmark = pytest.mark.usefixtures("outrider_home")
@@ -37,7 +36,7 @@ def models(tmp_path_factory):
     trained = {name: parameter for name, parameter in drafter.named_parameters() if name in names}
     config = config_of_layers(check_architecture(target, "TARGET"), [0])
     reference = Reference.of(target)
-    store(home / "stored", reference, reference, target, config, trained, {})
+    store(home / "stored", reference, target, config, trained, {})
     assemble(home / "stored", target, home / "drafter")
     other = build_tiny_llama(home / "other", noise_of=target, noise=0.01)
     padded = pad_vocabulary(home / "padded", target, 320)
@@ -85,11 +84,11 @@ def test_a_version_that_it_has_learned_is_as_its_first(models, tmp_path):
 
 
 def test_measuring_it_beside_another_target_is_refused(models, tmp_path):
-    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
-    data = read_prompts(tmp_path / "prompts.txt")
-    settings = Settings(models.other, models.drafter, data, None, False, 0.0, 3, 8, 0, None, "cpu", torch.float32)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
+    data = read_prompts(tmp_path / "prompts.jsonl")
+    settings = Settings(models.other, models.drafter, data, None, False, 3, 8, "cpu", torch.float32)
     with pytest.raises(ConfigError, match=r"drafter\.model: .* was trained for tiny"):
-        measure(settings, Progress())
+        measure(settings)
 
 
 def test_other_token_ids_are_another_target(models, tmp_path):

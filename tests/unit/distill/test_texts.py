@@ -18,7 +18,7 @@ def test_held_out_prompts_depend_on_their_content_alone():
     assert len(twice) == 10
 
 
-@pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 0), (2, 1), (4, 2), (5000, 64)])
+@pytest.mark.parametrize(("count", "expected"), [(4, 2), (100, 5), (5000, 64)])
 def test_how_many_are_held_out(count, expected):
     assert len(held_out([str(index) for index in range(count)])) == expected
 
