@@ -1,8 +1,8 @@
 """``python -m tests.bench.training_prompts GSM8K_TRAIN INVENTED... > prompts.jsonl``: prompts of the shipped drafter.
 
-Chats that the target made up itself (Magpie, arXiv 2406.08464), questions of GSM8K's training part, the three domains of
-`domain_prompts`, and Python functions of the interpreter's own library, cut after their docstring, to be continued.
-None is of HumanEval, MT-bench or GSM8K's test part, which it is measured on.
+Chats that the target made up itself (as in Magpie, arXiv 2406.08464), questions of GSM8K's training part, the three
+domains of `domain_prompts`, and Python functions of the interpreter's own library, cut after their docstring, to be
+continued. None is of HumanEval, MT-bench or GSM8K's test part, which it is measured on.
 """
 
 from __future__ import annotations
