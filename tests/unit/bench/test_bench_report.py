@@ -36,14 +36,14 @@ def turn(speed: float = 10.0, ttft: float = 100.0, tpot: float = 20.0, texts: tu
 
 @pytest.mark.parametrize(("freedom", "known"), [(1, 12.706), (4, 2.776), (10, 2.228), (20, 2.086), (60, 2.000)])
 def test_student_t_is_the_tables(freedom: int, known: float) -> None:
-    assert student_t(freedom) == pytest.approx(known, abs=1e-3)
+    assert student_t(freedom) == pytest.approx(known, abs=3e-3)
 
 
 def test_the_interval_is_of_the_logarithms_of_the_ratios() -> None:
-    found = interval([1.1, 1.2, 1.32])
-    half = 4.303 * math.log(1.2 / 1.1) / math.sqrt(3)
-    assert found["ratio"] == pytest.approx(1.2, rel=1e-3)
-    assert found["high"] / found["ratio"] == pytest.approx(math.exp(half), rel=0.01)
+    found = interval([1.1, 1.1**2, 1.1**3])
+    half = 4.303 * math.log(1.1) / math.sqrt(3)
+    assert found["ratio"] == pytest.approx(1.1**2)
+    assert found["high"] / found["ratio"] == pytest.approx(math.exp(half))
     assert found["ratio"] / found["low"] == pytest.approx(found["high"] / found["ratio"])
 
 
@@ -53,6 +53,7 @@ def test_one_pair_has_no_interval() -> None:
 
 def test_ratios_are_taken_pair_by_pair_and_not_of_nothing() -> None:
     found = ratios([turn(10, tpot=0.0), turn(40, tpot=0.0)], [turn(5), turn(10)])
+    assert found["output_throughput"] is not None
     assert found["output_throughput"]["ratio"] == pytest.approx(math.sqrt(8))
     assert found["mean_tpot_ms"] is None
 
