@@ -1,68 +1,37 @@
-"""vLLM's own client against a server of OpenAI's API, and what `vllm serve` is started with."""
+"""vLLM's own client against servers of OpenAI's API, one or two in turns, and what `vllm serve` is started with."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.cluster.config import ConfigError, parse_config
+from outrider.deploy import cli
+from outrider.deploy.bench import run, servers
 from outrider.deploy.bench.load import Load
 from outrider.deploy.bench.machine import BenchError
 from outrider.deploy.bench.servers import RunningServer, command_line, engine_arguments
-from tests.tiny_models import write_tokenizer
-
-
-class Api(BaseHTTPRequestHandler):
-    """Streams two words for each prompt, and counts them at /metrics."""
-
-    prompts: list[str]
-    fails = False
-
-    def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            return self._send(json.dumps({"data": [{"id": "m", "root": "m"}]}))
-        if self.path == "/metrics":
-            text = f"# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total {2.0 * len(self.prompts)}\n"
-            return self._send(text)
-        return self._send("")
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.fails:
-            return self._send("{}", 500)
-        self.prompts.append(body["prompt"])
-        pieces = [{"choices": [{"text": text}]} for text in (" one", " two")]
-        pieces.append({"choices": [], "usage": {"completion_tokens": 2}})
-        return self._send("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n")
-
-    def _send(self, text: str, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/event-stream")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Keep quiet."""
+from tests.tiny_models import build_tiny_llama, write_tokenizer
+from tests.unit.bench import played_api
+from tests.unit.bench.played_api import Api
 
 
 @pytest.fixture
 def api() -> Iterator[tuple[str, type[Api]]]:
-    kind = type("ThisApi", (Api,), {"prompts": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+    with played_api.server() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", kind
+        yield f"http://127.0.0.1:{server.server_port}", server.RequestHandlerClass  # type: ignore[misc]
         server.shutdown()
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
-    rows = [
+def options(tmp_path: Path) -> list[str]:
+    rows: list[dict[str, Any]] = [
         {
             "conversations": [
                 {"from": "human", "value": f"question number {i} of many"},
@@ -72,11 +41,16 @@ def load(tmp_path: Path) -> Load:
         for i in range(200)
     ]
     (tmp_path / "chats.json").write_text(json.dumps(rows))
-    options = {
+    given = {
         "--dataset-name": "sharegpt", "--dataset-path": str(tmp_path / "chats.json"), "--num-prompts": "3",
         "--max-concurrency": "2", "--output-len": "4", "--temperature": "0",
     }  # fmt: skip
-    return Load([part for option in options.items() for part in option])
+    return [part for option in given.items() for part in option]
+
+
+@pytest.fixture
+def load(options: list[str]) -> Load:
+    return Load(options)
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +114,58 @@ def test_vllm_serve_reads_the_configuration_back_from_its_command_line() -> None
     assert read.speculative_config == speculative
     assert read.enforce_eager, "as our engines on CPU"
     assert read.async_scheduling is None, "vLLM's default, which is on where the method allows it"
+
+
+def test_two_running_servers_answer_the_same_in_turns(
+    api: tuple[str, type[Api]],
+    options: list[str],
+    tokenizer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "SETTLE_S", 0.0)
+    url, kind = api
+    out = tmp_path / "out.json"
+    sides = ["--address", url, "--against", url, "--rounds", "3", "--json", str(out)]
+    assert cli.main(["bench", *sides, *options, "--", "--tokenizer", tokenizer]) == 0
+    report = json.loads(out.read_text())
+    assert report["ratios"]["output_throughput"]["pairs"] == 3
+    assert report["same_answers"] == {"same": 9, "of": 9}
+    assert len(report["ours"]["turns"]) == len(report["other"]["turns"]) == 3
+    measured = kind.prompts[6:]  # each side has been asked three to warm up
+    for pair in range(3):
+        ours, other = (sorted(measured[at : at + 3]) for at in (6 * pair, 6 * pair + 3))
+        assert ours == other
+    assert "ours / other, output tok/s" in capsys.readouterr().out
+
+
+def test_the_rival_runs_at_its_best_of_the_settings_that_vllm_does_not_refuse(
+    api: tuple[str, type[Api]],
+    options: list[str],
+    tmp_path: Path,
+    outrider_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`vllm serve` and ours are played; that they are started, asked and ended is not."""
+    monkeypatch.setattr(run, "SETTLE_S", 0.0)
+    monkeypatch.setattr(servers, "VLLM_SERVE", "from tests.unit.bench.played_api import main; main()")
+    monkeypatch.setattr(run, "OutriderServer", lambda *_: RunningServer(api[0]))
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"target": {"model": str(build_tiny_llama(tmp_path / "tiny"))}}))
+    rival = ["--against", "vllm", "--against-k", "3,4"]
+    rival += [
+        "--against-config",
+        json.dumps({"method": "ngram"}),
+        "--against-config",
+        json.dumps({"method": played_api.REFUSED}),
+    ]
+    out = tmp_path / "out.json"
+    sides = ["--config", str(config), "--rounds", "1", "--json", str(out), "--other-cores", "0", "--other-cores", "0-0"]
+    assert cli.main(["bench", *sides, *rival, *options]) == 0
+    report = json.loads(out.read_text())
+    assert report["other"]["settings"]["environment"]["VLLM_CPU_OMP_THREADS_BIND"] in ("0", "0-0")
+    assert {each["speculative"]["method"] for each in report["other"]["settings"]["tried"]} == {"ngram"}
+    assert f"{played_api.REFUSED} is refused" in capsys.readouterr().err
+    assert [each["cores"] for each in report["other"]["settings"]["tried"]] == ["0", "0", "0-0"]
