@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import io
 import urllib.request
 from collections import defaultdict
@@ -66,11 +67,13 @@ class Load:
                 result: dict[str, Any] = asyncio.run(main_async(given))
         except (ValueError, RuntimeError, ImportError, OSError, NotImplementedError) as error:
             raise BenchError(f"the benchmark client failed at {url}: {error}") from error
+        finally:
+            gc.unfreeze()  # the client freezes what there is, and libraries would complain of leaks when we end
         if result["failed"] or not result["completed"]:
             reason = next((error for error in result["errors"] if error), "no answer")
             raise BenchError(f"{result['failed']} requests failed at {url}: {reason.strip().splitlines()[-1]}")
-        after = counters(url)
-        counted = {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name)}
+        rose = {name: value - before.get(name, 0.0) for name, value in counters(url).items()}
+        counted = {name: value for name, value in rose.items() if value}
         figures = {name: value for name, value in result.items() if isinstance(value, (int, float))}
         return Turn(figures, counted, result["generated_texts"])
 
@@ -84,8 +87,7 @@ class Load:
         parser = FlexibleArgumentParser(prog="vllm bench serve")
         add_cli_args(parser)
         parser.error = refuse
-        parsed: argparse.Namespace = parser.parse_args([*self.options, *options])
-        return parsed
+        return parser.parse_args([*self.options, *options])
 
 
 def counters(url: str) -> dict[str, float]:

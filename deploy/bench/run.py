@@ -39,9 +39,7 @@ WARM_UP = 1_000_000
 @dataclass
 class Side:
     server: Server
-    settings: dict[str, Any]
-    """For the report; ``name`` heads its column."""
-
+    settings: dict[str, Any]  # for the report; its ``name`` heads a column
     tokenizer: str | None = None
     url: str = ""
     turns: list[Turn] = field(default_factory=list)
@@ -68,11 +66,9 @@ class Run:
         started, here = datetime.now(UTC), machine(available_cores())
         sides = {"ours": self._our_side()}
         if self._args.against is not None:
-            sides = {"other": self._other_side(), **sides}
+            sides["other"] = self._other_side()
         for name, each in sides.items():
             self._start(name, each)
-        # Ours first in each round.
-        sides = {name: sides[name] for name in ("ours", "other") if name in sides}
         self._take_turns(sides)
         both = [each.turns for each in sides.values()]
         return {
