@@ -64,11 +64,11 @@ class OpenAIConfig(Section):
         """Refuses what would have no effect here."""
         for name, instead in _ELSEWHERE.items():
             if name in value:
-                raise ValueError(f"{name}: has no effect here; set {instead}")
+                raise ValueError(f"{name}: has no effect here; {f'set {instead}' if instead else 'leave it out'}")
         return value
 
 
-_ELSEWHERE = {
+_ELSEWHERE: dict[str, str | None] = {
     "api_key": "serving.api_key",
     "allowed_origins": "serving.allowed_origins",
     "host": "serving.gateway.host",
@@ -80,8 +80,16 @@ _ELSEWHERE = {
     "lora_modules": "target.lora.adapters",
     "chat_template": "openai.chat_template",
     "tool_call_parser": "openai.tool_call_parser",
-}
-"""By argument of vLLM's: the key that does it here."""
+    **dict.fromkeys(
+        (
+            "root_path", "uds", "uvicorn_log_level", "disable_uvicorn_access_log", "allow_credentials",
+            "allowed_methods", "allowed_headers", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh",
+            "h11_max_incomplete_event_size", "h11_max_header_count", "enable_server_load_tracking",
+            "enable_offline_docs", "disable_fastapi_docs",
+        )
+    ),
+}  # fmt: skip
+"""By argument of vLLM's: the key that does it here, or None where nothing does."""
 
 
 MAX_SPECULATIVE_TOKENS = 32

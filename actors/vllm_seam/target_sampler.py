@@ -11,8 +11,9 @@ apply to drafted positions unchanged.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,9 @@ class TargetSampler:
         """
         logits = logits.to(torch.float32)
         drafts = [step.drafts.get(request.request_id, []) for request in requests]
-        raw = logits
+        raw, wants_logprobs = logits, metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
         if _is_processed(requests, metadata):
-            if metadata.max_num_logprobs is not None:
+            if wants_logprobs:
                 raw = logits.clone()
             logits = self._process(logits, requests, drafts, metadata)
         batch = verification_batch(
@@ -75,8 +76,9 @@ class TargetSampler:
         chosen = torch.nn.functional.pad(result.token_ids, (0, step.width + 1 - result.token_ids.shape[1]), value=-1)
         chosen[:, -1] = result.status
         logprobs = None
-        if metadata.max_num_logprobs is not None:
-            logprobs = self._logprobs(raw, batch, chosen[:, :-1], metadata.max_num_logprobs)
+        if wants_logprobs:
+            count, named = metadata.max_num_logprobs or 0, metadata.logprob_token_ids or {}
+            logprobs = self._logprobs(raw, batch, chosen[:, :-1], count, named)
         return SamplerOutput(chosen, logprobs)
 
     def warm_up(self, vocab_size: int, num_drafts: int, top_n: int) -> None:
@@ -146,13 +148,28 @@ class TargetSampler:
         for processor in self._processors.all:
             processor.update_state(BatchUpdate(batch_size=len(added), removed=gone, added=added, moved=[]))
 
-    def _logprobs(self, raw: Tensor, batch: VerificationBatch, token_ids: Tensor, count: int) -> LogprobsTensors:
-        """Of token_ids [B, W] flattened, as vLLM's parser of drafted rounds takes them. raw: float32 [R, V]."""
+    def _logprobs(
+        self,
+        raw: Tensor,
+        batch: VerificationBatch,
+        token_ids: Tensor,
+        count: int,
+        named: Mapping[int, list[int]] = MappingProxyType({}),
+    ) -> LogprobsTensors:
+        """Of token_ids [B, W] flattened, as vLLM's parser of drafted rounds takes them. raw: float32 [R, V]. named: by
+        request's index, the tokens it asked for instead of the most likely ones (`logprob_token_ids`)."""
         offset = torch.arange(token_ids.shape[1], device=self._device)
         exists = offset <= batch.num_drafts.unsqueeze(1)
         row = torch.where(exists, batch.first_row.unsqueeze(1) + offset, 0).flatten()
         chosen = token_ids.flatten().clamp_min(0).to(torch.int64)
-        return self._sampler.gather_logprobs(self._sampler.compute_logprobs(raw)[row], count, chosen)
+        logprobs, width = self._sampler.compute_logprobs(raw)[row], token_ids.shape[1]
+        likely = self._sampler.gather_logprobs(logprobs, max(count, *map(len, named.values()), 0), chosen)
+        for index, ids in named.items():
+            rows = slice(index * width, (index + 1) * width)
+            (wanted,) = to_device([np.array(ids)], self._device)
+            likely.logprob_token_ids[rows, 1 : len(ids) + 1] = wanted.to(likely.logprob_token_ids.dtype)
+            likely.logprobs[rows, 1 : len(ids) + 1] = logprobs[rows][:, wanted]
+        return likely
 
 
 class _MinTokens(MinTokensLogitsProcessor):

@@ -106,6 +106,15 @@ def test_logprobs(client, pair):
     assert completion.logprobs.token_logprobs == pytest.approx([e.logprob for e in choice.logprobs.content], abs=1e-3)
 
 
+def test_logprobs_of_named_tokens(client):
+    extra = {"logprob_token_ids": [65, 66], "return_tokens_as_token_ids": True}
+    for speculation in ({}, {"vllm_xargs": {"speculation.enabled": 0}}):
+        body = {**extra, **speculation}
+        [choice] = chat(client, temperature=0, max_tokens=6, logprobs=True, extra_body=body).choices
+        for entry in choice.logprobs.content:
+            assert {"token_id:65", "token_id:66"} <= {top.token for top in entry.top_logprobs}
+
+
 def test_several_answers_and_prompts(client):
     answer = complete(client, prompt=[PROMPT, "Hi"], n=2, temperature=1.0, seed=5, max_tokens=8)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

@@ -115,6 +115,7 @@ def metadata_of(requests):
         allowed_token_ids_mask=mask,
         bad_words_token_ids={i: p.bad_words_token_ids for i, p in enumerate(all_params) if p.bad_words_token_ids},
         logitsprocs=LogitsProcessors(),
+        logprob_token_ids={i: p.logprob_token_ids for i, p in enumerate(all_params) if p.logprob_token_ids} or None,
     )
 
 
@@ -257,6 +258,20 @@ def test_logprobs_are_of_the_raw_logits_and_of_the_tokens_committed(sampler):
             assert tensors.logprobs[place, 1] == pytest.approx(float(raw[place].max()), abs=1e-5)
     second_row = tensors.logprob_token_ids[K + 1, 0]
     assert second_row == result.sampled_token_ids[1, 0], "the second request's rows start where its columns do"
+
+
+def test_logprobs_of_named_tokens_beside_another_request_s_likeliest(sampler):
+    requests = requests_of(params(logprob_token_ids=[5, 9, 3]), params(logprobs=2))
+    logits = torch.randn(2 * (K + 1), V, generator=torch.Generator().manual_seed(3))
+    result, _ = choose(sampler, logits.clone(), requests)
+    raw, tensors = logits.log_softmax(-1), result.logprobs_tensors
+    assert tensors.logprob_token_ids[: K + 1, 1:].tolist() == [[5, 9, 3]] * (K + 1)
+    for place, token in enumerate(result.sampled_token_ids[0].tolist()):
+        if token >= 0:
+            wanted = [float(raw[place, each]) for each in (token, 5, 9, 3)]
+            assert tensors.logprobs[place].tolist() == pytest.approx(wanted, abs=1e-5)
+    likeliest = raw[K + 1].topk(2).indices.tolist()
+    assert tensors.logprob_token_ids[K + 1, 1:3].tolist() == likeliest
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

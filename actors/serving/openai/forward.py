@@ -35,6 +35,8 @@ GENERATING = (
     "/v1/responses",
     "/v1/messages",
     "/inference/v1/generate",
+    "/generative_scoring",
+    "/v1/systemone",
     "/invocations",
 )
 """Paths of vLLM's server that keep the engine busy."""
