@@ -34,8 +34,7 @@ from outrider.deploy.doctor import (
 )
 from outrider.deploy.doctor_gpu import check_gpu
 from outrider.deploy.doctor_vllm import check_vllm
-from outrider.deploy.models.check import read_model_json
-from outrider.deploy.models.method_guide import text_model
+from outrider.deploy.models.check import read_model_json, text_model
 from outrider.deploy.preset import Overrides, preset_names, resolve_config
 
 DEFAULT_PRESET = "smollm2"
@@ -130,7 +129,7 @@ def check_method(config: OutriderConfig, gpu: bool) -> list[Finding]:
         findings.append(ok("method", f"{config.remote_drafter.method}, in a drafter actor"))
     else:
         findings.append(
-            warn("method", "no drafter section: served without speculation", "see what fits: outrider methods MODEL")
+            warn("method", "no drafter section: served without speculation", "see docs/methods.md for what fits")
         )
     if (backend := config.link.backend) in DEVICE_BACKENDS and not gpu:
         text = f"{backend} needs a device at both ends, and this vLLM runs on CPU"

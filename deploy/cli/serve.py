@@ -86,8 +86,8 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
 
     Raises ConfigError, by field.
     """
-    from outrider.deploy.cli.fetch import FetchError, fetch
     from outrider.deploy.models.check import check_models
+    from outrider.deploy.models.fetch import FetchError, fetch
     from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, DrafterSource, models_dir
 
     overrides = Overrides(args.target, args.drafter, args.dtype, args.grpc_port, args.http_port)

@@ -1,6 +1,6 @@
-"""What a checkpoint's own files say against a configuration, before anything is started.
+"""Checks what a checkpoint's own files say against a configuration, before anything is started.
 
-The checks are pure: they take decoded ``config.json`` documents and vocabularies. ``check_models`` reads the files.
+What vLLM refuses itself is left to it, but for what an operator gets wrong most often: ranks and lengths.
 """
 
 from __future__ import annotations
@@ -14,26 +14,33 @@ from typing import Any
 
 from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter
-from outrider.cluster.config import CoLocatedConfig, ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.drafter_config import DraftEngineConfig
 from outrider.cluster.lora_config import AdapterConfig
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.identity import check_made_for
-from outrider.deploy.models.method_guide import ModelJson, kind_of, text_model
+
+ModelJson = Mapping[str, Any]
+"""A decoded config.json."""
+
+_HEADS = ("eagle", "medusa", "mlp_speculator", "mlpspeculator", "dflash", "dspark")
+"""Parts of the names by which checkpoints of drafting heads call themselves."""
 
 
-def check_tensor_parallel(
-    document: ModelJson, tensor_parallel_size: int, section: str, key: str = "tensor_parallel_size"
-) -> None:
-    """Raise ConfigError unless attention and feed-forward layers split evenly over the ranks.
+def text_model(document: ModelJson) -> ModelJson:
+    """Returns the language model's part of a config.json; multimodal checkpoints nest it."""
+    nested = document.get("text_config")
+    return nested if isinstance(nested, dict) else document
 
-    section: ``target`` or ``drafter``; key: of it, for the message. Fewer key-value heads than ranks are fine when they
-    divide the ranks: each rank then keeps a copy of one.
+
+def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, section: str) -> None:
+    """Raises ConfigError unless attention and feed-forward layers split evenly over the ranks.
+
+    Fewer key-value heads than ranks are fine where they divide the ranks: each rank then keeps a copy of one.
     """
     model, ranks = text_model(document), tensor_parallel_size
-    heads = model.get("num_attention_heads")
+    heads, width = model.get("num_attention_heads"), model.get("intermediate_size")
     kv_heads = model.get("num_key_value_heads") or heads
-    width = model.get("intermediate_size")
     problem = None
     if isinstance(heads, int) and heads % ranks:
         problem = f"the {heads} attention heads (num_attention_heads)"
@@ -41,33 +48,14 @@ def check_tensor_parallel(
         problem = f"the {kv_heads} key-value heads (num_key_value_heads)"
     elif isinstance(width, int) and width % ranks:
         problem = f"the feed-forward width {width} (intermediate_size)"
-    if problem is None:
-        return
-    allowed = ", ".join(str(n) for n in range(1, 65) if _splits(heads, kv_heads, width, n))
-    raise ConfigError(
-        f"{section}.{key}: {ranks} does not divide {problem} of {section}.model; this model allows {allowed}"
-    )
-
-
-def _splits(heads: Any, kv_heads: Any, width: Any, ranks: int) -> bool:
-    even = all(not isinstance(size, int) or size % ranks == 0 for size in (heads, width))
-    return even and (not isinstance(kv_heads, int) or kv_heads % ranks == 0 or ranks % kv_heads == 0)
-
-
-def check_pipeline(document: ModelJson, pipeline_parallel_size: int) -> None:
-    """Raise ConfigError where a pipeline stage of the target would have no layer."""
-    layers = text_model(document).get("num_hidden_layers")
-    if isinstance(layers, int) and layers < pipeline_parallel_size:
-        raise ConfigError(
-            f"target.pipeline_parallel_size: {pipeline_parallel_size} stages, and the {layers} layers "
-            f"(num_hidden_layers) of target.model are too few for one each; set {layers} or fewer"
-        )
+    if problem is not None:
+        raise ConfigError(f"{section}.tensor_parallel_size: {ranks} does not divide {problem} of {section}.model")
 
 
 def check_vocabularies(
     target: ModelJson, drafter: ModelJson, tokens: tuple[Mapping[str, int] | None, Mapping[str, int] | None]
 ) -> None:
-    """Raise ConfigError when the two models' token ids may mean different things.
+    """Raises ConfigError when the two models' token ids may mean different things.
 
     tokens: the target's and the drafter's vocabularies, entry -> id; None where there is none to read. Sizes need not
     agree, for models of one family are padded differently, and no more is drafted than both have. But where they
@@ -82,17 +70,6 @@ def check_vocabularies(
             f"drafter.model: its vocabulary has {sizes[1]} tokens, the target's has {sizes[0]} (vocab_size in "
             "config.json), and without a tokenizer.json of both nobody can tell whether that is padding; use a drafter "
             "of the same model family, and checkpoints with their tokenizers"
-        )
-
-
-def check_same_size(target: ModelJson, drafter: ModelJson) -> None:
-    """Raise ConfigError when the vocabularies' sizes differ, which vLLM's own draft_model refuses."""
-    sizes = vocabulary_sizes(target, drafter)
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"drafter.model: its vocabulary has {sizes[1]} tokens, the target's has {sizes[0]} (vocab_size in "
-            "config.json), which co-located drafting refuses; leave placement: co_located out if only the padding "
-            "differs, or use a drafter made for this target's tokenizer"
         )
 
 
@@ -186,18 +163,17 @@ def _named(section: str) -> Iterator[None]:
 
 
 def check_models(config: OutriderConfig) -> None:
-    """Check every checkpoint of ``config`` against it. Reads config.json, and tokenizer.json where both sides have one;
-    the target's tensors where a drafter says for which ones it was trained and nobody has read them before.
+    """Checks every checkpoint of ``config`` against it. Raises ConfigError naming the field and the fix.
 
-    Raises ConfigError naming the field and the fix; a hub id whose config.json cannot be had is one of these.
+    Reads config.json, and tokenizer.json where both sides have one. A hub id's config.json is downloaded. Co-located
+    drafters are vLLM's to check, but for one that was trained for another target.
     """
     target = read_model_json(config.target, "target")
     check_tensor_parallel(target, config.target.tensor_parallel_size, "target")
-    check_pipeline(target, config.target.pipeline_parallel_size)
     _check_length(target, config.target.max_model_len, "target")
     check_adapters(config)
-    if config.co_located is not None:
-        _check_co_located(config, config.co_located, target)
+    if config.drafter_model is not None and Path(config.target.model).is_dir() and Path(config.drafter_model).is_dir():
+        check_made_for(Path(config.target.model), Path(config.drafter_model))
     if not isinstance(config.drafter, DraftModelConfig):
         return
     for section, engine in config.drafter.models.items():
@@ -210,14 +186,13 @@ def check_models(config: OutriderConfig) -> None:
 def _check_draft_model(config: OutriderConfig, target: ModelJson, engine: DraftEngineConfig) -> ModelJson:
     """Returns its config.json."""
     drafter = read_model_json(engine, "drafter")
-    check_drafts(drafter, "draft_model")
+    _check_is_model(drafter)
     check_tensor_parallel(drafter, engine.tensor_parallel_size, "drafter")
     _check_length(drafter, engine.max_model_len, "drafter")
     common = _common_with(config.target, engine)
     if common is None:
         check_vocabularies(target, drafter, _tokens(config.target, target, engine, drafter))
     check_draft_vocab_size(target, drafter, engine.draft_vocab_size, num_common_tokens(config))
-    _check_made_for(config.target, engine.model)
     return drafter
 
 
@@ -241,20 +216,13 @@ def _check_adapters(section: str, adapters: Sequence[AdapterConfig], max_lora_ra
             raise ConfigError(f"{section}.lora.adapters: {adapter.name}: {said}") from None
 
 
-def check_drafts(drafter: ModelJson, method: str) -> None:
-    """Raise ConfigError when the checkpoint is not what the method drafts with."""
-    kind = kind_of(drafter).kind
-    wanted = "model" if method in ("draft_model", "mtp") else method
-    if kind == wanted:
-        return
-    holds = "a language model" if kind == "model" else f"{kind} heads"
-    needs = "a language model" if wanted == "model" else f"{wanted} heads"
-    if kind == "model" and wanted in ("eagle", "eagle3"):
-        return  # heads that call themselves after the model they imitate: vLLM renames them
-    raise ConfigError(
-        f"drafter.model: it holds {holds}, and method {method} drafts with {needs}; set drafter.method: "
-        f"{'draft_model' if kind == 'model' else kind}, or give another checkpoint"
-    )
+def _check_is_model(drafter: ModelJson) -> None:
+    names = [*(drafter.get("architectures") or ()), drafter.get("model_type"), drafter.get("speculators_model_type")]
+    if any(head in str(name).lower() for name in names for head in _HEADS):
+        raise ConfigError(
+            f"drafter.model: it holds drafting heads ({names[0]}), and method draft_model needs a language model; "
+            "heads run inside the target's engine: set drafter.placement: co_located and drafter.method"
+        )
 
 
 def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
@@ -290,75 +258,6 @@ def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
             raise ConfigError(f"drafter.learn.directory: {directory} is no directory that can be written to")
 
 
-def check_heads(target: ModelJson, heads: ModelJson) -> None:
-    """Raise ConfigError when the heads were made for a target of another width."""
-    size, made_for = kind_of(target).hidden_size, kind_of(heads).target_hidden_size
-    if size and made_for and size != made_for:
-        raise ConfigError(
-            f"drafter.model: heads for a hidden size of {made_for}, the target's is {size} (hidden_size in "
-            "config.json); use heads that were trained for this target"
-        )
-
-
-def check_mtp(target: ModelJson) -> None:
-    """Raise ConfigError when the target has no layers that predict further tokens, or vLLM does not draft with them."""
-    kind = kind_of(target)
-    if not kind.mtp_layers:
-        raise ConfigError(
-            "drafter.method: mtp, but target.model's config.json names no layers that predict further tokens "
-            "(num_nextn_predict_layers); see which methods fit: outrider methods MODEL"
-        )
-    if not kind.mtp_family:
-        raise ConfigError(
-            f"drafter.method: mtp, but vLLM does not draft with the extra layers of {kind.architecture}; see which "
-            "methods fit: outrider methods MODEL"
-        )
-
-
-def _check_co_located(config: OutriderConfig, drafter: CoLocatedConfig, target: ModelJson) -> None:
-    if drafter.method == "mtp" and drafter.model is None:
-        check_mtp(target)
-    if drafter.model is None:
-        return
-    engine = EngineConfig(model=drafter.model, revision=drafter.revision)
-    document = read_model_json(engine, "drafter")
-    check_drafts(document, drafter.method)
-    if drafter.method != "draft_model":
-        if drafter.method != "mtp":
-            check_heads(target, document)
-        return
-    ranks = drafter.draft_tensor_parallel_size or config.target.tensor_parallel_size
-    check_tensor_parallel(document, ranks, "drafter", key="draft_tensor_parallel_size")
-    if not drafter.use_heterogeneous_vocab:
-        check_same_size(target, document)
-        check_vocabularies(target, document, (read_vocabulary(config.target.model), read_vocabulary(drafter.model)))
-    _check_made_for(config.target, drafter.model)
-
-
-def _check_made_for(target: EngineConfig, drafter: str) -> None:
-    """See identity.check_made_for; of a drafter in a directory, and a target whose weights are on this machine."""
-    made_by_us = Path(drafter)
-    if made_by_us.is_dir() and (place := _here(target)) is not None:
-        check_made_for(place, made_by_us)
-
-
-def _here(engine: EngineConfig) -> Path | None:
-    """Where its weights are, all of them: its directory, or the hub client's copy."""
-    if (path := Path(engine.model)).is_dir():
-        return path
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(engine.model, "config.json", revision=engine.revision)
-    if not isinstance(found, str):
-        return None
-    index = Path(found).with_name("model.safetensors.index.json")
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
-        names = {"model.safetensors"}
-    return index.parent if all((index.parent / name).is_file() for name in names) else None
-
-
 def _tokens(
     target: EngineConfig, target_json: ModelJson, drafter: EngineConfig, drafter_json: ModelJson
 ) -> tuple[dict[str, int] | None, dict[str, int] | None]:
@@ -389,8 +288,7 @@ def _check_length(document: ModelJson, max_model_len: int | None, section: str) 
 
 
 def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
-    """config.json of a local checkpoint, or of a hub id (which downloads that one file), as vLLM will read it: with
-    ``engine_args.hf_overrides``."""
+    """Returns config.json of a local checkpoint, or of a hub id, which downloads that one file. Raises ConfigError."""
     path = Path(engine.model) / "config.json"
     if not path.is_file():
         path = _download(engine, section, "config.json")
@@ -400,20 +298,7 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
         raise ConfigError(f"{section}.model: {path} is not readable as JSON ({error}); fetch the model again") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{section}.model: {path} holds no JSON object; fetch the model again")
-    return _overridden(document, engine.engine_args.get("hf_overrides") or {})
-
-
-def _overridden(document: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """As vLLM does it: of a model's configuration inside the model's the keys that are named change, anything else is
-    put in the place of what is there."""
-    changed = dict(document)
-    for key, value in overrides.items():
-        inner = changed.get(key)
-        is_model = key.endswith("_config") and key != "quantization_config"
-        if is_model and isinstance(inner, dict) and isinstance(value, Mapping):
-            value = _overridden(inner, value)
-        changed[key] = value
-    return changed
+    return document
 
 
 def _download(engine: EngineConfig, section: str, name: str) -> Path:

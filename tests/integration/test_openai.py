@@ -109,8 +109,7 @@ def test_logprobs(client, pair):
 def test_logprobs_of_named_tokens(client):
     extra = {"logprob_token_ids": [65, 66], "return_tokens_as_token_ids": True}
     for speculation in ({}, {"vllm_xargs": {"speculation.enabled": 0}}):
-        body = {**extra, **speculation}
-        [choice] = chat(client, temperature=0, max_tokens=6, logprobs=True, extra_body=body).choices
+        [choice] = chat(client, temperature=0, max_tokens=6, logprobs=True, extra={**extra, **speculation}).choices
         for entry in choice.logprobs.content:
             assert {"token_id:65", "token_id:66"} <= {top.token for top in entry.top_logprobs}
 

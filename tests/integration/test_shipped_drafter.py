@@ -8,10 +8,10 @@ import torch
 
 from outrider.actors.drafter.vocabulary import trained_on
 from outrider.cluster.config import DraftModelConfig
-from outrider.deploy.cli.fetch import fetch
 from outrider.deploy.distill.measure import Settings, measure
 from outrider.deploy.distill.prompts import read_prompts
-from outrider.deploy.models.store import MODELS, FetchError, models_dir
+from outrider.deploy.models.fetch import FetchError, fetch
+from outrider.deploy.models.store import MODELS, models_dir
 from outrider.deploy.preset import resolve_config
 from outrider.deploy.progress import Progress
 

@@ -122,7 +122,7 @@ def test_each_is_checked_against_the_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^drafter\.also\.small\.model: its tokenizer"):
         check_models(with_small(stranger))
     heads = checkpoint(tmp_path / "heads", "end", "think", architectures=["EagleLlamaForCausalLM"])
-    with pytest.raises(ConfigError, match=r"^drafter\.also\.small\.model: it holds eagle heads"):
+    with pytest.raises(ConfigError, match=r"^drafter\.also\.small\.model: it holds drafting heads"):
         check_models(with_small(heads))
     short = checkpoint(tmp_path / "short", "end", "think", max_position_embeddings=64)
     with pytest.raises(ConfigError, match=r"^drafter\.also\.small\.max_model_len: 128 is above the 64 positions"):
