@@ -1,27 +1,19 @@
-"""``make demo``: fetch a small model, serve it, show one answer with speculation and without, leave nothing behind.
-
-Exit code 0 only when the answers came, and no process and no shared-memory segment is left.
-"""
+"""``make demo``: fetches a small model, serves it, shows one answer with speculation and the same without."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
-
-import psutil
 
 from outrider.deploy.bench.machine import BenchError
 from outrider.deploy.bench.servers import ServerProcess
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
-from outrider.deploy.processes import SharedMemoryWatch, adopt_orphans, descendants, describe, end_descendants
 from outrider.deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb
 
@@ -40,7 +32,6 @@ weather in a big green book. When spring comes, the first boat brings him letter
 MAX_TOKENS = 160
 PAIRS = 3
 START_LIMIT_S = 300.0
-MAX_WIDTH = 88
 
 _ACCEPTED, _DIM, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
@@ -63,27 +54,18 @@ class Answer:
 def main() -> int:
     progress = Progress()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    adopt_orphans()
-    memory = SharedMemoryWatch()
     server = ServerProcess(PRESET, "--dtype", DTYPE)
     limit = time.monotonic() + START_LIMIT_S
 
     def waiting() -> None:
-        memory.note()
         if time.monotonic() > limit:
             raise DemoError(f"the server was not ready after {START_LIMIT_S:.0f} s")
 
-    owned: list[psutil.Process] = []
     code = 0
     try:
         progress.say(f"starting: outrider serve {PRESET} --dtype {DTYPE}")
-        address = server.start(waiting)
-        print(server.line, flush=True)
-        with OutriderClient(address) as client:
+        with OutriderClient(server.start(waiting)) as client:
             show(client, progress)
-            print(round_summary(client.status()), flush=True)
-        owned = descendants()
-        memory.note()
     except (DemoError, BenchError, OutriderError) as error:
         print(f"outrider: demo: {error}", file=sys.stderr)
         code = 1
@@ -92,46 +74,34 @@ def main() -> int:
     finally:
         progress.say("shutting down")
         server.stop()
-    left = _left_behind(owned, memory)
-    for item in left:
-        print(f"outrider: demo: left behind: {item}", file=sys.stderr)
-    end_descendants(grace_s=0.0)
-    if left:
-        return 1
     if code == 0:
-        progress.say(f"the server is down: its {len(owned)} processes are gone, and no shared-memory segment is left")
-        print(next_commands(), flush=True)
+        print(f"Next: outrider serve {PRESET}, then http://127.0.0.1:8000/ in a browser", flush=True)
     return code
 
 
 def show(client: OutriderClient, progress: Progress, out: TextIO | None = None) -> None:
-    """One answer as it comes, then the same request with and without speculation, in turns, and what that gives.
+    """Prints one answer as it comes, then the same request with and without speculation, in turns, and what that gives.
 
     Raises DemoError for an answer without tokens, OutriderError."""
     out = out or sys.stdout
     colour = out.isatty() and "NO_COLOR" not in os.environ
-    width = min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns - 2)
-    text = Wrapped(out, width, colour)
-    print(file=out)
-    text.write(PROMPT, _DIM)
-    text.end()
-    print(file=out)
-    texts: dict[int, str] = {}
 
-    def text_of(token_id: int) -> str:
-        if token_id not in texts:
-            texts[token_id] = client.detokenize([token_id]).text
-        return texts[token_id]
+    def write(text: str, style: str) -> None:
+        print(f"{style}{text}{_PLAIN}" if colour and style else text, end="", file=out, flush=True)
 
-    def write(message: pb.GenerateStreamResponse) -> None:
-        for piece, accepted in pieces(message, text_of):
-            text.write(piece, _ACCEPTED if accepted else "")
+    def write_message(message: pb.GenerateStreamResponse) -> None:
+        texts = [client.detokenize([token_id]).text for token_id in message.token_ids] if colour else []
+        if "".join(texts) != message.text_delta:  # a character may be spread over several tokens
+            write(message.text_delta, "")
+            return
+        for text, origin in zip(texts, message.origins, strict=True):
+            write(text, _ACCEPTED if origin == pb.TOKEN_ORIGIN_ACCEPTED else "")
 
-    first = _ask(client, True, write)  # warms up what is set up lazily, as the next does for plain steps
-    text.end()
+    write(f"\n{PROMPT}\n\n", _DIM)
+    first = _ask(client, True, write_message)  # warms up what is set up lazily, as the next does for plain steps
+    write("\n\n", "")
     if colour:
-        print(f"\n{_ACCEPTED}Green{_PLAIN}: drafted and accepted. The rest: the target's own.", file=out)
-    print(file=out, flush=True)
+        print(f"{_ACCEPTED}Green{_PLAIN}: drafted and accepted. The rest: the target's own.\n", file=out)
     _ask(client, False, max_tokens=16)
     drafted, plain = [], []
     for pair in range(1, PAIRS + 1):
@@ -165,77 +135,8 @@ def _ask(
     return Answer(tuple(ids), (len(ids) - at_first) / max(time.monotonic() - began, 1e-9), rounds)
 
 
-def pieces(message: pb.GenerateStreamResponse, text_of: Callable[[int], str]) -> list[tuple[str, bool]]:
-    """A message's text in parts, each with whether it was an accepted draft.
-
-    One part that counts as the target's where the tokens' own texts do not make up the message's: a character's bytes,
-    or a stop string, may be spread over several tokens.
-    """
-    texts = [text_of(token_id) for token_id in message.token_ids]
-    if len(message.origins) == len(texts):
-        parts = [
-            (text, origin == pb.TOKEN_ORIGIN_ACCEPTED) for text, origin in zip(texts, message.origins, strict=True)
-        ]
-        while parts and "".join(text for text, _ in parts) != message.text_delta:
-            parts.pop()  # an end token has text of its own, and the answer has not
-        if parts:
-            return parts
-    return [(message.text_delta, False)]
-
-
-class Wrapped:
-    """Text that arrives in pieces, broken between words at ``width`` columns."""
-
-    def __init__(self, out: TextIO, width: int, colour: bool) -> None:
-        self._out, self._width, self._colour = out, width, colour
-        self._column = 0
-        self._word: list[tuple[str, str]] = []
-        self._space = ""
-
-    def write(self, text: str, style: str = "") -> None:
-        """style: an escape sequence, or nothing."""
-        for character in text:
-            if not character.isspace():
-                self._word.append((character, style))
-                continue
-            self._put_word()
-            if character == "\n":
-                self._line()
-            else:
-                self._space += character
-        self._out.flush()
-
-    def end(self) -> None:
-        """The rest, and the end of the line."""
-        self._put_word()
-        if self._column:
-            self._line()
-        self._out.flush()
-
-    def _line(self) -> None:
-        self._out.write("\n")
-        self._column, self._space = 0, ""
-
-    def _put_word(self) -> None:
-        if not self._word:
-            return
-        if self._column and self._column + len(self._space) + len(self._word) > self._width:
-            self._line()
-        self._out.write(self._space)
-        styled = ""
-        for character, style in self._word:
-            if self._colour and style != styled:
-                self._out.write(_PLAIN + style)
-                styled = style
-            self._out.write(character)
-        if styled:
-            self._out.write(_PLAIN)
-        self._column += len(self._space) + len(self._word)
-        self._space, self._word = "", []
-
-
 def comparison(all_drafted: Sequence[Answer], drafted: Sequence[Answer], plain: Sequence[Answer]) -> str:
-    """Medians of both ways side by side, and whether the tokens are the same."""
+    """Returns a table of both ways' medians, and whether the tokens are the same."""
     fast, slow = (statistics.median(answer.tokens_per_s for answer in side) for side in (drafted, plain))
     ratio = fast / slow
     verdict = f"{ratio:.2f} times as fast"
@@ -257,7 +158,7 @@ def _per_round(answers: Sequence[Answer]) -> str:
 
 
 def same_tokens(drafted: Sequence[Answer], plain: Sequence[Answer]) -> str:
-    """One remark about all answers."""
+    """Returns one remark about all answers."""
     answers = [answer.token_ids for answer in (*drafted, *plain)]
     if len(set(answers)) == 1:
         return "the same ones, each time"
@@ -266,42 +167,6 @@ def same_tokens(drafted: Sequence[Answer], plain: Sequence[Answer]) -> str:
         min(map(len, answers)),
     )
     return f"NOT the same: they differ from token {agree + 1} on"
-
-
-def round_summary(status: pb.GetServerStatusResponse) -> str:
-    """Where a round's time goes, in the medians of the rounds since the server started."""
-    median, link = status.rounds.median, status.link
-    return (
-        f"A round takes {median.period_ms:.1f} ms (median of {median.samples}): target step {median.target_ms:.1f}, "
-        f"waiting for drafts {median.wait_ms:.1f},\nall else {median.other_ms:.1f}. A draft step takes "
-        f"{status.rounds.draft_step_ms:.2f} ms, the link's round trip {link.rtt_us / 1e3:.2f} ms.\n"
-    )
-
-
-def next_commands() -> str:
-    """Three to try next, as they are typed from here."""
-    program = Path(sys.executable).parent / "outrider"
-    here = Path.cwd()
-    name = str(program.relative_to(here)) if program.is_relative_to(here) else str(program)
-    rows = [
-        (f"{name} serve {PRESET}", "then http://127.0.0.1:8000/ in a browser"),
-        (f'{name} generate "The capital of France is"', "in another terminal"),
-        (f"{name} top", "the running server, live"),
-    ]
-    width = max(len(command) for command, _ in rows)
-    return "\nNext:\n" + "\n".join(f"  {command:<{width}}  # {what}" for command, what in rows)
-
-
-def _left_behind(owned: list[psutil.Process], memory: SharedMemoryWatch) -> list[str]:
-    """What the server should have taken with it: its processes and their shared memory."""
-    alive = {process.pid: process for process in descendants()}
-    alive.update({process.pid: process for process in owned if process.is_running()})
-    for name in sorted(memory.of_nobody()):
-        # Not one we saw it use, but worth a line: another program's, or one of a process that lived only briefly.
-        print(f"outrider: demo: note: shared memory {name} is new and nobody uses it", file=sys.stderr)
-    return [f"process {describe(process)}" for process in alive.values()] + [
-        f"shared memory {name}" for name in sorted(memory.theirs())
-    ]
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def check_models(config: OutriderConfig) -> None:
     """
     target = read_model_json(config.target, "target")
     check_tensor_parallel(target, config.target.tensor_parallel_size, "target")
-    _check_length(target, config.target.max_model_len, "target")
+    _check_length(target, config.target, "target")
     check_adapters(config)
     if config.drafter_model is not None and Path(config.target.model).is_dir() and Path(config.drafter_model).is_dir():
         check_made_for(Path(config.target.model), Path(config.drafter_model))
@@ -188,7 +188,7 @@ def _check_draft_model(config: OutriderConfig, target: ModelJson, engine: DraftE
     drafter = read_model_json(engine, "drafter")
     _check_is_model(drafter)
     check_tensor_parallel(drafter, engine.tensor_parallel_size, "drafter")
-    _check_length(drafter, engine.max_model_len, "drafter")
+    _check_length(drafter, engine, "drafter")
     common = _common_with(config.target, engine)
     if common is None:
         check_vocabularies(target, drafter, _tokens(config.target, target, engine, drafter))
@@ -276,8 +276,10 @@ def _with_tokenizer(engine: EngineConfig, section: str) -> str:
     return str(_download(engine, section, "tokenizer.json").parent)
 
 
-def _check_length(document: ModelJson, max_model_len: int | None, section: str) -> None:
-    model = text_model(document)
+def _check_length(document: ModelJson, engine: EngineConfig, section: str) -> None:
+    if "hf_overrides" in engine.engine_args:
+        return  # vLLM checks what they come to
+    model, max_model_len = text_model(document), engine.max_model_len
     limit = model.get("max_position_embeddings")
     scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
     if max_model_len and isinstance(limit, int) and max_model_len > limit and not scaled:

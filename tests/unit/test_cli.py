@@ -73,7 +73,7 @@ def test_every_option_others_script_against_is_there(capsys: pytest.CaptureFixtu
         assert option in shown
 
 
-@pytest.mark.parametrize("command", ["methods", "doctor", "keys"])
+@pytest.mark.parametrize("command", ["doctor", "keys"])
 def test_an_interrupt_is_one_line_whichever_command_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -81,7 +81,7 @@ def test_an_interrupt_is_one_line_whichever_command_it_ends(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"outrider.deploy.cli.{command}.run", interrupted)
-    assert cli.main([command, *{"methods": ["x"], "doctor": ["x"], "keys": ["list"]}[command]]) == 130
+    assert cli.main([command, *{"doctor": ["x"], "keys": ["list"]}[command]]) == 130
     assert capsys.readouterr().err == "outrider: interrupted\n"
 
 
@@ -99,9 +99,7 @@ def test_a_terminal_of_few_letters_gets_the_others_as_question_marks(monkeypatch
     assert terminal.buffer.getvalue() == b"three dots: ?\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["flood"], ["serve"], ["fetch", "gpt"], ["serve", "smollm2", "--dtype", "int8"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["flood"], ["serve"], ["fetch"], ["serve", "smollm2", "--dtype", "int8"]])
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
