@@ -20,29 +20,24 @@ def drain(
 ) -> int:
     """Returns how many requests are left unfinished.
 
-    ask: has every ingress refuse new requests and returns how many are running; raises what Ray raises. pressed: sleeps
-    for so many seconds and returns whether to wait no longer.
+    Args:
+        ask: Has every ingress refuse new requests and returns how many are running; raises what Ray raises.
+        limit_s: Longest wait.
+        pressed: Sleeps for so many seconds and returns whether to wait no longer.
+        say: Tells the operator.
+        clock: A stand-in, in tests.
     """
-    began = reported = clock()
+    began, reported, before = clock(), -math.inf, 0
     try:
-        left = before = ask()
-        if left:
-            say(
-                f"{_requests(left)} running: refusing new ones, waiting {limit_s:g} s at most; another signal ends them"
-            )
-        while left:
+        while left := ask():
             waited_s = clock() - began
+            if left < before or waited_s - reported >= REPORT_EVERY_S:
+                reported, before = waited_s, left
+                rest_s = max(0, math.ceil(limit_s - waited_s))
+                say(f"requests running: {left}; waiting {rest_s} s at most, until another signal")
             if waited_s >= limit_s or pressed(min(ASK_EVERY_S, limit_s - waited_s)):
-                say(f"{_requests(left)} ended unfinished after {clock() - began:.1f} s")
+                say(f"requests ended unfinished: {left}")
                 return left
-            left = ask()
-            if left and (left < before or clock() - reported >= REPORT_EVERY_S):
-                reported, before = clock(), left
-                say(f"{_requests(left)} running, {max(0, math.ceil(limit_s - (reported - began)))} s at most")
     except Exception as error:  # noqa: BLE001 - whatever it is, there is nobody who could say more
         say(f"no ingress says what is running: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
     return 0
-
-
-def _requests(count: int) -> str:
-    return "1 request" if count == 1 else f"{count} requests"

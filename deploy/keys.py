@@ -13,25 +13,17 @@ from __future__ import annotations
 import hashlib
 import secrets
 import stat
-from contextlib import suppress
-from datetime import UTC, date, datetime, time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import AwareDatetime, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from outrider.cluster.config_section import ConfigError, Section, read_yaml
 
 PREFIX = "outrider_"
 """Of secrets that are made here, by which scanners of code and logs can know one."""
-
-_PROBLEMS = {
-    "name": "is missing or no name; write 1 to 64 letters, digits, '_', '.' and '-', a letter or digit first",
-    "hash": "is missing or no hash; write 'sha256:' and 64 hexadecimal digits, as 'outrider keys new' does",
-    "expires": "is no time with its zone; write it like 2027-01-01T00:00:00Z, or leave it out",
-    "requests_per_minute": "is no whole number from 1 up; write one, or leave it out",
-}
 
 
 class Key(Section):
@@ -39,22 +31,16 @@ class Key(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     hash: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
-    expires: AwareDatetime | None = None
-    """None: never."""
+    expires: datetime | None = None
+    """None: never. UTC where it names no zone."""
 
     requests_per_minute: int | None = Field(None, ge=1, le=1_000_000)
     """None: ``serving.gateway.requests_per_minute``."""
 
-    @field_validator("expires", mode="before")
+    @field_validator("expires", mode="after")
     @classmethod
-    def _midnight(cls, value: Any) -> Any:
-        """A date alone, quoted or not, is its first moment, UTC."""
-        if isinstance(value, str):
-            with suppress(ValueError):
-                value = date.fromisoformat(value)
-        if isinstance(value, date) and not isinstance(value, datetime):
-            return datetime.combine(value, time(), UTC)
-        return value
+    def _in_a_zone(cls, value: datetime | None) -> datetime | None:
+        return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
 
 
 def hash_of(secret: str) -> str:
@@ -66,7 +52,7 @@ def new_secret() -> str:
 
 
 def read_private_file(field: str, path: Path) -> bytes:
-    """Read a file that others may neither read nor change. Raises ConfigError."""
+    """Reads a file that others may neither read nor change. Raises ConfigError."""
     try:
         mode = path.stat().st_mode
         if mode & (stat.S_IWGRP | stat.S_IRWXO):
@@ -77,39 +63,29 @@ def read_private_file(field: str, path: Path) -> bytes:
 
 
 def load_keys(field: str, path: Path) -> list[Key]:
-    """Raises ConfigError, which never holds what was found in the file: it may be a secret put there by mistake."""
+    """Reads the file. Raises ConfigError, which never holds what was found: it may be a secret put there by mistake."""
+    content = read_private_file(field, path)
     try:
-        entries = read_yaml(read_private_file(field, path).decode())
-    except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        entries = read_yaml(content.decode())
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{field}: {path} is no valid YAML; write it with: outrider keys new NAME") from None
     if not isinstance(entries, list | None):
         raise ConfigError(f"{field}: {path} is no list of keys; begin each with '- name:'")
     keys = [_parse(f"{field}: {path}: entry {number}", entry) for number, entry in enumerate(entries or [], 1)]
     for what in ("name", "hash"):
-        values = [getattr(key, what) for key in keys]
-        if len(set(values)) < len(values):
-            second = next(number for number, value in enumerate(values) if value in values[:number])
-            raise ConfigError(f"{field}: {path}: entry {second + 1}: {what}: stands twice; remove one of the two")
+        if len({getattr(key, what) for key in keys}) < len(keys):
+            raise ConfigError(f"{field}: {path}: a {what} stands twice; remove one of the two")
     return keys
 
 
 def _parse(where: str, entry: Any) -> Key:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: is no mapping; begin it with '- name:'")
-    if unknown := [str(field) for field in entry if field not in Key.model_fields]:
-        known = ", ".join(Key.model_fields)
-        raise ConfigError(f"{where}: {unknown[0][:64]}: is no field of a key; remove it (fields are {known})")
     try:
         return Key.model_validate(entry)
     except ValidationError as error:
-        field = str(error.errors()[0]["loc"][0])
-        raise ConfigError(f"{where}: {field}: {_PROBLEMS[field]}") from None
+        wrong = error.errors(include_input=False, include_context=False)[0]
+        raise ConfigError(f"{where}: {'.'.join(map(str, wrong['loc']))[:64]}: {wrong['msg']}") from None
 
 
 def as_yaml(keys: list[Key]) -> str:
-    text: str = yaml.safe_dump(
-        [key.model_dump(exclude_none=True) for key in keys], sort_keys=False, default_flow_style=False, width=120
-    )
-    return text
+    entries = [key.model_dump(exclude_none=True) for key in keys]
+    return str(yaml.safe_dump(entries, sort_keys=False, default_flow_style=False, width=120))

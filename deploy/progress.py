@@ -1,5 +1,4 @@
-"""Progress on stderr: lines with the seconds since the start, a bar for what has a size. stdout stays for what other
-programs read."""
+"""Progress on stderr: lines with the seconds since the start. stdout stays for what other programs read."""
 
 from __future__ import annotations
 
@@ -9,16 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-Counted = Callable[[str, int], None]
-"""(what is being done, bytes done so far)."""
-
-
 _REPEAT_EVERY_S = 5.0
 
 
 class Progress:
-    """Says what is going on: ``say`` once, ``wait`` repeatedly while one thing lasts, ``counting`` around what has a
-    known size."""
+    """Says what is going on: ``say`` once, ``wait`` repeatedly while one thing lasts."""
 
     def __init__(
         self,
@@ -56,40 +50,3 @@ class Progress:
         if step != self._step or self._clock() - self._last_at >= _REPEAT_EVERY_S:
             self.say(f"{step} {detail}".rstrip())
             self._step = step
-
-    @contextmanager
-    def counting(self, total: int, done: int = 0) -> Iterator[Counted]:
-        """Around work on ``total`` bytes, of which ``done`` are there already: what it yields is called often.
-
-        On a terminal a bar with amount, speed and time left, which goes when the work ends; else lines, as ``wait``.
-        """
-        stream = self._stream or sys.stderr
-        if not stream.isatty():
-            yield lambda step, done: self.wait(f"{step},", f"{_mb(done)} of {_mb(total)} MB")
-            return
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.progress import Progress as Bars
-        from rich.table import Column
-
-        # One line on a narrow terminal too: the description is cut, and no figure is wrapped.
-        columns = (
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=3)),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            DownloadColumn(table_column=Column(no_wrap=True)),
-            TransferSpeedColumn(table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        )
-        with Bars(*columns, console=Console(file=stream), expand=True, transient=True, redirect_stdout=False) as bars:
-            task = bars.add_task("", total=total, completed=done)
-            yield lambda step, done: bars.update(task, description=step, completed=done)
-
-
-def _mb(size: int) -> int:
-    return round(size / 1e6)

@@ -1,11 +1,20 @@
-"""Serve's own processes: whether this replica is being stopped, and the end of the controller."""
+"""Ray's and Serve's own processes: a node that starts slowly, a replica that is being stopped, the controller's end."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import ray
+from ray._private import services
 from ray._private.worker import global_worker
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.replica import ReplicaActor
+
+RAYS_PATIENCE_S = 30.0
+"""Fixed in Ray, which says then: "The current node timed out during startup"."""
 
 
 def is_stopping() -> bool:
@@ -26,3 +35,32 @@ def end_controller() -> None:
     Returns before it has ended. Raises RayError, or ValueError where there is none.
     """
     ray.kill(ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE), no_restart=False)
+
+
+@contextmanager
+def patient_with_ray(limit_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Has ray.init wait longer for its node than Ray does by itself.
+
+    say: told once when it takes longer than that.
+    """
+    ask = services.get_node
+
+    def ask_patiently(*args: Any, **kwargs: Any) -> Any:
+        began, said = time.monotonic(), False
+        while True:
+            try:
+                return ask(*args, **kwargs)
+            except RuntimeError:  # not there yet
+                waited_s = time.monotonic() - began
+                if waited_s > limit_s:
+                    raise
+                if waited_s > RAYS_PATIENCE_S and not said:
+                    said = True
+                    say(f"Ray's node takes longer than {RAYS_PATIENCE_S:g} s to come up; waiting {limit_s:g} s for it")
+                time.sleep(0.1)
+
+    services.get_node = ask_patiently
+    try:
+        yield
+    finally:
+        services.get_node = ask

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
-from outrider.deploy.argument_types import positive
+from outrider.deploy.cli.arguments import positive
 
 DEFAULT_KS = (2, 3, 4, 6)
 

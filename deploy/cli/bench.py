@@ -13,7 +13,7 @@ from pathlib import Path
 
 from outrider.deploy.bench.arguments import add_arguments as add_arguments
 from outrider.deploy.bench.arguments import check, load_options
-from outrider.deploy.cli.models import check_can_write, exit_status
+from outrider.deploy.cli.arguments import check_can_write, exit_status
 from outrider.deploy.progress import Progress
 
 

@@ -10,8 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from outrider.cluster.config import ConfigError
-from outrider.deploy.argument_types import positive
-from outrider.deploy.cli.models import add_device_arguments, exit_status
+from outrider.deploy.cli.arguments import add_device_arguments, exit_status, positive
 from outrider.deploy.progress import Progress
 
 

@@ -16,38 +16,30 @@ from datetime import UTC, datetime, timedelta
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from outrider.cluster.config_section import ConfigError
-from outrider.deploy.argument_types import positive
 from outrider.deploy.cli import fail
+from outrider.deploy.cli.arguments import positive
 from outrider.deploy.keys import Key, as_yaml, hash_of, load_keys, new_secret
 
 FILE_VARIABLE = "OUTRIDER_KEYS_FILE"
-_DURATION = re.compile(r"([1-9][0-9]{0,4})([hdwy])")
-_HOURS = {"h": 1, "d": 24, "w": 7 * 24, "y": 365 * 24}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="keys_command", metavar="new|list|revoke", required=True)
     new = commands.add_parser("new", help="make a key, print its secret once, and put its hash into the file")
-    new.add_argument("name", metavar="NAME", type=_name, help="to list and revoke it by")
-    new.add_argument("--expires", metavar="WHEN", type=_expires,
-                     help="90d, 12h, 4w, 1y from now, or a time such as 2027-01-01 (default: never)")  # fmt: skip
-    new.add_argument("--requests-per-minute", metavar="N", type=positive,
-                     help="at most (default: serving.gateway.requests_per_minute)")  # fmt: skip
+    new.add_argument("name", metavar="NAME", help="to list and revoke it by")
+    new.add_argument("--expires", type=_expires, help="90d from now, or a time such as 2027-01-01 (default: never)")
+    limit = "at most (default: serving.gateway.requests_per_minute)"
+    new.add_argument("--requests-per-minute", metavar="N", type=positive, help=limit)
     shown = commands.add_parser("list", help="what the file says of each key")
     revoke = commands.add_parser("revoke", help="take a key out of the file")
     revoke.add_argument("name", metavar="NAME")
+    configured = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "outrider" / "keys.yaml"
+    where = Path(os.environ.get(FILE_VARIABLE) or configured).expanduser()
     for command in (new, shown, revoke):
-        command.add_argument("--file", metavar="FILE", type=Path, default=default_file(),
-                             help=f"the file of keys (default: ${FILE_VARIABLE}, else %(default)s)")  # fmt: skip
-
-
-def default_file() -> Path:
-    """OUTRIDER_KEYS_FILE, else ``outrider/keys.yaml`` in the user's configuration directory."""
-    if named := os.environ.get(FILE_VARIABLE):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "outrider" / "keys.yaml"
+        command.add_argument("--file", type=Path, default=where, help=f"${FILE_VARIABLE}, else %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,12 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _new(args: argparse.Namespace) -> None:
     secret = new_secret()
-    key = Key(
-        name=args.name,
-        hash=hash_of(secret),
-        expires=args.expires,
-        requests_per_minute=args.requests_per_minute,
-    )
+    try:
+        about = {"expires": args.expires, "requests_per_minute": args.requests_per_minute}
+        key = Key(name=args.name, hash=hash_of(secret), **about)
+    except ValidationError as error:
+        raise ConfigError(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}") from None
     with _changing(args.file) as keys:
         if any(known.name == key.name for known in keys):
             raise ConfigError(
@@ -80,11 +71,10 @@ def _new(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
-    now = datetime.now(UTC)
     for key in load_keys("--file", args.file):
         expires = "never expires"
         if key.expires is not None:
-            expires = f"{'EXPIRED' if key.expires <= now else 'expires'} {key.expires:%Y-%m-%dT%H:%M:%SZ}"
+            expires = f"{'EXPIRED' if key.expires <= datetime.now(UTC) else 'expires'} {key.expires:%Y-%m-%dT%H:%M:%SZ}"
         limit = [] if key.requests_per_minute is None else [f"requests per minute {key.requests_per_minute}"]
         print("  ".join([key.name, expires, *limit]))
 
@@ -100,43 +90,32 @@ def _revoke(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[Key]]:
-    """The file's keys, written back whole unless the body raises, by one command at a time."""
+    """Yields the file's keys, which are written back whole unless the body raises, by one command at a time."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
         flock(lock, LOCK_EX)
-        keys = load_keys("--file", path) if path.exists() else []
+        found = path.stat() if path.exists() else None
+        keys = load_keys("--file", path) if found else []
         yield keys
         fresh = path.with_name(f".{path.name}.new")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            if path.exists():  # the gateway may read it as another user, by the group
-                found = path.stat()
+            if found:  # the gateway may read it as another user, by the group
                 os.fchmod(file.fileno(), found.st_mode & 0o777)
-                if (found.st_uid, found.st_gid) != (os.getuid(), os.getgid()):
-                    os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                os.fchown(file.fileno(), found.st_uid, found.st_gid)
             file.write(as_yaml(keys))
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)
-    finally:
-        os.close(lock)
-
-
-def _name(text: str) -> str:
-    if not _NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name: 1 to 64 letters, digits, '_', '.' and '-'")
-    return text
 
 
 def _expires(text: str) -> datetime:
-    now = datetime.now(UTC)
-    if duration := _DURATION.fullmatch(text):
-        return now.replace(microsecond=0) + timedelta(hours=int(duration[1]) * _HOURS[duration[2]])
+    if days := re.fullmatch(r"([1-9][0-9]{0,4})d", text):
+        return datetime.now(UTC).replace(microsecond=0) + timedelta(days=int(days[1]))
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: 90d, 12h, 4w, 1y, or 2027-01-01") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: 90d, or 2027-01-01") from None
     at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-    if at <= now:
+    if at <= datetime.now(UTC):
         raise argparse.ArgumentTypeError(f"{text!r} is past")
     return at

@@ -13,9 +13,10 @@ from typing import TextIO
 
 from outrider.cluster.config import ConfigError, OutriderConfig
 from outrider.deploy.cli import fail
+from outrider.deploy.cli.arguments import DTYPES, add_config_arguments
 from outrider.deploy.liveness import ServerDied
 from outrider.deploy.ports import reachable, settle_ports
-from outrider.deploy.preset import Overrides, is_preset, models_to_fetch, preset_names, resolve_config
+from outrider.deploy.preset import Overrides, is_preset, models_to_fetch, resolve_config
 from outrider.deploy.processes import Stopped, StopSignal
 from outrider.deploy.progress import Progress
 
@@ -23,12 +24,8 @@ DASHBOARD_LIMIT_S = 180
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", metavar="CONFIG_OR_PRESET", help=f"a YAML file, or a preset: {', '.join(preset_names())}"
-    )
-    parser.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
-    parser.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of target and draft model")
+    add_config_arguments(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="of target and draft model")
     parser.add_argument("--grpc-port", type=int, metavar="N", help="public gRPC port; 0 picks a free one")
     parser.add_argument("--http-port", type=int, metavar="N", help="public HTTP port; 0 picks a free one")
     parser.add_argument("--verbose", action="store_true", help="show the logs of Ray and vLLM, and stack traces")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outrider.cluster.config_section import ConfigError
 from outrider.cluster.vocabulary import read_vocabulary
@@ -57,60 +57,39 @@ def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -
         drafter: Checkpoint directory. One without a manifest may be anybody's.
         every_tensor: Read all tensors however large the target is.
     """
-    made_for = _made_for(drafter)
-    if made_for is None:
+    file = drafter / MANIFEST
+    try:
+        if (made_for := json.loads(file.read_text()).get(DRAFTER_OF)) is None:
+            return
+        name, vocabulary, weights = (made_for[key] for key in ("name", "vocabulary_sha256", "weights_sha256"))
+    except FileNotFoundError:
         return
-    compared = [("token ids", vocabulary_digest(target), made_for["vocabulary_sha256"])]
-    if every_tensor or sum(file.stat().st_size for file in _files(target)) <= READ_WHOLE_BYTES:
-        compared.append(("tensors", weights_digest(target), made_for["weights_sha256"]))
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(
+            f"drafter.model: {file} does not say what the drafter was trained for ({error}); assemble it again: "
+            "outrider distill --assemble"
+        ) from None
+    compared = [("token ids", vocabulary_digest(target), vocabulary)]
+    if every_tensor or sum(each.stat().st_size for each in target.glob("*.safetensors")) <= READ_WHOLE_BYTES:
+        compared.append(("tensors", weights_digest(target), weights))
     elif "shapes_sha256" in made_for:
         compared.append(("tensors' shapes", shapes_digest(target), made_for["shapes_sha256"]))
     if parts := [f"its {what} have sha256 {is_[:12]}…, not {was[:12]}…" for what, is_, was in compared if is_ != was]:
         raise ConfigError(
-            f"drafter.model: {drafter} was trained for {made_for['name']}, and the target {target} is another "
-            f"checkpoint ({'; '.join(parts)}), which would accept next to nothing of it; set target.model to "
-            f"the one that it was trained with, or train one for this target: outrider distill"
+            f"drafter.model: {drafter} was trained for {name}, and the target {target} is another checkpoint "
+            f"({'; '.join(parts)}), which would accept next to nothing of it; set target.model to the one that it was "
+            "trained with, or train one for this target: outrider distill"
         )
-
-
-def _made_for(drafter: Path) -> dict[str, str] | None:
-    """Returns what the manifest says of the target; None where there is none, or it is no assembled drafter's."""
-    file = drafter / MANIFEST
-    try:
-        made_for = json.loads(file.read_text()).get(DRAFTER_OF)
-        if made_for is None:
-            return None
-        if all(isinstance(made_for.get(key), str) for key in ("name", "weights_sha256", "vocabulary_sha256")):
-            return {key: str(value) for key, value in made_for.items()}
-        reason = f"{DRAFTER_OF} names no checkpoint"
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, AttributeError) as error:
-        reason = str(error)
-    raise ConfigError(
-        f"drafter.model: {file} does not say what the drafter was trained for ({reason}); assemble it again: "
-        "outrider distill --assemble"
-    )
 
 
 def weights_digest(checkpoint: Path) -> str:
     """Returns the sha256 of all tensors, by name: the same however they are spread over files. Raises ConfigError."""
-    digest = hashlib.sha256()
-    for name, tensor in _tensors(checkpoint):
-        digest.update(_said(name, tensor))
-        with tensor.file.open("rb") as opened:
-            if tensor.end > tensor.start:
-                with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-                    digest.update(view[tensor.start : tensor.end])
-    return digest.hexdigest()
+    return _digest(checkpoint, contents=True)
 
 
 def shapes_digest(checkpoint: Path) -> str:
     """Returns the sha256 of names, types and shapes of all tensors. Raises ConfigError."""
-    digest = hashlib.sha256()
-    for name, tensor in _tensors(checkpoint):
-        digest.update(_said(name, tensor))
-    return digest.hexdigest()
+    return _digest(checkpoint, contents=False)
 
 
 def vocabulary_digest(checkpoint: Path) -> str:
@@ -119,39 +98,31 @@ def vocabulary_digest(checkpoint: Path) -> str:
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-    """Bytes of the file."""
-
-
-def _tensors(checkpoint: Path) -> Iterator[tuple[str, _Tensor]]:
-    """By name, of all safetensors files: a name that comes twice is the last file's."""
-    found: dict[str, _Tensor] = {}
-    for file in _files(checkpoint):
+def _digest(checkpoint: Path, *, contents: bool) -> str:
+    places: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(length))
             header.pop("__metadata__", None)
-            for name, about in header.items():
-                start, end = about["data_offsets"]
-                place = 8 + length
-                if not 0 <= start <= end <= file.stat().st_size - place:
-                    raise ValueError(f"{name} ends behind the file")
-                found[name] = _Tensor(file, about["dtype"], tuple(about["shape"]), place + start, place + end)
+            if (
+                max((about["data_offsets"][1] for about in header.values()), default=0)
+                > file.stat().st_size - 8 - length
+            ):
+                raise ValueError("a tensor ends behind the file")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(f"{file} is damaged or no safetensors file ({error}); get the checkpoint again") from None
-    yield from sorted(found.items())
-
-
-def _said(name: str, tensor: _Tensor) -> bytes:
-    return f"{name} torch.{_TORCH_NAMES.get(tensor.dtype, tensor.dtype)} {tensor.shape}\n".encode()
-
-
-def _files(checkpoint: Path) -> list[Path]:
-    return sorted(checkpoint.glob("*.safetensors"))
+        places |= {name: (file, 8 + length, about) for name, about in header.items()}
+    digest = hashlib.sha256()
+    for name, (file, begin, about) in sorted(places.items()):
+        dtype, shape, (start, end) = about["dtype"], about["shape"], about["data_offsets"]
+        digest.update(f"{name} torch.{_TORCH_NAMES.get(dtype, dtype)} {tuple(shape)}\n".encode())
+        if contents and end > start:
+            with (
+                file.open("rb") as opened,
+                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
+                memoryview(data) as view,
+            ):
+                digest.update(view[begin + start : begin + end])
+    return digest.hexdigest()

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
-from outrider.deploy.processes import shared_memory_entries
+from outrider.deploy.processes import SHARED_MEMORY
 from tests.outrider_serve import ENDS_WITHIN_S, Served, command, outrider_serve, write_config
 from tests.reference import Reference
 from tests.serving import HANG_GUARD_S, Models, engine, wait_until
@@ -28,6 +28,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 STARTS_WITHIN_S = 900.0
 REFUSES_WITHIN_S = 300.0
 PROMPT = "to be or not to be, that is the question: to be or not to be"
+
+
+def shared_memory_entries() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from outrider.deploy import app, cli, ports
 from outrider.deploy.app import config_from_args
 from outrider.deploy.ports import pick_free_port, port_is_free, settle_ports
 from outrider.deploy.processes import Stopped, StopSignal
-from outrider.deploy.server import explain
+from outrider.deploy.server import root_cause, shortened
 
 
 def outrider(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -318,14 +318,14 @@ ENGINE_LOG = """(EngineCore pid=7) INFO 01-01 00:00:00 [core.py:1] starting
 """
 
 
-def test_the_cause_of_a_failed_start_is_one_line() -> None:
-    assert explain(TRACEBACK) == "target.max_model_len: too long; lower it"
-    assert explain(PYDANTIC).startswith(
+def test_the_cause_of_a_failed_start_is_one_line(tmp_path: Path) -> None:
+    assert shortened(TRACEBACK) == "target.max_model_len: too long; lower it"
+    assert shortened(PYDANTIC).startswith(
         "ValidationError: 1 validation error for ModelConfig Value error, the checkpoint"
     )
-    assert "further information" not in explain(PYDANTIC)
-    quoted = " ".join(PYDANTIC.partition("ValidationError: ")[2].split())
-    assert explain(f"x.ConfigError: target: {quoted}").endswith("the checkpoint is odd")
-    assert explain(POINTER, ["nothing here", ENGINE_LOG]) == "ValueError: no room for 12 KV blocks"
-    assert explain(POINTER, []).startswith("RuntimeError: Engine core initialization failed")
-    assert explain("it just\nended") == "it just ended"
+    assert shortened("it just\nended") == "it just ended"
+    assert shortened(POINTER).startswith("RuntimeError: Engine core initialization failed. See root cause above")
+    assert root_cause(tmp_path) is None
+    (tmp_path / "worker-1.err").write_text(POINTER)
+    (tmp_path / "worker-2.out").write_text(ENGINE_LOG)
+    assert root_cause(tmp_path) == "ValueError: no room for 12 KV blocks"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +12,6 @@ from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfi
 from outrider.cluster.engine_args import OWNED, REFUSED, RUN_HERE, Side, about, reason_against, schema
 from outrider.deploy.app import describe
 from outrider.deploy.preset import Overrides, resolve_config
-from outrider.deploy.progress import Progress
-from outrider.deploy.server import Server, StopSignal
 from tests.unit.test_start_up import heavy_after
 
 SECTIONS = {"target": TargetConfig, "drafter": DraftModelConfig}
@@ -195,14 +191,3 @@ def test_an_engines_error_is_told_under_the_argument_that_it_is_about(error: str
         "drafter": {"kv_cache_dtype": "fp8"},
     }
     assert about(error, given) == path
-
-
-def test_a_server_that_does_not_start_names_it() -> None:
-    data = {"target": {"model": "t", "engine_args": {"load_format": "flash"}}}
-    server = Server(parse_config(data), StopSignal(), Progress(io.StringIO()))
-    failed = SimpleNamespace(
-        message="ray.exceptions.RayTaskError: actor\nValueError: Load format `flash` is not supported",
-        status=SimpleNamespace(name="DEPLOY_FAILED"),
-    )
-    text = server._explain_failure(SimpleNamespace(deployments={"Target": failed}, message=""))  # type: ignore[arg-type]
-    assert text.startswith("target.engine_args.load_format: ValueError: Load format `flash` is not supported")

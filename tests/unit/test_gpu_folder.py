@@ -37,7 +37,7 @@ importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in
 
 
 ENGINES = ("vllm", "ray")
-ALL = (*ENGINES, "pydantic", "yaml", "jsonschema", "grpc", "psutil", "prometheus_client", "rich", "transformers")
+ALL = (*ENGINES, "pydantic", "yaml", "jsonschema", "grpc", "psutil", "prometheus_client", "transformers")
 
 
 def bare(tmp_path, missing):

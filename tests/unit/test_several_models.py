@@ -12,7 +12,6 @@ from outrider.cluster.config import ConfigError, OutriderConfig, parse_config
 from outrider.cluster.device_defaults import choices, with_device_defaults
 from outrider.cluster.drafter_config import check_several_models
 from outrider.deploy.app import describe
-from outrider.deploy.doctor import check_checkpoints, memory_needed
 from outrider.deploy.models.check import check_models, num_common_tokens
 from outrider.deploy.preset import Overrides, resolve_config
 
@@ -127,12 +126,3 @@ def test_each_is_checked_against_the_target(tmp_path: Path) -> None:
     short = checkpoint(tmp_path / "short", "end", "think", max_position_embeddings=64)
     with pytest.raises(ConfigError, match=r"^drafter\.also\.small\.max_model_len: 128 is above the 64 positions"):
         check_models(with_small(short, max_model_len=128))
-
-
-def test_memory_and_files_count_all(tmp_path: Path) -> None:
-    target = checkpoint(tmp_path / "t")
-    keys = {"model": target, "kv_cache_memory_bytes": 1 << 30}
-    alone, both = (parsed(*also, target=target, **keys) for also in ((), ({**SMALL, **keys},)))
-    more = memory_needed(both)[0] - memory_needed(alone)[0]
-    assert more >= 1 << 30
-    assert "drafter.also.small.model" in {finding.subject for finding in check_checkpoints(both)}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from outrider.cluster.vocabulary import read_vocabulary
-from outrider.deploy.models.check import check_same_tokens, vocabulary_sizes
+from outrider.deploy.models.check import check_same_tokens, vocab_size
 from tests.bench.emulation.checkpoint import write_checkpoint
 from tests.bench.emulation.emulation import KEY, Emulation
 from tests.bench.emulation.plugin import environment, register, write_distribution
@@ -49,7 +49,7 @@ def test_a_checkpoint_gives_back_what_it_was_told(tmp_path: Path, emulation: Emu
 def test_both_sides_of_a_pair_have_the_same_tokens(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", Emulation("target", StepTime(1.0, 0.0)), vocab_size=600)
     drafter = write_checkpoint(tmp_path / "drafter", DRAFTER, vocab_size=600)
-    assert vocabulary_sizes(*(json.loads((path / "config.json").read_text()) for path in (target, drafter))) == (
+    assert tuple(vocab_size(json.loads((path / "config.json").read_text())) for path in (target, drafter)) == (
         600,
         600,
     )

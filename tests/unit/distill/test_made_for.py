@@ -133,8 +133,8 @@ def test_the_digest_is_of_names_types_shapes_and_bytes(tmp_path):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", (21).to_bytes(8, "little") + b'{"a":{"dtype":"F32"}}'],
-    ids=["empty", "no length", "no header", "no offsets"],
+    [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]"],
+    ids=["empty", "no length", "no header"],
 )
 def test_a_damaged_file_is_named(tmp_path, data):
     (tmp_path / "model.safetensors").write_bytes(data)
@@ -145,5 +145,5 @@ def test_a_damaged_file_is_named(tmp_path, data):
 def test_a_tensor_behind_the_end_of_its_file_is_damage(models, tmp_path):
     whole = (models.target / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-1])
-    with pytest.raises(ConfigError, match="ends behind the file"):
+    with pytest.raises(ConfigError, match="a tensor ends behind the file"):
         weights_digest(tmp_path)

@@ -1,0 +1,104 @@
+"""What several commands share: types of arguments, groups of flags, and how a long command ends."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from outrider.cluster.config import ConfigError
+from outrider.deploy.cli import fail
+from outrider.deploy.client.sync_client import API_KEY_VARIABLE
+from outrider.deploy.preset import preset_names
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def address(text: str) -> str:
+    """An argument's type: HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return text
+
+
+def positive(text: str) -> int:
+    """An argument's type: a whole number from 1 up."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
+    return number
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds which configuration, and what is put in place of its checkpoints."""
+    parser.add_argument(
+        "config", metavar="CONFIG_OR_PRESET", help=f"a YAML file, or a preset: {', '.join(preset_names())}"
+    )
+    parser.add_argument("--target", metavar="PATH", help="checkpoint directory (or hub id) in place of target.model")
+    parser.add_argument("--drafter", metavar="PATH", help="likewise for drafter.model")
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds where, and in which type, a command without a server computes."""
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES[:3], help="auto: bfloat16 where the device has it")
+    parser.add_argument("--verbose", action="store_true", help="the whole traceback when it fails")
+
+
+def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds TLS. The key is never a flag, since command lines can be read by everybody on the machine."""
+    group = parser.add_argument_group(f"connection (a key is taken from ${API_KEY_VARIABLE})")
+    group.add_argument("--tls", action="store_true", help="speak TLS; implied by the next three")
+    group.add_argument("--ca", metavar="FILE", type=Path, help="believe the authorities in it (PEM)")
+    group.add_argument("--client-cert", metavar="FILE", type=Path, help="show this certificate (PEM)")
+    group.add_argument("--client-key", metavar="FILE", type=Path, help="its private key (PEM)")
+
+
+def credentials_of(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
+    """Returns what to speak TLS with; None: plain text. Raises ValueError naming the flag."""
+    if (args.client_cert is None) != (args.client_key is None):
+        raise ValueError("--client-cert and --client-key belong together; give both, or neither")
+    if not (args.tls or args.ca or args.client_cert):
+        return None
+    found = []
+    for flag, path in (("--ca", args.ca), ("--client-key", args.client_key), ("--client-cert", args.client_cert)):
+        try:
+            found.append(None if path is None else path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
+        if found[-1] is not None and b"-----BEGIN " not in found[-1]:
+            raise ValueError(f"{flag}: {path} is no PEM file")
+    return grpc.ssl_channel_credentials(*found)
+
+
+def exit_status(command: str, work: Callable[[], None], *, interrupted: str = "interrupted", verbose: bool) -> int:
+    """Returns that of a command that does this work; what goes wrong is one line on stderr. interrupted: that line."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        return fail(f"{command}: {interrupted}", status=130)
+    except (ConfigError, OSError) as error:
+        return fail(f"{command}: {error}", verbose=verbose)
+    except Exception as error:  # noqa: BLE001 - the operator gets one line, not a stack trace
+        return fail(f"{command}: {type(error).__name__}: {error}", verbose=verbose)
+    return 0
+
+
+def check_can_write(option: str, path: Path) -> None:
+    """Looks before hours of work. A file that is there stays as it is. Raises ConfigError."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.resolve().unlink()  # a link that leads to it stays
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); write elsewhere") from None
