@@ -66,6 +66,7 @@ def test_generate_json_prints_one_object_with_every_documented_key(server: Serve
         "prompt_tokens": len(prompt),
         "completion_tokens": 64,
         "total_tokens": len(prompt) + 64,
+        "cached_tokens": 0,
     }
     speculative = answer["metrics"]["speculative_decoding"]
     assert speculative.keys() == {
