@@ -30,7 +30,7 @@ from outrider.cluster.config import (
     parse_config,
 )
 from outrider.cluster.device_defaults import with_device_defaults
-from outrider.cluster.drafter_config import ActorConfig, check_build_drafts, check_several_models
+from outrider.cluster.drafter_config import check_build_drafts, check_several_models
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
     REPLICA_CPUS,
@@ -360,24 +360,20 @@ def serve_logging(serving: ServingConfig) -> LoggingConfig | None:
 
 
 def describe(config: OutriderConfig) -> str:
-    """One line for the operator: what runs, and speculated by what."""
+    """Returns one line for the operator: what runs, and speculated by what."""
     text = f"{config.served_model_name} ({_engine(config.target)})"
     if (co_located := config.co_located) is not None:
         return f"{text}, drafting co-located by vLLM's {co_located.method}"
     if (drafter := config.remote_drafter) is None:
         return f"{text}, without a drafter"
+    pool, scaling = "", drafter.autoscaling
+    if drafter.pooled:
+        number = drafter.num_drafters if scaling is None else f"{scaling.min} to {scaling.max}"
+        pool = f"a pool of {number} of "
     if isinstance(drafter, DraftModelConfig):
         others = "".join(f", {each.name}: {each.model}" for each in drafter.also)
-        return f"{text}, drafted for by {_pool(drafter)}{drafter.model} ({_engine(drafter)}){others}"
-    return f"{text}, drafted for by {_pool(drafter)}{drafter.method} lookup"
-
-
-def _pool(drafter: ActorConfig) -> str:
-    if not drafter.pooled:
-        return ""
-    if drafter.autoscaling is None:
-        return f"a pool of {drafter.num_drafters} of "
-    return f"a pool of {drafter.autoscaling.min} to {drafter.autoscaling.max} of "
+        return f"{text}, drafted for by {pool}{drafter.model} ({_engine(drafter)}){others}"
+    return f"{text}, drafted for by {pool}{drafter.method} lookup"
 
 
 def _engine(engine: EngineConfig) -> str:

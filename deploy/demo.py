@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -15,7 +14,6 @@ from outrider.deploy.bench.machine import BenchError
 from outrider.deploy.bench.servers import ServerProcess
 from outrider.deploy.client.sync_client import OutriderClient, OutriderError
 from outrider.deploy.progress import Progress
-from outrider.v1 import generation_pb2 as pb
 
 PRESET = "smollm2"
 DTYPE = "float32"
@@ -32,8 +30,6 @@ weather in a big green book. When spring comes, the first boat brings him letter
 MAX_TOKENS = 160
 PAIRS = 3
 START_LIMIT_S = 300.0
-
-_ACCEPTED, _DIM, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
 class DemoError(Exception):
@@ -84,24 +80,9 @@ def show(client: OutriderClient, progress: Progress, out: TextIO | None = None) 
 
     Raises DemoError for an answer without tokens, OutriderError."""
     out = out or sys.stdout
-    colour = out.isatty() and "NO_COLOR" not in os.environ
-
-    def write(text: str, style: str) -> None:
-        print(f"{style}{text}{_PLAIN}" if colour and style else text, end="", file=out, flush=True)
-
-    def write_message(message: pb.GenerateStreamResponse) -> None:
-        texts = [client.detokenize([token_id]).text for token_id in message.token_ids] if colour else []
-        if "".join(texts) != message.text_delta:  # a character may be spread over several tokens
-            write(message.text_delta, "")
-            return
-        for text, origin in zip(texts, message.origins, strict=True):
-            write(text, _ACCEPTED if origin == pb.TOKEN_ORIGIN_ACCEPTED else "")
-
-    write(f"\n{PROMPT}\n\n", _DIM)
-    first = _ask(client, True, write_message)  # warms up what is set up lazily, as the next does for plain steps
-    write("\n\n", "")
-    if colour:
-        print(f"{_ACCEPTED}Green{_PLAIN}: drafted and accepted. The rest: the target's own.\n", file=out)
+    print(f"\n{PROMPT}\n", file=out)
+    first = _ask(client, True, out)  # warms up what is set up lazily, as the next does for plain steps
+    print("\n", file=out)
     _ask(client, False, max_tokens=16)
     drafted, plain = [], []
     for pair in range(1, PAIRS + 1):
@@ -112,10 +93,7 @@ def show(client: OutriderClient, progress: Progress, out: TextIO | None = None) 
 
 
 def _ask(
-    client: OutriderClient,
-    speculation: bool,
-    on_message: Callable[[pb.GenerateStreamResponse], None] | None = None,
-    max_tokens: int = MAX_TOKENS,
+    client: OutriderClient, speculation: bool, shown: TextIO | None = None, max_tokens: int = MAX_TOKENS
 ) -> Answer:
     ids: list[int] = []
     began, at_first, rounds = 0.0, 0, 0
@@ -128,8 +106,8 @@ def _ask(
             rounds += message.num_rounds
             if not began and ids:
                 began, at_first = time.monotonic(), len(ids)
-            if on_message is not None:
-                on_message(message)
+            if shown is not None:
+                print(message.text_delta, end="", file=shown, flush=True)
     if not ids:
         raise DemoError("the answer was empty")
     return Answer(tuple(ids), (len(ids) - at_first) / max(time.monotonic() - began, 1e-9), rounds)
@@ -138,35 +116,22 @@ def _ask(
 def comparison(all_drafted: Sequence[Answer], drafted: Sequence[Answer], plain: Sequence[Answer]) -> str:
     """Returns a table of both ways' medians, and whether the tokens are the same."""
     fast, slow = (statistics.median(answer.tokens_per_s for answer in side) for side in (drafted, plain))
-    ratio = fast / slow
-    verdict = f"{ratio:.2f} times as fast"
-    if ratio < 1:
-        verdict += ": drafting costs more here than it saves"
-    rows = [
-        ("", "speculation", "without", ""),
-        ("tokens/s", f"{fast:.1f}", f"{slow:.1f}", verdict),
-        *[("tokens a round", *(_per_round(side) for side in (drafted, plain)), "")],
-        ("tokens", str(len(drafted[-1].token_ids)), str(len(plain[-1].token_ids)), same_tokens(all_drafted, plain)),
+    per_round = [
+        sum(len(answer.token_ids) for answer in side) / max(1, sum(answer.rounds for answer in side))
+        for side in (drafted, plain)
     ]
-    lines = [f"{name:<14}  {a:>11}  {b:>8}   {note}".rstrip() for name, a, b, note in rows]
-    return "\n".join([*lines, f"(medians of {len(drafted)} answers each, in turns)"])
-
-
-def _per_round(answers: Sequence[Answer]) -> str:
-    rounds = sum(answer.rounds for answer in answers)
-    return f"{sum(len(answer.token_ids) for answer in answers) / rounds:.2f}" if rounds else "?"
-
-
-def same_tokens(drafted: Sequence[Answer], plain: Sequence[Answer]) -> str:
-    """Returns one remark about all answers."""
-    answers = [answer.token_ids for answer in (*drafted, *plain)]
-    if len(set(answers)) == 1:
-        return "the same ones, each time"
-    agree = next(
-        (index for index, column in enumerate(zip(*answers, strict=False)) if len(set(column)) > 1),
-        min(map(len, answers)),
+    tokens = {answer.token_ids for answer in (*all_drafted, *plain)}
+    same = "the same ones, each time" if len(tokens) == 1 else f"NOT the same: {len(tokens)} different answers"
+    slower = ": drafting costs more here than it saves" if fast < slow else ""
+    return "\n".join(
+        [
+            f"{'':<14}  speculation   without",
+            f"{'tokens/s':<14}  {fast:>11.1f}  {slow:>8.1f}   {fast / slow:.2f} times as fast{slower}",
+            f"{'tokens a round':<14}  {per_round[0]:>11.2f}  {per_round[1]:>8.2f}",
+            f"{'tokens':<14}  {len(drafted[-1].token_ids):>11}  {len(plain[-1].token_ids):>8}   {same}",
+            f"(medians of {len(drafted)} answers each, in turns)",
+        ]
     )
-    return f"NOT the same: they differ from token {agree + 1} on"
 
 
 if __name__ == "__main__":

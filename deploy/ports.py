@@ -57,30 +57,27 @@ def settle_ports(config: OutriderConfig) -> OutriderConfig:
     Raises ConfigError for a port in use. Without this check Serve's proxy would share the port with another one that
     allows it, and each would get half of the other's requests.
     """
-    serving, taken = config.serving, dict[int, str]()
+    serving, gateway = config.serving, config.serving.gateway
+    taken: dict[int, str] = {}
 
-    def settled(field: str, port: int, host: str) -> int:
-        if port in taken:
+    def settled(field: str, port: int | None, host: str) -> int:
+        if port and port in taken:
             raise ConfigError(f"serving.{field}: {port} is serving.{taken[port]} too; choose two different ports")
         if port and not port_is_free(port, host):
             option = f"--{field.rpartition('.')[2].replace('_', '-')}"
-            raise ConfigError(
-                f"serving.{field}: port {port} is in use; stop what listens there, or choose another with {option} N "
-                f"({option} 0 picks a free one)"
-            )
+            fix = f"stop what listens there, or choose another with {option} N ({option} 0 picks a free one)"
+            raise ConfigError(f"serving.{field}: port {port} is in use; {fix}")
         while not port or port in taken:
             port = pick_free_port()
         taken[port] = field
         return port
 
-    gateway = serving.gateway
     if gateway != "off":
-        ports = {name: settled(f"gateway.{name}", getattr(gateway, name), gateway.host) for name in PORTS}
-        if gateway.admin_port is not None:
-            ports["admin_port"] = settled("gateway.admin_port", gateway.admin_port, gateway.host)
-        gateway = gateway.model_copy(update=ports)
-    defaults = {"http_port": 8000, "grpc_port": 9000} if gateway == "off" else dict.fromkeys(PORTS, 0)
-    asked = {name: defaults[name] if (port := getattr(serving, name)) is None else port for name in PORTS}
+        names = [*PORTS, *(["admin_port"] if gateway.admin_port is not None else [])]
+        public = {name: settled(f"gateway.{name}", getattr(gateway, name), gateway.host) for name in names}
+        gateway = gateway.model_copy(update=public)
+    defaults = {"http_port": 8000, "grpc_port": 9000} if gateway == "off" else {}
+    asked = {name: defaults.get(name) if (port := getattr(serving, name)) is None else port for name in PORTS}
     own = {name: settled(name, port, serving.host) for name, port in asked.items()}
     return config.model_copy(update={"serving": serving.model_copy(update={"gateway": gateway, **own})})
 

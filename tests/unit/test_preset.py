@@ -185,7 +185,11 @@ def test_dtype_leaves_an_ngram_drafter_alone(tmp_path: Path) -> None:
             r"config: 'smolm2' is neither a preset \(gpt-oss-120b, llama-70b, llama-70b-pool, .*smollm2\) nor a file",
         ),
         ("smollm2", Overrides(drafter="/x"), r"drafter\.model: /x does not exist"),
-        ("smollm2", Overrides(target="/no/such/dir"), r"target\.model: /no/such/dir does not exist.*; .*outrider fetch"),
+        (
+            "smollm2",
+            Overrides(target="/no/such/dir"),
+            r"/no/such/dir does not exist.*; .*outrider fetch",
+        ),
         ("qwen-coder", Overrides(drafter="./missing"), r"drafter\.model: \./missing does not exist"),
         ("smollm2", Overrides(grpc_port=70000), r"serving\.gateway\.grpc_port"),
     ],
