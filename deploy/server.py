@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import itertools
 import logging
 import math
 import os
@@ -119,7 +118,7 @@ class Server:
         judge = ApplicationJudge()
         arguments = (self._application_state, judge, self._stopped_asking)
         threading.Thread(target=keep_asking, args=arguments, daemon=True).start()
-        for _ in itertools.count():
+        while True:
             self._check_lives(judge)
             if judge.ends_controller():
                 self._progress.say("WARNING: Serve's controller does not answer; ending it, for Ray to start another")

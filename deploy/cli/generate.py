@@ -102,12 +102,9 @@ def options_of(args: argparse.Namespace) -> GenerationOptions:
     given = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
     if args.logit_bias is not None:
         given["logit_bias"] = dict(args.logit_bias)
-    others = {
-        "apply_chat_template": args.chat or None,
-        "timeout_s": args.timeout,
-        "speculation": False if args.no_speculation else None,
-    }
-    given |= {name: value for name, value in others.items() if value is not None}
+    given |= {"apply_chat_template": True} if args.chat else {}
+    given |= {"speculation": False} if args.no_speculation else {}
+    given |= {"timeout_s": args.timeout} if args.timeout is not None else {}
     return GenerationOptions(**given)  # type: ignore[typeddict-item]
 
 

@@ -109,13 +109,14 @@ def _changing(path: Path) -> Iterator[list[Key]]:
 
 
 def _expires(text: str) -> datetime:
+    now = datetime.now(UTC).replace(microsecond=0)
     if days := re.fullmatch(r"([1-9][0-9]{0,4})d", text):
-        return datetime.now(UTC).replace(microsecond=0) + timedelta(days=int(days[1]))
+        return now + timedelta(days=int(days[1]))
     try:
         at = datetime.fromisoformat(text)
+        at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: 90d, or 2027-01-01") from None
-    at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-    if at <= datetime.now(UTC):
-        raise argparse.ArgumentTypeError(f"{text!r} is past")
+        at = now
+    if at <= now:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time to come: 90d, or 2027-01-01")
     return at

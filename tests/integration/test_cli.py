@@ -216,7 +216,7 @@ def refused(path: Path, *arguments: str) -> str:
                 "unknown key": ({"target": {"max_model_length": 5}}, "target.max_model_length", "unknown key"),
                 "K=0": ({"speculation": {"num_speculative_tokens": 0}}, "speculation.num_speculative_tokens", ""),
                 "K=33": ({"speculation": {"num_speculative_tokens": 33}}, "speculation.num_speculative_tokens", "32"),
-                "TP": ({"target": {"tensor_parallel_size": 3}}, "target.tensor_parallel_size", "allows"),
+                "TP": ({"target": {"tensor_parallel_size": 3}}, "target.tensor_parallel_size", "heads"),
                 "no checkpoint": ({"target": {"model": "/nowhere/at/all"}}, "target.model", "give a checkpoint"),
             }.items()
         ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from outrider.cluster.config import ConfigError, parse_config
-from outrider.deploy import app, cli, ports
+from outrider.deploy import app, cli
 from outrider.deploy.app import config_from_args
 from outrider.deploy.ports import pick_free_port, port_is_free, settle_ports
 from outrider.deploy.processes import Stopped, StopSignal
@@ -65,14 +64,6 @@ def test_help_loads_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
 
 
-def test_every_option_others_script_against_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--help"])
-    shown = capsys.readouterr().out
-    for option in ("CONFIG_OR_PRESET", "--target PATH", "--drafter PATH", "--dtype", "--grpc-port N", "--http-port N"):
-        assert option in shown
-
-
 @pytest.mark.parametrize("command", ["doctor", "keys"])
 def test_an_interrupt_is_one_line_whichever_command_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
@@ -83,12 +74,6 @@ def test_an_interrupt_is_one_line_whichever_command_it_ends(
     monkeypatch.setattr(f"outrider.deploy.cli.{command}.run", interrupted)
     assert cli.main([command, *{"doctor": ["x"], "keys": ["list"]}[command]]) == 130
     assert capsys.readouterr().err == "outrider: interrupted\n"
-
-
-def test_a_command_ends_well_where_there_is_no_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.deploy.cli.keys.run", lambda args: print("said") or 0)
-    monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(["keys", "list"]) == 0
 
 
 def test_a_terminal_of_few_letters_gets_the_others_as_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,27 +179,6 @@ def test_the_admin_port_is_one_of_its_own(taken_port: int) -> None:
 def test_a_picked_port_is_none_that_an_outgoing_connection_may_get() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert 1024 < max(pick_free_port() for _ in range(20)) < min(first, 32768)
-
-
-def test_a_picked_port_bears_no_closed_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve's own HTTP server may take it without SO_REUSEADDR."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            listener.accept()[0].close()  # the side that closes first is the one that lingers
-            client.recv(1)
-    assert port_is_free(port)
-    monkeypatch.setattr(ports, "_PICKED_FROM", range(port, port + 1))
-    monkeypatch.setattr(ports, "_TRIES", 1)
-    with pytest.raises(ConfigError, match="name ports that are free"):
-        pick_free_port()
-
-
-def test_processes_of_one_seed_pick_ports_of_their_own() -> None:
-    random.seed(0)
-    first = pick_free_port(), pick_free_port()
-    random.seed(0)
-    assert (pick_free_port(), pick_free_port()) != first
 
 
 def test_serve_args_are_a_preset_or_a_tree(outrider_home: Path) -> None:

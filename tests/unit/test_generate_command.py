@@ -183,11 +183,6 @@ def test_flags_become_the_fields_of_their_names(address: str, service: ScriptedS
     ]
 
 
-def test_no_flags_set_no_fields(address: str, service: ScriptedService) -> None:
-    outrider_generate("--address", address, "hello")
-    assert service.requests == [pb.GenerateStreamRequest(text="hello")]
-
-
 def test_a_dash_reads_the_prompt_from_stdin(
     address: str, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,14 +196,6 @@ def test_a_refused_request_is_one_line_and_exit_1(address: str, capsys: pytest.C
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == "outrider: INVALID_ARGUMENT: sampling.temperature: -1.0 is out of range; send more\n"
-
-
-@pytest.mark.parametrize("flag", ["--max-tokens", "--num-speculative-tokens", "--timeout"])
-def test_numbers_no_field_can_hold_are_wrong_command_lines(
-    address: str, flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert outrider_generate("--address", address, flag, "-1", "hello") == 2
-    assert flag.removeprefix("--").replace("-", "_") in capsys.readouterr().err
 
 
 def test_an_absent_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ from outrider.cluster.gateway_config import GatewayConfig
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.models.check import (
     check_models,
-    check_same_tokens,
     check_tensor_parallel,
     check_vocabularies,
     common_tokens,
@@ -60,47 +59,6 @@ def test_presets_are_the_documented_ones_and_valid() -> None:
         assert config.link.link_deadline_ms > config.link.round_deadline_ms
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("llama-70b", 4), ("llama-70b-pool", 4), ("llama-70b-pool-1b", 4), ("qwen3-32b", 2), ("qwen3-32b-pool", 2)],
-)
-def test_presets_of_large_pairs_take_their_gpus_and_leave_the_rest_to_the_device(name: str, ranks: int) -> None:
-    config = resolve_config(name)
-    assert isinstance(config.drafter, DraftModelConfig)
-    assert (config.target.tensor_parallel_size, config.drafter.tensor_parallel_size) == (ranks, 1)
-    assert config.target.max_model_len == config.drafter.max_model_len
-    assert "cores" not in config.target.model_fields_set
-    assert not config.link.model_fields_set
-    assert models_to_fetch(name, Overrides()) == []
-
-
-@pytest.mark.parametrize(("pair", "drafters"), [("llama-70b", 2), ("qwen3-32b", 1)])
-def test_a_pool_is_the_pair_with_the_drafter_shared(pair: str, drafters: int) -> None:
-    own, shared = resolve_config(pair), resolve_config(f"{pair}-pool")
-    assert isinstance(own.drafter, DraftModelConfig)
-    assert isinstance(shared.drafter, DraftModelConfig)
-    assert own.target == shared.target
-    own_places = {"placement": own.drafter.placement, "num_drafters": own.drafter.num_drafters}
-    assert shared.drafter.model_copy(update=own_places) == own.drafter
-    assert (shared.serving.num_replicas, shared.drafter.num_drafters) == (4, drafters)
-
-
-def test_a_head_that_needs_hidden_states_is_the_engine_s_own() -> None:
-    config = resolve_config("gpt-oss-120b")
-    assert config.co_located is not None
-    assert config.remote_drafter is None
-    assert models_to_fetch("gpt-oss-120b", Overrides()) == []
-
-
-def test_a_preset_without_local_copies_names_hub_models_that_fetch_knows() -> None:
-    config = resolve_config("qwen-coder")
-    assert isinstance(config.drafter, DraftModelConfig)
-    small = resolve_config("smollm2")
-    assert isinstance(small.drafter, DraftModelConfig)
-    known = {model.hub_id for model in MODELS.values()}
-    assert {config.target.model, config.drafter.model, small.target.model, small.drafter.model} == known
-
-
 def test_a_preset_uses_the_copies_that_are_fetched() -> None:
     target = fetched("Qwen2.5-Coder-1.5B-Instruct")
     config = resolve_config("qwen-coder")
@@ -127,12 +85,6 @@ def test_a_file_keeps_its_hub_id_even_when_a_copy_is_fetched(tmp_path: Path) -> 
     file = tmp_path / "mine.yaml"
     file.write_text("target: {model: HuggingFaceTB/SmolLM2-135M-Instruct}")
     assert resolve_config(str(file)).target.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
-def test_an_explicit_hub_id_wins_over_a_fetched_copy() -> None:
-    fetched("SmolLM2-135M-Instruct")
-    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert resolve_config("smollm2", Overrides(target=hub_id)).target.model == hub_id
 
 
 def test_what_is_overridden_need_not_be_fetched(tmp_path: Path) -> None:
@@ -208,18 +160,6 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         resolve_config("smollm2", Overrides(target=str(file)))
 
 
-def test_drafter_option_without_a_drafter_section(tmp_path: Path) -> None:
-    file = tmp_path / "plain.yaml"
-    file.write_text("target: {model: some/model}")
-    with pytest.raises(ConfigError, match="the drafter section is missing"):
-        resolve_config(str(file), Overrides(drafter="some/drafter"))
-
-
-def test_tensor_parallel_that_splits_is_accepted() -> None:
-    for ranks in (1, 2, 4, 8):
-        check_tensor_parallel(LLAMA, ranks, "target")
-
-
 @pytest.mark.parametrize(
     ("config", "ranks", "message"),
     [
@@ -251,14 +191,6 @@ def test_sizes_that_differ_without_tokenizers_to_compare_are_refused(tokens: tup
     message = r"drafter\.model: its vocabulary has 99 tokens, the target's has 100.*without a tokenizer\.json of both"
     with pytest.raises(ConfigError, match=message):
         check_vocabularies(LLAMA, SHORTER, tokens)
-
-
-def test_tokens_must_agree() -> None:
-    check_same_tokens({"a": 0, "b": 1}, {"b": 1, "a": 0})
-    with pytest.raises(ConfigError, match=r"tokenizer differs from the target's in 2 of 2 tokens, e\.g\. 'a'"):
-        check_same_tokens({"a": 0, "b": 1}, {"a": 1, "b": 0})
-    with pytest.raises(ConfigError, match="tokenizer differs"):
-        check_same_tokens({"a": 0}, {"a": 0, "b": 1})
 
 
 TEXT = {"a": 0, "b": 1, "c": 2}
@@ -345,21 +277,6 @@ def test_checkpoints_are_checked_from_their_files(tmp_path: Path) -> None:
         with_drafter(padded)
     with pytest.raises(ConfigError, match=r"drafter\.tensor_parallel_size: 5"):
         with_drafter(twin, ranks=5)
-
-
-def test_drafting_heads_are_no_draft_model(tmp_path: Path) -> None:
-    target = checkpoint(tmp_path / "t")
-    heads = checkpoint(tmp_path / "heads", architectures=["LlamaForCausalLMEagle3"])
-    drafter = {"method": "draft_model", "model": str(heads)}
-    with pytest.raises(ConfigError, match=r"drafter\.model: it holds drafting heads .*placement: co_located"):
-        check_models(parse_config({"target": {"model": str(target)}, "drafter": drafter}))
-
-
-def test_max_model_len_above_the_models_is_refused(tmp_path: Path) -> None:
-    model = str(checkpoint(tmp_path / "t", max_position_embeddings=512))
-    check_models(parse_config({"target": {"model": model, "max_model_len": 512}}))
-    with pytest.raises(ConfigError, match=r"target\.max_model_len: 513 is above the 512"):
-        check_models(parse_config({"target": {"model": model, "max_model_len": 513}}))
 
 
 def test_a_hub_id_that_cannot_be_had_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
