@@ -74,7 +74,8 @@ def _list(args: argparse.Namespace) -> None:
     for key in load_keys("--file", args.file):
         expires = "never expires"
         if key.expires is not None:
-            expires = f"{'EXPIRED' if key.expires <= datetime.now(UTC) else 'expires'} {key.expires:%Y-%m-%dT%H:%M:%SZ}"
+            word = "EXPIRED" if key.expires <= datetime.now(UTC) else "expires"
+            expires = f"{word} {key.expires.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
         limit = [] if key.requests_per_minute is None else [f"requests per minute {key.requests_per_minute}"]
         print("  ".join([key.name, expires, *limit]))
 
