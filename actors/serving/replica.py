@@ -41,7 +41,7 @@ from outrider.actors.serve_seam.replica_log import serve_log_kept
 from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.failures import silence_refusal_logs
-from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
+from outrider.actors.serving.registration import CONTROL_TIMEOUT_S, Registration
 from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
@@ -95,10 +95,10 @@ class Target:
             imports = asyncio.create_task(asyncio.to_thread(_import_engine))
             drafter = config.remote_drafter
             owned = drafter_name(self._replica) if drafter is not None and not drafter.pooled else None
-            self._lease = Lease(config.serving.app_name, Member(self._replica, owned, fingerprint=fingerprint(config)))
+            member = Member(self._replica, owned, fingerprint=fingerprint(config))
+            self._registration = Registration(config.serving.app_name, member)
             self._drafter = self._start_drafter() if owned is not None else None
             self._drafter_status = DrafterStatus()
-            await self._lease.take()
             await imports
             start_up.done("vllm imported by the replica")
             self._heartbeat = Heartbeat()
@@ -106,7 +106,6 @@ class Target:
             start_up.done("engine core and ranks started, model loaded")
             self._openai = await self._start_openai()
             self._engine.adapters.requests = self._openai.adapters
-        self._lease.keep()
         self._metrics = self._replica_metrics()
         self._routing_stats = self._stats_for_routing()
         await self._engine.warm_up()
@@ -257,8 +256,8 @@ class Target:
         if drafter is not None:
             with suppress(ray.exceptions.RayError):
                 ray.kill(drafter)
-        if (lease := getattr(self, "_lease", None)) is not None:
-            lease.leave()
+        if (registration := getattr(self, "_registration", None)) is not None:
+            registration.leave(wait_s=1.0)
 
     async def _start_openai(self) -> OpenAIApp:
         from outrider.actors.serving.openai.app import OpenAIApp
@@ -290,7 +289,7 @@ class Target:
     def _replica_metrics(self) -> ReplicaMetrics:
         # Not through self, which a replica's shutdown must be able to free.
         name, drafter, engine = self._config.served_model_name, self._drafter_status, self._engine
-        owned = self._lease.member.drafter
+        owned = self._registration.member.drafter
         return ReplicaMetrics(
             name,
             None if self._config.remote_drafter is None else lambda: _ask_rank_0(engine, "round_metrics"),
