@@ -50,6 +50,7 @@ from outrider.deploy.app import (
 from outrider.deploy.drain import drain
 from outrider.deploy.gateway import Gateway
 from outrider.deploy.liveness import ApplicationJudge, ApplicationState, ServerDied, keep_asking
+from outrider.deploy.pending import PendingLog
 from outrider.deploy.ports import reachable
 from outrider.deploy.probe import missing
 from outrider.deploy.processes import (
@@ -120,17 +121,13 @@ class Server:
         self._stages_told: set[tuple[str, float]] = set()
         self._pool_troubles: set[str] = set()
         self._pool_message = ""
+        self._pending = PendingLog(progress.say)
         self._gateway: Gateway | None = None
         self._serves = False
 
     def start(self) -> None:
         """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
         ray_access.check(os.environ)
-        if self._config.serving.nodes_may_come and not self._address:
-            raise ConfigError(
-                "serving.nodes_may_come: a cluster of this command's own gets no other nodes; name one in RAY_ADDRESS, "
-                "or leave it out"
-            )
         plan = plan_replica(self._config)
         for warning in plan.warnings:
             self._progress.say(f"WARNING: {warning}")
@@ -190,6 +187,7 @@ class Server:
         if app is None:
             return ApplicationState(None, serves=False)
         self._tell_pool(app)
+        self._pending.look(app.deployments)
         serves = app.status is ApplicationStatus.RUNNING or all_serve(app.deployments)
         message = app.message or next((each.message for each in app.deployments.values() if each.message), "")
         return ApplicationState(app.status.value, serves and bool(app.deployments), message)
@@ -288,6 +286,7 @@ class Server:
             self._tell_stages()
             if app is not None:
                 self._tell_pool(app)
+                self._pending.look(app.deployments)
                 if has_come_up(app):
                     if app.status is not ApplicationStatus.RUNNING:
                         self._progress.say("drafters of the pool still load: targets decode plainly until one is there")
