@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from prometheus_client.core import Metric
 from ray import serve
 
 from outrider.actors.drafter.actor import DrafterStatus, drafter_name, has_loaded, launch_drafter
@@ -101,9 +102,9 @@ class DrafterPool:
         """See serve_seam.broadcast."""
         return await sign(self, self._replica, method, args)
 
-    async def metrics_text(self) -> str:
-        """As Target's: those of the drafter."""
-        return await self._metrics.text()
+    async def metrics(self) -> list[Metric]:
+        """Returns the drafter's metrics."""
+        return await self._metrics.families()
 
     async def __del__(self) -> None:
         """Serve calls and awaits this on a graceful shutdown."""

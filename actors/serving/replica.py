@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from prometheus_client.core import Metric
 from ray import serve
 
 from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, has_loaded, launch_drafter
@@ -241,9 +242,9 @@ class Target:
         """Ends one of the owner's requests, of either API. Returns whether it was here."""
         return await self._engine.abort(request_id, owner) or await self._openai.abort(owner, request_id)
 
-    async def metrics_text(self) -> str:
-        """This replica's metrics, vLLM's and ours, in Prometheus' text format."""
-        return await self._metrics.text()
+    async def metrics(self) -> list[Metric]:
+        """Returns this replica's metrics, vLLM's and ours."""
+        return await self._metrics.families()
 
     def __del__(self) -> None:
         """Serve calls this on a graceful shutdown."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from outrider.actors.observability.round_tracer import RoundTracer
-from outrider.actors.observability.tracing import process_tracer
+from outrider.actors.observability.tracing import RoundTracer, process_tracer
 from outrider.actors.round.length import FixedLengths, LengthController
 from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
