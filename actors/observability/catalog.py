@@ -41,7 +41,7 @@ class Spec:
         family = self.kind(self.name, self.help, labels=[*constant, *own])
         samples = value if self.label is not None else {} if value is None else {None: value}
         for key, each in samples.items():
-            labels = [*constant.values(), *([key] if own else [])]
+            labels = [*constant.values(), *([str(key)] if own else [])]
             if isinstance(family, HistogramMetricFamily):
                 family.add_metric(labels, _buckets(each), each["sum"])
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +23,7 @@ from outrider.cluster.installed import VLLM, installed_version
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
-FRESH_FOR_S = 1.0
-ANSWER_WITHIN_S = 1.0
+FRESH_FOR_S = ANSWER_WITHIN_S = 1.0
 
 CANCELLED = "CANCELLED"
 """Status of a call whose client left before its end."""
@@ -148,11 +147,10 @@ class ReplicaMetrics:
 
 
 class ApplicationMetrics:
-    """Makes one text of the answers of all replicas."""
+    """Makes one text of the answers of all replicas, and remembers which replicas there were the last time."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
-        """Replicas that answered, or were silent, the last time."""
 
     def text(self, replies: Sequence[ReplicaReply], ingresses: Iterable[Metric]) -> str:
         """Returns Prometheus' text. replies: families, or an error, of every replica. ingresses: the ingress' own."""
@@ -169,12 +167,11 @@ class ApplicationMetrics:
         return exposition([up, silent, *ingresses, *labelled])
 
 
-def label(families: Iterable[Metric], **labels: str) -> list[Metric]:
-    """Puts the labels on every sample of the families, and returns these."""
-    families = list(families)
+def label(families: Iterable[Metric], **labels: str) -> Iterator[Metric]:
+    """Yields the families with the labels on every sample."""
     for family in families:
         family.samples = [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
-    return families
+        yield family
 
 
 def exposition(families: Iterable[Metric]) -> str:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context, get_current
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
@@ -74,9 +74,8 @@ def instrument(app: FastAPI) -> None:
     if (provider := process_provider("ingress")) is not None:
         from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 
-        no_parts: list[Literal["receive", "send"]] = ["receive", "send"]
         FastAPIInstrumentor.instrument_app(
-            app, tracer_provider=provider, excluded_urls=UNTRACED, exclude_spans=no_parts
+            app, tracer_provider=provider, excluded_urls=UNTRACED, exclude_spans=["receive", "send"]
         )
 
 
@@ -133,8 +132,8 @@ def rpc_span(rpc: str, grpc_context: Any, request_id: str | None) -> Iterator[di
         if tracer is None:
             yield {}
             return
-        # The client's metadata, whose values may be bytes. A call of the page belongs to its HTTP request.
         metadata = {key: value for key, value in grpc_context.invocation_metadata() if isinstance(value, str)}
+        # A call of the page brings none, and belongs to its HTTP request.
         parent, name = context_of(metadata) or get_current(), f"outrider.v1.GenerationService/{rpc}"
         with open_span(tracer, name, parent, SpanKind.SERVER, api="grpc", request_id=request_id) as span:
             yield headers_of(span)
