@@ -22,7 +22,6 @@ from pathlib import Path
 import psutil
 from safetensors import SafetensorError, safe_open
 
-from outrider.actors.learning.memory import ParameterCounts, check_fits
 from outrider.actors.vllm_seam import leans_on as vllm_names
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.installed import installed_version
@@ -344,28 +343,7 @@ def check_gpus(config: OutriderConfig) -> list[Finding]:
     memory_mib = [
         (int(total), int(free)) for total, free in (line.split(",") for line in listed.splitlines() if line.strip())
     ]
-    return [
-        *judge_gpus(memory_mib, int(wanted), config.target.gpu_memory_utilization),
-        *judge_learning(config, max((total for total, _ in memory_mib), default=0)),
-    ]
-
-
-def judge_learning(config: OutriderConfig, memory_mib: int) -> list[Finding]:
-    """Compares what training takes with the largest GPU here. memory_mib: that GPU's. Finds nothing where no draft
-    model is trained on a GPU, or its files are not here."""
-    drafter = config.drafter
-    if not isinstance(drafter, DraftModelConfig) or drafter.learn is None or not drafter.learn.num_gpus:
-        return []
-    if not (directory := Path(drafter.model).expanduser()).is_dir():
-        return []
-    frozen_bytes = 2  # the trainer holds them in bfloat16 on a GPU
-    return [
-        judged(
-            "learning",
-            "a GPU here has the memory to train the draft model",
-            lambda: check_fits(ParameterCounts.of(directory), frozen_bytes, memory_mib << 20, "the largest GPU"),
-        )
-    ]
+    return judge_gpus(memory_mib, int(wanted), config.target.gpu_memory_utilization)
 
 
 def judge_gpus(memory_mib: Sequence[tuple[int, int]], wanted: int, utilization: float) -> list[Finding]:

@@ -20,7 +20,7 @@ from prometheus_client.core import Metric
 from ray import serve
 
 from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, has_loaded, launch_drafter
-from outrider.actors.learning.history import status_of
+from outrider.actors.learning.versions import status_of
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics

@@ -102,7 +102,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             self._lengths(config) if drafts else FixedLengths(0),
             names_requests=config.serving.log_format == "json",
             tracer=None if tracer is None else RoundTracer(tracer),
-            teaching=None if learn is None else Teaching(likeliest, learn.share),
+            teaching=None if learn is None else Teaching(likeliest),
         )
 
     def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:

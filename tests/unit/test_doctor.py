@@ -158,17 +158,6 @@ def test_gpus():
     ]
 
 
-def test_a_drafter_that_is_too_large_to_be_trained_on_the_gpus_here(tmp_path):
-    save_file({"model.layers.0.w": torch.zeros(1000, 1000, dtype=torch.float16)}, tmp_path / "model.safetensors")
-    drafter = {"method": "draft_model", "model": str(tmp_path), "learn": {"num_gpus": 1}}
-    learning = parse_config({"target": {"model": "t"}, "drafter": drafter})
-    assert doctor.judge_learning(learning, 20)[0].level is Level.OK, "20 MB are needed"
-    (finding,) = doctor.judge_learning(learning, 19)
-    assert finding.level is Level.FAIL
-    assert "drafter.learn" in finding.text
-    assert doctor.judge_learning(config(), 19) == []
-
-
 def test_shared_memory_and_limits():
     small = config()
     check = doctor.check_shared_memory

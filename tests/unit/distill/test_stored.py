@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider.actors.drafter.vocabulary import trained_on
-from outrider.actors.learning.draft_models import freeze, load, tensors_of
+from outrider.actors.learning.draft_models import load, tensors_of
 from outrider.cluster.config import ConfigError
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.distill.models import (

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
+from outrider.actors.drafter.hang_watch import STEP
 from outrider.actors.drafter.learning import LearningMember
 from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.learning.service import HandOut
+from outrider.actors.learning.service import VersionServer
 from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus
 from tests.unit.drafter.scripted_strategy import SOON_S, Sink
 from tests.unit.drafter.test_learning_member import Drafting, lesson, opening
 from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation
-from tests.unit.learning.tiny_learner import learner, many, work
+from tests.unit.learning.tiny_learner import learner, many, serve, work
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,8 +28,8 @@ class Teacher:
     """The trainer but for its process and its own clock."""
 
     def __init__(self):
-        self.learner = learner(kept_versions=10)
-        self._hand_out = HandOut(self.learner, "base", lambda tensors: tensors)
+        self.learner = learner()
+        self._hand_out = VersionServer(self.learner, "base", lambda tensors: tensors)
 
     def exchange(self, report, taught):
         return self._hand_out.exchange(report, taught)
@@ -58,7 +59,7 @@ def test_two_drafters_of_a_pool_come_to_the_same_version():
 
     def all_have(number):
         serving = teacher.learner.serving
-        assert serving.version.number == number
+        assert serving.number == number
         for each in pool:
             drafted, tensors = drafts_with(each)
             assert drafted == number
@@ -71,11 +72,10 @@ def test_two_drafters_of_a_pool_come_to_the_same_version():
     pool[1].member.exchange()
     assert teacher.learner.figures()["texts"] == texts + 1
     teacher.learner.add(many())
-    while teacher.learner.serving.version.number < 1:
-        assert teacher.learner.work()
+    while teacher.learner.serving.number < 1:
+        work(teacher.learner, 25)
     assert drafts_with(pool[0])[0] == 1, "the other one has not asked yet"
-    while teacher.learner.serving.version.number < 2:
-        assert teacher.learner.work()
+    serve(teacher.learner)
     all_have(2)
     assert [len(each.engine.loaded) for each in pool] == [2, 1]
     # One of them is told to go back; one more comes to the pool.
@@ -87,9 +87,6 @@ def test_two_drafters_of_a_pool_come_to_the_same_version():
     all_have(3)
     assert [len(each.engine.loaded) for each in pool] == [3, 2, 1]
     assert teacher.learner.figures()["steps"] == work_done
-    teacher.learner.add(many(400, first=5000))
-    work(teacher.learner, 60)
-    all_have(teacher.learner.serving.version.number)
 
 
 def load_number(number, load):
@@ -141,7 +138,7 @@ class Request:
 def at_rest(loop):
     """All that can be drafted ahead is."""
     end = time.monotonic() + SOON_S
-    while loop.idle_s() is None:
+    while loop._arrived or STEP in loop.at_work():
         assert time.monotonic() < end
         time.sleep(0.001)
 
