@@ -1,12 +1,13 @@
-"""Rounds along texts that the target wrote itself."""
+"""Rounds along texts that the target wrote itself, and the draft vocabulary of such texts."""
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.actors.learning.train import Trainer
-from outrider.deploy.distill.models import from_layers
+from outrider.deploy.distill.models import draft_vocabulary, from_layers
 from outrider.deploy.distill.rounds import Tally, measured
-from tests.unit.learning.test_train import target, texts  # noqa: F401 - fixtures
+from tests.unit.learning.test_train import END, VOCAB, target, texts  # noqa: F401 - fixtures
 
 
 def test_greedy_rounds_are_walked_as_they_would_run():
@@ -32,3 +33,12 @@ def test_a_drafter_that_is_the_target_has_every_draft_accepted(target, texts):  
     assert found.tallies[-1].tokens_per_round == pytest.approx(4.0)
     assert found.overlap == pytest.approx(1.0, abs=1e-3)
     assert found.tokens == 36
+
+
+def test_the_draft_vocabulary_is_what_the_target_expects_and_the_end(texts):  # noqa: F811
+    chosen = draft_vocabulary(texts, 10, VOCAB, {END})
+    assert len(chosen) == 10
+    assert chosen.tolist() == sorted(chosen.tolist())
+    assert END in chosen.tolist()
+    likeliest = np.bincount(np.concatenate([text.top_ids[:, 0] for text in texts])).argmax()
+    assert int(likeliest) in chosen.tolist()

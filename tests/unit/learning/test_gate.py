@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from outrider.actors.learning.gate import LEAST_TEXTS, Difference, Verdict, judge
+from outrider.actors.learning.gate import LEAST_TEXTS, Difference, judge
 
 
 def shifted(by, spread=0.05, texts=40, seed=0):
@@ -43,13 +43,6 @@ def test_a_version_that_is_no_better_is_seldom_adopted():
     assert 10 < adopted < 90
 
 
-def test_a_loss_needs_confidence_too():
-    assert shifted(-0.1).is_loss
-    assert not shifted(-0.1, texts=LEAST_TEXTS - 1).is_loss
-    assert not shifted(0.0).is_loss
-    assert not Difference.of([], []).is_loss
-
-
 @pytest.mark.parametrize(
     ("general", "reason"),
     [
@@ -68,9 +61,3 @@ def test_what_may_have_been_lost_on_general_texts_keeps_a_version_out(general, r
 def test_what_is_no_gain_yet_is_trained_on_however_little_is_certain():
     verdict = judge(shifted(0.0), NOTHING_LOST, general=shifted(0.0, spread=0.3))
     assert (verdict.reason, verdict.is_bad) == ("no_gain", False)
-
-
-def test_what_no_json_can_hold_is_told_as_none():
-    row = Verdict("not_finite", Difference(math.nan, math.nan, 20)).row()
-    assert row["recent"] == {"mean": 0.0, "margin": None, "texts": 20}
-    assert row["general"] is None

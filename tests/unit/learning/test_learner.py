@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from tests.unit.learning.tiny_learner import (
     noise,
     plus,
     serve,
-    taught,
     work,
 )
 
@@ -53,15 +51,6 @@ def test_each_text_has_its_turns_and_then_the_trainer_waits():
     while made.work():
         done += 1
     assert done == PASSES * 20 / BATCH_SIZE
-
-
-def test_what_came_while_there_was_no_time_has_no_turns_that_it_cannot_have():
-    """Of a long stream a few texts are kept: these are trained on as often as each, not as often as all."""
-    made = learner()
-    for number in range(0, 4000, 200):
-        made.add(many(200, first=number))
-    assert made._replay.num_kept < 900
-    assert made._to_train_on == PASSES * made._replay.num_kept
 
 
 def test_too_few_held_out_texts_decide_nothing():
@@ -141,12 +130,12 @@ def test_a_shift_is_followed_and_what_came_before_is_not_forgotten():
     made.add(many(400, rule=5))
     work(made, 125)
     made.add(many(400, rule=11, first=1000))
-    before = made.serving
+    number, before = made.serving.number, made.serving.tensors
     work(made, 250)
-    assert made.serving.number > before.number
+    assert made.serving.number > number
     old, new = many(40, rule=5, first=5000), many(40, rule=11, first=6000)
-    assert acceptance(made, made.serving.tensors, new) > acceptance(made, before.tensors, new) + 0.1
-    assert acceptance(made, made.serving.tensors, old) > acceptance(made, before.tensors, old) - 0.05
+    assert acceptance(made, made.serving.tensors, new) > acceptance(made, before, new) + 0.1
+    assert acceptance(made, made.serving.tensors, old) > acceptance(made, before, old) - 0.05
 
 
 def test_what_the_traffic_does_not_hold_is_kept_by_general_texts():
@@ -181,50 +170,6 @@ def test_general_texts_to_compare_with_are_never_trained_on(number):
     assert len(held) == number if all(held) else 30 < len(held) < 70
     made.add(many(50))
     assert not {text for _ in range(200) for text in made._replay.batch(8)} & set(made._held_general)
-
-
-def test_a_token_that_the_drafter_does_not_have_is_passed_over():
-    made = learner()
-    made.add([dataclasses.replace(taught(1), ids=taught(1).ids + VOCAB)])
-    assert made.figures()["texts"] == 0
-
-
-def test_texts_may_arrive_while_it_trains():
-    made = learner()
-    made.add(many(100))
-    stop = threading.Event()
-
-    def arrive():
-        number = 1000
-        while not stop.is_set():
-            made.add(many(4, first=number))
-            made.figures()
-            number += 4
-
-    arriving = threading.Thread(target=arrive)
-    arriving.start()
-    try:
-        work(made, 50)
-    finally:
-        stop.set()
-        arriving.join()
-    assert made.figures()["steps"] == 50
-
-
-def test_each_version_is_measured_once_on_each_text(monkeypatch):
-    """However many comparisons it is in; texts that are gone are forgotten."""
-    made = learner(general=many(40, first=500), held_out=0.25)
-    measured = []
-    original = made._trainer.acceptance
-    monkeypatch.setattr(made._trainer, "acceptance", lambda texts: measured.append(len(texts)) or original(texts))
-    made.add(many(200))
-    made.compare()
-    first = len(measured)
-    assert not made.serving.number
-    made.compare()
-    assert len(measured) == first + 2, "the other candidate, on held-out and on general texts"
-    made._replay.forget()
-    assert not set(made.serving.scores) - set(made._held_general)
 
 
 def test_a_version_that_turns_out_worse_is_withdrawn():

@@ -1,9 +1,6 @@
 """What is kept to train on, and what never is."""
 
-import collections
-import random
-
-from outrider.actors.learning.replay import HELD_TEXTS, PAST_TEXTS, RECENT_TEXTS, Replay, Reservoir
+from outrider.actors.learning.replay import HELD_TEXTS, PAST_TEXTS, RECENT_TEXTS, Replay
 from outrider.actors.learning.texts import Text
 from tests.unit.learning.tiny_learner import TRAINED
 
@@ -14,17 +11,6 @@ def text(number, prompt=TRAINED):
 
 def numbers(texts):
     return [each.sample for each in texts]
-
-
-def test_a_reservoir_keeps_each_with_the_same_chance():
-    counts = collections.Counter()
-    for seed in range(2000):
-        kept = Reservoir(5, random.Random(seed))
-        for item in range(20):
-            kept.add(item)
-        counts.update(kept.kept)
-    assert sum(counts.values()) == 2000 * 5
-    assert all(400 < counts[item] < 600 for item in range(20)), counts  # 500, 5 deviations of 20 each
 
 
 def test_half_of_a_batch_is_recent_and_the_rest_of_all_time():

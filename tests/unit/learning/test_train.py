@@ -1,20 +1,15 @@
 """A training step on tiny models, and the draft vocabulary."""
 
 import dataclasses
-import random
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
-from outrider.actors.learning import train
 from outrider.actors.learning.texts import TOP, Text
 from outrider.actors.learning.train import Trainer
-from outrider.deploy.distill.models import draft_vocabulary, from_layers
-from outrider.deploy.distill.rounds import measured
-from outrider.deploy.distill.texts import alike
-from tests.unit.learning.tiny_learner import END, VOCAB, drafter
+from outrider.deploy.distill.models import from_layers
+from tests.unit.learning.tiny_learner import VOCAB, drafter
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +33,6 @@ def texts(target):
     return made
 
 
-@pytest.mark.parametrize("number", [8, 20, 200])
-def test_a_batch_is_of_one_length_nearly_and_all_texts_are_as_likely(number):
-    lengths = torch.randperm(number, generator=torch.Generator().manual_seed(1)) + 5
-    texts = [Text(i, 0, np.zeros(int(n)), 0, np.zeros(0), np.zeros(0)) for i, n in enumerate(lengths)]
-    chance, drawn, spans = random.Random(0), Counter(), []
-    for _ in range(4000):
-        batch = alike(texts, 8, chance)
-        assert len({text.prompt for text in batch}) == 8
-        drawn.update(text.prompt for text in batch)
-        spans.append(max(len(text.ids) for text in batch) - min(len(text.ids) for text in batch))
-    expected = 4000 * 8 / number
-    assert all(abs(drawn[index] - expected) < 6 * expected**0.5 for index in range(number))
-    if number == 200:
-        assert sum(spans) / len(spans) < number / 6
-
-
-def test_what_a_step_is_filled_up_with_changes_nothing(target, texts, monkeypatch):
-    weights = []
-    for width, positions in ((1, 1), (32, 64)):
-        monkeypatch.setattr(train, "_WIDTH", width)
-        monkeypatch.setattr(train, "_POSITIONS", positions)
-        made = trainer(target)
-        for number in range(3):
-            made.step(number, 1.0, texts)
-        weights.append(torch.cat([tensor.detach().flatten() for tensor in made.trained.values()]))
-    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
-
-
 def trainer(target, learning_rate=1e-3, named_ids=None):
     return Trainer(from_layers(target, [0, 2]), learning_rate, torch.float32, named_ids)
 
@@ -81,42 +48,6 @@ def test_steps_lower_the_loss_and_leave_the_head_alone(target, texts, named_ids)
     assert all(torch.equal(a, b) for a, b in zip(frozen, after, strict=True))
 
 
-def test_without_a_draft_vocabulary_a_step_looks_at_what_its_texts_name_and_a_sample(target, texts, monkeypatch):
-    """Which stands for the rest: it learns as much as with the whole head, and the rest is left alone as well."""
-    sizes = []
-    original = train.head
-
-    def counted(hidden, weight, ids):
-        sizes.append(len(weight) if ids is None else len(ids))
-        return original(hidden, weight, ids)
-
-    monkeypatch.setattr(train, "head", counted)
-    few = [dataclasses.replace(text, top_ids=text.top_ids[:, :2], top_log_p=text.top_log_p[:, :2]) for text in texts]
-    named = len(np.unique(np.concatenate([text.top_ids.ravel() for text in few])))
-    overlap = {}
-    for sampled in (8, VOCAB):
-        monkeypatch.setattr(train, "SAMPLED_IDS", sampled)
-        made = trainer(target, 3e-3)
-        for number in range(40):
-            made.step(number, 0.5, few)
-        assert set(sizes) == {named + 8 if sampled == 8 else VOCAB}
-        sizes.clear()
-        overlap[sampled] = measured(made, few, 3).overlap
-        sizes.clear()
-        monkeypatch.setattr(train, "SAMPLED_IDS", 8)
-        made.step(40, 0.5, [dataclasses.replace(few[0], top_ids=few[0].top_ids + VOCAB)])  # of a larger vocabulary
-        assert set(sizes) == {8}
-        sizes.clear()
-    assert overlap[8] > 0.9 * overlap[VOCAB] > 0.3
-
-
-def test_bfloat16_is_for_processors_that_have_it(monkeypatch):
-    assert train.fastest_dtype("cuda") is torch.bfloat16
-    for known, dtype in (({"avx512_bf16": True}, torch.bfloat16), ({"avx512_bf16": False}, torch.float32)):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known)
-        assert train.fastest_dtype("cpu") is dtype
-
-
 def test_a_step_without_a_finite_gradient_changes_nothing(target, texts):
     made = trainer(target)
     bad = dataclasses.replace(texts[0], top_log_p=np.full_like(texts[0].top_log_p, np.nan))
@@ -124,12 +55,3 @@ def test_a_step_without_a_finite_gradient_changes_nothing(target, texts):
     made.step(0, 0.5, [bad])
     assert made.skipped == 1
     assert all(torch.equal(before[name], tensor) for name, tensor in made.trained.items())
-
-
-def test_the_draft_vocabulary_is_what_the_target_expects_and_the_end(texts):
-    chosen = draft_vocabulary(texts, 10, VOCAB, {END})
-    assert len(chosen) == 10
-    assert chosen.tolist() == sorted(chosen.tolist())
-    assert END in chosen.tolist()
-    likeliest = np.bincount(np.concatenate([text.top_ids[:, 0] for text in texts])).argmax()
-    assert int(likeliest) in chosen.tolist()

@@ -1,6 +1,5 @@
 """Versions: what the public status says of them, and the file of each on disk."""
 
-import resource
 import shutil
 
 import pytest
@@ -106,19 +105,6 @@ def test_another_drafter_s_versions_are_its_own(store, base, tmp_path, tmp_path_
         store.save(number, changed(base, number))
     store.remove_after(0)
     assert theirs.latest({NAME})[0] == 9
-
-
-def test_a_full_disk_leaves_what_was_there(store, base):
-    path = store.save(1, changed(base, 1.0))
-    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(Exception, match="File too large"):
-            store.save(2, changed(base, 2.0))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    assert list(path.parent.iterdir()) == [path]
-    assert store.latest({NAME})[0] == 1
 
 
 def test_checkpoints_are_told_apart_in_a_moment_wherever_they_lie(base, tmp_path):
