@@ -19,9 +19,8 @@ def load(checkpoint: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-    )
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, **options)
     return model.to(torch.device(device)).eval().requires_grad_(False)
 
 

@@ -18,8 +18,7 @@ MOST_LOST = 0.02
 """Acceptance that a version may lose on older texts: in the mean against the version that serves, and with confidence
 on general texts against the drafter as it was loaded, since small losses would add up over versions."""
 
-_STUDENT_95 = 1.8
-"""For 11 degrees of freedom, those of LEAST_TEXTS; for more it is less."""
+_STUDENT_95 = 1.8  # for 11 degrees of freedom, those of LEAST_TEXTS; for more it is less
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,9 @@ class Verdict:
 def judge(recent: Difference, past: Difference, general: Difference | None = None) -> Verdict:
     """Decides on a version.
 
-    Args:
-        recent: against the version that serves, on the latest texts.
-        past: likewise, on a sample of all texts so far.
-        general: against the drafter as it was loaded, on general texts, where there are any. Whether too much may be
-            lost there is asked last: of next to no change little is certain, and learning would never begin.
+    recent, past: against the version that serves, on the latest texts and on a sample of all. general: against the
+    drafter as it was loaded, on general texts, where there are any. Whether too much may be lost there is asked last:
+    of next to no change little is certain, and learning would never begin.
     """
     older = [past] if general is None else [past, general]
     if recent.texts < LEAST_TEXTS:

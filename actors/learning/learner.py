@@ -42,8 +42,7 @@ within 13 minutes of a shift (docs/learning.md)."""
 PASSES = 16
 """How often a text is trained on, on average, before the trainer waits for new ones."""
 
-_RISE_STEPS = 20
-"""Over these the learning rate rises, at the beginning and whenever training goes back."""
+_RISE_STEPS = 20  # over which the learning rate rises, at the beginning and whenever training goes back
 
 
 class Learner:
@@ -58,16 +57,9 @@ class Learner:
         kept_dtype: torch.dtype,
         general: Sequence[Text] = (),
     ) -> None:
-        """
-        Args:
-            drafter: float32, on its device.
-            dtype: of its forward pass in training.
-            kept_dtype: of the checkpoint.
-            general: texts that it must not get worse on. Half of them are only ever compared on.
-        """
-        self.id = secrets.token_hex(4)
-        """Tells this learner's versions from another one's."""
-
+        """drafter: float32, on its device. dtype: of its forward pass in training. kept_dtype: of the checkpoint.
+        general: texts that it must not get worse on; half of them are only ever compared on."""
+        self.id = secrets.token_hex(4)  # tells its versions from another learner's
         self._kept_dtype = kept_dtype
         self._trainer = Trainer(drafter, settings.learning_rate, dtype)
         # What the drafter was made from it knows by heart, and loses whatever it learns: the others tell more.
@@ -80,13 +72,9 @@ class Learner:
         self._lock = threading.Lock()
         self._serving = self._loaded = Version(0, self._rounded())
         self._previous: Version | None = None
-        self._follows = self._serving
-        """The version that training goes on from."""
-
+        self._follows = self._serving  # the version that training goes on from
         self._versions = deque([self._serving], maxlen=MOST_SHOWN)
-        self._to_train_on = 0
-        """Texts, each as often as it is still to be trained on."""
-
+        self._to_train_on = 0  # texts, each as often as it is still to be trained on
         self._since_reset = 0
         self._last_verdict: Verdict | None = None
         self._counts = dict.fromkeys(("steps", "texts", "tokens", "adopted", "withdrawn", "reverted"), 0)
@@ -206,7 +194,7 @@ class Learner:
                 logger.warning("version %d is withdrawn: acceptance %+.4f", serving.number, difference.mean)
                 self._counts["withdrawn"] += 1
                 serving.since = difference
-                self._publish(self._next(previous.tensors, previous.number, previous.verdict), WITHDRAWN)
+                self._publish(self._next(previous.tensors, again=previous.number), WITHDRAWN)
 
     def _follow(self) -> Version:
         """Returns what serves. Where a former version came back, training goes on from there."""
@@ -219,10 +207,10 @@ class Learner:
             self._train_from(serving)
         return serving
 
-    def _next(self, tensors: Mapping[str, Tensor], again: int | None = None, verdict: Verdict | None = None) -> Version:
+    def _next(self, tensors: Mapping[str, Tensor], again: int | None = None) -> Version:
         """Numbers a version."""
-        held_out, step = self._replay.num_held_out, self._counts["steps"]
-        return Version(self._serving.number + 1, tensors, step, held_out, verdict, again)
+        steps, held_out = self._counts["steps"], self._replay.num_held_out
+        return Version(self._serving.number + 1, tensors, steps, held_out, again=again)
 
     def _publish(self, version: Version, why: str, previous: Version | None = None) -> None:
         """Makes a version serve. why: the state of the one that served until now. previous: may serve again."""

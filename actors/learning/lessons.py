@@ -29,13 +29,10 @@ class LessonBook:
 
     def __init__(self) -> None:
         self._parts: dict[Hashable, list[Lesson]] = {}
-        self._prompts: dict[Hashable, int] = {}
-        """Of every sequence that has been taught something."""
-
+        self._prompts: dict[Hashable, int] = {}  # of every sequence that has been taught something
         self._done: deque[Text] = deque()
         self._waiting = 0
-        self.dropped = 0
-        """Parts that were not fetched in time."""
+        self.dropped = 0  # parts that were not fetched in time
 
     def add(self, key: Hashable, text: Sequence[int], lesson: Lesson, greedy: bool) -> None:
         """text: of the sequence, all that was committed. A lesson that does not follow the last one begins a part."""

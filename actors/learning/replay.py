@@ -42,9 +42,7 @@ class Replay:
     def __init__(self, held_out: float, general: Sequence[Text] = (), seed: int = 0) -> None:
         """held_out: share of the prompts. general: texts that stay, whatever comes."""
         self._chance, self._held_out, self._general = random.Random(seed), held_out, general
-        self.num_held_out = 0
-        """Held-out texts that have ever come."""
-
+        self.num_held_out = 0  # that have ever come
         self.forget()
 
     def forget(self) -> None:

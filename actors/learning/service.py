@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
-_LOWEST_PRIORITY = 19
 _IDLE_LIFE_S = 1800.0
 """What was learned may be in memory alone, and a sole drafter that comes back may have had to wait for a node."""
 
@@ -88,7 +87,7 @@ class DrafterTrainer:
 
     def __init__(self, model: str, revision: str | None, settings: LearningConfig) -> None:
         configure_logging()
-        os.nice(_LOWEST_PRIORITY)
+        os.nice(19)  # the lowest priority
         if settings.cores is not None:
             bind_to(settings.cores)
         import torch

@@ -35,15 +35,13 @@ _WIDTH, _POSITIONS = 32, 64
 """What a step computes is filled up to multiples of these: kernels are made for each new shape on a CPU, and kept for
 so many of them."""
 
-_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
-
 
 def fastest_dtype(device: str) -> torch.dtype:
     """Chooses the type of a forward pass: bfloat16 on a GPU and on a CPU with instructions for it, else float32."""
     if device != "cpu":
         return torch.bfloat16
     known = torch.cpu.get_capabilities()
-    return torch.bfloat16 if any(known.get(name) for name in _BF16_INSTRUCTIONS) else torch.float32
+    return torch.bfloat16 if known.get("avx512_bf16") or known.get("amx_bf16") else torch.float32
 
 
 class Trainer:
@@ -57,12 +55,9 @@ class Trainer:
         named_ids: Tensor | None = None,
         seed: int = 0,
     ) -> None:
-        """
-        Args:
-            drafter: float32. Its embeddings and head stay as they are, in dtype.
-            dtype: of its forward pass; bfloat16 is mixed with float32 where torch says so.
-            named_ids: the draft vocabulary, ascending; None: what the target names in a step's texts.
-        """
+        """drafter: float32; its embeddings and head stay as they are, in dtype. dtype: of its forward pass; bfloat16 is
+        mixed with float32 where torch says so. named_ids: the draft vocabulary, ascending; None: what the target names
+        in a step's texts."""
         self.drafter, self._learning_rate, self._dtype, self._seed = drafter, learning_rate, dtype, seed
         self._device = drafter.device
         if self._device.type == "cpu":

@@ -46,8 +46,7 @@ class Version:
     since: Difference | None = None  # against the version before on later texts, if it was withdrawn for that
     state: str = SERVES
     began_unix_s: float = field(default_factory=time.time)
-    scores: WeakKeyDictionary[Text, float] = field(default_factory=WeakKeyDictionary)
-    """Acceptance by text, so that each is measured once."""
+    scores: WeakKeyDictionary[Text, float] = field(default_factory=WeakKeyDictionary)  # acceptance, measured once
 
     def row(self) -> dict[str, Any]:
         """Returns DrafterVersion of the public API, as a dict."""
@@ -90,12 +89,9 @@ class VersionStore:
 
         self._directory.mkdir(parents=True, exist_ok=True)
         final = self._directory / f"version-{number:06d}.safetensors"
+        whole = {name: tensors.get(name, old).contiguous() for name, old in tensors_of(self._base)}
         with whole_file(final) as work:
-            save_file(
-                {name: tensors.get(name, old).contiguous() for name, old in tensors_of(self._base)},
-                work,
-                {"format": "pt"},
-            )
+            save_file(whole, work, {"format": "pt"})
         for old in list(self._files().values())[:-KEPT_VERSIONS]:
             old.unlink(missing_ok=True)
         return final
