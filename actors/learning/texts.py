@@ -18,8 +18,7 @@ of a core (SmolLM2-135M, two layers), and grows with the length."""
 TOP = 32
 """The target's likeliest tokens that `outrider distill` keeps; the probability of all others is what remains."""
 
-HELD_OUT = "held_out"
-"""Key in a file's metadata: whether its texts are held out."""
+HELD_OUT = "held_out"  # key in a file's metadata: whether its texts are
 
 LEAST_GENERAL = 2 * LEAST_TEXTS
 """Prompts of general texts: half of them to compare versions on, the rest to train on."""

@@ -7,7 +7,8 @@ import torch
 from outrider.actors.learning.train import Trainer
 from outrider.deploy.distill.models import draft_vocabulary, from_layers
 from outrider.deploy.distill.rounds import Tally, measured
-from tests.unit.learning.test_train import END, VOCAB, target, texts  # noqa: F401 - fixtures
+from tests.unit.learning.test_train import target, texts  # noqa: F401 - fixtures
+from tests.unit.learning.tiny_learner import END, VOCAB
 
 
 def test_greedy_rounds_are_walked_as_they_would_run():
