@@ -37,7 +37,9 @@ def a_run(target, prompts, out, **changes):
 
 
 def save(run, step):
-    run._save(SimpleNamespace(state=lambda: ({"w": torch.full((3,), float(step))}, {})), [{"step": 0}], step)
+    optimizer = SimpleNamespace(state_dict=dict)
+    trainer = SimpleNamespace(trained={"w": torch.full((3,), float(step))}, optimizer=optimizer)
+    run._save(trainer, [{"step": 0}], step)
 
 
 def test_the_last_complete_checkpoint_counts_and_older_ones_go(target, prompts, tmp_path):
