@@ -2,17 +2,14 @@
 
 Bundle 0 of a placement group is that of the replica itself and of all the target's ranks, bundle 1 the drafter's; a
 drafter of a pool has a group of its own. All ranks of a model, those of all its pipeline stages, share one bundle,
-because Ray never splits one over nodes: tensor parallelism is worth nothing over a network, and PACK alone would split
-ranks where nodes are partly taken. The replica sits with them because Serve looks at its node alone: when that one is
-drained, the ranks' is. On CPU each rank has a set of cores in it, whose ids are the operating system's. Planning is
-pure, and plans are plain data that travel to the executor; ``bind_to`` and ``thread_environment`` apply a plan to one
-process. Which nodes hold it: nodes.py.
+because Ray never splits one over nodes, where tensor parallelism is worth nothing. The replica sits with them because
+Serve looks at its node alone: when that one is drained, the ranks' is. Ray chooses the nodes. On CPU each rank has a
+set of cores, which ``bind_to`` and ``thread_environment`` apply to its process.
 """
 
 from __future__ import annotations
 
 import ctypes.util
-import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,11 +36,7 @@ REPLICA_CPUS = 1.0
 
 _KEY = "outrider_ranks"
 
-
-logger = logging.getLogger(__name__)
-
 Cores = tuple[int, ...]
-
 Bundle = dict[str, float]
 
 
@@ -61,22 +54,21 @@ class ReplicaPlacement:
     labels: tuple[Mapping[str, str], ...]
     """By bundle: what the node has to carry."""
 
-    strategy: str = "STRICT_PACK"
-    """Between bundles. STRICT_PACK: all on one node. PACK: target and drafter may sit on different ones, where no node
-    holds both; see nodes.kept_together."""
+    strategy: str
+    """Between bundles. STRICT_PACK: all on one node. PACK: on one node where one has room, else on several."""
 
     def total(self, resource: str) -> float:
         """Sum of one resource over the bundles."""
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
-def placement_of(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None = None) -> ReplicaPlacement:
+def placement_of(config: OutriderConfig, core_plan: CorePlan | None) -> ReplicaPlacement:
     """Bundles of a target replica, its drafter's among them where it has one of its own.
 
-    On GPU a rank counts for one GPU and one CPU; an n-gram or suffix drafter needs no GPU, and co-located drafting no
-    bundle. On CPU it counts for the cores of its set in ``core_plan``, which is then required.
+    On GPU (core_plan None) a rank counts for one GPU and one CPU; an n-gram or suffix drafter needs no GPU, and
+    co-located drafting no bundle. On CPU a rank counts for the cores of its set.
     """
-    target, drafter = _bundles(config, on_gpu, core_plan)
+    target, drafter = _bundles(config, core_plan)
     remote = config.remote_drafter
     owned = remote if remote is not None and not remote.pooled else None
     return ReplicaPlacement(
@@ -84,38 +76,28 @@ def placement_of(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | Non
         target_bundle_indices=(0,) * config.target.num_ranks,
         drafter_bundle_indices=(1,) * (owned.tensor_parallel_size if owned else 0),
         labels=(config.target.node_labels, *([owned.node_labels] if owned else [])),
+        strategy="PACK",
     )
 
 
-def pool_placement_of(
-    config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None = None
-) -> ReplicaPlacement | None:
-    """Bundles of a replica of the pool, on one node; None: the configuration has no pool. Arguments as placement_of."""
+def pool_placement_of(config: OutriderConfig, core_plan: CorePlan | None) -> ReplicaPlacement | None:
+    """Bundles of a replica of the pool, on one node; None: the configuration has no pool."""
     remote = config.remote_drafter
     if remote is None or not remote.pooled:
         return None
-    _, drafter = _bundles(config, on_gpu, core_plan)
+    drafter = _bundles(config, core_plan)[1]
     indices = (1,) * remote.tensor_parallel_size
-    return ReplicaPlacement(({"CPU": REPLICA_CPUS}, drafter), (), indices, (remote.node_labels,) * 2)
+    return ReplicaPlacement(({"CPU": REPLICA_CPUS}, drafter), (), indices, (remote.node_labels,) * 2, "STRICT_PACK")
 
 
-def _bundles(config: OutriderConfig, on_gpu: bool, core_plan: CorePlan | None) -> tuple[Bundle, Bundle]:
+def _bundles(config: OutriderConfig, core_plan: CorePlan | None) -> tuple[Bundle, Bundle]:
     """Of all of the target's ranks, and of all of the drafter's."""
-    ranks = config.target.num_ranks
-    remote = config.remote_drafter
-    drafter_ranks = remote.tensor_parallel_size if remote else 0
-    if on_gpu:
-        target = {"GPU": float(ranks), "CPU": float(ranks)}
-        lookup = isinstance(remote, LookupConfig)
-        drafter = {"CPU": 1.0} if lookup else {"GPU": float(drafter_ranks), "CPU": float(drafter_ranks)}
-    else:
-        if core_plan is None:
-            raise ValueError("placement on CPU needs a core plan")
-        planned = len(core_plan.target), len(core_plan.drafter)
-        assert planned == (ranks, drafter_ranks), "the core plan belongs to another configuration"
-        target = {"CPU": float(sum(map(len, core_plan.target)))}
-        drafter = {"CPU": float(sum(map(len, core_plan.drafter)))}
-    return target, drafter
+    if core_plan is not None:
+        return {"CPU": float(sum(map(len, core_plan.target)))}, {"CPU": float(sum(map(len, core_plan.drafter)))}
+    ranks, remote = float(config.target.num_ranks), config.remote_drafter
+    drafters = 1.0 if remote is None else float(remote.tensor_parallel_size)
+    gpus = {} if isinstance(remote, LookupConfig) else {"GPU": drafters}
+    return {"GPU": ranks, "CPU": ranks}, {**gpus, "CPU": drafters}
 
 
 @dataclass(frozen=True)

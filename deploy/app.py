@@ -42,7 +42,7 @@ from outrider.cluster.placement import (
     pool_placement_of,
 )
 from outrider.deploy.models.check import check_models, num_common_tokens
-from outrider.deploy.nodes import can_surge, can_surge_drafters, check_nodes, living_nodes, placed
+from outrider.deploy.pending import has_room
 from outrider.deploy.preset import Overrides, resolve_config
 from outrider.deploy.setup_environment import refused_place
 
@@ -131,8 +131,6 @@ class ReplicaPlan:
     """In the pool, at least."""
 
     most_drafters: int = 0
-    pool_is_scaled: bool = False
-    """drafter.autoscaling says how many there are."""
 
     def total(self, resource: str, num_replicas: int, num_drafters: int) -> float:
         """Of so many replicas and so large a pool."""
@@ -147,9 +145,7 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
         raise ConfigError(refusal)
     gpu = engine_on_gpu()
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
-    sizes: tuple[int, int, bool] = (0, 0, False)
-    if pooled is not None:
-        sizes = pooled.least_drafters, pooled.most_drafters, pooled.autoscaling is not None
+    sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
     if config.co_located is not None:
         check_build_drafts(config.co_located, gpu)
     if isinstance(config.drafter, DraftModelConfig):
@@ -158,8 +154,7 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
         for name, section in (("target", config.target), ("drafter", config.drafter)):
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
-        pool = pool_placement_of(config, on_gpu=True)
-        return ReplicaPlan(placement_of(config, on_gpu=True), None, (), pool, *sizes)
+        return ReplicaPlan(placement_of(config, None), None, (), pool_placement_of(config, None), *sizes)
     if (backend := config.link.backend) in DEVICE_BACKENDS:
         raise ConfigError(f"link.backend: {backend} needs a device at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
@@ -167,11 +162,10 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     if config.serving.most_replicas > 1:
         field = "num_replicas" if config.serving.autoscaling is None else "autoscaling.max"
         warnings += (f"replicas on one machine share the cores planned for one of them (serving.{field})",)
-    if sizes[1] > 1:
-        field = "autoscaling.max" if sizes[2] else "num_drafters"
+    if pooled is not None and pooled.most_drafters > 1:
+        field = "num_drafters" if pooled.autoscaling is None else "autoscaling.max"
         warnings += (f"drafters on one machine share the cores planned for one of them (drafter.{field})",)
-    placement, pool = placement_of(config, False, cores), pool_placement_of(config, False, cores)
-    return ReplicaPlan(placement, cores, warnings, pool, *sizes)
+    return ReplicaPlan(placement_of(config, cores), cores, warnings, pool_placement_of(config, cores), *sizes)
 
 
 def engine_on_gpu() -> bool:
@@ -186,9 +180,7 @@ def engine_on_gpu() -> bool:
 def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     """Bind Target, Ingress and, where there is one, the pool of drafters for a validated configuration.
 
-    Raises ConfigError when Ray is up and its cluster cannot hold the replicas that there are at least, unless
-    serving.nodes_may_come: then the log says what is waited for, as it does for those that there are at most, and what
-    serving.node_types rule out is refused still; and for tokenizers that differ in more than added tokens.
+    Raises ConfigError for tokenizers that differ in more than added tokens. What no node has room for waits in Ray.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
     from outrider.actors.serve_seam.broadcast import broadcast
@@ -199,13 +191,8 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
 
     config = with_device_defaults(config, gpu=plan.cores is None)
     serving = config.serving
-    surges = pool_surges = serving.surge is True
-    if ray.is_initialized():
-        nodes = living_nodes()
-        plan = placed(plan, serving, nodes)
-        check_nodes(plan, serving, nodes)
-        surges = can_surge(plan, serving, nodes)
-        pool_surges = can_surge_drafters(plan, serving, nodes, beside_replica=surges)
+    surges = more_fit(plan, serving, replicas=1) if serving.surge is None else serving.surge
+    pool_surges = serving.surge is not False and more_fit(plan, serving, replicas=int(surges), drafters=1)
     placement = plan.placement
     most_held = serving.most_replicas * serving.max_ongoing_requests + serving.max_queued_requests
     full = BackpressureConfig(status_code=429)
@@ -289,6 +276,17 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     )
 
 
+def more_fit(plan: ReplicaPlan, serving: ServingConfig, replicas: int, drafters: int = 0) -> bool:
+    """Returns whether today's nodes hold so many more than there may be at most, as a deploy has them for a while.
+
+    Serve would wait without end for room that never comes.
+    """
+    wanted = [(plan.placement, serving.most_replicas + replicas)]
+    if plan.pool is not None:
+        wanted.append((plan.pool, plan.most_drafters + drafters))
+    return ray.is_initialized() and has_room(wanted, ray.nodes())
+
+
 def owners(serving: ServingConfig) -> Owners:
     """Returns what the ingress checks of callers. Raises ConfigError where there is a gateway and no token of it."""
     token = os.environ.get(TOKEN_VARIABLE)
@@ -322,7 +320,7 @@ def replicas(serving: ServingConfig) -> dict[str, Any]:
 
 def drafters(config: OutriderConfig) -> dict[str, Any]:
     """How many drafters a pool has: the deployment's option."""
-    from outrider.actors.serve_seam.pool_scaling import serve_pool_autoscaling
+    from outrider.actors.serve_seam.autoscaling import serve_pool_autoscaling
 
     drafter = config.remote_drafter
     assert drafter is not None

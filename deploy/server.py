@@ -37,6 +37,7 @@ from outrider.deploy.app import INGRESS, POOL, TARGET, ReplicaPlan, build_app, d
 from outrider.deploy.drain import drain
 from outrider.deploy.gateway import Gateway
 from outrider.deploy.liveness import ApplicationJudge, ServerDied, keep_asking
+from outrider.deploy.pending import PendingLog
 from outrider.deploy.ports import reachable
 from outrider.deploy.processes import StopSignal, adopt_orphans, descendants, end_descendants, remove_shared_memory
 from outrider.deploy.progress import Progress
@@ -79,16 +80,12 @@ class Server:
         self._daemons: dict[int, str] = {}
         self._stopped_asking = threading.Event()
         self._told: set[object] = set()
+        self._pending = PendingLog(progress.say)
         self._gateway: Gateway | None = None
         self._serves = False
 
     def start(self) -> None:
         """Return when requests can be answered. Raises ConfigError, or Stopped when asked to end meanwhile."""
-        if self._serving.nodes_may_come and not self._address:
-            raise ConfigError(
-                "serving.nodes_may_come: a cluster of this command's own gets no other nodes; name one in RAY_ADDRESS, "
-                "or leave it out"
-            )
         plan = plan_replica(self._config)
         for warning in plan.warnings:
             self._progress.say(f"WARNING: {warning}")
@@ -145,6 +142,7 @@ class Server:
         if app is None or app.status is ApplicationStatus.DELETING:
             return False, False, ""
         self._tell_of_pool(app)
+        self._pending.look(app.deployments)
         said = [app.status.value, app.message, *(each.message for each in app.deployments.values())]
         return True, app.status is ApplicationStatus.RUNNING or all_serve(app), " ".join(said)
 
@@ -238,6 +236,7 @@ class Server:
             self._tell_stages()
             if app is not None:
                 self._tell_of_pool(app)
+                self._pending.look(app.deployments)
                 if has_come_up(app):
                     if app.status is not ApplicationStatus.RUNNING:
                         self._progress.say("drafters of the pool still load: targets decode plainly until one is there")

@@ -95,7 +95,7 @@ class Hosts:
 def served_on_hosts(models: Models, proxy_location: str = "HeadOnly", **deployment: Any) -> Iterator[Hosts]:
     """The front door is here; what needs a role of its node has a node on the other host."""
     ports = {"gateway": "off", "grpc_port": pick_free_port(), "http_port": pick_free_port()}
-    serving = {**ports, "nodes_may_come": True, **deployment.pop("serving", {})}
+    serving = {**ports, **deployment.pop("serving", {})}
     config = parse_config({**deployment, "serving": serving})
     assert config.link.link_deadline_ms == 1000 * LINK_DEADLINE_S
     head = {"num_cpus": 4, "include_dashboard": False, "node_ip_address": HERE}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.actors.learning.draft_models import load
-from outrider.actors.learning.text import TOP
+from outrider.actors.learning.texts import TOP
 from outrider.actors.vllm_seam.offline_answers import TOGETHER, Answer
 from outrider.deploy.distill.models import load_tokenizer
 from outrider.deploy.distill.prompts import read_prompts, tokens_of
@@ -36,7 +36,7 @@ def build_distilled(out: Path, target: Path) -> tuple[Path, Path]:
     settings = Settings(
         target=str(target), data=(data,), out=out, layers=1, start=None, steps=50, seq_len=64,
         answer_tokens=ANSWER_TOKENS, samples=1, chat=False, draft_vocab_size=None, learning_rate=5e-3, batch_size=16,
-        seed=0, device="cpu", dtype="float32", own_share=0.0, bits=16,
+        seed=0, device="cpu", dtype="float32", bits=16,
     )  # fmt: skip
     prompts = read_prompts(data).prompts
     room = settings.seq_len - ANSWER_TOKENS

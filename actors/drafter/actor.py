@@ -237,7 +237,7 @@ class Drafter:
 
 def _lesson_book(config: RemoteConfig) -> LessonBook | None:
     learn = config.learn if isinstance(config, DraftModelConfig) else None
-    return None if learn is None else LessonBook(learn.max_text_tokens)
+    return None if learn is None else LessonBook()
 
 
 async def find_actor(name: str) -> Any:

@@ -22,8 +22,9 @@ from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.hang_watch import STEP, SWAP
 from outrider.actors.drafter.loop import DraftLoop
 from outrider.actors.drafter.shared_actor import Member, SharedActor, get_or_create
-from outrider.actors.learning.lessons import Taught
-from outrider.actors.learning.service import DrafterTrainer, Report, Update, local_copy
+from outrider.actors.learning.draft_models import local_copy, tensors_of
+from outrider.actors.learning.service import DrafterTrainer, Report, Update
+from outrider.actors.learning.texts import Text
 from outrider.actors.learning.versions import sampled_digest
 from outrider.cluster.config import DraftModelConfig
 from outrider.cluster.learning_config import LearningConfig
@@ -44,7 +45,7 @@ FETCH_TIMEOUT_S = 120.0
 class Teacher(Protocol):
     """The trainer as a drafter sees it; may raise whatever a call to another process raises."""
 
-    def exchange(self, report: Report, taught: list[Taught]) -> Update:
+    def exchange(self, report: Report, taught: list[Text]) -> Update:
         """See DrafterTrainer.exchange."""
 
     def fetch(self, update: Update) -> Mapping[str, Tensor]:
@@ -61,13 +62,9 @@ class Teacher(Protocol):
 
 
 def trainer_options(learn: LearningConfig) -> dict[str, Any]:
-    """Ray's options of the trainer's actor."""
-    return {
-        "num_cpus": learn.num_cpus,
-        "num_gpus": learn.num_gpus,
-        "max_concurrency": 8,
-        "runtime_env": {"env_vars": OWN_GPUS},
-    }
+    """Returns Ray's options for the trainer's actor. It reserves no CPU: at the lowest priority it costs a drafter on
+    the same core 3 to 6% of its rounds, and none on a core of its own (docs/learning.md)."""
+    return {"num_gpus": learn.num_gpus, "max_concurrency": 8, "runtime_env": {"env_vars": OWN_GPUS}}
 
 
 class RayTeacher:
@@ -86,7 +83,7 @@ class RayTeacher:
             start_timeout_s=START_TIMEOUT_S,
         )
 
-    def exchange(self, report: Report, taught: list[Taught]) -> Update:
+    def exchange(self, report: Report, taught: list[Text]) -> Update:
         """See SharedActor.call."""
         answer: Update = self._actor.call("exchange", report, taught)
         return answer
@@ -101,8 +98,6 @@ class RayTeacher:
         return self._base
 
     def as_loaded(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        from outrider.actors.learning.draft_models import tensors_of
-
         checkpoint = local_copy(self._model, self._revision)
         return {name: tensor for name, tensor in tensors_of(checkpoint) if name in names}
 
@@ -119,8 +114,7 @@ class LearningMember(Member):
         """drafter: the same after a restart; None: there is none."""
         super().__init__("trainer", self._once)
         self._teacher, self._loop, self._strategy = teacher, loop, strategy
-        self._life = secrets.token_hex(8)
-        self._name = drafter or self._life
+        self._name = drafter or secrets.token_hex(8)
         self._held: tuple[str, int] | None = None
         """Trainer and number of the version that was dealt with last; None: none was."""
 
@@ -136,9 +130,6 @@ class LearningMember(Member):
         self._refused: tuple[str, int] | None = None
         """The last of those that `refused` counts."""
 
-        self._foreign: str | None = None
-        """Base of the last versions that were learned from another checkpoint."""
-
         self._is_swapping = False
         self.changes = 0
         self.refused = 0
@@ -147,8 +138,7 @@ class LearningMember(Member):
         self.figures: dict[str, Any] = {}
 
     def _once(self) -> bool:
-        report = Report(self._name, self._life, self._held, self._refused, self._loop.idle_s())
-        update = self._teacher.exchange(report, self._loop.taught())
+        update = self._teacher.exchange(Report(self._name, self._held, self._refused), self._loop.taught())
         self.figures = update.figures
         if not update.tensors:
             self._held = update.version
@@ -160,13 +150,11 @@ class LearningMember(Member):
         """A version that is new here: what a trainer of this very checkpoint cannot have made is refused."""
         if update.base != self._teacher.base():
             self._refuse(update.version)
-            if update.base != self._foreign:
-                self._foreign = update.base
-                logger.error(
-                    "drafter.model: version %s is refused, and so are others like it: they were learned from another "
-                    "checkpoint (%.12s…, not %.12s…); put the same one on every node where the trainer may run",
-                    update.version, update.base, self._teacher.base(),
-                )  # fmt: skip
+            logger.error(
+                "drafter.model: version %s is refused: it was learned from another checkpoint (%.12s…, not %.12s…); "
+                "put the same one on every node where the trainer may run",
+                update.version, update.base, self._teacher.base(),
+            )  # fmt: skip
             return
         tensors = self._teacher.fetch(update)
         # A trainer never gives these out. What did is not to be believed in anything else either.

@@ -28,7 +28,8 @@ from typing import Any, Protocol
 from outrider.actors.drafter.hang_watch import STEP
 from outrider.actors.drafter.sequence import Answer, Foreseen, Sequence, SequenceKey
 from outrider.actors.drafter.strategy import DraftStrategy
-from outrider.actors.learning.lessons import LessonBook, Taught
+from outrider.actors.learning.lessons import LessonBook
+from outrider.actors.learning.texts import Text
 from outrider.cluster.link import Link, LinkBroken
 from outrider.cluster.link.codec import pack
 from outrider.cluster.link.messages import (
@@ -81,7 +82,6 @@ class DraftLoop:
         self._changed = threading.Condition(self._lock)
         self._arrived = False
         self._stopped = False
-        self._rests_since: float | None = None
         self._sinks: dict[int, ProposalSink] = {}
         self._numbers = itertools.count()
         self._at_work: dict[int | str, int] = {}
@@ -247,10 +247,8 @@ class DraftLoop:
     def _wait_for_news(self) -> None:
         self._at_work.pop(STEP, None)
         with self._lock:
-            self._rests_since = self._clock()
             while not (self._arrived or self._stopped):
                 self._changed.wait()
-            self._rests_since = None
 
     def _wake(self) -> None:
         self._arrived = True
@@ -276,7 +274,7 @@ class DraftLoop:
             self._stopped = True
             self._wake()
 
-    def taught(self) -> list[Taught]:
+    def taught(self) -> list[Text]:
         """What targets have taught since the last time. Any thread."""
         with self._lock:
             return [] if self._lessons is None else self._lessons.take()
@@ -295,13 +293,6 @@ class DraftLoop:
         """The strategy has work that did not come over a link."""
         with self._lock:
             self._wake()
-
-    def idle_s(self) -> float | None:
-        """For how long there has been nothing to do; None: there is. Any thread."""
-        with self._lock:
-            if self._arrived or self._rests_since is None:
-                return None
-            return self._clock() - self._rests_since
 
     def at_work(self) -> dict[int | str, int]:
         """What is under way, numbered anew each time: the loop's own work as STEP, and messages by their link. Takes no

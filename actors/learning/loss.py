@@ -36,29 +36,28 @@ class DraftIds:
     is a tenth of the size, and the drafter still learns to leave the others alone.
     """
 
-    ids: Tensor | None
-    """int64 [S], the named ones ascending, then the sampled ones. None: all of the V."""
-
+    ids: Tensor | None  # int64 [S], the named ones ascending, then the sampled ones; None: all of the V
     num_named: int
-    place: Tensor
-    """int64 [V]: where a token is among the named, -1 where it is not."""
-
-    log_weight: float = 0.0
-    """Added to the sampled ones' logits."""
+    place: Tensor  # int64 [V]: where a token is among the named, -1 where it is not
+    log_weight: float = 0.0  # added to the sampled ones' logits
 
     @staticmethod
-    def every(vocab_size: int) -> DraftIds:
-        return DraftIds(None, vocab_size, torch.arange(vocab_size))
+    def every(vocab_size: int, device: torch.device | str = "cpu") -> DraftIds:
+        return DraftIds(None, vocab_size, torch.arange(vocab_size, device=device))
 
     @staticmethod
-    def sampled(named: Tensor, vocab_size: int, num_sampled: int, generator: torch.Generator) -> DraftIds:
-        """named: int64, ascending. As many others as asked for, or as there are, are drawn without replacement."""
+    def sampled(
+        named: Tensor, vocab_size: int, num_sampled: int, seed: int, device: torch.device | str = "cpu"
+    ) -> DraftIds:
+        """named: int64, ascending. So many others are drawn without replacement; all are, where no more are left."""
+        if len(named) + num_sampled >= vocab_size:
+            return DraftIds.every(vocab_size, device)
         place = torch.full((vocab_size,), -1)
         place[named] = torch.arange(len(named))
         others = torch.nonzero(place < 0)[:, 0]
-        drawn = others[torch.randperm(len(others), generator=generator)[:num_sampled]]
-        weight = math.log(len(others) / len(drawn)) if len(drawn) else 0.0
-        return DraftIds(torch.cat([named, drawn]), len(named), place, weight)
+        drawn = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))[:num_sampled]]
+        weight = math.log(len(others) / num_sampled)
+        return DraftIds(torch.cat([named, drawn]).to(device), len(named), place.to(device), weight)
 
     def log_q(self, logits: Tensor, top_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of top_ids, float32 [P, T], and which of them are named, bool [P, T].
@@ -89,10 +88,8 @@ def distances(log_q: Tensor, named: Tensor, top_log_p: Tensor) -> tuple[Tensor, 
     return kl, torch.minimum(p, q).sum(-1) + torch.minimum(rest_p, rest_q)
 
 
-def mixed(kl: Tensor, overlap: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean overlap without gradient. weight: float32 [P], of each position; None: all alike."""
-    if weight is None:
-        weight = torch.ones_like(kl)
+def mixed(kl: Tensor, overlap: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss, and the mean overlap without gradient. weight: float32 [P], of each position."""
     weight = weight / weight.sum().clamp(min=_LEAST)
     accepted = (overlap.detach() * weight).sum()
     share = torch.exp(-KL_FALL * accepted)

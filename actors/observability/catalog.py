@@ -1,226 +1,179 @@
-"""Every metric of ours: name, type, labels and help. What is not in here cannot be exported.
+"""Lists the metrics of a replica: name, help and label of each, and where its value is in what processes report.
 
-Names are as a scrape shows them. vLLM's own metrics (``vllm:*``) come from vLLM and are not listed. Times are seconds,
-shares are ratios from 0 to 1. Those of a replica carry ``model_name``, as vLLM's do, and get ``replica`` when the
-replicas' texts are merged.
+vLLM's own metrics (``vllm:*``) come from vLLM's registry, the ingress' are in metrics.py. Times are in seconds, shares
+are ratios from 0 to 1. docs/observability.md says what the labels' values mean.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
-Kind = Literal["counter", "gauge", "histogram"]
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from outrider.actors.observability.histogram import HistogramSnapshot
+
+Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class MetricSpec:
+class Spec:
+    """Describes one metric.
+
+    Args:
+        read: a key of the report, keys by the label's values, or a function of the report. The value is a number, for a
+            histogram a HistogramSnapshot; with a label, a mapping from the label's values to such. A report that lacks
+            the key says nothing of the metric.
+    """
+
+    kind: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
     name: str
-    kind: Kind
     help: str
-    labels: tuple[str, ...] = ()
+    read: str | Mapping[str, str] | Callable[[Report], Any]
+    label: str | None = None
 
-    def __post_init__(self) -> None:
-        if (self.kind == "counter") != self.name.endswith("_total"):
-            raise ValueError(f"{self.name}: counters, and nothing else, end in _total")
+    def family(self, report: Report, constant: Mapping[str, str]) -> Metric:
+        """Returns the metric with the report's samples. constant: labels that every sample gets."""
+        value, own = self._value(report), [self.label] if self.label is not None else []
+        family = self.kind(self.name, self.help, labels=[*constant, *own])
+        samples = value if self.label is not None else {} if value is None else {None: value}
+        for key, each in samples.items():
+            labels = [*constant.values(), *([str(key)] if own else [])]
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric(labels, _buckets(each), each["sum"])
+            else:
+                family.add_metric(labels, each)
+        return family
 
+    def _value(self, report: Report) -> Any:
+        if isinstance(self.read, str):
+            return report.get(self.read, {} if self.label is not None else None)
+        if isinstance(self.read, Mapping):
+            return {label: report[key] for label, key in self.read.items() if key in report}
+        return self.read(report)
+
+
+def families(specs: Iterable[Spec], report: Report, constant: Mapping[str, str]) -> Iterator[Metric]:
+    """Yields those of the metrics of which the report says something."""
+    return (family for spec in specs if (family := spec.family(report, constant)).samples)
+
+
+def _buckets(histogram: HistogramSnapshot) -> list[tuple[str, float]]:
+    bounds = [*(f"{bound:g}" for bound in histogram["bounds"]), "+Inf"]
+    return list(zip(bounds, accumulate(histogram["counts"]), strict=True))
+
+
+def _steps_by_model(drafter: Report) -> Mapping[str, HistogramSnapshot]:
+    alone = {"draft_model": drafter["step_seconds"]} if "step_seconds" in drafter else {}
+    steps: Mapping[str, HistogramSnapshot] = drafter.get("steps_of", alone)
+    return steps
+
+
+def _states(link: Report) -> dict[str, int]:
+    return {state: int(link["state"] == state) for state in ("connecting", "up", "down")}
+
+
+def _backend(link: Report) -> dict[str, int]:
+    return {link["backend"]: 1} if link["backend"] else {}
+
+
+def _gains(trainer: Report) -> dict[str, float]:
+    verdict = trainer.get("last_verdict") or {}
+    return {texts: compared["mean"] for texts, compared in verdict.items() if isinstance(compared, Mapping)}
+
+
+_counter = partial(Spec, CounterMetricFamily)
+_gauge = partial(Spec, GaugeMetricFamily)
+_histogram = partial(Spec, HistogramMetricFamily)
+
+ORIGINS = {"main_line": "main_line_hits", "side_branch": "side_branch_hits", "miss": "misses"}
+RATES = {"speculative": "expected_rate", "plain": "expected_plain_rate"}
+DROPPED = {"stale": "stale", "unusable": "unusable"}
+TRAFFIC = {"sent": "bytes_sent", "received": "bytes_received"}
 
 ROUNDS = (
-    MetricSpec("outrider:rounds_total", "counter", "Rounds verified; a step of three requests is three rounds."),
-    MetricSpec("outrider:drafted_rounds_total", "counter", "Rounds in which at least one draft was verified."),
-    MetricSpec(
-        "outrider:late_rounds_total", "counter", "Rounds decoded plainly because their proposals missed the deadline."
-    ),
-    MetricSpec("outrider:proposals_total", "counter", "Proposals with drafts that arrived, some ahead of an outcome."),
-    MetricSpec(
-        "outrider:foreseen_total",
-        "counter",
-        "Of these, ahead of their round's outcome, which came: the drafter was not asked.",
-    ),
-    MetricSpec("outrider:proposal_bytes_total", "counter", "Bytes of the frames that carried them, headers included."),
-    MetricSpec(
-        "outrider:proposal_origins_total",
-        "counter",
-        "Answers to commits by origin: main_line and side_branch were drafted ahead, a miss was not.",
-        ("origin",),
-    ),
-    MetricSpec(
-        "outrider:refused_proposals_total",
-        "counter",
-        "Commits answered without drafts: not_ready, out_of_kv, length, unknown_request.",
-        ("reason",),
-    ),
-    MetricSpec(
-        "outrider:dropped_proposals_total",
-        "counter",
-        "Proposals not used: stale (for another committed length) or unusable for verification.",
-        ("reason",),
-    ),
-    MetricSpec(
-        "outrider:degraded_requests_total",
-        "counter",
-        "Requests that lost speculation for some time, by the first cause: no_link, late, out_of_kv, length, unusable.",
-        ("reason",),
-    ),
-    MetricSpec("outrider:picture_requests_total", "counter", "Requests whose prompt holds pictures."),
-    MetricSpec("outrider:step_seconds", "histogram", "From the start of a decode step to the start of the next."),
-    MetricSpec("outrider:step_target_seconds", "histogram", "Of it the target's forward pass and verification."),
-    MetricSpec("outrider:step_draft_seconds", "histogram", "Of it the drafter's work that the target waited for."),
-    MetricSpec("outrider:proposal_wait_seconds", "histogram", "Of it waiting for proposals."),
-)
-
-LENGTHS = (
-    MetricSpec("outrider:chosen_lengths_total", "counter", "Rounds by the number of drafts wanted, 0 too.", ("k",)),
-    MetricSpec("outrider:speculating", "gauge", "1 when drafting for the present requests is expected to be worth it."),
-    MetricSpec("outrider:speculation_switches_total", "counter", "Speculation switched on or off for all requests."),
-    MetricSpec("outrider:length_probes_total", "counter", "Rounds that tried a switched-off request again."),
-    MetricSpec(
+    _gauge("outrider:snapshot_age_seconds", "Age of the verifier's numbers in this scrape.", "snapshot_age"),
+    _counter("outrider:rounds_total", "Rounds verified; a step of three requests is three rounds.", "rounds"),
+    _counter("outrider:drafted_rounds_total", "Rounds in which at least one draft was verified.", "drafted_rounds"),
+    _counter("outrider:late_rounds_total", "Rounds decoded plainly: their proposals were late.", "late_rounds"),
+    _counter("outrider:proposals_total", "Proposals with drafts that arrived.", "proposals"),
+    _counter("outrider:foreseen_total", "Of these, those that were sent before the commit and used.", "foreseen"),
+    _counter("outrider:proposal_bytes_total", "Bytes of the frames that carried proposals.", "proposal_bytes"),
+    _counter("outrider:proposal_origins_total", "Answers to commits, by where drafts were.", ORIGINS, "origin"),
+    _counter("outrider:refused_proposals_total", "Commits answered without drafts.", "refused", "reason"),
+    _counter("outrider:dropped_proposals_total", "Proposals that could not be used.", DROPPED, "reason"),
+    _counter("outrider:degraded_requests_total", "Requests that lost speculation for a time.", "degraded", "reason"),
+    _counter("outrider:picture_requests_total", "Requests whose prompt holds pictures.", "picture_requests"),
+    _histogram("outrider:step_seconds", "Decode steps, from start to start.", "period"),
+    _histogram("outrider:step_target_seconds", "Of it the target's forward pass and verification.", "target"),
+    _histogram("outrider:step_draft_seconds", "Of it the drafter's work that was waited for.", "draft"),
+    _histogram("outrider:proposal_wait_seconds", "Of it waiting for proposals.", "wait"),
+    _counter("outrider:chosen_lengths_total", "Rounds by the number of drafts wanted, 0 too.", "wanted", "k"),
+    _counter(
         "outrider:length_controller_failures_total",
-        "counter",
-        "Errors of the length controller; drafting ends with one.",
+        "Errors of the length controller; drafting ends with the first.",
+        "length_controller_failures",
     ),
-    MetricSpec(
-        "outrider:expected_tokens_per_second",
-        "gauge",
-        "What the length controller expects of the chosen lengths (speculative) and of none (plain).",
-        ("mode",),
-    ),
+    _gauge("outrider:speculating", "1 while drafting is expected to pay.", "speculating"),
+    _counter("outrider:speculation_switches_total", "Speculation switched on or off for all requests.", "switches"),
+    _gauge("outrider:expected_tokens_per_second", "What the length controller expects.", RATES, "mode"),
 )
+"""Read from Round.metrics(), its histograms and lengths beside the rest. A fixed length has none of the last three."""
 
 LINK = (
-    MetricSpec("outrider:link_state", "gauge", "1 for the link's present state, 0 for the others.", ("state",)),
-    MetricSpec("outrider:link_backend", "gauge", "1 for the wire of the link that is up.", ("backend",)),
-    MetricSpec("outrider:link_epoch", "gauge", "Number of the current link; every new one has a greater."),
-    MetricSpec("outrider:link_reconnects_total", "counter", "Links made anew after the first."),
-    MetricSpec("outrider:link_rtt_seconds", "gauge", "Median round trip of the pings when the link came up."),
-    MetricSpec(
-        "outrider:link_bytes_total", "counter", "Bytes over the current link, heartbeats included.", ("direction",)
-    ),
-    MetricSpec("outrider:link_frames_total", "counter", "Frames over the current link.", ("direction",)),
+    _gauge("outrider:link_state", "1 for the link's present state, 0 for the others.", _states, "state"),
+    _gauge("outrider:link_backend", "1 for the transport of the link that is up.", _backend, "backend"),
+    _gauge("outrider:link_epoch", "Number of the current link; every new one has a greater.", "epoch"),
+    _counter("outrider:link_reconnects_total", "Links made anew after the first.", "reconnects"),
+    _gauge("outrider:link_rtt_seconds", "Median ping when the link came up.", lambda link: link["rtt_us"] / 1e6),
+    _counter("outrider:link_bytes_total", "Bytes over the current link.", TRAFFIC, "direction"),
 )
+"""Read from LinkKeeper.status(), whose traffic is missing before the first link."""
 
 DRAFTER = (
-    MetricSpec("outrider:drafter_up", "gauge", "1 when the replica's drafter actor answered this scrape."),
-    MetricSpec("outrider:drafter_sequences", "gauge", "Sequences the drafter holds, for all targets linked to it."),
-    MetricSpec("outrider:drafter_prefilling_sequences", "gauge", "Of these, waiting for their prefill."),
-    MetricSpec("outrider:drafter_side_branches", "gauge", "Side branches drafted ahead and held now."),
-    MetricSpec("outrider:drafter_branch_blocks", "gauge", "KV blocks that side branches have of their own."),
-    MetricSpec("outrider:drafter_kv_cache_usage_ratio", "gauge", "Share of the drafter's KV blocks in use, 0 to 1."),
-    MetricSpec("outrider:drafter_links", "gauge", "Targets linked to this drafter."),
-    MetricSpec("outrider:drafter_steps_total", "counter", "Model steps of the drafter, prefill chunks included."),
-    MetricSpec(
-        "outrider:drafter_link_steps_total", "counter", "Of its model steps, what each target had of them.", ("target",)
-    ),
-    MetricSpec("outrider:drafter_answers_total", "counter", "Commits it answered with a proposal."),
-    MetricSpec("outrider:drafter_draft_tokens_total", "counter", "Draft tokens it sent."),
-    MetricSpec("outrider:drafter_step_seconds", "histogram", "Batched draft steps, without prefill.", ("method",)),
-    MetricSpec("outrider:drafter_chosen_total", "counter", "Commits that each method's drafts answered.", ("method",)),
-    MetricSpec(
-        "outrider:drafter_judged_drafts_total", "counter", "Drafts the target judged, sent or not.", ("method",)
-    ),
-    MetricSpec("outrider:drafter_right_drafts_total", "counter", "Of these, those it would have taken.", ("method",)),
-    MetricSpec("outrider:draft_vocabulary_tokens_total", "counter", "Committed tokens looked up in a cut vocabulary."),
-    MetricSpec(
-        "outrider:draft_vocabulary_misses_total", "counter", "Of these, not in it: they could not have been drafted."
-    ),
+    _gauge("outrider:drafter_up", "1 when the replica's drafter answered this scrape.", "answered"),
+    _gauge("outrider:drafter_sequences", "Sequences held, for all targets linked to it.", "num_sequences"),
+    _gauge("outrider:drafter_prefilling_sequences", "Of these, waiting for their prefill.", "num_prefilling"),
+    _gauge("outrider:drafter_side_branches", "Side branches drafted ahead and held now.", "num_side_branches"),
+    _gauge("outrider:drafter_kv_cache_usage_ratio", "Share of the drafter's KV blocks in use.", "kv_cache_usage"),
+    _gauge("outrider:drafter_links", "Targets linked to this drafter.", "links"),
+    _counter("outrider:drafter_link_steps_total", "Model steps, by the target they were for.", "link_steps", "target"),
+    _counter("outrider:drafter_draft_tokens_total", "Draft tokens it sent.", "drafted"),
+    _histogram("outrider:drafter_step_seconds", "Draft steps, without prefill.", _steps_by_model, "method"),
+    _counter("outrider:drafter_chosen_total", "Commits that each method's drafts answered.", "chosen", "method"),
+    _counter("outrider:drafter_judged_drafts_total", "Drafts compared with the target's.", "judged", "method"),
+    _counter("outrider:drafter_right_drafts_total", "Of these, those it would have accepted.", "right", "method"),
+    _counter("outrider:draft_vocabulary_tokens_total", "Tokens looked up in a cut vocabulary.", "vocabulary_observed"),
+    _counter("outrider:draft_vocabulary_misses_total", "Of these, those not in it.", "vocabulary_missed"),
+    _gauge("outrider:suffix_cached_requests", "Requests in the suffix drafter's cache.", "suffix_cached_requests"),
+    _gauge("outrider:suffix_cached_tokens", "Tokens of their answers.", "suffix_cached_tokens"),
+    _counter("outrider:suffix_parts_learnt_total", "Parts of answers that entered it.", "suffix_parts_learnt"),
+    _counter("outrider:suffix_parts_lost_total", "Parts dropped: too many waited.", "suffix_parts_lost"),
+    _counter("outrider:suffix_pool_failures_total", "Failed exchanges with other caches.", "suffix_pool_failures"),
 )
-
-SUFFIX = (
-    MetricSpec("outrider:suffix_cached_requests", "gauge", "Requests whose answers a suffix drafter remembers."),
-    MetricSpec("outrider:suffix_cached_tokens", "gauge", "Tokens of these answers."),
-    MetricSpec("outrider:suffix_parts_learnt_total", "counter", "Parts of answers learnt, own and others'."),
-    MetricSpec("outrider:suffix_parts_lost_total", "counter", "Parts dropped because too many waited."),
-    MetricSpec("outrider:suffix_pool_failures_total", "counter", "Exchanges with the other drafters that failed."),
-)
-"""Of a suffix drafter."""
+"""Read from Drafter.status(); a method leaves out what it does not have."""
 
 LEARNING = (
-    MetricSpec("outrider:drafter_version", "gauge", "Version that drafts; 0 is the drafter as it was loaded."),
-    MetricSpec("outrider:drafter_version_changes_total", "counter", "Versions that this drafter has taken."),
-    MetricSpec(
-        "outrider:drafter_refused_versions_total",
-        "counter",
-        "Versions that it could not load, not finite, or learned from another checkpoint.",
-    ),
-    MetricSpec("outrider:learning_failures_total", "counter", "Exchanges with the trainer that failed."),
-    MetricSpec("outrider:learning_dropped_texts_total", "counter", "Texts that no trainer fetched in time."),
-    MetricSpec("outrider:learning_tokens_total", "counter", "Tokens of answers that the trainer was given."),
-    MetricSpec("outrider:learning_steps_total", "counter", "Training steps."),
-    MetricSpec("outrider:learning_loss", "gauge", "Of the last training step."),
-    MetricSpec("outrider:learning_adopted_total", "counter", "Versions that were better for certain, and serve."),
-    MetricSpec("outrider:learning_withdrawn_total", "counter", "Versions that turned out worse, and no longer serve."),
-    MetricSpec("outrider:learning_reverted_total", "counter", "Versions that somebody went back from."),
-    MetricSpec(
-        "outrider:learning_version_state",
-        "gauge",
-        "1 for what became of each of the last versions: serves, replaced, withdrawn, reverted.",
-        ("version", "state"),
-    ),
-    MetricSpec(
-        "outrider:learning_version_gain",
-        "gauge",
-        "Acceptance per token that let a version in, by texts; since: that had it withdrawn.",
-        ("version", "texts"),
-    ),
-    MetricSpec(
-        "outrider:learning_version_margin",
-        "gauge",
-        "How far such a gain may be off, one side, 95%.",
-        ("version", "texts"),
-    ),
-    MetricSpec(
-        "outrider:learning_refused_total",
-        "counter",
-        "Versions that the gate kept out: no_gain, forgets, not_finite, no_texts (too few held-out ones).",
-        ("reason",),
-    ),
-    MetricSpec(
-        "outrider:learning_gain",
-        "gauge",
-        "Acceptance per token that the last version offered had more than the one that serves, on held-out texts.",
-        ("texts",),
-    ),
-    MetricSpec("outrider:learning_store_failures_total", "counter", "Versions that could not be kept on disk."),
+    _gauge("outrider:drafter_version", "Version that drafts; 0 is the drafter as it was loaded.", "version"),
+    _counter("outrider:drafter_refused_versions_total", "Versions that this drafter could not load.", "refused"),
+    _counter("outrider:learning_failures_total", "Exchanges with the trainer that failed.", "failures"),
 )
-"""Of a drafter that learns. From learning_tokens_total on they are the trainer's, who all drafters share."""
+"""Read from the drafter's own part of Drafter.status()["learning"]."""
 
-REPLICA = (
-    MetricSpec("outrider:build_info", "gauge", "1; the versions are in the labels.", ("version", "vllm", "ray")),
-    MetricSpec("outrider:snapshot_age_seconds", "gauge", "Age of the verifier's numbers in this scrape."),
+TRAINER = (
+    _counter("outrider:learning_tokens_total", "Tokens of answers that the trainer was given.", "tokens"),
+    _counter("outrider:learning_steps_total", "Training steps.", "steps"),
+    _gauge("outrider:learning_loss", "Loss of the last training step.", "loss"),
+    _counter("outrider:learning_adopted_total", "Versions that were better, and serve.", "adopted"),
+    _counter("outrider:learning_withdrawn_total", "Versions rolled back: worse on later texts.", "withdrawn"),
+    _counter("outrider:learning_reverted_total", "Versions that RevertDrafter replaced.", "reverted"),
+    _counter("outrider:learning_refused_total", "Versions that the gate refused.", "refused", "reason"),
+    _counter("outrider:learning_store_failures_total", "Versions that could not be stored.", "store_failures"),
+    _gauge("outrider:learning_gain", "Gain in acceptance of the last version offered.", _gains, "texts"),
 )
-"""Beside those above, of every replica."""
+"""Read from the trainer's part, which every drafter of the trainer reports alike; empty until it has answered."""
 
-INGRESS = (
-    MetricSpec(
-        "outrider:requests_total", "counter", "Calls ended, by API (grpc, http) and status.", ("api", "method", "code")
-    ),
-    MetricSpec("outrider:requests_in_flight", "gauge", "Calls under way.", ("api",)),
-    MetricSpec(
-        "outrider:admission_rejections_total", "counter", "Requests refused before they reached an engine.", ("reason",)
-    ),
-)
-"""Of the ingress that is scraped; no model_name, no replica."""
-
-APPLICATION = (
-    MetricSpec(
-        "outrider:replica_up", "gauge", "1 when the replica answered this scrape, 0 while one is silent.", ("replica",)
-    ),
-    MetricSpec("outrider:replicas_silent", "gauge", "Running replicas that did not answer this scrape."),
-)
-
-CATALOG = {
-    spec.name: spec
-    for group in (ROUNDS, LENGTHS, LINK, DRAFTER, SUFFIX, LEARNING, REPLICA, INGRESS, APPLICATION)
-    for spec in group
-}
-
-
-def series_names() -> frozenset[str]:
-    """Every name that a query may use: a histogram's are its three series."""
-    names: set[str] = set()
-    for spec in CATALOG.values():
-        if spec.kind == "histogram":
-            names |= {f"{spec.name}{suffix}" for suffix in ("_bucket", "_count", "_sum")}
-        else:
-            names.add(spec.name)
-    return frozenset(names)
+CATALOG = {spec.name: spec for spec in (*ROUNDS, *LINK, *DRAFTER, *LEARNING, *TRAINER)}

@@ -1,11 +1,37 @@
-"""What the processes of a deployment find in their environment, so that they trace and log as configured."""
+"""Turns the configuration into what a deployment's processes find in their environment, to trace and log as told."""
 
 from __future__ import annotations
 
-from outrider.actors.observability import logs, tracing
-from outrider.cluster.config import ServingConfig
+import importlib.util
+import os
+from contextlib import suppress
+
+from outrider.actors.observability.logs import CONFIG_PATH_VARIABLE, JSON_LINES
+from outrider.actors.observability.tracing import ENDPOINT, PROTOCOL
+from outrider.cluster.config import ConfigError, ServingConfig
+
+_PACKAGES = ("sdk.trace", "exporter.otlp.proto.grpc.trace_exporter", "instrumentation.fastapi")
 
 
 def process_environment(serving: ServingConfig) -> dict[str, str]:
-    """{} by default. Raises ConfigError for tracing without OpenTelemetry."""
-    return {**tracing.environment(serving), **logs.environment(serving)}
+    """Returns variables of OpenTelemetry and vLLM, {} by default. Raises ConfigError where tracing lacks packages."""
+    found = {CONFIG_PATH_VARIABLE: str(JSON_LINES)} if serving.log_format == "json" else {}
+    if serving.otlp_traces_endpoint is None:
+        return found
+    is_installed = False
+    with suppress(ModuleNotFoundError):  # of a package's parent
+        is_installed = all(importlib.util.find_spec(f"opentelemetry.{package}") for package in _PACKAGES)
+    if not is_installed:
+        raise ConfigError(
+            "serving.otlp_traces_endpoint: OpenTelemetry's SDK, exporter or FastAPI instrumentation is not installed; "
+            "install outrider[otel], or leave it out"
+        )
+    return {
+        **found,
+        ENDPOINT: serving.otlp_traces_endpoint,
+        PROTOCOL: os.environ.get(PROTOCOL, "grpc"),
+        "OTEL_SERVICE_NAME": os.environ.get("OTEL_SERVICE_NAME", "outrider"),
+        # A caller's sampling decision stands; of the traces that begin here a share is taken.
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": f"{serving.trace_sample_ratio:g}",
+    }

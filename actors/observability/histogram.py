@@ -1,10 +1,11 @@
-"""A histogram that a hot path can afford and that travels as plain values. Pure."""
+"""A histogram for the engine's step thread and the drafter's loop, which travels to the replica as plain values.
+
+prometheus_client's own takes a lock for every value and cannot be sent to another process.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import TypedDict
 
 ROUND_SECONDS = (
@@ -15,26 +16,18 @@ ROUND_SECONDS = (
 
 
 class HistogramSnapshot(TypedDict):
+    """Holds a histogram's values. bounds are inclusive; counts are not cumulative, and the last is of what is above."""
+
     bounds: list[float]
-    """Upper bounds, inclusive, ascending; what is above the last is in the last count."""
-
     counts: list[int]
-    """One more than bounds, not cumulative."""
-
     sum: float
 
 
 class Histogram:
-    """bounds: as in HistogramSnapshot. Not thread-safe: one thread observes, and a snapshot may be one value behind."""
+    """Counts values by bound. Not thread-safe: one thread observes; a snapshot may be one value behind."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: Sequence[float] = ROUND_SECONDS) -> None:
-        if not bounds or any(low >= high for low, high in pairwise(bounds)):
-            raise ValueError(f"bounds: {list(bounds)} is not an ascending list")
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+    def __init__(self, bounds: tuple[float, ...] = ROUND_SECONDS) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1

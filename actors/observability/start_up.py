@@ -1,7 +1,4 @@
-"""How long the stages of a replica's start-up take: said in its log, where whoever started it reads them.
-
-A replica cannot be asked anything before it is up, and its log is on the machine of whoever runs `outrider serve`.
-"""
+"""Logs how long the stages of a replica's start-up take, for `outrider serve` to read: it cannot be asked yet."""
 
 from __future__ import annotations
 
@@ -14,11 +11,10 @@ _STAGE = re.compile(r"start-up: ([a-z][\w ,]*): (\d+\.\d) s\b")
 
 
 class StartUp:
-    """Call ``done`` at the end of each stage; the next one begins there."""
+    """Logs a stage when it is ``done``; the next one begins there."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._logger, self._clock = logger, clock
-        self._began = clock()
+        self._logger, self._clock, self._began = logger, clock, clock()
 
     def done(self, stage: str) -> None:
         """stage: lower case; letters, digits, spaces and commas."""
@@ -28,5 +24,5 @@ class StartUp:
 
 
 def stages_in(log: str) -> list[tuple[str, float]]:
-    """(stage, seconds) of every line in a log, in text or JSON, in its order."""
+    """Returns (stage, seconds) of every line in a log, in text or JSON, in its order."""
     return [(stage, float(seconds)) for stage, seconds in _STAGE.findall(log)]

@@ -1,9 +1,8 @@
-"""OpenTelemetry in a process of ours, and a span for each request: at the ingress, which began the call, and in the
-target, which generates.
+"""Traces requests: by OpenTelemetry's own instrumentation for HTTP, and by spans of ours from the replica inward.
 
-It is on when the environment names a collector, as OpenTelemetry has it. ``environment`` turns the configuration into
-those variables, which every process of a deployment inherits, vLLM's too: its own spans then go to the same place,
-sampled alike. While tracing is off nothing of OpenTelemetry is imported, and a span costs a look at one variable.
+gRPC calls get a span of ours too: Serve's proxy has the gRPC server, in another process, and hands the ingress no
+context of an interceptor there. Tracing is on when the environment names a collector (environment.py); vLLM reads the
+same variable, and its spans go there as well.
 """
 
 from __future__ import annotations
@@ -11,20 +10,24 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
-import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.context import Context, get_current
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
 from outrider.actors.observability.logs import request_line
-from outrider.cluster.config import ConfigError, ServingConfig
+from outrider.cluster.link.messages import DraftOrigin
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Span, SpanKind, Tracer
+    from fastapi import FastAPI
+    from opentelemetry.sdk.trace import TracerProvider
 
 logger = logging.getLogger("ray.serve.outrider.ingress")
 
@@ -32,160 +35,81 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 """``grpc`` where it is not set, as in vLLM, or ``http/protobuf``."""
 
-TRACE_HEADERS = ("traceparent", "tracestate")
+UNTRACED = r"/(livez|readyz|health|ping|version|metrics|outrider/v1/status|outrider/page/.*)?$"
+"""Probes, scrapes and the page's files."""
 
-NO_HEADERS: dict[str, str] = {}
-
-_current: ContextVar[dict[str, str]] = ContextVar("headers of the ingress's innermost span", default=NO_HEADERS)
-"""A call made inside the ingress, such as an RPC for the page, carries no headers, and belongs to its HTTP request."""
-
-_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
-
-
-def environment(serving: ServingConfig) -> dict[str, str]:
-    """What processes of a deployment need to trace; {}: nothing is traced.
-
-    Raises ConfigError when OpenTelemetry is not installed.
-    """
-    if serving.otlp_traces_endpoint is None:
-        return {}
-    if not all(_is_installed(package) for package in _PACKAGES):
-        raise ConfigError(
-            "serving.otlp_traces_endpoint: OpenTelemetry's SDK and OTLP exporter are not installed; install "
-            "outrider[otel], or leave it out"
-        )
-    return {
-        ENDPOINT: serving.otlp_traces_endpoint,
-        PROTOCOL: os.environ.get(PROTOCOL, "grpc"),
-        "OTEL_SERVICE_NAME": os.environ.get("OTEL_SERVICE_NAME", "outrider"),
-        # Whoever calls decides for his own traces; of those that begin here a share is taken.
-        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-        "OTEL_TRACES_SAMPLER_ARG": f"{serving.trace_sample_ratio:g}",
-    }
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 @functools.cache
-def process_tracer(component: str) -> Tracer | None:
-    """This process's tracer, made once. component: ``ingress``, ``target`` or ``verifier``. None: tracing is off."""
-    endpoint = os.environ.get(ENDPOINT)
-    if not endpoint:
+def process_provider(component: str) -> TracerProvider | None:
+    """Returns this process's tracer provider, made once; None while tracing is off.
+
+    component: ``ingress``, ``target`` or ``verifier``, which all its spans name.
+    """
+    if not os.environ.get(ENDPOINT):
         return None
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # Not OpenTelemetry's global provider: in a target that one is vLLM's.
+    if os.environ.get(PROTOCOL) == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    else:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # type: ignore[assignment]
+    # Not OpenTelemetry's global provider: in a target that one is vLLM's. The exporter reads the environment itself.
     provider = TracerProvider(resource=Resource.create({"outrider.component": component}))
-    provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     atexit.register(provider.shutdown)
-    return provider.get_tracer("outrider")
+    return provider
+
+
+def process_tracer(component: str) -> Tracer | None:
+    provider = process_provider(component)
+    return None if provider is None else provider.get_tracer("outrider")
+
+
+def instrument(app: FastAPI) -> None:
+    """Has OpenTelemetry trace the app's requests, where tracing is on."""
+    if (provider := process_provider("ingress")) is not None:
+        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+
+        FastAPIInstrumentor.instrument_app(
+            app, tracer_provider=provider, excluded_urls=UNTRACED, exclude_spans=["receive", "send"]
+        )
 
 
 def context_of(headers: Mapping[str, str]) -> Context:
-    """The caller's trace, as W3C headers name it; an empty context when they name none, or wrongly."""
-    from opentelemetry.context import Context
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    carrier = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-    return TraceContextTextMapPropagator().extract(carrier, context=Context())
+    """Returns the caller's trace as W3C headers name it; an empty context when they name none, or wrongly."""
+    return _PROPAGATOR.extract(headers, context=Context())
 
 
 def headers_of(span: Span) -> dict[str, str]:
-    """W3C headers that make what is called a child of the span."""
-    from opentelemetry.context import Context
-    from opentelemetry.trace import set_span_in_context
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
+    """Returns W3C headers that make what is called a child of the span."""
     carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier, context=set_span_in_context(span, Context()))
+    _PROPAGATOR.inject(carrier, context=set_span_in_context(span, Context()))
     return carrier
 
 
-class RequestSpan:
-    """A request's open span, or nothing. headers: for whoever is called next; empty without a trace."""
-
-    def __init__(self, span: Span | None, headers: dict[str, str]) -> None:
-        self._span, self.headers = span, headers
-
-    @property
-    def is_recorded(self) -> bool:
-        """False too for a trace that is passed on but not sampled."""
-        return self._span is not None and self._span.is_recording()
-
-    def set(self, **attributes: Any) -> None:
-        """Attributes, ``outrider.`` before each name. None is left out."""
-        if self._span is not None:
-            for name, value in attributes.items():
-                if value is not None:
-                    self._span.set_attribute(f"outrider.{name}", value)
-
-
-OFF = RequestSpan(None, NO_HEADERS)
+def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Returns HTTP headers that make what is called a child of the current span; without one, as they are."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    kept = [(name, value) for name, value in headers if not carrier or name.decode("latin-1") not in _PROPAGATOR.fields]
+    return [*kept, *((name.encode(), value.encode()) for name, value in carrier.items())]
 
 
 @contextmanager
-def ingress_span(name: str, headers: Mapping[str, str], **attributes: Any) -> Iterator[RequestSpan]:
-    """name: of the call, such as the RPC's. headers: HTTP headers or gRPC metadata, names in lower case."""
-    tracer = process_tracer("ingress")
-    if tracer is None:
-        yield OFF
-        return
-    from opentelemetry.trace import SpanKind
+def open_span(
+    tracer: Tracer, name: str, context: Context, kind: SpanKind = SpanKind.INTERNAL, **attributes: Any
+) -> Iterator[Span]:
+    """Surrounds a call with a span, which says how it ended. Attributes get ``outrider.`` before their names.
 
-    if not any(header in headers for header in TRACE_HEADERS):
-        headers = _current.get()
-    with _span(tracer, name, headers, SpanKind.SERVER) as span:
-        span.set(**attributes)
-        before = _current.get()
-        _current.set(span.headers)
-        try:
-            yield span
-        finally:
-            _current.set(before)  # no token: a generator may be closed in another context
-
-
-@contextmanager
-def rpc_span(rpc: str, grpc_context: Any, request_id: str | None) -> Iterator[RequestSpan]:
-    """A request's RPC at the ingress: its span, and its line in the log. request_id None: a control call, which gets
-    neither."""
-    if request_id is None:
-        yield OFF
-        return
-    with request_line(logger, request_id), _traced_rpc(rpc, grpc_context, request_id) as span:
-        yield span
-
-
-@contextmanager
-def _traced_rpc(rpc: str, grpc_context: Any, request_id: str) -> Iterator[RequestSpan]:
-    if process_tracer("ingress") is None:
-        yield OFF
-        return
-    # The client's metadata, whose values may be bytes.
-    headers = {key: value for key, value in grpc_context.invocation_metadata() if isinstance(value, str)}
-    with ingress_span(f"outrider.v1.GenerationService/{rpc}", headers, api="grpc", request_id=request_id) as span:
-        yield span
-
-
-@contextmanager
-def target_span(request_id: str, headers: Mapping[str, str]) -> Iterator[RequestSpan]:
-    tracer = process_tracer("target")
-    if tracer is None:
-        yield OFF
-        return
-    from opentelemetry.trace import SpanKind
-
-    with _span(tracer, "outrider.target", headers, SpanKind.INTERNAL) as span:
-        span.set(request_id=request_id)
-        yield span
-
-
-@contextmanager
-def _span(tracer: Tracer, name: str, headers: Mapping[str, str], kind: SpanKind) -> Iterator[RequestSpan]:
-    from opentelemetry.trace import Status, StatusCode
-
-    span = tracer.start_span(name, context_of(headers), kind=kind)
+    It does not become the current span: a generator may be closed in another context than it began in.
+    """
+    span = tracer.start_span(name, context, kind, {f"outrider.{key}": value for key, value in attributes.items()})
     try:
-        yield RequestSpan(span, headers_of(span))
+        yield span
     except (asyncio.CancelledError, GeneratorExit):
         span.set_attribute("outrider.cancelled", True)
         raise
@@ -197,21 +121,65 @@ def _span(tracer: Tracer, name: str, headers: Mapping[str, str], kind: SpanKind)
         span.end()
 
 
-def _exporter(endpoint: str) -> Any:
-    protocol = os.environ.get(PROTOCOL, "grpc")
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+@contextmanager
+def rpc_span(rpc: str, grpc_context: Any, request_id: str | None) -> Iterator[dict[str, str]]:
+    """Surrounds a request's RPC at the ingress with a span and a line in the log. Yields headers for the replica.
 
-        return OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+    request_id: None for a control call, which gets neither.
+    """
+    tracer = None if request_id is None else process_tracer("ingress")
+    with nullcontext() if request_id is None else request_line(logger, request_id):
+        if tracer is None:
+            yield {}
+            return
+        metadata = {key: value for key, value in grpc_context.invocation_metadata() if isinstance(value, str)}
+        # A call of the page brings none, and belongs to its HTTP request.
+        parent, name = context_of(metadata) or get_current(), f"outrider.v1.GenerationService/{rpc}"
+        with open_span(tracer, name, parent, SpanKind.SERVER, api="grpc", request_id=request_id) as span:
+            yield headers_of(span)
 
-        return HttpExporter(endpoint=endpoint)
-    raise ConfigError(f"{PROTOCOL}: {protocol!r} is not known; set grpc or http/protobuf")
+
+@dataclass(slots=True)
+class RoundTrace:
+    """Holds what is known of a traced request's rounds. origin: of the proposal that the next round verifies."""
+
+    context: Context
+    rounds: int = 0
+    origin: DraftOrigin = DraftOrigin.NONE
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
+class RoundTracer:
+    """Makes a span for each round of a traced request, which holds its RoundTrace. On the engine's step thread."""
+
+    def __init__(self, tracer: Tracer, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._tracer, self._clock_ns = tracer, clock_ns
+        self._step_started_ns, self._waited_s = 0, 0.0
+
+    def track(self, headers: dict[str, str]) -> RoundTrace:
+        """headers: W3C, of the request's span in the target."""
+        return RoundTrace(context_of(headers))
+
+    def waited(self, seconds: float) -> None:
+        """Notes how long the engine waited for the proposals that the next step verifies."""
+        self._waited_s = seconds
+
+    def step_starts(self) -> None:
+        self._step_started_ns = self._clock_ns()
+
+    def committed(self, traced: RoundTrace, num_drafted: int, num_committed: int, epoch: int) -> None:
+        """Ends a round, which began when the wait for its proposals did. epoch: of the link, 0 without one."""
+        origin = traced.origin if num_drafted else DraftOrigin.NONE
+        attributes: dict[str, Any] = {
+            "outrider.round": traced.rounds,
+            "outrider.k": num_drafted,
+            "outrider.accepted": num_committed - 1,
+            "outrider.committed": num_committed,
+            "outrider.wait_ms": self._waited_s * 1e3,
+            "outrider.origin": origin.name.lower(),
+            "outrider.hit": origin.is_hit,
+            "outrider.epoch": epoch,
+        }
+        started_ns = self._step_started_ns - int(self._waited_s * 1e9)
+        span = self._tracer.start_span("outrider.round", traced.context, start_time=started_ns, attributes=attributes)
+        span.end(self._clock_ns())
+        traced.rounds, traced.origin = traced.rounds + 1, DraftOrigin.NONE

@@ -14,7 +14,7 @@ from outrider.cluster.link.messages import MAX_BIASED_TOKENS, MAX_INT31, MAX_TOP
 from outrider.cluster.modes import Mode, mode_for
 
 if TYPE_CHECKING:
-    from outrider.actors.observability.round_tracer import RoundTrace
+    from outrider.actors.observability.tracing import RoundTrace
 
 EXTRA_ARGS_KEY = "outrider"
 """In SamplingParams.extra_args. A dict with any of

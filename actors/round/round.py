@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from outrider.actors.observability.logs import about
-from outrider.actors.observability.round_tracer import RoundTracer
+from outrider.actors.observability.tracing import RoundTracer
 from outrider.actors.round.conversation import Conversation
 from outrider.actors.round.deadline import RoundDeadline
 from outrider.actors.round.length import FixedLengths, LengthController, Lengths

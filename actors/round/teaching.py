@@ -6,7 +6,6 @@ at work on the next ones. Only then the likeliest tokens are looked for.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,9 +24,10 @@ class Likeliest(Protocol):
 
 
 class Teaching:
-    def __init__(self, likeliest: Likeliest, share: float) -> None:
-        """share: of the requests that are taught from."""
-        self._likeliest, self._share = likeliest, share
+    """Collects what the target says of the tokens that it commits."""
+
+    def __init__(self, likeliest: Likeliest) -> None:
+        self._likeliest = likeliest
         self._logits: dict[int, Any] = {}
         """By step."""
 
@@ -42,7 +42,6 @@ class Teaching:
         Its logits are looked at after they were changed in place for the choice, so that nothing but the model may have
         had a say in them.
         """
-        digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
         request.teaches = (
             request.max_drafts > 0
             and not adapter
@@ -50,7 +49,6 @@ class Teaching:
             and carried(request.params).get("learn", True)
             and not carried(request.params).get("tenant", 0)
             and not changes_logits(request.params)
-            and int.from_bytes(digest) < self._share * 2**64
         )
 
     def saw(self, step: Step, requests: Sequence[Request], logits: Any) -> None:

@@ -1,14 +1,14 @@
 """Decides how many target replicas the load needs.
 
-``outrider.actors.serve_seam.autoscaling`` calls it from Serve's controller. Serve applies the delays and the limits of
-``serving.autoscaling``. docs/autoscaling.md describes the rules.
+Serve's controller calls it (``serve_seam.autoscaling``), and applies the delays and limits. docs/autoscaling.md has the
+rules.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -19,8 +19,6 @@ WORK_OFF_S = 60.0
 
 TREND_S = 10.0
 """Over which the growth of the waiting work is measured."""
-
-_SHORTEST_TREND_S = 2.0
 
 SEATS_AFTER, QUEUE_AFTER, KV_AFTER = 0.8, 0.5, 0.8
 """Shares of the seats, of target_queue_s and of target_kv_usage that one replica fewer may need. The gap to the limits
@@ -106,22 +104,23 @@ class ScalingPolicy:
         while self._backlogs[0][0] < now_s - TREND_S:
             self._backlogs.popleft()
         then_s, then = self._backlogs[0]
-        return (waiting - then) / (now_s - then_s) if now_s - then_s >= _SHORTEST_TREND_S else 0.0
+        return (waiting - then) / (now_s - then_s) if now_s - then_s >= TREND_S / 5 else 0.0
 
     def _more(self, wanted: int, running: int, fresh: list[Report], waiting: float, growth: float) -> Decision:
         """Returns the largest number that a limit calls for."""
         settings, loading = self._settings, wanted > running
         calls = [Decision(min(running, wanted), "steady")]
-        rates = [report.tokens_per_s for report in fresh if report.tokens_per_s > 0]
-        if rates and waiting / (median(rates) * len(fresh)) > settings.target_queue_s:
+        rate = _median(report.tokens_per_s for report in fresh)
+        if rate and waiting / (rate * len(fresh)) > settings.target_queue_s:
             # What has piled up is for the replicas that load: only what comes beyond them calls for others.
             beyond = growth if loading else growth + waiting / WORK_OFF_S
-            calls.append(Decision(running + math.ceil(beyond / median(rates)), "queue"))
+            calls.append(Decision(running + math.ceil(beyond / rate), "queue"))
         if not loading:
             usage = fmean(report.kv_cache_usage for report in fresh)
             if usage > settings.target_kv_usage and waiting:
                 calls.append(Decision(math.ceil(running * usage / settings.target_kv_usage), "kv"))
-            if settings.target_round_ms is not None and (step_ms := _median_step(fresh)):
+            step_ms = _median(report.step_ms for report in fresh if report.running)
+            if settings.target_round_ms is not None and step_ms:
                 number = math.ceil(running * step_ms / settings.target_round_ms)
                 requests = int(sum(report.running for report in fresh))  # more replicas than requests gain nothing
                 calls.append(Decision(min(number, requests), "round"))
@@ -132,16 +131,17 @@ class ScalingPolicy:
         requests = sum(report.running + report.waiting for report in fresh)
         if requests > SEATS_AFTER * rest * min(report.seats for report in fresh):
             return False
-        rates = [report.tokens_per_s for report in fresh if report.tokens_per_s > 0]
-        if waiting and (not rates or waiting > QUEUE_AFTER * settings.target_queue_s * median(rates) * rest):
+        rate = _median(report.tokens_per_s for report in fresh)
+        if waiting > QUEUE_AFTER * settings.target_queue_s * rate * rest:
             return False
         if sum(report.kv_cache_usage for report in fresh) > KV_AFTER * settings.target_kv_usage * rest:
             return False
         if settings.target_round_ms is None or requests <= rest:
             return True
-        return _median_step(fresh) * len(fresh) / rest <= settings.target_round_ms
+        step_ms = _median(report.step_ms for report in fresh if report.running)
+        return step_ms * len(fresh) / rest <= settings.target_round_ms
 
 
-def _median_step(reports: list[Report]) -> float:
-    """Returns the median step of the replicas at work, in ms; 0: none is."""
-    return median([report.step_ms for report in reports if report.running and report.step_ms] or [0.0])
+def _median(values: Iterable[float]) -> float:
+    """Returns the median of those that are known, which are not 0; 0: none is."""
+    return median([value for value in values if value] or [0.0])

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ray
+from prometheus_client.core import Metric
 from ray import serve
 
 from outrider.actors.drafter.actor import DrafterStatus, drafter_name, has_loaded, launch_drafter
@@ -22,11 +22,10 @@ from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
 from outrider.actors.replica_calls import ReplicaReply, sign
 from outrider.actors.serve_seam.replica_log import serve_log_kept
-from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
+from outrider.actors.serving.registration import CONTROL_TIMEOUT_S, ENDS_WITHIN_S, Registration
 from outrider.cluster.config import OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
 from outrider.cluster.placement import CorePlan, ReplicaPlacement
-from outrider.cluster.registry import LEASE_S, this_place
 
 logger = logging.getLogger("ray.serve.outrider.pool")
 
@@ -59,7 +58,8 @@ class DrafterPool:
         assert config.remote_drafter is not None
         self._replica = serve.get_replica_context().replica_id.unique_id
         name = drafter_name(self._replica)
-        member = Member(self._replica, pooled=True, fingerprint=fingerprint(config), place=this_place())
+        node = ray.get_runtime_context().get_node_id()
+        member = Member(self._replica, pooled=True, fingerprint=fingerprint(config), node=node)
         launch = partial(
             launch_drafter,
             config.remote_drafter,
@@ -74,14 +74,11 @@ class DrafterPool:
             environment=process_environment(config.serving),
         )
         with serve_log_kept():
-            self._lease = Lease(config.serving.app_name, member)
+            self._registration = Registration(config.serving.app_name, member)
             self._drafter = await self._load(launch)
-        self._lease.member = replace(member, drafter=name)
         self._status = status = DrafterStatus()
         self._metrics = ReplicaMetrics(config.served_model_name, None, lambda: status.ask(name, ANSWER_WITHIN_S))
-        # Only now: who is a member is linked to.
-        await self._lease.take(LEASE_S)
-        self._lease.keep()
+        self._registration.update(drafter=name, trouble="")  # only now: targets link to it
 
     async def _load(self, launch: Callable[[], Any]) -> Any:
         """The drafter's handle, once its model has loaded."""
@@ -95,8 +92,7 @@ class DrafterPool:
                 logger.warning("the drafter does not load, next attempt in %g s: %s", pause_s, error)
                 if drafter is not None:
                     ray.kill(drafter)
-                self._lease.member = replace(self._lease.member, trouble=reason(error))
-                self._lease.keep()
+                self._registration.update(trouble=reason(error))
             else:
                 return drafter
             await asyncio.sleep(pause_s)
@@ -106,27 +102,26 @@ class DrafterPool:
         """See serve_seam.broadcast."""
         return await sign(self, self._replica, method, args)
 
-    async def metrics_text(self) -> str:
-        """As Target's: those of the drafter."""
-        return await self._metrics.text()
+    async def metrics(self) -> list[Metric]:
+        """Returns the drafter's metrics."""
+        return await self._metrics.families()
 
     async def __del__(self) -> None:
         """Serve calls and awaits this on a graceful shutdown."""
-        if (lease := getattr(self, "_lease", None)) is not None:
-            if (loaded := lease.member.drafter) is not None:  # or nobody has it yet
-                await self._let_go(lease, loaded)
-            await lease.end()
+        if (registration := getattr(self, "_registration", None)) is not None:
+            if (loaded := registration.member.drafter) is not None:  # or nobody has it yet
+                await self._let_go(registration, loaded)
+            await asyncio.to_thread(registration.leave, ENDS_WITHIN_S)
         if (drafter := getattr(self, "_drafter", None)) is not None:
             ray.kill(drafter)
 
-    async def _let_go(self, lease: Lease, drafter: str) -> None:
+    async def _let_go(self, registration: Registration, drafter: str) -> None:
         """Wait until verifiers that have another drafter to go to are there, and none of their requests is here."""
-        lease.member = replace(lease.member, draining=True)
+        registration.update(draining=True)  # for a registry that is made anew meanwhile
         give_up = time.monotonic() + MOVE_WITHIN_S
         while time.monotonic() < give_up:
             try:
-                await lease.renew(LEASE_S)  # at another registry, where there is one by now
-                if not await lease.drain():
+                if not await registration.drain():
                     status = await self._status.ask(drafter, CONTROL_TIMEOUT_S)
                     if not status["num_sequences"]:
                         return

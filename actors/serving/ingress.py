@@ -15,13 +15,13 @@ from typing import Any
 
 from fastapi import FastAPI
 from google.protobuf import json_format
+from prometheus_client.core import Metric
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
-from outrider.actors.observability.exposition import merge
-from outrider.actors.observability.metrics import METRICS
+from outrider.actors.observability.metrics import INGRESS, label
 from outrider.actors.replica_calls import (
     Broadcast,
     GenerationRequest,
@@ -106,8 +106,8 @@ class Ingress(HandleCalls, HealthCalls):
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         request_id = _named(request)
-        with answering(grpc_context, "Generate", request_id) as span:
-            checked = self._check(request, request_id, grpc_context, span.headers)
+        with answering(grpc_context, "Generate", request_id) as trace_headers:
+            checked = self._check(request, request_id, grpc_context, trace_headers)
             answers = Answers(request_id, checked.num_answers)
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
@@ -119,8 +119,8 @@ class Ingress(HandleCalls, HealthCalls):
         self, request: pb.GenerateStreamRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         request_id = _named(request)
-        with answering(grpc_context, "GenerateStream", request_id) as span:
-            checked = self._check(request, request_id, grpc_context, span.headers)
+        with answering(grpc_context, "GenerateStream", request_id) as trace_headers:
+            checked = self._check(request, request_id, grpc_context, trace_headers)
             grpc_context.set_trailing_metadata([(REQUEST_ID_METADATA, request_id)])
             async with aclosing(self._rounds(checked)) as rounds:
                 async for output in rounds:
@@ -159,20 +159,20 @@ class Ingress(HandleCalls, HealthCalls):
         self._running.draining = True
         return len(self._running)
 
-    async def metrics_text(self) -> str:
+    async def metrics(self) -> list[Metric]:
         """Returns what this ingress replica counts."""
-        return METRICS.text()
+        return list(INGRESS.collect())
 
-    async def all_metrics_text(self) -> str:
-        """Returns the metrics of all ingress replicas that answer, with a label that says which is whose."""
-        own = METRICS.text()
+    async def all_metrics(self) -> list[Metric]:
+        """Returns what all ingress replicas that answer count, with a label that says which is whose."""
         if self._num_ingresses == 1:
-            return own
-        replies: list[ReplicaReply] = []
+            return await self.metrics()
+        found = {_this_replica(): await self.metrics()}
         with suppress(DeploymentUnavailableError, ConnectionError):
-            replies = await self._broadcast(_this_deployment(), "metrics_text", timeout_s=CONTROL_TIMEOUT_S)
-        texts = {reply.replica_id: reply.value for reply in replies if reply.ok and reply.replica_id is not None}
-        return merge(dict(sorted({**texts, _this_replica(): own}.items())), "ingress")
+            for reply in await self._broadcast(_this_deployment(), "metrics", timeout_s=CONTROL_TIMEOUT_S):
+                if reply.ok and reply.replica_id is not None:
+                    found[reply.replica_id] = reply.value
+        return [metric for name, metrics in sorted(found.items()) for metric in label(metrics, ingress=name)]
 
     async def signed_reply(self, method: str, args: tuple[Any, ...]) -> ReplicaReply:
         """See serve_seam.broadcast."""

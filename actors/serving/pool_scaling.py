@@ -14,27 +14,24 @@ from outrider.actors.serving.autoscaling import Decision
 from outrider.cluster.membership import Work
 from outrider.cluster.scaling_config import PoolScalingConfig
 
-TRIAL_S = 60.0
-"""How long a drafter that was started to measure its gain runs at least."""
+PROBE_S = 900.0
+"""How often a drafter is started to measure its gain, while requests run and none pays."""
 
-FIRST_AFTER_S = 30.0
-"""When targets have not reported for so long from the start, they load, and one drafter is to load beside them."""
+TRIAL_S = 60.0
+"""How long such a drafter runs at least."""
 
 
 class PoolPolicy:
     """Desires as many drafters as the busy targets take, but no more than pay.
 
-    Where none pays, one is desired every probe_s while requests run, to measure what it gains.
+    Where none pays, one is desired every PROBE_S while requests run, to measure what it gains.
     """
 
     def __init__(self, settings: PoolScalingConfig, accelerators: float) -> None:
         """accelerators: a drafter's number of accelerators divided by a target's."""
         self._settings, self._accelerators = settings, accelerators
-        self._first_at: float | None = None
-        """math.inf: targets have reported."""
-
-        self._unpaid_since: float | None = None
-        self._trial_until: float | None = None
+        self._unpaid_since = math.inf
+        self._trial_until = -math.inf
         """math.inf: until its drafter is loaded."""
 
     def decide(self, now_s: float, wanted: int, running: int, work: Sequence[Work] | None) -> Decision:
@@ -47,21 +44,16 @@ class PoolPolicy:
             work: Of each target; None: not known.
         """
         if work is None:
-            if self._first_at is None:
-                self._first_at = now_s + FIRST_AFTER_S
-            first = wanted == 0 and now_s >= self._first_at
-            return Decision(1 if first else wanted, "no_data")
-        self._first_at = math.inf
+            return Decision(wanted, "no_data")
         decision = self._desired(now_s, wanted, running, [each for each in work if each.is_busy])
         return Decision(max(decision.replicas, wanted - 1), decision.reason)  # one at a time goes
 
     def _desired(self, now_s: float, wanted: int, running: int, busy: Sequence[Work]) -> Decision:
         if not busy:
             return Decision(0, "idle")
-        taken = math.ceil(len(busy) / self._settings.targets_per_drafter)
-        paid = self._paid(busy)
+        taken, paid = math.ceil(len(busy) / self._settings.targets_per_drafter), self._paid(busy)
         if paid is None or paid >= 1:
-            self._unpaid_since = self._trial_until = None
+            self._unpaid_since, self._trial_until = math.inf, -math.inf
             return Decision(taken, "targets") if paid is None or paid >= taken else Decision(paid, "gain")
         return Decision(1, "probe") if self._is_trial(now_s, wanted, running) else Decision(0, "gain")
 
@@ -78,14 +70,12 @@ class PoolPolicy:
 
     def _is_trial(self, now_s: float, wanted: int, running: int) -> bool:
         """Returns whether a drafter is to run, although none pays by what is known, to measure its gain."""
-        if self._trial_until is not None:
-            if self._trial_until == math.inf and running:
-                self._trial_until = now_s + TRIAL_S
-            if now_s < self._trial_until:
-                return True
-        if self._unpaid_since is None or wanted:  # while one runs its gain is known
-            self._unpaid_since = now_s
-        if now_s - self._unpaid_since < self._settings.probe_s:
+        if self._trial_until == math.inf and running:
+            self._trial_until = now_s + TRIAL_S
+        if now_s < self._trial_until:
+            return True
+        self._unpaid_since = now_s if wanted else min(self._unpaid_since, now_s)  # while one runs its gain is known
+        if now_s - self._unpaid_since < PROBE_S:
             return False
         self._trial_until = math.inf
         return True

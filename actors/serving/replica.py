@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from prometheus_client.core import Metric
 from ray import serve
 
 from outrider.actors.drafter.actor import DrafterStatus, drafter_name, find_actor, has_loaded, launch_drafter
-from outrider.actors.learning.history import status_of
+from outrider.actors.learning.versions import status_of
 from outrider.actors.observability.environment import process_environment
 from outrider.actors.observability.logs import request_line
 from outrider.actors.observability.metrics import ANSWER_WITHIN_S, ReplicaMetrics
@@ -41,7 +42,7 @@ from outrider.actors.serve_seam.replica_log import serve_log_kept
 from outrider.actors.serving.answers import answer_within
 from outrider.actors.serving.co_located import check_co_located
 from outrider.actors.serving.failures import silence_refusal_logs
-from outrider.actors.serving.lease import CONTROL_TIMEOUT_S, Lease
+from outrider.actors.serving.registration import CONTROL_TIMEOUT_S, Registration
 from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, Heartbeat
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.membership import Member, fingerprint
@@ -95,10 +96,10 @@ class Target:
             imports = asyncio.create_task(asyncio.to_thread(_import_engine))
             drafter = config.remote_drafter
             owned = drafter_name(self._replica) if drafter is not None and not drafter.pooled else None
-            self._lease = Lease(config.serving.app_name, Member(self._replica, owned, fingerprint=fingerprint(config)))
+            member = Member(self._replica, owned, fingerprint=fingerprint(config))
+            self._registration = Registration(config.serving.app_name, member)
             self._drafter = self._start_drafter() if owned is not None else None
             self._drafter_status = DrafterStatus()
-            await self._lease.take()
             await imports
             start_up.done("vllm imported by the replica")
             self._heartbeat = Heartbeat()
@@ -106,7 +107,6 @@ class Target:
             start_up.done("engine core and ranks started, model loaded")
             self._openai = await self._start_openai()
             self._engine.adapters.requests = self._openai.adapters
-        self._lease.keep()
         self._metrics = self._replica_metrics()
         self._routing_stats = self._stats_for_routing()
         await self._engine.warm_up()
@@ -242,9 +242,9 @@ class Target:
         """Ends one of the owner's requests, of either API. Returns whether it was here."""
         return await self._engine.abort(request_id, owner) or await self._openai.abort(owner, request_id)
 
-    async def metrics_text(self) -> str:
-        """This replica's metrics, vLLM's and ours, in Prometheus' text format."""
-        return await self._metrics.text()
+    async def metrics(self) -> list[Metric]:
+        """Returns this replica's metrics, vLLM's and ours."""
+        return await self._metrics.families()
 
     def __del__(self) -> None:
         """Serve calls this on a graceful shutdown."""
@@ -257,8 +257,8 @@ class Target:
         if drafter is not None:
             with suppress(ray.exceptions.RayError):
                 ray.kill(drafter)
-        if (lease := getattr(self, "_lease", None)) is not None:
-            lease.leave()
+        if (registration := getattr(self, "_registration", None)) is not None:
+            registration.leave(wait_s=1.0)
 
     async def _start_openai(self) -> OpenAIApp:
         from outrider.actors.serving.openai.app import OpenAIApp
@@ -290,7 +290,7 @@ class Target:
     def _replica_metrics(self) -> ReplicaMetrics:
         # Not through self, which a replica's shutdown must be able to free.
         name, drafter, engine = self._config.served_model_name, self._drafter_status, self._engine
-        owned = self._lease.member.drafter
+        owned = self._registration.member.drafter
         return ReplicaMetrics(
             name,
             None if self._config.remote_drafter is None else lambda: _ask_rank_0(engine, "round_metrics"),

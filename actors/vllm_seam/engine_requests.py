@@ -6,11 +6,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from opentelemetry.trace import Span
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
@@ -164,32 +165,38 @@ def traced_generate(
     llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str] | None = None, **options: Any
 ) -> AsyncGenerator[Any, None]:
     """Call ``llm.generate``, traced where tracing is on. trace_headers: the caller's, W3C. options: more for vLLM."""
-    if tracing.process_tracer("target") is None:
+    if (tracer := tracing.process_tracer("target")) is None:
         outputs: AsyncGenerator[Any, None] = llm.generate(prompt, params, request_id, **options)
         return outputs
-    return _traced(llm, prompt, params, request_id, trace_headers or {}, options)
+    parent = tracing.context_of(trace_headers or {})
+    span = tracing.open_span(tracer, "outrider.target", parent, request_id=unscoped(request_id))
+    return _traced(span, llm, prompt, params, request_id, options)
 
 
 async def _traced(
-    llm: Any, prompt: Any, params: Any, request_id: str, trace_headers: Mapping[str, str], options: dict[str, Any]
+    opened: AbstractContextManager[Span], llm: Any, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
 ) -> AsyncGenerator[Any, None]:
-    with tracing.target_span(unscoped(request_id), trace_headers) as span:
-        if span.is_recorded:
+    with opened as span:
+        headers = tracing.headers_of(span)
+        if span.is_recording():
             extra = dict(params.extra_args or {})
-            extra[EXTRA_ARGS_KEY] = {**extra.get(EXTRA_ARGS_KEY, {}), "trace_headers": span.headers}
+            extra[EXTRA_ARGS_KEY] = {**extra.get(EXTRA_ARGS_KEY, {}), "trace_headers": headers}
             params.extra_args = extra
         # Also when it is not sampled: vLLM would begin a trace of its own otherwise.
-        stream = llm.generate(prompt, params, request_id, trace_headers=span.headers, **options)
+        stream = llm.generate(prompt, params, request_id, trace_headers=headers, **options)
         num_tokens = 0
         async with aclosing(stream):
             async for output in stream:
                 num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                 if output.finished:
-                    span.set(
-                        prompt_tokens=len(output.prompt_token_ids or ()),
-                        completion_tokens=num_tokens,
-                        cached_tokens=output.num_cached_tokens,
-                        finish_reason=output.outputs[0].finish_reason if output.outputs else None,
+                    reason = output.outputs[0].finish_reason if output.outputs else None
+                    span.set_attributes(
+                        {
+                            "outrider.prompt_tokens": len(output.prompt_token_ids or ()),
+                            "outrider.completion_tokens": num_tokens,
+                            "outrider.cached_tokens": output.num_cached_tokens or 0,
+                            "outrider.finish_reason": reason or "",
+                        }
                     )
                 yield output
 

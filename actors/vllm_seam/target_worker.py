@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from outrider.actors.observability.round_tracer import RoundTracer
-from outrider.actors.observability.tracing import process_tracer
+from outrider.actors.observability.tracing import RoundTracer, process_tracer
 from outrider.actors.round.length import FixedLengths, LengthController
 from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
@@ -103,7 +102,7 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
             self._lengths(config) if drafts else FixedLengths(0),
             names_requests=config.serving.log_format == "json",
             tracer=None if tracer is None else RoundTracer(tracer),
-            teaching=None if learn is None else Teaching(likeliest, learn.share),
+            teaching=None if learn is None else Teaching(likeliest),
         )
 
     def _lengths(self, config: OutriderConfig) -> LengthController | FixedLengths:

@@ -19,9 +19,8 @@ import ray
 from outrider.cluster.config import ConfigError, DraftModelConfig, OutriderConfig
 from outrider.cluster.link import HANG, Link, LinkError, host_link
 from outrider.cluster.link.rendezvous import check_device
-from outrider.cluster.membership import LinkGrant, LinkReport, Place, Verifier, Work, fingerprint
+from outrider.cluster.membership import LinkGrant, LinkReport, Verifier, Work, fingerprint
 from outrider.cluster.placement import NAMESPACE
-from outrider.cluster.registry import this_place
 from outrider.cluster.vocabulary import marks_of
 
 logger = logging.getLogger(__name__)
@@ -150,7 +149,7 @@ class LinkKeeper:
         self._fingerprint = fingerprint(config)
         self._vocabulary = marks_of(config.target.model) if isinstance(config.drafter, DraftModelConfig) else ()
         self._pooled = config.remote_drafter is not None and config.remote_drafter.pooled
-        self._place: Place | None = None
+        self._node = ""
         self._ready: dict[str, tuple[Any, float]] = {}
         """Drafter -> a question not answered yet: a stopped drafter is asked once, not once a try. Those that are lost
         are forgotten, like drafters that are gone."""
@@ -208,9 +207,8 @@ class LinkKeeper:
                 self._restart(grant.drafter)
 
     def _verifier(self, linked_to: str = "") -> Verifier:
-        if self._place is None:
-            self._place = this_place()
-        return Verifier(self._identity.replica, self._fingerprint, self._place, linked_to, self._work())
+        self._node = self._node or ray.get_runtime_context().get_node_id()
+        return Verifier(self._identity.replica, self._fingerprint, self._node, linked_to, self._work())
 
     def _restart(self, drafter: str) -> None:
         """Kill a drafter whose loop is stuck; Ray starts a fresh one under the same name."""

@@ -37,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="R", help="the highest (0.001)")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="texts a step (8)")
     parser.add_argument("--bits", type=int, choices=(8, 16), default=16, help="of a stored value (16)")
-    parser.add_argument(
-        "--own-share", type=float, default=0.25, metavar="S", help="of the steps, on the drafter's own tokens (0.25)"
-    )
     parser.add_argument("--seed", type=int, default=0)
     add_device_arguments(parser)
 

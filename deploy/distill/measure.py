@@ -1,7 +1,4 @@
-"""Acceptance without a server: the target answers prompts, and a draft model's rounds are walked along its answers.
-
-A forward pass over an answer gives what would have been drafted at every token of it (`actors/learning/rounds.py`).
-"""
+"""Acceptance without a server: the target answers prompts, and a draft model's rounds are walked along its answers."""
 
 from __future__ import annotations
 
@@ -9,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from outrider.actors.learning import draft_models
-from outrider.actors.learning.rounds import Tally, walk
 from outrider.actors.vllm_seam.offline_answers import TOGETHER
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models
 from outrider.deploy.distill.prompts import PromptFile, spread, tokens_of
+from outrider.deploy.distill.rounds import measured
 from outrider.deploy.distill.texts import answered, plan
 from outrider.deploy.models.identity import check_made_for
 
@@ -41,7 +36,7 @@ class Settings:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """The report, of greedy answers. Raises ConfigError."""
-    from outrider.actors.learning.train import Recipe, Trainer
+    from outrider.actors.learning.train import Trainer
 
     prompts = spread(settings.data.prompts, settings.limit)
     document = models.check_architecture(settings.target, "TARGET")
@@ -54,26 +49,20 @@ def measure(settings: Settings) -> dict[str, Any]:
     jobs = plan(len(tokens), set(), 1, TOGETHER, 0)
     texts = [text for _, made in answered(engine, jobs, tokens, settings.max_tokens, 0) for text in made]
     drafter = draft_models.load(settings.drafter, settings.dtype, settings.device)
-    recipe = Recipe(own_share=0.0)
-    trainer = Trainer(drafter, None, draft_models.freeze(drafter, settings.dtype), recipe, settings.dtype, None)
-    tallies, overlaps = [Tally(size) for size in range(1, settings.k + 1)], []
-    for same, overlap in trainer.drafted(texts):
-        overlaps += overlap.tolist()
-        for tally in tallies:
-            tally.add(walk(same.tolist()[1:], same.tolist()[1:], tally.k))
+    found = measured(Trainer(drafter, 0.0, settings.dtype), texts, settings.k)
     return {
-        "acceptance_rate": tallies[-1].acceptance_rate,
-        "by_position": tallies[-1].by_position,
-        "overlap": float(np.mean(overlaps)),
+        "acceptance_rate": found.tallies[-1].acceptance_rate,
+        "by_position": found.tallies[-1].by_position,
+        "overlap": found.overlap,
         "by_k": [
             {"k": tally.k, "tokens_per_round": tally.tokens_per_round, "acceptance_rate": tally.acceptance_rate}
-            for tally in tallies
+            for tally in found.tallies
         ],
         "k": settings.k,
         "target": str(settings.target),
         "drafter": str(settings.drafter),
         "dataset": {"path": str(settings.data.path), "sha256": settings.data.sha256, "prompts": len(prompts)},
-        "tokens": len(overlaps),
+        "tokens": found.tokens,
         "max_tokens": settings.max_tokens,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "machine": machine(()),

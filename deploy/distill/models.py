@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.actors.learning import draft_models
 from outrider.actors.learning.draft_models import SUPPORTED, tensors_of
-from outrider.actors.learning.text import TOP
+from outrider.actors.learning.texts import TOP
 from outrider.actors.vllm_seam.offline_answers import Engine
 from outrider.cluster.config import ConfigError, EngineConfig
 from outrider.cluster.vocabulary import read_vocabulary
@@ -18,6 +18,8 @@ from outrider.deploy.models.store import BY_HUB_ID, find_copy
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+    from outrider.actors.learning.texts import Text
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -84,9 +86,35 @@ def device_and_dtype(device: str, dtype: str) -> tuple[str, torch.dtype]:
 
 def engine(checkpoint: Path, document: dict[str, Any], dtype: torch.dtype, device: str, max_model_len: int) -> Engine:
     """What generates the target's text. document: its config.json."""
-    ends, top = draft_models.ends_of(checkpoint), min(TOP, int(document["vocab_size"]))
+    ends, top = ends_of(checkpoint), min(TOP, int(document["vocab_size"]))
     named = str(dtype).removeprefix("torch.")
     return Engine(str(checkpoint), document, named, device, max_model_len, top, tuple(sorted(ends)))
+
+
+def ends_of(checkpoint: Path) -> set[int]:
+    """Returns the tokens that end an answer."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        known = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
+    except OSError:  # it has none of its own
+        known = GenerationConfig.from_model_config(AutoConfig.from_pretrained(checkpoint, local_files_only=True))
+    ends = known.eos_token_id
+    return set() if ends is None else set(ends if isinstance(ends, list) else [ends])
+
+
+def draft_vocabulary(texts: Sequence[Text], size: int, vocab_size: int, always: set[int]) -> torch.Tensor:
+    """Returns the tokens that the target gives most probability to in these texts, ascending, int64 [size]. always: ids
+    that are among them whatever the texts say."""
+    import torch
+
+    expected = torch.zeros(vocab_size, dtype=torch.float64)
+    for text in texts:
+        likely = torch.from_numpy(text.top_log_p).flatten().double().exp()
+        expected.index_add_(0, torch.from_numpy(text.top_ids).long().flatten(), likely)
+    expected[sorted(always)] = torch.inf
+    # Ties by id: a stable order is the same on every machine.
+    return expected.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def choose_layers(total: int, count: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -17,24 +18,31 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from outrider.actors.learning import draft_models
-from outrider.actors.learning.text import Text
+from outrider.actors.learning.texts import Text
 from outrider.actors.vllm_seam.offline_answers import TOGETHER, Engine
 from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import UNFINISHED, whole_directory, whole_file
 from outrider.deploy.bench.machine import machine, versions
 from outrider.deploy.distill import models, stored
 from outrider.deploy.distill.prompts import read_prompts, tokens_of
-from outrider.deploy.distill.texts import TextStore, answered, held_out, plan
+from outrider.deploy.distill.rounds import Measured, measured
+from outrider.deploy.distill.texts import TextStore, alike, answered, held_out, plan
 from outrider.deploy.models.identity import Reference
 from outrider.deploy.models.store import read_manifest, write_manifest
 from outrider.deploy.progress import Progress
 
 if TYPE_CHECKING:
-    from outrider.actors.learning.train import Held, Trainer
+    import torch
+
+    from outrider.actors.learning.train import Trainer
 
 SAVE_EVERY_S = 60.0
 EVALUATIONS = 16
 """In a whole training, besides the first and the last."""
+
+EVAL_K = 3
+WARM_UP = 0.05
+"""Share of the training in which the rate rises."""
 
 _TENSORS, _OPTIMIZER = "trained.safetensors", "optimizer.pt"
 
@@ -57,7 +65,6 @@ class Settings:
     seed: int
     device: str
     dtype: str
-    own_share: float  # of the steps: on the drafter's own tokens too
     bits: int  # of a stored matrix's value: 16 or 8
 
 
@@ -98,7 +105,7 @@ class _Run:
         import torch
         from safetensors.torch import load_file
 
-        from outrider.actors.learning.train import Recipe, Trainer, vocabulary_for
+        from outrider.actors.learning.train import Trainer
 
         settings = self._settings
         device, dtype = models.device_and_dtype(settings.device, settings.dtype)
@@ -109,15 +116,19 @@ class _Run:
             drafter = models.from_layers(target, self._layers).to(torch.device(device))
         else:
             drafter = draft_models.load(self._start, torch.float32, device)
-        named = vocabulary_for(train, settings.draft_vocab_size, drafter, target)
-        recipe = Recipe(settings.seed, settings.learning_rate, settings.batch_size, settings.own_share)
-        trainer = Trainer(drafter, target, draft_models.freeze(drafter, dtype), recipe, dtype, named)
+        vocab_size = min(model.get_output_embeddings().weight.shape[0] for model in (drafter, target))
+        named = None
+        if settings.draft_vocab_size is not None and settings.draft_vocab_size < vocab_size:
+            ends = {token for token in models.ends_of(self._target) if token < vocab_size}
+            named = models.draft_vocabulary(train, settings.draft_vocab_size, vocab_size, ends)
+        trainer = Trainer(drafter, settings.learning_rate, dtype, named, settings.seed)
         about: dict[str, Any] = {}
         if complete := self._complete():
             saved = complete[-1]
             about = read_manifest(saved) or {}
             optimizer = torch.load(saved / _OPTIMIZER, weights_only=True, map_location="cpu")
-            trainer.restore(load_file(saved / _TENSORS), optimizer)
+            trainer.load(load_file(saved / _TENSORS))
+            trainer.optimizer.load_state_dict(optimizer)
             self._progress.say(f"going on from step {about['step']}")
         rows = self._train(trainer, train, held, about.get("rows", []), int(about.get("step", 0)))
         return self._finish(trainer, len(held), rows)
@@ -161,20 +172,19 @@ class _Run:
         self, trainer: Trainer, train: list[Text], held: list[Text], rows: list[dict[str, Any]], step: int
     ) -> list[dict[str, Any]]:
         """From that step to the last. rows: of the evaluations before, to which those to come are added."""
-        from outrider.actors.learning.train import rate_at
-
         steps, losses, saved_at = self._settings.steps, [], time.monotonic()
         if not rows:
-            rows = [self._row(step, [], trainer.evaluate(held))]
+            rows = [self._row(step, [], measured(trainer, held, EVAL_K))]
         with tqdm(total=steps, initial=step, desc="training", unit="step") as bar:
             while step < steps:
-                loss, _ = trainer.step(step, rate_at(step / steps), train)
+                batch = alike(train, self._settings.batch_size, random.Random(f"{self._settings.seed}:{step}"))
+                loss, _ = trainer.step(step, rate_at(step / steps), batch)
                 losses.append(loss)
                 step += 1
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 bar.update()
                 if step * EVALUATIONS // steps > (step - 1) * EVALUATIONS // steps:
-                    rows.append(self._row(step, losses, trainer.evaluate(held)))
+                    rows.append(self._row(step, losses, measured(trainer, held, EVAL_K)))
                     losses = []
                 if time.monotonic() - saved_at > SAVE_EVERY_S or step == steps:
                     self._save(trainer, rows, step)
@@ -183,8 +193,8 @@ class _Run:
             self._progress.say(f"{trainer.skipped} steps had no finite gradient and changed nothing")
         return rows
 
-    def _row(self, step: int, losses: list[float], held: Held) -> dict[str, Any]:
-        tally, finite = held.tally, [loss for loss in losses if math.isfinite(loss)]
+    def _row(self, step: int, losses: list[float], held: Measured) -> dict[str, Any]:
+        tally, finite = held.tallies[-1], [loss for loss in losses if math.isfinite(loss)]
         self._progress.say(f"step {step}: {tally.acceptance_rate:.3f} of held-out drafts accepted, K = {tally.k}")
         return {
             "step": step,
@@ -199,10 +209,9 @@ class _Run:
         import torch
         from safetensors.torch import save_file
 
-        tensors, optimizer = trainer.state()
         with whole_directory(self._checkpoints / f"step-{step:08d}") as work:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, work / _TENSORS)
-            torch.save(optimizer, work / _OPTIMIZER)
+            save_file({name: tensor.cpu().contiguous() for name, tensor in _trained(trainer).items()}, work / _TENSORS)
+            torch.save(trainer.optimizer.state_dict(), work / _OPTIMIZER)
             (work / "config.json").write_text(json.dumps(self._config))
             write_manifest(work, {"step": step, "rows": rows})
         for old in self._complete()[:-2]:
@@ -227,7 +236,7 @@ class _Run:
             "machine": machine(()),
             "versions": versions(),
         }
-        tensors = trainer.state()[0]
+        tensors = _trained(trainer)
         if self._start is not None and not models.same_embeddings(self._target, self._start):
             tensors |= {name: tensor for name, tensor in draft_models.tensors_of(self._start) if name not in tensors}
         vocabulary = None if named is None else named.tolist()
@@ -237,3 +246,14 @@ class _Run:
         size = (kept / stored.TENSORS).stat().st_size
         self._progress.say(f"stored in {kept} ({size / 1e6:.1f} MB), assembled in {out / 'model'}")
         return out / "model"
+
+
+def rate_at(done: float) -> float:
+    """Share of the learning rate when that share of the training is done: up, then down as a cosine, to a twentieth."""
+    if done < WARM_UP:
+        return max(done / WARM_UP, 0.02)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min((done - WARM_UP) / (1 - WARM_UP), 1.0)))
+
+
+def _trained(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in trainer.trained.items()}

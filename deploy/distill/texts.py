@@ -14,14 +14,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
-from outrider.actors.learning.text import HELD_OUT, Text, read_texts
+from outrider.actors.learning.texts import HELD_OUT, Text, read_texts
 from outrider.actors.vllm_seam.offline_answers import Answer, Engine, OfflineAnswers
 from outrider.cluster.whole_files import whole_file
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_MOST = 64
+
+DRAWN = 8
+"""Times as many texts as a batch has, to choose it from."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,18 @@ class TextStore:
         return self._file(job).exists()
 
     def save(self, job: Job, texts: list[Text]) -> None:
-        import torch
-        from safetensors.torch import save_file
+        from safetensors.numpy import save_file
 
-        tensors = {
-            "ids": torch.cat([text.ids for text in texts]).to(torch.int32),
-            "lengths": torch.tensor([len(text.ids) for text in texts]),
-            "starts": torch.tensor([text.start for text in texts]),
-            "prompts": torch.tensor([text.prompt for text in texts]),
-            "top_ids": torch.cat([text.top_ids for text in texts]).to(torch.int32),
-            "top_log_p": torch.cat([text.top_log_p for text in texts]).to(torch.float16),
+        arrays = {
+            "ids": np.concatenate([text.ids for text in texts]),
+            "lengths": np.array([len(text.ids) for text in texts]),
+            "starts": np.array([text.start for text in texts]),
+            "prompts": np.array([text.prompt for text in texts]),
+            "top_ids": np.concatenate([text.top_ids for text in texts]),
+            "top_log_p": np.concatenate([text.top_log_p for text in texts]),
         }
         with whole_file(self._file(job)) as file:
-            save_file(tensors, file, {HELD_OUT: str(job.held_out).lower()})
+            save_file(arrays, file, {HELD_OUT: str(job.held_out).lower()})
 
     def load(self, job: Job) -> Iterator[Text]:
         return read_texts(self._file(job), job.sample)
@@ -100,10 +103,16 @@ def answered(
 
 def texts_of(job: Job, prompts: Sequence[list[int]], answers: Sequence[Answer]) -> list[Text]:
     """prompts: of the job."""
-    import torch
-
     texts = []
     for index, prompt, answer in zip(job.prompts, prompts, answers, strict=True):
-        ids, top_ids = torch.tensor(prompt + answer.token_ids), torch.from_numpy(answer.top_ids).long()
-        texts.append(Text(index, job.sample, ids, len(prompt), top_ids, torch.from_numpy(answer.top_log_p)))
+        ids, top_ids = np.array(prompt + answer.token_ids, np.int32), answer.top_ids.astype(np.int32)
+        texts.append(Text(index, job.sample, ids, len(prompt), top_ids, answer.top_log_p.astype(np.float16)))
     return texts
+
+
+def alike(texts: Sequence[Text], size: int, chance: random.Random) -> list[Text]:
+    """Draws so many of the texts, of nearly one length, so that little of a batch is padding; any is as likely."""
+    size = min(size, len(texts))
+    drawn = chance.sample(texts, min(DRAWN, len(texts) // size) * size)
+    start = chance.randrange(len(drawn) // size) * size
+    return sorted(drawn, key=lambda text: len(text.ids))[start : start + size]

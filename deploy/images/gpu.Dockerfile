@@ -1,8 +1,10 @@
 # Outrider for NVIDIA GPUs. From the root of the repository, with BuildKit:
 #   docker build -f deploy/images/gpu.Dockerfile -t outrider:0.1.0-gpu .
-# CUDA's libraries and nvcc come with torch's and FlashInfer's wheels, the driver (580 or newer) from the node. Pin the base
-# by digest where you build. Never built yet.
-FROM python:3.12.11-slim-bookworm AS build
+# CUDA's libraries and nvcc come with torch's and FlashInfer's wheels, the driver (580 or newer) from the node.
+# Without a registry: --build-arg BASE=..., any Debian with python3 (3.11 or newer) and python3-venv.
+# Pin the base by digest where you build. Never built yet.
+ARG BASE=python:3.12.11-slim-bookworm
+FROM ${BASE} AS build
 # vLLM's libraries want it where they are loaded.
 RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 ARG PIP_EXTRA_INDEX_URL
@@ -11,11 +13,11 @@ ENV UV_COMPILE_BYTECODE=1
 WORKDIR /source
 COPY . .
 # What does not work is found by `outrider doctor` on a node: a build has no GPU to try it on.
-RUN python -m venv /opt/outrider \
+RUN python3 -m venv /opt/outrider \
     && /opt/outrider/bin/python deploy/setup_environment.py --accelerator gpu --serving \
     && /opt/outrider/bin/python -m pip freeze > /opt/outrider/packages.txt
 
-FROM python:3.12.11-slim-bookworm
+FROM ${BASE}
 # bash and wget: KubeRay's own commands and probes. g++: what torch and Triton compile while they run.
 RUN apt-get update && apt-get install -y --no-install-recommends bash g++ libnuma1 wget \
     && rm -rf /var/lib/apt/lists/* \

@@ -224,7 +224,7 @@ def main() -> None:
         drafter = {"method": "draft_model", "model": args.drafter, **engine}
         return {
             "target": {"model": args.target, **engine},
-            "drafter": drafter if learn is None else {**drafter, "learn": {"num_cpus": 0, **learn}},
+            "drafter": drafter if learn is None else {**drafter, "learn": learn},
             "speculation": {"num_speculative_tokens": args.k, "adaptive": False, "verification": "coupled"},
             "serving": {"gateway": {"grpc_port": 0, "http_port": ports[name]}},
             "link": {"round_deadline_ms": 5000, "link_deadline_ms": 30000},

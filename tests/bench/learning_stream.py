@@ -12,23 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from outrider.actors.learning.draft_models import ends_of, load
+from outrider.actors.learning.draft_models import load
 from outrider.actors.learning.learner import Learner
-from outrider.actors.learning.lessons import Taught
-from outrider.actors.learning.rounds import Tally, walk
-from outrider.actors.learning.service import general_texts
-from outrider.actors.learning.text import TOP, Text
+from outrider.actors.learning.texts import TOP, Text, general_texts
 from outrider.actors.vllm_seam.offline_answers import Engine, OfflineAnswers
 from outrider.cluster.learning_config import LearningConfig
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.deploy.bench.machine import machine, versions
-from outrider.deploy.distill.models import load_tokenizer
+from outrider.deploy.distill.models import ends_of, load_tokenizer
+from outrider.deploy.distill.rounds import Tally
 from outrider.deploy.distill.texts import Job, texts_of
 from tests.bench.domain_prompts import prompts
 
@@ -37,15 +36,8 @@ PROMPT_TOKENS = 128
 """At most, the template among them."""
 
 
-def taught_of(text: Text, prompt: int) -> Taught:
-    return Taught(
-        text.ids.numpy().astype(np.int32),
-        text.start,
-        text.top_ids[:, :TAUGHT_TOP].numpy().astype(np.int32),
-        text.top_log_p[:, :TAUGHT_TOP].numpy().astype(np.float16),
-        greedy=True,
-        prompt=prompt,
-    )
+def taught_of(text: Text, prompt: int) -> Text:
+    return replace(text, prompt=prompt, top_ids=text.top_ids[:, :TAUGHT_TOP], top_log_p=text.top_log_p[:, :TAUGHT_TOP])
 
 
 def answers(args: argparse.Namespace) -> dict[str, list[Text]]:
@@ -74,7 +66,7 @@ def tally(learner: Learner, tensors: Mapping[str, torch.Tensor], texts: list[Tex
     found = Tally(K)
     with learner.holding(tensors) as trainer:
         for same, _ in trainer.drafted(texts):
-            found.add(walk(same.tolist()[1:], same.tolist()[1:], K))
+            found.add(same.tolist()[1:])
     return found
 
 
@@ -93,9 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     drafter = load(args.drafter, torch.float32, "cpu")
     settings = LearningConfig(**args.learn)
-    general = general_texts(
-        args.general, settings.max_text_tokens, int(drafter.get_output_embeddings().weight.shape[0])
-    )
+    general = general_texts(args.general, int(drafter.get_output_embeddings().weight.shape[0]))
     learner = Learner(drafter, settings, dtype=torch.float32, kept_dtype=torch.bfloat16, general=general)
     start = learner.serving.tensors
     rows: list[dict[str, Any]] = []

@@ -77,7 +77,7 @@ ROLES = ("target", "drafter")
 
 def scaled_config(target: Path, drafter: Path) -> dict[str, Any]:
     """As many drafters as targets with requests: more than a load of two cores would ask for."""
-    scaling = {"upscale_delay_s": 3, "downscale_delay_s": 20}
+    scaling = {"downscale_delay_s": 20}
     return {
         "target": engine(target, max_num_seqs=SEATS, node_labels={"role": "target"}),
         "drafter": {
@@ -93,7 +93,6 @@ def scaled_config(target: Path, drafter: Path) -> dict[str, Any]:
             "gateway": "off",
             "grpc_port": pick_free_port(),
             "http_port": pick_free_port(),
-            "nodes_may_come": True,
             "max_ongoing_requests": 2 * SEATS,
             "autoscaling": {"min": 1, "max": MOST, "target_queue_s": 0.5, **scaling},
         },

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -53,32 +52,17 @@ def test_a_target_serves_while_the_drafter_cannot_load_and_speculates_once_it_ca
             reference.check(PROMPT, answer.token_ids, label="whoever drafts")
             return answer
 
-        def metrics() -> str:
-            return httpx.get(f"http://{server.http}/metrics", timeout=HANG_GUARD_S).text
-
         assert num_draft_tokens(ask()) == 0
         told = wait_until(
-            lambda: [line for line in server.said() if "waits for its drafter to load" in line],
+            lambda: [line for line in server.said() if "WARNING: DrafterPool: " in line],
             HANG_GUARD_S,
             "the operator is told",
         )
         print(told[0])
         assert "afetensor" in told[0], "and why"
-        (waits,) = wait_until(lambda: client.status().waiting, HANG_GUARD_S, "the status says what is waited for")
-        assert waits.deployment == "DrafterPool"
-        assert "its drafter to load" in waits.needs
-        assert str(drafter) not in waits.needs, "why is the operator's matter"
-        assert 'outrider:replicas_waiting{deployment="DrafterPool"} 1' in metrics()
 
         weights.write_bytes(whole)
         wait_until(lambda: num_draft_tokens(ask()) > 0, TRIED_AGAIN_WITHIN_S, "an answer with drafts", every_s=1.0)
-        wait_until(lambda: not client.status().waiting, HANG_GUARD_S, "nothing is waited for")
-        assert 'outrider:replicas_waiting{deployment="DrafterPool"} 0' in metrics()
-        wait_until(
-            lambda: "waits no more" in server.said()[-1],
-            HANG_GUARD_S,
-            "and that is told",
-        )
         drafted(ask)
 
 
@@ -116,7 +100,6 @@ def test_a_drafter_whose_process_dies_whenever_it_loads_is_told_of_too(models: M
             "the operator is told",
         )
         print(told[0])
-        wait_until(lambda: client.status().waiting, HANG_GUARD_S, "the status says what is waited for")
         over.set()
 
         def drafts() -> int:

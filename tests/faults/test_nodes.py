@@ -15,16 +15,17 @@ from dataclasses import dataclass
 import grpc
 import pytest
 import ray
+from ray import serve
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import available_cores
-from outrider.deploy.client.sync_client import OutriderError
+from outrider.deploy.pending import UNSCHEDULED
 from outrider.deploy.ports import pick_free_port
 from tests.clusters import actor_nodes, nodes_of, served_on
-from tests.pools import all_draft, ask_registry, is_even, load, scrape, shares
+from tests.pools import all_draft, ask_registry, is_even, load, shares
 from tests.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until
 from tests.streams import join, under_way
 
@@ -46,8 +47,8 @@ class Nodes:
 
     cluster: Cluster
     app: Deployment
-    waited: tuple[list[str], str]
-    """While there was no node but the head: the deployments of what waited, by the status, and a scrape."""
+    waited: set[str]
+    """While there was no node but the head: the deployments that waited, by Serve's status."""
 
     def add(self, role: str) -> str:
         """One that has room for a target, or for a drafter. Returns its id."""
@@ -96,7 +97,6 @@ def nodes(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 "gateway": "off",
                 "grpc_port": pick_free_port(),
                 "http_port": pick_free_port(),
-                "nodes_may_come": True,
             },
         }
     )
@@ -106,29 +106,25 @@ def nodes(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         environment.setenv("RAY_gcs_storage_path", str(tmp_path_factory.mktemp("gcs")))
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         with served_on(cluster, config, models) as app:
-            wait_until(lambda: len(_waiting(app)) == 4, LOADED_WITHIN_S, "a status of what waits", every_s=0.5)
-            waited = _waiting(app)
-            there = Nodes(cluster, app, (waited, scrape(app)))
+            wait_until(lambda: len(_waiting()) == 2, LOADED_WITHIN_S, "a status of what waits", every_s=0.5)
+            there = Nodes(cluster, app, _waiting())
             for role in ("target", "target", "drafter", "drafter"):
                 there.add(role)
             there.wait_for_targets()
             yield there
 
 
-def _waiting(app: Deployment) -> list[str]:
-    """The deployments of what waits for room, of a server of which nothing else may run."""
-    with suppress(OutriderError):
-        return sorted(each.deployment for each in app.status().waiting)
-    return []
+def _waiting() -> set[str]:
+    """The deployments that Serve says wait for room."""
+    applications = serve.status().applications.values()
+    found = (pair for application in applications for pair in application.deployments.items())
+    return {name for name, deployment in found if UNSCHEDULED in deployment.message}
 
 
 def test_nodes_that_come_are_used_by_their_labels(nodes: Nodes) -> None:
     """The application was sent to the head alone, and said what it waited for."""
-    waiting, metrics = nodes.waited
-    assert waiting == ["DrafterPool"] * 2 + ["Target"] * 2
-    for deployment in ("Target", "DrafterPool"):
-        assert f'outrider:replicas_waiting{{deployment="{deployment}"}} 2' in metrics
-    wait_until(lambda: not nodes.app.status().waiting, HANG_GUARD_S, "word that nothing waits any more", every_s=0.5)
+    assert nodes.waited == {"Target", "DrafterPool"}
+    wait_until(lambda: not _waiting(), HANG_GUARD_S, "word that nothing waits any more", every_s=0.5)
     labels = {node["NodeID"]: node["Labels"].get("role") for node in ray.nodes()}
     for deployment, role in (("Target", "target"), ("DrafterPool", "drafter")):
         found = nodes_of(deployment)
@@ -247,6 +243,4 @@ def test_the_node_of_a_replica_goes_and_its_requests_are_told(nodes: Nodes) -> N
         assert len(tokens) == MAX_TOKENS, f"stream {number}"
         nodes.app.reference.check(each.prompt, tokens, label=f"stream {number}")
     wait_until(lambda: lost not in nodes_of("Target"), HANG_GUARD_S, "the lost replica's end is known")
-    wait_until(lambda: "Target" in _waiting(nodes.app), HANG_GUARD_S, "word of what no other node has room for")
-    needs = {each.deployment: each.needs for each in nodes.app.status().waiting}
-    assert needs["Target"] == "1 target rank on one node: 2 CPUs with role=target"
+    wait_until(lambda: "Target" in _waiting(), HANG_GUARD_S, "word of what no other node has room for")

@@ -6,13 +6,13 @@ import pytest
 import ray
 
 from outrider.cluster.placement import NAMESPACE
-from outrider.cluster.registry import LEASE_S, registry_name
+from outrider.cluster.registry import EXPIRES_S, registry_name
 from tests.serving import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-MADE_ANEW_S = 1.5 * LEASE_S
-"""A replica asks for the registry every sixth of its lease, and makes another where there is none: a process that
+MADE_ANEW_S = 1.5 * EXPIRES_S
+"""A replica tells the registry every 10 s that it is there, and makes another where there is none: a process that
 starts. Shorter than HANG_GUARD_S, so that a replica that does not is told of before the runner's own limit."""
 
 REPLACED_WITHIN_S = 300.0

@@ -1,5 +1,6 @@
 """A drafter is trained on the device, in the data type that it is trained in there."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,10 +8,10 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.actors.learning.draft_models import freeze
-from outrider.actors.learning.text import TOP, Text
-from outrider.actors.learning.train import Recipe, Trainer, vocabulary_for
-from outrider.deploy.distill.models import from_layers
+from outrider.actors.learning.texts import TOP, Text
+from outrider.actors.learning.train import Trainer
+from outrider.deploy.distill.models import draft_vocabulary, from_layers
+from outrider.deploy.distill.rounds import measured
 
 STEPS = 60
 
@@ -35,23 +36,24 @@ def test_training_brings_a_drafter_nearer_to_its_target(device, dtype, draft_voc
     target = target.to(device, dtype)
     texts = [answered(target, number) for number in range(6)]
     drafter = from_layers(target, [0, 3]).to(device)
-    ids = vocabulary_for(texts, draft_vocab_size, drafter, target)
-    recipe = Recipe(learning_rate=3e-3)
-    trainer = Trainer(drafter, target, freeze(drafter, dtype), recipe, dtype, ids)
-    before = trainer.evaluate(texts).overlap
+    ids = draft_vocabulary(texts, draft_vocab_size, 96, {95}) if draft_vocab_size else None
+    trainer = Trainer(drafter, 3e-3, dtype, ids)
+    before = measured(trainer, texts, 3).overlap
     for step in range(STEPS):
         trainer.step(step, 1.0, texts)
-    after = trainer.evaluate(texts).overlap
+    after = measured(trainer, texts, 3).overlap
     assert trainer.skipped == 0
     assert after > before + 0.1
 
 
 def answered(target, number):
     """A greedy answer of 24 tokens."""
-    ids, tops = torch.tensor([number, 2 * number + 1, 7]), []
+    ids, top_ids, top_log_p = torch.tensor([number, 2 * number + 1, 7]), [], []
     for _ in range(24):
         logits = target(ids[None].to(target.device), use_cache=False).logits[0, -1].float().cpu()
         log_p = logits.log_softmax(-1)
-        tops.append(log_p.topk(TOP))
+        likely = log_p.topk(TOP)
+        top_ids.append(likely.indices.int().numpy())
+        top_log_p.append(likely.values.half().numpy())
         ids = torch.cat([ids, log_p.argmax()[None]])
-    return Text(number, 0, ids, 3, torch.stack([i for _, i in tops]), torch.stack([p for p, _ in tops]))
+    return Text(number, 0, ids.int().numpy(), 3, np.stack(top_ids), np.stack(top_log_p))

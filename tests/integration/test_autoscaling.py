@@ -47,7 +47,6 @@ def autoscaled(deployments: Deployments, models: Models) -> Deployment:
                     "min": 1,
                     "max": 2,
                     "target_queue_s": 0.5,
-                    "upscale_delay_s": 2,
                     "downscale_delay_s": 10,
                 },
             },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 import ray
 from transformers import AutoModelForCausalLM
 
-from outrider.actors.learning.lessons import Taught
 from outrider.actors.learning.service import Report
+from outrider.actors.learning.texts import Text
 from outrider.cluster.link.messages import TAUGHT_TOP
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy.client.sync_client import OutriderError
@@ -51,10 +52,7 @@ def learning(deployments: Deployments, kept: Path, tmp_path_factory: pytest.Temp
                 **engine(drafter),
                 "learn": {
                     "learning_rate": 5e-3,
-                    "batch_size": 16,
-                    "steps_per_version": 25,
                     "held_out": 0.25,
-                    "num_cpus": 0,
                     "directory": str(kept),
                 },
             },
@@ -94,7 +92,9 @@ def status(learning: Deployment) -> dict[str, Any]:
     return found
 
 
-def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learning: Deployment, kept: Path) -> None:
+def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(
+    learning: Deployment, kept: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     drafted(lambda: learning.client.generate(PROMPTS[0], temperature=0.0, max_tokens=48, ignore_eos=True))
     before = acceptance(answers(learning))
     drawn = seeded(learning)
@@ -111,10 +111,12 @@ def test_acceptance_rises_while_it_serves_and_a_dead_trainer_costs_nothing(learn
     assert figures["adopted"] >= 2
     assert figures["versions"][-1]["verdict"]["recent"]["mean"] > 0
 
-    # What serves is kept as a checkpoint like any other.
-    versions = sorted(kept.glob("version-*"))
+    # What serves is kept as the weights of a checkpoint like any other.
+    versions = sorted(kept.glob("*/version-*.safetensors"))
     assert versions
-    assert AutoModelForCausalLM.from_pretrained(versions[-1]).config.num_hidden_layers == 1
+    checkpoint = shutil.copytree(tmp_path_factory.getbasetemp() / "first-layer", kept / "checkpoint")
+    shutil.copyfile(versions[-1], checkpoint / "model.safetensors")
+    assert AutoModelForCausalLM.from_pretrained(checkpoint).config.num_hidden_layers == 1
 
     (pid,) = [pid for name, pid in living_actors() if name.startswith("Trainer:")]
     os.kill(pid, signal.SIGKILL)
@@ -169,7 +171,7 @@ def test_a_trainer_that_is_stopped_costs_nothing_but_learning(learning: Deployme
     assert [pid for name, pid in living_actors() if name.startswith("Trainer:")] == [pid]
 
 
-def with_wrong_labels(given: list[pb.GenerateResponse], times: int) -> list[Taught]:
+def with_wrong_labels(given: list[pb.GenerateResponse], times: int) -> list[Text]:
     """Of answers that the target gave, but with tokens that it would not have said in the places of its likeliest."""
     chance = np.random.default_rng(5)
     log_p = np.array([-0.05] + [-6.0] * (TAUGHT_TOP - 1), np.float16)
@@ -178,7 +180,7 @@ def with_wrong_labels(given: list[pb.GenerateResponse], times: int) -> list[Taug
         ids = np.array([*prompt, *answer.token_ids], np.int32)
         places = len(answer.token_ids)
         top = np.stack([chance.permutation(VOCAB_SIZE)[:TAUGHT_TOP] for _ in range(places)]).astype(np.int32)
-        lessons.append(Taught(ids, len(prompt), top, np.tile(log_p, (places, 1)), True, int(chance.integers(2**63))))
+        lessons.append(Text(int(chance.integers(2**63)), 0, ids, len(prompt), top, np.tile(log_p, (places, 1))))
     return lessons
 
 
@@ -190,9 +192,9 @@ def test_wrong_labels_are_learned_by_nobody(learning: Deployment) -> None:
     (name,) = [name for name, _ in living_actors() if name.startswith("Trainer:")]
     trainer = ray.get_actor(name, namespace=NAMESPACE)
 
-    def compared(lessons: list[Taught]) -> int:
+    def compared(lessons: list[Text]) -> int:
         """Versions, by the time that it was told these."""
-        figures = ray.get(trainer.exchange.remote(Report("played", "its only life"), lessons)).figures
+        figures = ray.get(trainer.exchange.remote(Report("played"), lessons)).figures
         return int(figures["adopted"] + sum(figures["refused"].values()))
 
     enough = 3 + compared(with_wrong_labels(answers(learning), 8))

@@ -8,9 +8,9 @@ import urllib.request
 
 import aiohttp
 import pytest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.actors.observability.exposition import CONTENT_TYPE
 from tests.scrape import parse
 from tests.serving import HANG_GUARD_S, K, wait_until
 
@@ -57,7 +57,7 @@ def moved(pair, before):
 
 def test_every_family_has_one_help_and_one_type(pair):
     content_type, text = get(pair)
-    assert content_type == CONTENT_TYPE
+    assert content_type == CONTENT_TYPE_PLAIN_0_0_4
     lines = text.splitlines()
     helps = [line.split(" ", 3)[2] for line in lines if line.startswith("# HELP")]
     types = [line.split(" ", 3)[2] for line in lines if line.startswith("# TYPE")]

@@ -20,7 +20,7 @@ def scaled_pool(deployments: Deployments, models: Models) -> Deployment:
                 "method": "draft_model",
                 **engine(models.drafter),
                 "placement": "pool",
-                "autoscaling": {"min": 0, "max": 2, "worth": 0, "upscale_delay_s": 1, "downscale_delay_s": 8},
+                "autoscaling": {"min": 0, "max": 2, "worth": 0, "downscale_delay_s": 8},
             },
             # Without a controller of lengths nobody knows what is gained: whoever works gets a drafter.
             "speculation": {"num_speculative_tokens": 4, "adaptive": False},

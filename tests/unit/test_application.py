@@ -163,89 +163,50 @@ def test_the_first_failure_ends_a_start_though_serve_tries_again() -> None:
     assert text == "target: ValueError: no room for 12 KV blocks"
 
 
-def test_an_application_may_come_before_its_nodes_where_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """A head alone, as KubeRay's operator finds it."""
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 0.0}}])
-    arguments = {"target": {"model": checkpoint(tmp_path / "target", {"a": 0})}, "drafter": {"method": "ngram"}}
-    with pytest.raises(ConfigError, match="CPUs there, which no node of the cluster has"):
-        build(arguments)
-    assert build({**arguments, "serving": {"nodes_may_come": True}}) is not None
-    assert "waiting for nodes" in caplog.text
-    assert "CPUs there, which no node of the cluster has" in caplog.text
-    kinds = {"nodes_may_come": True, "node_types": [{"cpus": 1}]}
-    with pytest.raises(ConfigError, match=r"CPUs there, which no node of the cluster or of serving\.node_types has"):
-        build({**arguments, "serving": kinds})
+def test_an_application_may_come_before_its_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A head alone, as KubeRay's operator finds it: Ray waits for what it has no room for."""
+    nodes(monkeypatch, CPU=0.0)
+    assert build({"target": {"model": checkpoint(tmp_path / "target", {"a": 0})}, "drafter": {"method": "ngram"}})
 
 
-@pytest.mark.parametrize(
-    ("cpus", "strategy"),
-    [([3.0], "STRICT_PACK"), ([2.0, 1.0], "PACK")],
-)
-def test_a_replica_is_on_one_node_unless_none_holds_it_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cpus: list[float], strategy: str
-) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": number}} for number in cpus])
+def test_a_replica_is_packed_onto_one_node_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
     target = built()["Target"]._replica_config
-    assert target.placement_group_strategy == strategy
+    assert target.placement_group_strategy == "PACK"
     assert target.placement_group_bundles == [{"CPU": 2.0}, {"CPU": 1.0}]
     assert target.ray_actor_options["num_cpus"] == 1, "the rest of its bundle is the ranks'"
     assert target.placement_group_bundle_label_selector is None
-    assert ("PACK, not STRICT_PACK" in caplog.text) == (strategy == "PACK")
 
 
-def test_a_cluster_of_its_own_gets_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config = parse_config({"target": {"model": "t"}, "serving": {"nodes_may_come": True}})
-    with pytest.raises(ConfigError, match=r"serving\.nodes_may_come: .* name one in RAY_ADDRESS"):
-        Server(config, StopSignal(), Progress()).start()
-
-
-def test_labels_reach_serve_by_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = [{"Alive": True, "Resources": {"CPU": 99.0}, "Labels": {"zone": "a", "disk": "fast"}}]
+def nodes(monkeypatch: pytest.MonkeyPatch, **resources: float) -> None:
+    """There is one, which has these."""
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: there)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": resources}])
+
+
+def test_labels_reach_serve_by_bundle() -> None:
     target = {"model": "t", "node_labels": {"zone": "a"}}
     for placement, bundles in (("with_target", 2), ("pool", 1)):
         drafter = {"method": "ngram", "placement": placement, "node_labels": {"disk": "fast"}}
         found = bound(drafter, target=target)
         selector = found["Target"]._replica_config.placement_group_bundle_label_selector
         assert selector == [{"zone": "a"}, {"disk": "fast"}][:bundles]
-    pool = found["DrafterPool"]._replica_config
-    assert pool.placement_group_bundle_label_selector == [{"disk": "fast"}] * 2
-    there[0]["Labels"] = {"zone": "a"}
-    with pytest.raises(ConfigError, match=r"drafter\.node_labels: no node of the cluster has disk=fast"):
-        bound(drafter, target=target)
+    assert found["DrafterPool"]._replica_config.placement_group_bundle_label_selector == [{"disk": "fast"}] * 2
 
 
 @pytest.mark.parametrize(
-    ("surge", "cpus", "may_come", "surges"),
-    [
-        (None, 6.0, False, True),
-        (None, 5.0, False, False),
-        (None, 5.0, True, True),
-        (False, 6.0, True, False),
-        (True, 6.0, False, True),
-        (True, 5.0, True, True),
-    ],
+    ("surge", "cpus", "surges"),
+    [(None, 6.0, True), (None, 5.0, False), (False, 6.0, False), (True, 5.0, True)],
 )
 def test_a_deploy_has_the_new_replica_first_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, surge: bool | None, cpus: float, may_come: bool, surges: bool
+    monkeypatch: pytest.MonkeyPatch, surge: bool | None, cpus: float, surges: bool
 ) -> None:
     """Serve waits for room without end, so that without any a deploy would never be over."""
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}}])
-    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
-    sections = {"target": {"model": "t"}, "drafter": {"method": "ngram"}}  # 3 CPUs a replica
-    config = parse_config({**sections, "serving": {"surge": surge, "nodes_may_come": may_come}})
-    ingress = build_app(config, plan_replica(config))._bound_deployment
-    (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
-    assert target._deployment_config.max_surge_percent == (1 if surges else 0)
-    assert ingress._deployment_config.max_surge_percent == 1, "the front takes no room"
+    nodes(monkeypatch, CPU=cpus)
+    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])  # 3 CPUs a replica
+    found = built(surge=surge)
+    assert found["Target"]._deployment_config.max_surge_percent == (1 if surges else 0)
+    assert found["Ingress"]._deployment_config.max_surge_percent == 1, "the front takes no room"
 
 
 @pytest.mark.parametrize(("cpus", "surges"), [(11.0, 0), (12.0, 1)])
@@ -253,20 +214,9 @@ def test_a_deploy_under_autoscaling_needs_room_beyond_the_most_replicas(
     monkeypatch: pytest.MonkeyPatch, cpus: float, surges: int
 ) -> None:
     """All of them may run when it comes."""
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}}])
+    nodes(monkeypatch, CPU=cpus)
     monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
     assert built(autoscaling={"max": 3})["Target"]._deployment_config.max_surge_percent == surges
-
-
-@pytest.mark.parametrize("short", [0.0, 1.0])
-def test_it_needs_room_beside_the_most_drafters_of_a_pool(monkeypatch: pytest.MonkeyPatch, short: float) -> None:
-    drafter = {"method": "ngram", "placement": "pool", "autoscaling": {"min": 1, "max": 3}}
-    plan = plan_replica(parse_config({"target": {"model": "t"}, "drafter": drafter}))
-    nodes = [{"Alive": True, "Resources": {"CPU": plan.total("CPU", 2, 3) - short}}]
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: nodes)
-    assert bound(drafter)["Target"]._deployment_config.max_surge_percent == (0 if short else 1)
 
 
 @pytest.mark.parametrize(
@@ -286,46 +236,10 @@ def test_a_pool_has_the_new_drafter_first_where_there_is_room_for_it_too(
     """A replica takes 3 processors and a drafter 2, and a deploy may have one more of both at once."""
     sections = {"target": {"model": "t", "tensor_parallel_size": 2}, "drafter": pool_of(2)}
     plan = plan_replica(parse_config(sections))
-    nodes = [{"Alive": True, "Resources": {"CPU": plan.total("CPU", 1, 2) + room}}]
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    nodes(monkeypatch, CPU=plan.total("CPU", 1, 2) + room)
     found = bound(sections["drafter"], target=sections["target"], surge=surge)
     surges = tuple(found[name]._deployment_config.max_surge_percent for name in ("Target", "DrafterPool"))
     assert surges == expected
-
-
-@pytest.mark.parametrize(("most", "surges"), [(1, False), (2, True), (None, True)])
-def test_where_nodes_may_come_a_deploy_needs_room_on_those_that_there_may_be(
-    monkeypatch: pytest.MonkeyPatch, most: int | None, surges: bool
-) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 3.0}}])
-    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
-    may_come = {"nodes_may_come": True, "node_types": [{"cpus": 3, "max": most}]}
-    assert built(**may_come)["Target"]._deployment_config.max_surge_percent == (1 if surges else 0)
-    if not surges:
-        with pytest.raises(ConfigError, match=r"node_types hold 1; raise serving\.node_types\.max, or leave surge out"):
-            built(**may_come, surge=True)
-
-
-def test_room_that_there_is_today_is_room_whatever_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 30.0}}])
-    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
-    may_come = {"nodes_may_come": True, "node_types": [{"cpus": 3, "max": 1}]}
-    assert built(**may_come, surge=True)["Target"]._deployment_config.max_surge_percent == 1
-
-
-def test_a_surge_that_is_wanted_and_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 5.0}}])
-    monkeypatch.setattr(app, "available_cores", lambda: [0, 1])
-    sections = {"target": {"model": "t"}, "drafter": {"method": "ngram"}}
-    config = parse_config({**sections, "serving": {"surge": True}})
-    with pytest.raises(
-        ConfigError, match=r"serving\.surge: .* 2 times 1 target rank .* 3 CPUs there, 2 times, .* hold 1; add"
-    ):
-        build_app(config, plan_replica(config))
 
 
 def test_replicas_that_follow_the_load_are_serves_to_start(deployments: dict[str, Any]) -> None:
@@ -337,22 +251,6 @@ def test_replicas_that_follow_the_load_are_serves_to_start(deployments: dict[str
     assert deployments["Target"]._deployment_config.num_replicas == 1
     assert scaled["Ingress"]._deployment_config.max_ongoing_requests >= 4 * 8 + 32, "whoever grows has room"
     assert scaled["Ingress"].init_kwargs["max_retries"] == 3
-
-
-def test_only_the_least_replicas_have_to_fit_todays_nodes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cpus = 4.0
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}}])
-    assert built(autoscaling={"min": 1, "max": 64})
-    assert "serving.autoscaling.max: 64 times 1 target rank" in caplog.text
-    with pytest.raises(ConfigError, match=r"serving\.autoscaling\.min: 32 times 1 target rank .* hold [1-4];"):
-        built(autoscaling={"min": 32, "max": 64})
-    cpus = 4096.0
-    caplog.clear()
-    assert built(autoscaling={"min": 32, "max": 64})
-    assert "will wait for others" not in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])

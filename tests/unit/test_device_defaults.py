@@ -118,7 +118,7 @@ def test_what_is_deployed_has_the_device_s(gpu):
     from outrider.cluster.placement import plan_cores
 
     cores = None if gpu else plan_cores(served, range(4))
-    ingress = build_app(served, ReplicaPlan(placement_of(served, gpu, cores), cores))._bound_deployment
+    ingress = build_app(served, ReplicaPlan(placement_of(served, cores), cores))._bound_deployment
     (target,) = (arg._bound_deployment for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))
     deployed = target.init_args[0]
     assert deployed.target.max_num_seqs == (128 if gpu else 16)

@@ -216,16 +216,16 @@ def test_co_located_drafting_takes_no_cores_and_no_bundle_of_its_own():
     config = parsed(co_located("eagle", model="m"))
     plan = plan_cores(config, [0, 1])
     assert (plan.target, plan.drafter) == (((0, 1),), ())
-    placement = placement_of(config, on_gpu=False, core_plan=plan)
+    placement = placement_of(config, plan)
     assert placement.bundles == ({"CPU": 3.0},)
-    assert placement_of(config, on_gpu=True).bundles == ({"GPU": 1.0, "CPU": 2.0},)
+    assert placement_of(config, None).bundles == ({"GPU": 1.0, "CPU": 2.0},)
 
 
 def test_a_suffix_drafter_takes_the_last_core_and_no_gpu():
     config = parsed({"method": "suffix"})
     plan = plan_cores(config, [0, 1, 2])
     assert (plan.target, plan.drafter) == (((0, 1),), ((2,),))
-    assert placement_of(config, on_gpu=True).bundles[-1] == {"CPU": 1.0}
+    assert placement_of(config, None).bundles[-1] == {"CPU": 1.0}
 
 
 @pytest.mark.parametrize("method", sorted(GPU_ONLY_METHODS))

@@ -23,11 +23,10 @@ from ray._private import ray_constants
 
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.cluster.config import OutriderConfig, parse_config
-from outrider.cluster.nodes import Node, Wanted, check_nodes_hold_each, kept_together
 from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
-from outrider.deploy.app import TAKE_DOWN_S, ReplicaPlan
+from outrider.deploy.app import TAKE_DOWN_S
 from outrider.deploy.gateway import TOKEN_VARIABLE
-from outrider.deploy.nodes import can_surge
+from outrider.deploy.pending import has_room
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -339,7 +338,6 @@ def test_the_application_and_the_proxies_are_told_the_same(overlay: str) -> None
     assert application["import_path"] == "outrider.deploy.app:build"
     assert serve["http_options"] == {"host": "127.0.0.1", "port": config.serving.http_port}, "the gateway is before it"
     assert serve["grpc_options"]["port"] == config.serving.grpc_port
-    assert config.serving.nodes_may_come, "the head is asked before the workers have joined"
     for role, group in groups(overlay):
         container = containers(group)["ray"]
         environment = environment_of(overlay, container)
@@ -388,26 +386,22 @@ def test_pods_hold_what_a_replica_asks_for_and_outlive_its_answers(overlay: str)
         assert group["labels"]["outrider-role"] == group["groupName"]
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     has_gpus = "drafter" in workers
-    types = [Node.of(kind) for kind in config.serving.node_types]
-    for kind, (role, group) in zip(types, workers.items(), strict=True):
-        assert kind.resources == {"CPU": cpus(group), "GPU": gpus(group) if has_gpus else 0}, role
-        assert not has_gpus or kind.labels == group["labels"], role
     cores = None if has_gpus else plan_cores(config, range(8))
-    placement = placement_of(config, on_gpu=has_gpus, core_plan=cores)
-    pool = pool_placement_of(config, on_gpu=has_gpus, core_plan=cores)
-    placement, why_not = kept_together(placement, 1, types, others_may_come=False)
-    apart = has_gpus and pool is None
-    assert (why_not is None) == (placement.strategy == "STRICT_PACK") == (not apart), "a drafter on a node of its own"
-    wanted = [Wanted(each, 1, "") for each in (placement, pool) if each is not None]
-    check_nodes_hold_each(wanted, types, "the manifest")
-    if pool is not None:
-        assert config.remote_drafter is not None
-        assert workers["drafter"]["maxReplicas"] == config.remote_drafter.most_drafters
-    assert [kind.max for kind in config.serving.node_types] == [group["maxReplicas"] for group in workers.values()]
+    placement, pool = placement_of(config, cores), pool_placement_of(config, cores)
+    largest = [node_of(group, has_gpus) for group in workers.values() for _ in range(group["maxReplicas"])]
     drafters = 0 if config.remote_drafter is None else config.remote_drafter.most_drafters
-    plan = ReplicaPlan(placement, cores, pool=pool, most_drafters=drafters)
-    assert can_surge(plan, config.serving, []) == (workers["target"]["maxReplicas"] > config.serving.most_replicas)
-    assert config.serving.autoscaling is None or can_surge(plan, config.serving, []), "who pays for more may have one"
+    wanted = [(placement, config.serving.most_replicas), *([] if pool is None else [(pool, drafters)])]
+    assert has_room(wanted, largest)
+    more = [(placement, config.serving.most_replicas + 1), *wanted[1:]]
+    assert has_room(more, largest) == (config.serving.surge is True), "a deploy takes one replica more for a while"
+    if pool is not None:
+        assert workers["drafter"]["maxReplicas"] == drafters
+
+
+def node_of(group: Tree, has_gpus: bool) -> Tree:
+    """As ``ray.nodes()`` has it."""
+    resources = {"CPU": float(cpus(group)), **({"GPU": float(gpus(group))} if has_gpus else {})}
+    return {"Alive": True, "Resources": resources, "Labels": group["labels"]}
 
 
 def test_ray_has_the_variable_by_which_a_pods_node_is_drained() -> None:
@@ -459,8 +453,8 @@ def test_clients_reach_the_two_ports_of_the_gateway_and_nothing_else() -> None:
 def test_images(image: Path) -> None:
     text = image.read_text()
     kind = image.name.removesuffix(".Dockerfile")
-    bases = re.findall(r"^FROM (\S+)", text, re.M)
-    assert all(re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+\S*", base) for base in bases), "a tag that names a patch release"
+    assert re.findall(r"^FROM (\S+)", text, re.M) == ["${BASE}"] * 2, "any base, from no registry"
+    assert re.findall(r"^ARG BASE=\w+:\d+\.\d+\.\d+\S*$", text, re.M), "by default a tag that names a patch release"
     assert f"--accelerator {kind} --serving" in text
     assert re.findall(r"^USER (.*)", text, re.M) == ["1000:1000"]
     assert "bash" in text, "KubeRay starts Ray by it"

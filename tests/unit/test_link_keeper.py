@@ -13,7 +13,7 @@ from outrider.cluster.link import HANG, LinkError
 from outrider.cluster.link import keeper as link_keeper
 from outrider.cluster.link.keeper import LOST_S, Homing, LinkKeeper, ReplicaIdentity, SilentLinks
 from outrider.cluster.link.link import LinkCounters
-from outrider.cluster.membership import LinkGrant, LinkReport, Member, Membership, Place
+from outrider.cluster.membership import LinkGrant, LinkReport, Member, Membership
 from outrider.cluster.placement import NAMESPACE
 from outrider.cluster.vocabulary import marks_of
 from tests.clock import Clock
@@ -39,7 +39,7 @@ class ScriptedKeeper(LinkKeeper):
         identity = ReplicaIdentity("r1", "Registry")
         self.links = queue.Queue()
         super().__init__(config, identity, vocab_size=9, capacity_words=64, decode=list, on_link=self.links.put)
-        self._place = Place()
+        self._node = "here"
         self.members = Membership()
         self.members.renew(Member("r1", "D1", fingerprint=self._fingerprint), 1e9, now=0)
         self.members.renew(Member("r2", "D2", fingerprint=self._fingerprint), 1e9, now=0)
@@ -131,7 +131,7 @@ def test_a_drafter_that_is_about_to_go_is_left_without_a_while(prepared, monkeyp
         prepared.members.renew(member, 1e9, now=0)
     with running(prepared) as keeper:
         first = keeper.next_link()
-        keeper.members.drain(f"p-{first.drafter}", 0.0)
+        keeper.members.drain(f"p-{first.drafter}")
         second = keeper.next_link()
         assert {first.drafter, second.drafter} == {"D1", "D2"}
         assert first.broken is None, "its requests have to move first"

@@ -3,16 +3,7 @@
 import pytest
 
 from outrider.cluster.config import parse_config
-from outrider.cluster.membership import (
-    MOVE_PAUSE_S,
-    LinkReport,
-    Member,
-    Membership,
-    Place,
-    Verifier,
-    Work,
-    fingerprint,
-)
+from outrider.cluster.membership import SETTLE_S, LinkReport, Member, Membership, Verifier, Work, fingerprint
 
 
 def grant(members, verifier, unreachable=(), last_epoch=0, now=0.0):
@@ -64,22 +55,6 @@ def test_another_s_drafter_steps_in_for_an_unreachable_one(two):
     assert assigned(two, "r1") == "D1", "its own it is to go back to"
 
 
-def test_the_least_used_of_the_others_is_asked():
-    members = Membership()
-    for replica, drafter in (("r1", None), ("r2", "D2"), ("r3", "D3")):
-        members.renew(Member(replica, drafter), 10, now=0)
-    members.links["r2"] = LinkReport("up", 1, "D2")
-    assert grant(members, "r1").drafter == "D3"
-    members.links["r3"] = LinkReport("up", 2, "D3")
-    members.links["r4"] = LinkReport("up", 3, "D3")
-    assert grant(members, "r1").drafter == "D2"
-    members.links["r2"].state = "down"
-    members.links["r3"].state = "down"
-    members.links["r4"].state = "down"
-    members.links["r5"] = LinkReport("up", 4, "D2")
-    assert grant(members, "r1").drafter == "D3", "links that are down are no load"
-
-
 def test_when_all_are_unreachable_the_first_is_tried_again(two):
     assert grant(two, "r1", {"D1", "D2"}).drafter == "D1"
     without = Membership()
@@ -93,10 +68,10 @@ def test_a_replica_that_does_not_renew_is_gone_with_drafter_and_link(two):
     grant(two, "r1")
     two.renew(Member("r2", "D2"), 10, now=9)
     two.expire(now=10)
-    assert two.leases.keys() == two.members.keys() == {"r2"}
+    assert two.ends.keys() == two.members.keys() == {"r2"}
     assert (two.links, two.verifiers, two.assigned) == ({}, {}, {})
     two.expire(now=18.9)
-    assert two.leases.keys() == {"r2"}
+    assert two.ends.keys() == {"r2"}
 
 
 def test_whose_replica_is_gone_when_it_tells_of_its_link_is_gone_too(two):
@@ -105,15 +80,6 @@ def test_whose_replica_is_gone_when_it_tells_of_its_link_is_gone_too(two):
     assert two.users("D2") == ["r1"]
     two.expire(now=1)
     assert two.users("D2") == []
-
-
-def test_renewing_extends_and_leaving_is_at_once(two):
-    two.renew(Member("r1", "D1"), 10, now=5)
-    two.expire(now=12)
-    assert two.leases.keys() == {"r1"}
-    two.leave("r1")
-    two.leave("r1")
-    assert (two.leases, two.members) == ({}, {})
 
 
 def test_a_verifier_s_own_drafter_is_nobody_else_s_by_assignment(two):
@@ -130,11 +96,11 @@ def test_a_replica_whose_drafter_does_not_load_drafts_for_nobody():
     assert assigned(members, "v3") == "D2"
 
 
-def pool(*drafters, places=None, at=0.0, **changes):
+def pool(*drafters, nodes=None, **changes):
     members = Membership()
     for name in drafters:
-        place = (places or {}).get(name, Place())
-        members.renew(Member(f"p-{name}", name, pooled=True, place=place, **changes), 1000, now=at)
+        node = (nodes or {}).get(name, "")
+        members.renew(Member(f"p-{name}", name, pooled=True, node=node, **changes), 1000, now=0)
     return members
 
 
@@ -147,31 +113,35 @@ def shares(members, verifiers, now=0.0):
     ("num_verifiers", "num_drafters", "expected"),
     [(1, 1, [1]), (4, 1, [4]), (4, 2, [2, 2]), (5, 2, [2, 3]), (3, 4, [1, 1, 1]), (8, 3, [2, 3, 3])],
 )
-def test_a_pool_is_shared_out_evenly(num_verifiers, num_drafters, expected):
+def test_a_pool_is_shared_evenly_and_then_nobody_moves(num_verifiers, num_drafters, expected):
     members = pool(*(f"D{n}" for n in range(num_drafters)))
     verifiers = [f"r{n}" for n in range(num_verifiers)]
-    for now in range(100):
-        shares(members, verifiers, now * MOVE_PAUSE_S)
-    assert shares(members, verifiers, 1e4) == expected
-
-
-def test_nobody_moves_without_a_reason_and_few_at_a_time():
-    members = pool("D1")
-    verifiers = [f"r{n}" for n in range(6)]
-    assert shares(members, verifiers) == [6]
-    members.renew(Member("p-D2", "D2", pooled=True), 1000, now=0)
+    assert shares(members, verifiers) == expected
     before = dict(members.assigned)
-    assert shares(members, verifiers, now=MOVE_PAUSE_S) == [1, 5], "one move"
-    assert shares(members, verifiers, now=1.9 * MOVE_PAUSE_S) == [1, 5], "and a pause"
-    made = 1
-    for number in range(2, 20):
-        seen = dict(members.assigned)
-        shares(members, verifiers, now=number * 2 * MOVE_PAUSE_S)
-        made += sum(members.assigned[name] != drafter for name, drafter in seen.items())
-    assert shares(members, verifiers, now=1e4) == [3, 3]
-    assert made == 3
-    moved = sum(members.assigned[name] != drafter for name, drafter in before.items())
-    assert moved == 3, "none of them twice"
+    for now in range(100):
+        shares(members, verifiers, now * SETTLE_S)
+    assert members.assigned == before
+
+
+def test_one_target_moves_to_a_drafter_that_nobody_uses_from_the_fullest():
+    members = pool("D1", "D2")
+    verifiers = [Verifier(f"r{n}", linked_to="D1" if n < 2 else "D2") for n in range(5)]
+    for verifier in verifiers:
+        members.assigned_to(verifier, 0.0)
+    members.renew(Member("p-D3", "D3", pooled=True), 1000, now=0)
+    early = [assigned(members, verifier, SETTLE_S / 2) for verifier in verifiers]
+    assert early == ["D1", "D1", "D2", "D2", "D2"], "others may have the third one: they have not asked yet"
+    for now in range(1, 9):
+        found = [assigned(members, verifier, now * SETTLE_S) for verifier in verifiers]
+    assert found == ["D1", "D1", "D3", "D2", "D2"]
+
+
+def test_of_two_drafters_with_the_same_load_the_one_on_the_targets_node_is_used():
+    members = pool("D1", "D2", nodes={"D1": "far", "D2": "near"})
+    here = [Verifier(f"r{n}", node="near") for n in range(4)]
+    assert assigned(members, here[0]) == "D2"
+    assert shares(members, here) == [2, 2], "it gets no more than the other for that"
+    assert assigned(pool("D1", "D2"), Verifier("r0")) == "D1", "a node that is not known is nobody's"
 
 
 def test_who_has_lost_its_drafter_does_not_wait_for_the_pause():
@@ -199,16 +169,16 @@ def test_those_who_have_lost_their_drafter_for_a_while_part_among_the_others():
 def test_a_drafter_that_drains_is_left_by_all_at_once():
     members = pool("D1", "D2")
     assert shares(members, ["r1", "r2", "r3", "r4"]) == [2, 2]
-    assert members.drain("p-D2", 0.05) == []
+    assert members.drain("p-D2") == []
     assert [assigned(members, f"r{n}", now=0.1) for n in range(1, 5)] == ["D1"] * 4
-    assert members.drain("p-D1", 0.15) == []
+    assert members.drain("p-D1") == []
     assert assigned(members, "r1", now=0.2) is None
     assert grant(members, "r1", now=0.2) is None, "none is better than one that goes"
 
 
 def test_a_renewal_that_was_on_its_way_does_not_bring_back_who_drains():
     members = pool("D1", "D2")
-    members.drain("p-D1", 0.0)
+    members.drain("p-D1")
     members.renew(Member("p-D1", "D1", pooled=True), 1000, now=0.1)
     assert assigned(members, "r1", now=0.2) == "D2"
 
@@ -219,55 +189,13 @@ def test_who_must_move_is_told_so_and_who_waits_for_it_knows_for_whom():
     for each in linked:
         assert not members.assigned_to(each, 0.0).at_once
         members.links[each.name] = LinkReport("up", 1, each.linked_to)
-    assert members.drain("p-D1", 1.0) == ["r1"]
+    assert members.drain("p-D1") == ["r1"]
     assert members.assigned_to(linked[0], 1.1).at_once
     assert not members.assigned_to(linked[1], 1.1).at_once
     members.links["r1"] = LinkReport("up", 2, "D2")
-    assert members.drain("p-D1", 2.0) == [], "it has gone"
-    assert members.drain("p-D2", 3.0) == [], "both are still here, and have nowhere to go"
-    assert members.drain("nobody", 3.0) == []
-
-
-NEAR, FAR = Place("n1", "k1", "z1", "e1"), Place("n9", "k9", "z9", "e1")
-
-
-def test_the_nearest_of_those_with_room():
-    members = pool("D1", "D2", places={"D1": FAR, "D2": NEAR})
-    here = [Verifier(f"r{n}", place=NEAR) for n in range(4)]
-    assert assigned(members, here[0]) == "D2"
-    assert assigned(members, here[1]) in ("D1", "D2")
-    assert shares(members, here) == [2, 2], "near is no reason to crowd"
-    there = Verifier("far", place=FAR)
-    assert assigned(members, there) == "D1"
-
-
-def test_a_nearer_one_that_comes_later_is_moved_to():
-    members = pool("D1", places={"D1": FAR})
-    here = Verifier("r1", place=NEAR)
-    assert assigned(members, here) == "D1"
-    members.renew(Member("p-D2", "D2", pooled=True, place=NEAR), 1000, now=0)
-    assert assigned(members, here, now=MOVE_PAUSE_S) == "D2"
-
-
-@pytest.mark.parametrize(
-    ("other", "distance"),
-    [
-        (Place("n1"), 0),
-        (Place("n2", "k1", "z1", "e1"), 1),
-        (Place("n2", "k2", "z1", "e1"), 2),
-        (Place("n2", "k2", "z2", "e1"), 3),
-        (Place("n2", "k2", "z2", "e2"), 4),
-        (Place(), 4),
-    ],
-)
-def test_distance_is_by_what_both_are_in(other, distance):
-    assert NEAR.distance(other) == other.distance(NEAR) == distance
-
-
-def test_what_is_not_known_is_near_nobody():
-    assert Place().distance(Place()) == 4
-    labels = {"ray.io/availability-zone": "z", "rack": "k"}
-    assert Place.of("n", labels) == Place("n", "k", "z", "")
+    assert members.drain("p-D1") == [], "it has gone"
+    assert members.drain("p-D2") == [], "both are still here, and have nowhere to go"
+    assert members.drain("nobody") == []
 
 
 def test_only_drafters_of_the_same_models_and_protocol():
@@ -297,15 +225,6 @@ def test_what_the_fingerprint_holds():
     assert len({*same, *others}) == 1 + len(others)
 
 
-def test_a_registry_that_was_made_anew_moves_nobody():
-    fresh = pool("D1", "D2")
-    assert [assigned(fresh, f"r{n}") for n in range(2)] == ["D1", "D2"]
-    members = pool("D1", "D2")
-    linked = [Verifier("r0", linked_to="D2"), Verifier("r1", linked_to="D1")]
-    for now in range(10):
-        assert [assigned(members, each, now * MOVE_PAUSE_S) for each in linked] == ["D2", "D1"]
-
-
 def test_a_registry_that_was_made_anew_moves_nobody_before_all_have_asked():
     members = pool("D1", "D2")
     linked = [Verifier(f"r{n}", linked_to="D1" if n < 2 else "D2") for n in range(4)]
@@ -320,14 +239,14 @@ def test_a_registry_that_was_made_anew_waits_for_a_drafter_that_is_slow_to_tell(
     assert [assigned(members, each) for each in linked] == ["D1", "D2"]
     members.renew(Member("p-D1", "D1", pooled=True), 1000, now=1)
     for now in range(10):
-        assert [assigned(members, each, 2 + now * MOVE_PAUSE_S) for each in linked] == ["D1", "D2"]
+        assert [assigned(members, each, 2 + now * SETTLE_S) for each in linked] == ["D1", "D2"]
 
 
 def test_a_registry_that_was_made_anew_knows_who_has_to_move():
     members = pool("D1", "D2")
     assigned(members, Verifier("r0", linked_to="D1"))
     assert members.users("D1") == ["r0"]
-    assert members.drain("p-D1", 1.0) == ["r0"]
+    assert members.drain("p-D1") == ["r0"]
 
 
 def test_a_report_that_was_lost_is_made_good_by_what_is_asked_next():
@@ -350,20 +269,6 @@ def test_what_targets_do_is_known_though_their_drafter_is_not():
     members.renew(Member("r0"), 10, now=0)
     busy = Work(3, 60.0, 40.0)
     assert assigned(members, Verifier("r0", linked_to="D9", work=busy)) == "D9"
-    assert members.works == {"r0": busy}
+    assert members.verifiers["r0"].work == busy
     members.expire(now=10)
-    assert members.works == {}
-
-
-def test_who_drains_where_nobody_knew_it_before():
-    members = pool("D1")
-    members.renew(Member("p-D2", "D2", pooled=True, draining=True), 1000, now=0)
-    assert shares(members, ["r1", "r2"]) == [2]
-    assert assigned(members, "r1", 1.0) == "D1"
-
-
-def test_who_uses_a_drafter():
-    members = pool("D1")
-    members.links["r1"] = LinkReport("up", 1, "D1")
-    members.links["r2"] = LinkReport("down", 1, "D1")
-    assert members.users("D1") == ["r1"]
+    assert members.verifiers == {}

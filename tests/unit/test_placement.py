@@ -18,17 +18,17 @@ def config(target_ranks: int = 1, drafter_ranks: int | None = 1, method: str = "
 
 
 def test_ranks_of_a_model_share_a_bundle_which_ray_never_splits_over_nodes() -> None:
-    placement = placement_of(config(4, 2), on_gpu=True)
+    placement = placement_of(config(4, 2), None)
     assert placement.bundles == ({"GPU": 4.0, "CPU": 5.0}, {"GPU": 2.0, "CPU": 2.0})
     assert placement.target_bundle_indices == (0, 0, 0, 0), "with the replica itself, whose node Serve looks at"
     assert placement.drafter_bundle_indices == (1, 1)
-    assert placement.strategy == "STRICT_PACK", "all of it on one node, unless none holds it"
+    assert placement.strategy == "PACK", "the drafter on the same node where there is room"
 
 
 def test_so_do_the_ranks_of_all_pipeline_stages() -> None:
     target = {"model": "t", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     config = parse_config({"target": target, "drafter": {"method": "ngram"}})
-    placement = placement_of(config, on_gpu=True)
+    placement = placement_of(config, None)
     assert placement.bundles[0] == {"GPU": 4.0, "CPU": 5.0}
     assert placement.target_bundle_indices == (0, 0, 0, 0)
     plan = plan_cores(config, range(9))
@@ -36,36 +36,29 @@ def test_so_do_the_ranks_of_all_pipeline_stages() -> None:
 
 
 def test_an_ngram_drafter_takes_no_gpu() -> None:
-    placement = placement_of(config(method="ngram"), on_gpu=True)
+    placement = placement_of(config(method="ngram"), None)
     assert placement.total("GPU") == 1
     assert placement.bundles[placement.drafter_bundle_indices[0]] == {"CPU": 1.0}
 
 
 def test_cpu_bundles_count_the_planned_cores() -> None:
     served = config(1, 2)
-    placement = placement_of(served, on_gpu=False, core_plan=plan_cores(served, range(7)))
+    placement = placement_of(served, plan_cores(served, range(7)))
     assert placement.bundles == ({"CPU": 4.0}, {"CPU": 4.0})
     assert (placement.target_bundle_indices, placement.drafter_bundle_indices) == ((0,), (1, 1))
 
 
 def test_without_a_drafter_there_is_no_drafter_bundle() -> None:
-    placement = placement_of(config(drafter_ranks=None), on_gpu=True)
+    placement = placement_of(config(drafter_ranks=None), None)
     assert placement.drafter_bundle_indices == ()
     assert len(placement.bundles) == 1
 
 
 def test_ranks_that_share_cores_count_for_what_they_share() -> None:
     served = config(3, 2)
-    placement = placement_of(served, on_gpu=False, core_plan=plan_cores(served, range(2)))
+    placement = placement_of(served, plan_cores(served, range(2)))
     assert placement.bundles == ({"CPU": 4.0}, {"CPU": 2.0})
     assert set(placement.target_bundle_indices) | set(placement.drafter_bundle_indices) == {0, 1}
-
-
-def test_a_cpu_placement_needs_a_plan_of_its_own_configuration() -> None:
-    with pytest.raises(ValueError, match="core plan"):
-        placement_of(config(), on_gpu=False)
-    with pytest.raises(AssertionError, match="another configuration"):
-        placement_of(config(2, 1), on_gpu=False, core_plan=plan_cores(config(1, 1), range(4)))
 
 
 def pooled(ranks: int = 2, num_drafters: int = 2) -> OutriderConfig:
@@ -77,13 +70,13 @@ def pooled(ranks: int = 2, num_drafters: int = 2) -> OutriderConfig:
 
 def test_a_pool_s_drafter_has_a_group_of_its_own() -> None:
     config = pooled()
-    target, pool = placement_of(config, on_gpu=True), pool_placement_of(config, on_gpu=True)
+    target, pool = placement_of(config, None), pool_placement_of(config, None)
     assert target.bundles == ({"GPU": 1.0, "CPU": 2.0},)
     assert target.drafter_bundle_indices == ()
     assert pool is not None
     assert pool.bundles == ({"CPU": 1.0}, {"GPU": 2.0, "CPU": 2.0})
     assert (pool.drafter_bundle_indices, pool.strategy) == ((1, 1), "STRICT_PACK")
-    assert pool_placement_of(parse_config({"target": {"model": "t"}}), on_gpu=True) is None
+    assert pool_placement_of(parse_config({"target": {"model": "t"}}), None) is None
 
 
 def test_float32_is_that_of_ieee_unless_the_operator_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,15 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from ray.serve.grpc_util import RayServegRPCContext
 
-from outrider.actors.observability.metrics import CANCELLED, METRICS
-from outrider.actors.observability.tracing import RequestSpan, rpc_span
+from outrider.actors.observability.metrics import CANCELLED, IN_FLIGHT, REJECTIONS, REQUESTS
+from outrider.actors.observability.tracing import rpc_span
 from outrider.actors.serving.failures import errors_become_status
 from outrider.v1.handle_calls import RPCS, CallFailed
 
 
 @contextmanager
-def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | None = None) -> Iterator[RequestSpan]:
-    """Surrounds an RPC: errors become its status, its end is counted, and a request is traced.
+def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | None = None) -> Iterator[dict[str, str]]:
+    """Surrounds an RPC: errors become its status, its end is counted, and a request is traced. Yields trace headers.
 
     request_id: of a generation; None for other calls.
     """
@@ -30,19 +30,19 @@ def answering(grpc_context: RayServegRPCContext, rpc: str, request_id: str | Non
     code = CANCELLED
     try:
         with (
-            METRICS.in_flight(api),
-            rpc_span(rpc, grpc_context, request_id) as span,
+            IN_FLIGHT.labels(api).track_inprogress(),
+            rpc_span(rpc, grpc_context, request_id) as trace_headers,
             errors_become_status(grpc_context, rpc if request_id is None else f"request {request_id}"),
         ):
-            yield span
+            yield trace_headers
         code = grpc.StatusCode.OK.name
     except RuntimeError:
         code = (grpc_context.code() or grpc.StatusCode.INTERNAL).name
         raise
     finally:
-        METRICS.ended(api, rpc, code)
+        REQUESTS.labels(api, rpc, code).inc()
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED.name:
-            METRICS.rejected("queue_full")
+            REJECTIONS.labels("queue_full").inc()
 
 
 class InProcessCall:

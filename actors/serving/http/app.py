@@ -26,6 +26,7 @@ from fastapi import FastAPI, Request
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
@@ -34,10 +35,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outrider.actors.observability.exposition import CONTENT_TYPE
-from outrider.actors.observability.http import CountRequests, TraceRequests
-from outrider.actors.observability.metrics import ApplicationMetrics, Scraped
-from outrider.actors.replica_calls import Broadcast, RequestError
+from outrider.actors.observability.metrics import ApplicationMetrics, CountRequests
+from outrider.actors.observability.tracing import instrument
+from outrider.actors.replica_calls import Broadcast, ReplicaReply, RequestError
 from outrider.actors.serving.failures import Failure, HttpError, failure_of
 from outrider.actors.serving.grpc.calls import InProcessCall
 from outrider.actors.serving.openai.forward import Forwarding, body_of
@@ -90,8 +90,8 @@ def build_http_app(
     app.add_middleware(GuardRequests, owners=owners)
     if allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(TraceRequests)
     app.add_middleware(CountRequests)
+    instrument(app)
     return app
 
 
@@ -169,25 +169,23 @@ def add_operator_routes(
     async def version() -> Response:
         return JSONResponse({"version": installed_version(*VLLM), "outrider": installed_version("outrider")})
 
-    async def ask(deployment: DeploymentHandle) -> list[Scraped]:
+    async def ask(deployment: DeploymentHandle) -> list[ReplicaReply]:
         try:
-            replies = await broadcast(deployment, "metrics_text", timeout_s=SCRAPE_TIMEOUT_S)
+            return await broadcast(deployment, "metrics", timeout_s=SCRAPE_TIMEOUT_S)
         except (DeploymentUnavailableError, ConnectionError) as error:
             if deployment is pool and isinstance(error, DeploymentUnavailableError):
                 return []  # a pool may have no replica
             logger.warning("metrics: no replica could be asked: %s", error)
-            return [Scraped(None, None)]
-        return [Scraped(reply.replica_id, reply.value if reply.ok else None) for reply in replies]
+            return [ReplicaReply(None, error=str(error))]
 
-    async def ask_replicas() -> Sequence[Scraped]:
-        deployments = [target] if pool is None else [target, pool]
-        return [answer for answers in await asyncio.gather(*map(ask, deployments)) for answer in answers]
-
-    application = ApplicationMetrics(ask_replicas, ingress.all_metrics_text)
+    deployments, application = [target] if pool is None else [target, pool], ApplicationMetrics()
 
     @app.get("/metrics", include_in_schema=False)
     async def scrape() -> Response:
-        return Response(await application.text(), headers={"content-type": CONTENT_TYPE})
+        answers, own = await asyncio.gather(asyncio.gather(*map(ask, deployments)), ingress.all_metrics())
+        # In a thread: tokens of every request pass through this event loop.
+        text = await asyncio.to_thread(application.text, [reply for replies in answers for reply in replies], own)
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 async def _json_object(request: Request) -> dict[str, Any]:

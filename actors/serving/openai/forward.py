@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from outrider.actors.observability.logs import note_request
+from outrider.actors.observability.tracing import forwarded
 from outrider.actors.replica_calls import Deadline, HttpCall, HttpHead, RequestError
 from outrider.actors.request_ids import is_usable_id
 from outrider.actors.serving.failures import HttpError, Refused, failure_of
@@ -141,7 +142,7 @@ class Forwarding:
             request.method,
             request.url.path,
             request.scope.get("query_string", b""),
-            (*headers, (b"x-request-id", request_id.encode())),
+            (*forwarded(headers), (b"x-request-id", request_id.encode())),
             content,
             request_id,
             of_body(body, self._model) if generates and isinstance(body, dict) else None,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.actors.learning.draft_models import freeze, load, tensors_of
+from outrider.actors.learning.draft_models import load, tensors_of
+from outrider.actors.learning.train import Trainer
 from outrider.actors.learning.versions import VersionStore
 from outrider.cluster.config import ConfigError, parse_config
 from outrider.deploy.distill.measure import Settings, measure
@@ -31,8 +32,7 @@ def models(tmp_path_factory):
     home = tmp_path_factory.mktemp("models")
     target = build_tiny_llama(home / "tiny")
     drafter = from_layers(load(target, torch.float32, "cpu"), [0])
-    names = freeze(drafter, torch.float32)
-    trained = {name: parameter for name, parameter in drafter.named_parameters() if name in names}
+    trained = Trainer(drafter, 0.0, torch.float32).trained
     config = config_of_layers(check_architecture(target, "TARGET"), [0])
     reference = Reference.of(target)
     store(home / "stored", reference, target, config, trained, {})
@@ -66,9 +66,10 @@ def test_one_without_a_manifest_is_anybody_s(models, tmp_path):
 
 def test_a_version_that_it_has_learned_is_as_its_first(models, tmp_path):
     name = "model.norm.weight"
-    kept = VersionStore(tmp_path, models.drafter, kept=1).save(
-        1, {name: dict(tensors_of(models.drafter))[name] + 1}, {}
-    )
+    learned = {name: dict(tensors_of(models.drafter))[name] + 1}
+    file = VersionStore(tmp_path / "versions", models.drafter).save(1, learned)
+    kept = shutil.copytree(models.drafter, tmp_path / "version-1")
+    shutil.copyfile(file, kept / "model.safetensors")
     serve(models.target, kept)
     with pytest.raises(ConfigError, match="was trained for tiny"):
         serve(models.other, kept)

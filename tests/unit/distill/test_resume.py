@@ -31,13 +31,15 @@ def a_run(target, prompts, out, **changes):
         "target": str(target), "data": (prompts,), "out": out, "layers": 1, "start": None, "steps": 10,
         "seq_len": 64, "answer_tokens": 16, "samples": 1, "chat": False, "draft_vocab_size": None,
         "learning_rate": 1e-3, "batch_size": 4, "seed": 0, "device": "cpu", "dtype": "float32",
-        "own_share": 0.25, "bits": 16,
+        "bits": 16,
     }  # fmt: skip
     return _Run(Settings(**(settings | changes)), Progress())
 
 
 def save(run, step):
-    run._save(SimpleNamespace(state=lambda: ({"w": torch.full((3,), float(step))}, {})), [{"step": 0}], step)
+    optimizer = SimpleNamespace(state_dict=dict)
+    trainer = SimpleNamespace(trained={"w": torch.full((3,), float(step))}, optimizer=optimizer)
+    run._save(trainer, [{"step": 0}], step)
 
 
 def test_the_last_complete_checkpoint_counts_and_older_ones_go(target, prompts, tmp_path):

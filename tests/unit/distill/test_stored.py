@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider.actors.drafter.vocabulary import trained_on
-from outrider.actors.learning.draft_models import freeze, load, tensors_of
+from outrider.actors.learning.draft_models import load, tensors_of
+from outrider.actors.learning.train import Trainer
 from outrider.cluster.config import ConfigError
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.distill.models import (
@@ -35,8 +36,7 @@ def target(tmp_path_factory):
 def stored(target, tmp_path_factory):
     model = load(target, torch.float32, "cpu")
     drafter = from_layers(model, [0])
-    names = freeze(drafter, torch.float32)
-    trained = {name: parameter for name, parameter in drafter.named_parameters() if name in names}
+    trained = Trainer(drafter, 0.0, torch.float32).trained
     with torch.no_grad():
         trained["model.norm.weight"] += 0.25
     document = check_architecture(target, "TARGET")
@@ -217,6 +217,6 @@ def test_a_model_of_some_layers_computes_with_these(family):
     target.model.layers = torch.nn.ModuleList([target.model.layers[0], target.model.layers[3]])
     target.config.num_hidden_layers = 2
     torch.testing.assert_close(target(ids, use_cache=False).logits, before)
-    names = freeze(drafter, torch.float32)
+    names = Trainer(drafter, 0.0, torch.float32).trained
     assert names
     assert all(name.startswith(("model.layers.", "model.norm.")) for name in names)

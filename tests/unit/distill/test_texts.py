@@ -1,10 +1,14 @@
 """What is generated in which order, what is held out, and texts on disk."""
 
+import random
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 
-from outrider.actors.learning.text import Text, answer_positions, padded
-from outrider.deploy.distill.texts import Job, TextStore, held_out, plan
+from outrider.actors.learning.texts import Text
+from outrider.deploy.distill.texts import Job, TextStore, alike, held_out, plan
 
 
 def test_held_out_prompts_depend_on_their_content_alone():
@@ -40,10 +44,10 @@ def text(prompt, length, start, sample=0):
     return Text(
         prompt,
         sample,
-        torch.arange(length) + prompt,
+        np.arange(length, dtype=np.int32) + prompt,
         start,
-        torch.arange(answers * 2).view(answers, 2),
-        torch.full((answers, 2), -0.5),
+        np.arange(answers * 2, dtype=np.int32).reshape(answers, 2),
+        np.full((answers, 2), -0.5, np.float16),
     )
 
 
@@ -59,13 +63,20 @@ def test_texts_come_back_from_disk_and_a_half_written_batch_does_not_count(tmp_p
         assert (after.prompt, after.sample, after.start) == (before.prompt, 1, before.start)
         assert after.held_out is held_out
         for name in ("ids", "top_ids", "top_log_p"):
-            torch.testing.assert_close(getattr(after, name), getattr(before, name))
+            np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
 
 
-def test_positions_that_predict_an_answer():
-    texts = [text(0, 6, 4), text(0, 3, 1)]
-    ids, mask = padded(texts, 99)
-    assert ids[1].tolist() == [0, 1, 2, 99, 99, 99]
-    assert mask[1].tolist() == [1, 1, 1, 0, 0, 0]
-    rows, places = answer_positions(texts)
-    assert list(zip(rows.tolist(), places.tolist(), strict=True)) == [(0, 3), (0, 4), (1, 0), (1, 1)]
+@pytest.mark.parametrize("number", [8, 20, 200])
+def test_a_batch_is_of_one_length_nearly_and_all_texts_are_as_likely(number):
+    lengths = torch.randperm(number, generator=torch.Generator().manual_seed(1)) + 5
+    texts = [Text(i, 0, np.zeros(int(n)), 0, np.zeros(0), np.zeros(0)) for i, n in enumerate(lengths)]
+    chance, drawn, spans = random.Random(0), Counter(), []
+    for _ in range(4000):
+        batch = alike(texts, 8, chance)
+        assert len({text.prompt for text in batch}) == 8
+        drawn.update(text.prompt for text in batch)
+        spans.append(max(len(text.ids) for text in batch) - min(len(text.ids) for text in batch))
+    expected = 4000 * 8 / number
+    assert all(abs(drawn[index] - expected) < 6 * expected**0.5 for index in range(number))
+    if number == 200:
+        assert sum(spans) / len(spans) < number / 6

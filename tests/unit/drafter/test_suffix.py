@@ -364,6 +364,7 @@ def test_a_log_is_bounded_and_handed_out_in_pieces():
 
 
 def test_what_it_counts_is_exported_by_its_name():
-    from outrider.actors.observability.metrics import _SUFFIX
+    from outrider.actors.observability.catalog import DRAFTER
 
-    assert set(_SUFFIX) - {"suffix_pool_failures"} <= set(strategy().counters())
+    exported = {spec.read for spec in DRAFTER if spec.name.startswith("outrider:suffix")}
+    assert exported - {"suffix_pool_failures"} <= set(strategy().counters())

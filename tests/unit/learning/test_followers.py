@@ -1,24 +1,13 @@
-"""Drafters and one trainer: all of a pool come to draft with the same version, and a swap costs a request a round at
-most. The learner, the members, the loop and the strategy are the real ones; engine, link and target are played."""
-
-import queue
-import threading
-import time
-from contextlib import suppress
-from functools import partial
+"""Drafters and one trainer: all of a pool come to draft with the same version. Engine, link and target are played."""
 
 import pytest
 import torch
 
-from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.learning import LearningMember
-from outrider.actors.drafter.loop import DraftLoop
-from outrider.actors.learning.service import HandOut
-from outrider.cluster.link.messages import Close, CloseReason, Commit, DraftSampling, Open, Proposals, ProposalStatus
-from tests.unit.drafter.scripted_strategy import SOON_S, Sink
+from outrider.actors.learning.service import VersionServer
+from outrider.cluster.link.messages import Close, CloseReason, Commit
 from tests.unit.drafter.test_learning_member import Drafting, lesson, opening
-from tests.unit.drafting_engine import VOCAB, MemoryEngine, continuation
-from tests.unit.learning.tiny_learner import learner, many, work
+from tests.unit.learning.tiny_learner import learner, many, serve, work
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,8 +16,8 @@ class Teacher:
     """The trainer but for its process and its own clock."""
 
     def __init__(self):
-        self.learner = learner(kept_versions=10)
-        self._hand_out = HandOut(self.learner, "base", lambda tensors: tensors)
+        self.learner = learner()
+        self._hand_out = VersionServer(self.learner, "base", lambda tensors: tensors)
 
     def exchange(self, report, taught):
         return self._hand_out.exchange(report, taught)
@@ -58,7 +47,7 @@ def test_two_drafters_of_a_pool_come_to_the_same_version():
 
     def all_have(number):
         serving = teacher.learner.serving
-        assert serving.version.number == number
+        assert serving.number == number
         for each in pool:
             drafted, tensors = drafts_with(each)
             assert drafted == number
@@ -71,11 +60,10 @@ def test_two_drafters_of_a_pool_come_to_the_same_version():
     pool[1].member.exchange()
     assert teacher.learner.figures()["texts"] == texts + 1
     teacher.learner.add(many())
-    while teacher.learner.serving.version.number < 1:
-        assert teacher.learner.work()
+    while teacher.learner.serving.number < 1:
+        work(teacher.learner, 25)
     assert drafts_with(pool[0])[0] == 1, "the other one has not asked yet"
-    while teacher.learner.serving.version.number < 2:
-        assert teacher.learner.work()
+    serve(teacher.learner)
     all_have(2)
     assert [len(each.engine.loaded) for each in pool] == [2, 1]
     # One of them is told to go back; one more comes to the pool.
@@ -87,95 +75,3 @@ def test_two_drafters_of_a_pool_come_to_the_same_version():
     all_have(3)
     assert [len(each.engine.loaded) for each in pool] == [3, 2, 1]
     assert teacher.learner.figures()["steps"] == work_done
-    teacher.learner.add(many(400, first=5000))
-    work(teacher.learner, 60)
-    all_have(teacher.learner.serving.version.number)
-
-
-def load_number(number, load):
-    load({"w": torch.full((2,), float(number))})
-
-
-class SlowToLoad(MemoryEngine):
-    """A version is loaded while the test says so."""
-
-    def __init__(self):
-        super().__init__()
-        self.loading, self.loaded_now = threading.Event(), threading.Event()
-
-    def load_weights(self, tensors):
-        self.loading.set()
-        assert self.loaded_now.wait(SOON_S)
-        super().load_weights(tensors)
-
-
-class Request:
-    """A target's side of one. Where drafts are not there in time the round is without: the target goes on alone."""
-
-    K = 4
-
-    def __init__(self, loop, link_id):
-        self.loop, self.link_id, self.sink = loop, link_id, Sink()
-        self.text, self.drafts, self.without = [link_id, 2, 3], [], 0
-        loop.attach(link_id, self.sink)
-        loop.deliver(link_id, [Open(1, 3, 0, list(self.text), self.K, DraftSampling())])
-        (ready,) = self.sink.next()
-        assert ready.status is ProposalStatus.READY
-
-    def round(self, *, misses, within_s=SOON_S):
-        """misses: the target says something else than was drafted, and that nobody has foreseen."""
-        taken = [] if misses else self.drafts
-        token = VOCAB if misses else continuation([*self.text, *taken], 1)[0]
-        base, self.drafts = len(self.text), []
-        self.text += [*taken, token]
-        self.loop.deliver(self.link_id, [Commit(1, base, [*taken, token], self.K, self.K)])
-        with suppress(queue.Empty):
-            while not self.drafts:
-                answers, _ = self.sink.answers.get(timeout=within_s) if within_s else self.sink.answers.get_nowait()
-                for answer in (each for each in answers if isinstance(each, Proposals)):  # it takes nothing ahead
-                    if answer.status is ProposalStatus.OK and answer.base_committed_len == len(self.text):
-                        self.drafts = list(answer.token_ids)
-        self.without += not self.drafts
-
-
-def at_rest(loop):
-    """All that can be drafted ahead is."""
-    end = time.monotonic() + SOON_S
-    while loop.idle_s() is None:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("misses", [False, True])
-def test_a_swap_costs_each_request_one_round_at_most(misses):
-    """Of a swap that takes as long as a round of the target's: what was drafted ahead is sent meanwhile."""
-    engine = SlowToLoad()
-    strategy = DraftModelStrategy(engine, 64)
-    loop = DraftLoop(strategy)
-    thread = threading.Thread(target=loop.run, daemon=True)
-    thread.start()
-    try:
-        requests = [Request(loop, link_id) for link_id in (1, 2, 3)]
-        for number in range(1, 4):
-            for request in requests:
-                request.round(misses=False)
-            at_rest(loop)
-            before = [request.without for request in requests]
-            loop.change(partial(strategy.change_weights, partial(load_number, number)))
-            assert engine.loading.wait(SOON_S)
-            for request in requests:
-                request.round(misses=misses, within_s=0.0)
-            engine.loaded_now.set()
-            for _ in range(4):
-                for request in requests:
-                    request.round(misses=misses)
-            lost = [request.without - had for request, had in zip(requests, before, strict=True)]
-            assert lost == [int(misses)] * 3
-            engine.loading.clear()
-            engine.loaded_now.clear()
-        assert [float(loaded["w"][0]) for loaded in engine.loaded] == [1.0, 2.0, 3.0]
-    finally:
-        engine.loaded_now.set()
-        loop.stop()
-        thread.join(SOON_S)
-    assert not thread.is_alive()

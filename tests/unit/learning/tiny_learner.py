@@ -7,11 +7,14 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.actors.learning.learner import Learner, _text
-from outrider.actors.learning.lessons import Taught
+from outrider.actors.learning import learner as learner_module
+from outrider.actors.learning.learner import Learner
+from outrider.actors.learning.texts import Text
 from outrider.cluster.learning_config import LearningConfig
 
 VOCAB, END = 64, 63
+TRAINED = 2**63 - 1
+"""A prompt that no share holds out."""
 
 
 def drafter(seed=0, layers=1):
@@ -34,9 +37,8 @@ def drafter(seed=0, layers=1):
 
 
 def learner(general=(), model=None, **changes):
-    settings = {"learning_rate": 3e-3, "steps_per_version": 30, "passes": 100.0, **changes}
-    types = {"dtype": torch.float32, "kept_dtype": torch.float32}
-    return Learner(model or drafter(), LearningConfig(**settings), general=general, **types)
+    settings = LearningConfig(**{"learning_rate": 3e-3, **changes})
+    return Learner(model or drafter(), settings, general=general, dtype=torch.float32, kept_dtype=torch.float32)
 
 
 def follows(token, rule):
@@ -54,7 +56,7 @@ def taught(number, rule=5, greedy=True, length=24):
     likely = np.array(ids[start:], np.int32)
     top = np.stack([likely, (likely + 1) % VOCAB], 1).astype(np.int32)
     log_p = np.log(np.tile([0.95, 0.02], (len(likely), 1))).astype(np.float16)
-    return Taught(np.array(ids, np.int32), start, top, log_p, greedy, chance.getrandbits(63))
+    return Text(chance.getrandbits(63), int(not greedy), np.array(ids, np.int32), start, top, log_p)
 
 
 def half(one, lowest):
@@ -72,12 +74,15 @@ def many(count=400, first=0, **changes):
 
 
 def acceptance(made, tensors, texts):
-    values = made._acceptance(tensors, [_text(one) for one in texts])
+    with made.holding(tensors) as trainer:
+        values = trainer.acceptance(texts)
     return sum(values) / len(values)
 
 
 def work(made, steps):
+    """For so many steps, however often the texts have been trained on."""
     for _ in range(steps):
+        made._to_train_on = learner_module.PASSES
         assert made.work()
 
 
@@ -85,8 +90,8 @@ def experienced(texts=None, **changes):
     """One that has learned something, which serves."""
     made = learner(**changes)
     made.add(texts or many())
-    work(made, 90)
-    assert made.serving.version.number >= 1
+    work(made, 100)
+    assert made.serving.number >= 1
     return made
 
 
@@ -104,7 +109,7 @@ def alike(tensors, others):
 
 def serve(made, tensors=None):
     """As if the gate had let it in: what serves, a little changed, where nothing else is given."""
-    serving = made.serving
     with made._lock:
-        made._history.ended("replaced")
-        made._publish(plus(serving.tensors) if tensors is None else tensors, None, serving)
+        version = made._next(plus(made._serving.tensors) if tensors is None else tensors)
+        made._publish(version, "replaced", previous=made._serving)
+    made._follow()

@@ -35,9 +35,9 @@ class Rows:
         return ids, np.full(ids.shape, -1.0, np.float16)
 
 
-def teaching_engine(share=1.0, answer=None):
+def teaching_engine(answer=None):
     rows = Rows()
-    return Engine(answer or drafting([1, 2, 3]), teaching=Teaching(rows, share)), rows
+    return Engine(answer or drafting([1, 2, 3]), teaching=Teaching(rows)), rows
 
 
 def step(engine, logits, committed, drafts=None):
@@ -106,18 +106,6 @@ def test_what_is_said_of_pictures_cannot_be_learnt_without_them():
     assert rows.asked == [(1, [1])]
 
 
-def test_a_share_of_the_requests_teaches():
-    engine, _ = teaching_engine(share=0.25)
-    names = [f"request-{number}" for number in range(400)]
-    for name in names:
-        engine.begin(name)
-    taught = sum(engine[name].teaches for name in names)
-    assert 60 < taught < 140
-    engine, _ = teaching_engine(share=0.25)
-    engine.begin(*names)
-    assert sum(engine[name].teaches for name in names) == taught, "the same, whenever it is asked"
-
-
 def test_who_is_gone_is_not_told_of_and_its_logits_are_not_kept():
     engine, rows = teaching_engine()
     opened(engine, "a")
@@ -146,7 +134,7 @@ def test_lessons_that_fail_end_and_nothing_else_does(caplog):
     def fails(logits, rows):
         raise RuntimeError("out of memory")
 
-    engine = Engine(drafting([1, 2, 3]), teaching=Teaching(fails, 1.0))
+    engine = Engine(drafting([1, 2, 3]), teaching=Teaching(fails))
     opened(engine, "a")
     for number in range(3):
         assert step(engine, number, {"a": [8]}) == [[1, 2, 3]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +16,18 @@ from outrider.actors.serving.drafter_pool import DrafterPool
 from outrider.cluster.membership import Member
 
 
-class Lease:
+class Registration:
     """What is told to a registry."""
 
     def __init__(self) -> None:
         self.member = Member("p-1", pooled=True)
-        self.is_kept = self.has_ended = False
+        self.has_left = False
 
-    def keep(self) -> None:
-        self.is_kept = True
+    def update(self, **changes: Any) -> None:
+        self.member = replace(self.member, **changes)
 
-    async def end(self) -> None:
-        self.has_ended = True
+    def leave(self, wait_s: float) -> None:
+        self.has_left = True
 
 
 def a_drafter(*, loads: bool) -> Any:
@@ -43,11 +44,11 @@ async def test_it_is_tried_until_it_loads_ever_less_often_and_the_registry_is_to
 ) -> None:
     loads = [False] * 6 + [True]
     drafters, pauses, told, killed = [a_drafter(loads=each) for each in loads], [], [], []
-    replica = SimpleNamespace(_lease=Lease())
+    replica = SimpleNamespace(_registration=Registration())
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
-        told.append(replica._lease.member.trouble)
+        told.append(replica._registration.member.trouble)
 
     monkeypatch.setattr(drafter_pool.asyncio, "sleep", sleep)
     monkeypatch.setattr(ray, "kill", killed.append)
@@ -63,7 +64,6 @@ async def test_it_is_tried_until_it_loads_ever_less_often_and_the_registry_is_to
     assert pauses == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
     assert told == ["the name is taken", *["OSError: no such file"] * 6]
     assert killed == drafters[:-1], "its name is free for the next"
-    assert replica._lease.is_kept
 
 
 async def test_one_whose_process_dies_while_it_loads_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ async def test_one_whose_process_dies_while_it_loads_has_failed(monkeypatch: pyt
 
 
 def test_one_that_is_taken_away_before_its_drafter_has_loaded_is_forgotten_at_once() -> None:
-    """Else what it had told would be waited for until its lease is over."""
-    replica: Any = SimpleNamespace(_lease=(lease := Lease()))
+    """Else what it had told would be waited for until it expires."""
+    replica: Any = SimpleNamespace(_registration=(registration := Registration()))
     asyncio.run(DrafterPool.__del__(replica))
-    assert lease.has_ended
+    assert registration.has_left

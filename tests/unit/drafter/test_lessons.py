@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from outrider.actors.learning.lessons import LessonBook
-from outrider.cluster.learning_config import TAUGHT_AT_ONCE
+from outrider.actors.learning.lessons import TAUGHT_AT_ONCE, LessonBook
+from outrider.actors.learning.texts import MAX_TEXT_TOKENS
 from outrider.cluster.link.messages import Lesson
 
 KEY, WIDTH = (1, 7), 4
@@ -16,12 +16,8 @@ def lesson(position, rows, log_p=-0.5):
     return Lesson(7, position, ids, np.full((rows, WIDTH), log_p - 2.0, np.float16))
 
 
-def book(max_text_tokens=2 * TAUGHT_AT_ONCE):
-    return LessonBook(max_text_tokens)
-
-
 def taught_of(text, *lessons, end=True):
-    kept = book()
+    kept = LessonBook()
     for each in lessons:
         kept.add(KEY, text, each, greedy=True)
     if end:
@@ -36,7 +32,7 @@ def test_what_follows_one_another_is_one_part_with_what_stands_before():
     assert part.start == 5
     assert part.top_ids[:, 0].tolist() == [50, 60, 70, 80, 90]
     assert part.top_log_p.shape == (5, WIDTH)
-    assert part.greedy
+    assert part.sample == 0, "greedy"
 
 
 def test_a_gap_begins_another_part():
@@ -47,19 +43,19 @@ def test_a_gap_begins_another_part():
 def test_a_part_is_complete_when_it_is_long_or_the_text_ends():
     text = list(range(1, 400))
     assert taught_of(text, lesson(5, 2), end=False) == []
-    kept = book()
+    kept = LessonBook()
     for position in range(5, 5 + TAUGHT_AT_ONCE, 2):
         kept.add(KEY, text, lesson(position, 2), greedy=False)
     (part,) = kept.take()
     assert len(part.top_ids) == TAUGHT_AT_ONCE
-    assert not part.greedy
+    assert part.sample
     assert kept.take() == []
 
 
 def test_a_long_text_keeps_its_end():
     text = list(range(1, 1000))
     (part,) = taught_of(text, lesson(900, 5))
-    assert part.ids.tolist() == text[905 - 2 * TAUGHT_AT_ONCE : 905]
+    assert part.ids.tolist() == text[905 - MAX_TEXT_TOKENS : 905]
     assert part.ids[part.start] == text[900]
 
 
@@ -86,7 +82,7 @@ def test_prompts_behind_one_system_prompt_are_on_both_sides():
 
 
 def test_what_was_fetched_counts_no_more():
-    kept = book()
+    kept = LessonBook()
     text = list(range(1, 300))
     for number in range(2000):
         kept.add((1, number), text, lesson(250, 2), greedy=True)
@@ -97,7 +93,7 @@ def test_what_was_fetched_counts_no_more():
 
 
 def test_parts_that_nobody_fetches_are_dropped_the_oldest_first():
-    kept = book()
+    kept = LessonBook()
     text = list(range(1, 300))
     for number in range(2000):
         kept.add((1, number), text, lesson(250, 2), greedy=True)
