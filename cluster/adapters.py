@@ -47,8 +47,8 @@ def check_rank(config: Mapping[str, Any], max_lora_rank: int) -> None:
         raise AdapterError(f"{CONFIG} has no rank r of 1 or more; save the adapter anew")
     if max(ranks) > max_lora_rank:
         raise AdapterError(
-            f"its rank is {max(ranks)}, above target.lora.max_lora_rank ({max_lora_rank}); raise that or give an "
-            "adapter of a lower rank"
+            f"its rank is {max(ranks)}, above target.engine_args.max_lora_rank ({max_lora_rank}); raise that or give "
+            "an adapter of a lower rank"
         )
 
 

@@ -1,127 +1,142 @@
-"""One typed configuration for a deployment: ``target``, ``drafter``, ``speculation``, ``link``, ``serving`` and more.
+"""The configuration of a deployment: ``target``, ``drafter``, ``speculation``, ``link``, ``serving`` and ``openai``.
 
-Keys are vLLM's wherever vLLM has one. Unknown keys are errors. Everything that can be known to be wrong without loading
-a model is rejected here before anything starts, in words, every wrong field by its dotted path.
+Keys are vLLM's wherever vLLM has one. Unknown keys are errors. What is wrong without a look at the model is told before
+anything starts, by dotted path. vLLM checks ``engine_args`` and a co-located drafter's section when the engine is made.
+The string under a field is its line in docs/configuration.md.
 """
 
 from __future__ import annotations
 
-import math
-import re
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from outrider.cluster.backends import DEVICE_BACKENDS, Backend
-from outrider.cluster.co_located_config import CoLocatedConfig as CoLocatedConfig
 from outrider.cluster.config_section import ConfigError as ConfigError
-from outrider.cluster.config_section import EngineConfig as EngineConfig
-from outrider.cluster.config_section import NodeLabels as NodeLabels
-from outrider.cluster.config_section import Section, read_yaml
-from outrider.cluster.drafter_config import TAGS, DrafterConfig, refusal_of
-from outrider.cluster.drafter_config import DraftModelConfig as DraftModelConfig
-from outrider.cluster.drafter_config import LookupConfig as LookupConfig
-from outrider.cluster.drafter_config import NgramConfig as NgramConfig
-from outrider.cluster.drafter_config import RemoteConfig as RemoteConfig
-from outrider.cluster.drafter_config import SuffixConfig as SuffixConfig
-from outrider.cluster.engine_args import ADAPTERS_PASSED_ON, MEDIA_PASSED_ON
-from outrider.cluster.limits import LimitsConfig as LimitsConfig
-from outrider.cluster.lora_config import LoraConfig as LoraConfig
-from outrider.cluster.multimodal_config import MultimodalConfig as MultimodalConfig
-from outrider.cluster.scaling_config import AutoscalingConfig as AutoscalingConfig
-from outrider.cluster.serving_config import NodeType as NodeType
-from outrider.cluster.serving_config import ServingConfig as ServingConfig
-
-_KEY = re.compile(r"([a-z_]+): ")
-
-
-class OpenAIConfig(Section):
-    """OpenAI's HTTP endpoints. Keys are vLLM's."""
-
-    chat_template: str | None = Field(None, min_length=1)
-    """File with a Jinja template for chats, or the template itself. None: the tokenizer's own."""
-
-    tool_call_parser: str | None = Field("auto", min_length=1)
-    """vLLM's name of the format in which the model calls tools, e.g. ``hermes``. auto: that of the model's family,
-    where the model and its chat template leave no doubt. None, or where auto finds none: requests with ``tools`` are
-    refused, unless with ``tool_choice: none``."""
-
-    reasoning_parser: str | None = Field("auto", min_length=1)
-    """vLLM's name of the format in which the model marks its reasoning, e.g. ``qwen3``; it then comes apart from the
-    answer, and grammars hold for the answer only. auto: that of the model's family, where it reasons without being
-    asked to. None, or where auto finds none: reasoning is part of the answer."""
-
-    frontend_args: dict[str, Any] = Field(default_factory=dict)
-    """Other arguments of ``vllm serve`` for its OpenAI server, under vLLM's names, e.g.
-    ``{enable_prompt_tokens_details: true, response_role: assistant}``."""
-
-    @field_validator("frontend_args")
-    @classmethod
-    def _are_not_of_the_socket(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Refuses what would have no effect here."""
-        for name, instead in _ELSEWHERE.items():
-            if name in value:
-                raise ValueError(f"{name}: has no effect here; {f'set {instead}' if instead else 'leave it out'}")
-        return value
-
-
-_ELSEWHERE: dict[str, str | None] = {
-    "api_key": "serving.api_key",
-    "allowed_origins": "serving.allowed_origins",
-    "host": "serving.gateway.host",
-    "port": "serving.gateway.http_port",
-    "grpc_port": "serving.gateway.grpc_port",
-    "ssl_keyfile": "serving.gateway.tls.key",
-    "ssl_certfile": "serving.gateway.tls.certificate",
-    "ssl_ca_certs": "serving.gateway.tls.client_ca",
-    "lora_modules": "target.lora.adapters",
-    "chat_template": "openai.chat_template",
-    "tool_call_parser": "openai.tool_call_parser",
-    **dict.fromkeys(
-        (
-            "root_path", "uds", "uvicorn_log_level", "disable_uvicorn_access_log", "allow_credentials",
-            "allowed_methods", "allowed_headers", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh",
-            "h11_max_incomplete_event_size", "h11_max_header_count", "enable_server_load_tracking",
-            "enable_offline_docs", "disable_fastapi_docs",
-        )
-    ),
-}  # fmt: skip
-"""By argument of vLLM's: the key that does it here, or None where nothing does."""
-
+from outrider.cluster.config_section import CoreSet, FilePath, NodeLabels, Section, explained, read_yaml
+from outrider.cluster.engine_args import FRONTEND_ARGS_ELSEWHERE, REFUSED, Side
 
 MAX_SPECULATIVE_TOKENS = 32
-"""Upper limit of ``num_speculative_tokens``: sizes the link's frames and the verifier's rows."""
+"""Upper limit of ``num_speculative_tokens``. It sizes the link's frames and the verifier's rows."""
 
 MAX_DRAFT_TOP_N = 128
-"""Upper limit of ``draft_top_n``: sizes the link's frames and what a GPU program holds of q. 64 loses nothing."""
+"""Upper limit of ``draft_top_n``. It sizes the link's frames and what a GPU program holds of q. 64 loses nothing."""
+
+MIN_DRAFT_STEP_TOKENS = 64
+"""Lower limit of a drafter's ``max_num_batched_tokens``: a sequence may catch up with so many tokens in one step."""
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+REMOTE_METHODS = ("draft_model", "ngram", "suffix")
+"""Methods of a drafter actor. They need tokens only."""
+
+
+class LoraModule(Section):
+    """A LoRA adapter. Keys are those of vLLM's ``--lora-modules``."""
+
+    name: str = Field(pattern=r"^[!-~]{1,128}$")
+    """Name by which requests ask for it: ``adapter`` over gRPC, ``model`` over OpenAI's API."""
+
+    path: FilePath
+    """Directory with ``adapter_config.json`` and ``adapter_model.safetensors``, as PEFT writes them."""
+
+
+class EngineConfig(Section):
+    """What the target's engine and a draft model's have in common."""
+
+    model: str = Field(min_length=1)
+    """Checkpoint directory or hub id."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks that the model is sharded over, one GPU or set of cores each, all on one node."""
+
+    dtype: Dtype = "auto"
+    """Type of weights and activations. float32 makes greedy answers reproducible to the token."""
+
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest sequence in tokens, prompt and answer together. None: the checkpoint's own."""
+
+    max_num_seqs: int = Field(16, ge=1, le=1024)
+    """Most requests in one step. Left out on GPU: 128."""
+
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Most tokens in one step. Longer prefills are chunked. None: vLLM's default."""
+
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    """KV cache of a rank, in bytes. None on CPU: 512 MiB; on GPU: what ``gpu_memory_utilization`` leaves."""
+
+    cores: list[CoreSet] | None = None
+    """CPU only: the set of cores of each rank, e.g. ``[[0], [1]]``. None: shared out at start-up."""
+
+    lora_modules: tuple[LoraModule, ...] = Field((), max_length=256)
+    """LoRA adapters: mappings of ``name``, by which requests ask for it, and ``path``, a directory as PEFT writes it
+    ([lora.md](lora.md)). A drafter's are for requests with the target's adapter of the same name."""
+
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Any other of vLLM's engine arguments under its name in Python, e.g. ``{kv_cache_dtype: fp8, enforce_eager:
+    true}``. They reach vLLM as written, and vLLM checks them. Those that would break Outrider are refused by name."""
+
+    side: ClassVar[Side] = "target"
+
+    @field_validator("engine_args")
+    @classmethod
+    def _pass_on(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name in arguments:
+            if name in cls.model_fields:
+                raise ValueError(f"{name}: has a key of its own; write it as {cls.side}.{name}")
+            if (instead := REFUSED[cls.side].get(name)) is not None:
+                raise ValueError(f"{name}: is not passed on to vLLM: {instead}")
+        return arguments
+
+    @model_validator(mode="after")
+    def _one_core_set_a_rank(self) -> EngineConfig:
+        if self.cores is not None and len(self.cores) != self.num_ranks:
+            raise ValueError(f"cores lists {len(self.cores)} sets for {self.num_ranks} ranks; give one set per rank")
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes that the model is split over."""
+        return self.tensor_parallel_size
+
+    @property
+    def revision(self) -> str | None:
+        """Branch, tag or commit of a hub id."""
+        return self.engine_args.get("revision")
+
+    @property
+    def max_lora_rank(self) -> int:
+        """Highest rank of an adapter."""
+        return int(self.engine_args.get("max_lora_rank", 16))
 
 
 class TargetConfig(EngineConfig):
     """The model whose distribution is served."""
-
-    tokenizer: str | None = None
-    """Tokenizer directory or hub id. None: the model's own."""
 
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages that the layers are split over, of tensor_parallel_size ranks each, all on one node. One step is in them
     at a time: [architecture.md](architecture.md#pipeline-stages)."""
 
     node_labels: NodeLabels = Field(default_factory=dict)
-    """Labels that a node has to carry, with the value of each, to be given a replica with its ranks, e.g. ``{zone: a}``
-    (``ray start --labels``; ``labels`` of a KubeRay group)."""
+    """Labels that a node must carry to get a replica with its ranks, e.g. ``{zone: a}`` (``ray start --labels``;
+    ``labels`` of a KubeRay group)."""
 
     async_scheduling: bool | None = None
     """Schedule a step while the one before it runs. The tokens are the same either way. None: true, but false with
-    several pipeline stages, which cannot."""
-
-    lora: LoraConfig | None = None
-    """A mapping: LoRA adapters, one of which a request may name ([lora.md](lora.md)). None: a name is refused."""
-
-    multimodal: MultimodalConfig | None = None
-    """A mapping: pictures in requests, of a target that can see them ([pictures.md](pictures.md)). None: text alone."""
+    several pipeline stages."""
 
     @model_validator(mode="after")
     def _belong_together(self) -> TargetConfig:
@@ -129,21 +144,6 @@ class TargetConfig(EngineConfig):
             raise ValueError(
                 f"async_scheduling: true does not go with pipeline_parallel_size ({self.pipeline_parallel_size}) above "
                 "1: a step is scheduled when all stages are done with the one before it; leave it out"
-            )
-        for section, passed_on, idle in (
-            (self.lora, ADAPTERS_PASSED_ON, "is about adapters, and there are none; write target.lora"),
-            (self.multimodal, MEDIA_PASSED_ON, "is about pictures, and none are taken; write target.multimodal"),
-        ):
-            if section is None and (name := next((name for name in passed_on if name in self.engine_args), None)):
-                raise ValueError(f"engine_args.{name} {idle}, or remove it")
-        if self.multimodal is not None and self.engine_args.get("language_model_only"):
-            raise ValueError(
-                "engine_args.language_model_only: does not go with target.multimodal; remove one of the two"
-            )
-        if self.multimodal is not None and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"multimodal: pictures have never been run with pipeline_parallel_size ({self.pipeline_parallel_size}) "
-                "above 1; set tensor_parallel_size, or remove one of the two"
             )
         return self
 
@@ -153,12 +153,329 @@ class TargetConfig(EngineConfig):
 
     @property
     def verifier_rank(self) -> int:
-        """The first of the last stage, where the logits are."""
+        """The first rank of the last stage, where the logits are."""
         return self.num_ranks - self.tensor_parallel_size
 
     @property
     def schedules_ahead(self) -> bool:
         return self.pipeline_parallel_size == 1 if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def serves_lora(self) -> bool:
+        return bool(self.lora_modules) or bool(self.engine_args.get("enable_lora"))
+
+    @property
+    def max_loras(self) -> int:
+        """Most adapters that are loaded at once."""
+        return int(self.engine_args.get("max_loras", max(4, len(self.lora_modules))))
+
+    @property
+    def media_limits(self) -> dict[str, Any]:
+        """vLLM's ``limit_mm_per_prompt``. A kind that is not named is not taken: each kind's encoder takes memory."""
+        return {"image": 0, "video": 0, "audio": 0, **(self.engine_args.get("limit_mm_per_prompt") or {})}
+
+    @property
+    def takes_pictures(self) -> bool:
+        return any(self.media_limits.values())
+
+
+class LearningConfig(Section):
+    """How a draft model is trained on the answers it drafts for, while it serves ([learning.md](learning.md))."""
+
+    learning_rate: float = Field(1e-4, gt=0, le=1, allow_inf_nan=False)
+    """Learning rate of AdamW, after a short rise."""
+
+    general: str | None = Field(None, min_length=1)
+    """Directory of texts by ``outrider distill`` (OUT/texts), the target's answers. A quarter of a batch is of these,
+    and no version serves that has lost on them. Without it a drafter forgets what its traffic does not hold."""
+
+    held_out: float = Field(0.125, ge=0.01, le=0.5)
+    """Share of the prompts whose answers are never trained on. Versions are compared on these."""
+
+    num_gpus: float = Field(0.0, ge=0, le=1)
+    """GPUs of the trainer's own. 0: it trains on CPU."""
+
+    cores: CoreSet | None = None
+    """CPU only: where it trains. None: wherever there is time, on one thread."""
+
+    directory: str | None = Field(None, min_length=1)
+    """Directory in which every version that serves is kept, as a checkpoint that ``drafter.model`` takes. None: in
+    memory only."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> LearningConfig:
+        if self.num_gpus and self.cores is not None:
+            raise ValueError("cores: the trainer has a GPU (num_gpus); leave one of the two out")
+        return self
+
+
+class Bounds(Section):
+    """The least and the greatest number of something that is scaled."""
+
+    min: int
+    max: int
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Bounds:
+        if self.max < self.min:
+            raise ValueError(f"max: {self.max} is below min ({self.min}); raise the first or lower the second")
+        return self
+
+
+class PoolScalingConfig(Bounds):
+    """As many drafters in a pool as gain what they cost ([pool.md](pool.md))."""
+
+    min: int = Field(0, ge=0, le=1024)
+    """Least number of drafters. 0: while none pays, targets decode without drafts."""
+
+    max: int = Field(ge=1, le=1024)
+    """Greatest number of drafters."""
+
+    targets_per_drafter: int = Field(4, ge=1, le=1024)
+    """Busy targets per drafter. 4 is within 3% of the best of 1, 2, 4 and 8 in tokens per second and accelerator, for
+    drafters of 8B, 1B and 0.6B at batch 1 and 8, simulated ([emulation.md](emulation.md#the-curve))."""
+
+    worth: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
+    """What a drafter must gain, in tokens per second over plain decoding, relative to what its accelerators would do as
+    part of a target. 0: any gain is enough."""
+
+    downscale_delay_s: float = Field(300.0, ge=0, le=86_400)
+    """How long one drafter fewer must be enough, without a break, before one is stopped."""
+
+
+class ActorConfig(Section):
+    """A drafter in an actor of its own."""
+
+    placement: Literal["with_target", "pool"] = "with_target"
+    """``with_target``: a drafter for each target replica, beside it. ``pool``: ``num_drafters`` for all of them, each
+    on bundles of its own; target replicas serve without, too."""
+
+    num_drafters: int = Field(1, ge=1, le=1024)
+    """``placement: pool``: the number of drafters. See ``targets_per_drafter`` under «drafter.autoscaling»."""
+
+    autoscaling: PoolScalingConfig | None = None
+    """``placement: pool``: a number of drafters that follows what they gain, in place of ``num_drafters``."""
+
+    node_labels: NodeLabels = Field(default_factory=dict)
+    """Labels that a node must carry to get a drafter, e.g. ``{zone: a}``. Where the target's say otherwise, the two are
+    on different nodes."""
+
+    @property
+    def pooled(self) -> bool:
+        return self.placement == "pool"
+
+    @property
+    def remembers_answers(self) -> bool:
+        """Whether it drafts from other requests' answers."""
+        return False
+
+    @property
+    def least_drafters(self) -> int:
+        """The number of drafters that a pool has from the start."""
+        return self.num_drafters if self.autoscaling is None else self.autoscaling.min
+
+    @property
+    def most_drafters(self) -> int:
+        return self.num_drafters if self.autoscaling is None else self.autoscaling.max
+
+    @model_validator(mode="after")
+    def _num_drafters_of_a_pool(self) -> ActorConfig:
+        if self.num_drafters > 1 and not self.pooled:
+            raise ValueError(f"num_drafters ({self.num_drafters}): only with placement: pool")
+        if self.autoscaling is not None and not self.pooled:
+            raise ValueError("autoscaling: only with placement: pool; serving.autoscaling is for targets")
+        if self.autoscaling is not None and self.num_drafters > 1:
+            raise ValueError("num_drafters: is given beside autoscaling, which decides it; leave it out")
+        return self
+
+
+class DraftModelConfig(ActorConfig, EngineConfig):
+    """A smaller model with the same tokenizer, in its own engine with its own KV cache. Vocabularies may be padded to
+    different sizes."""
+
+    side: ClassVar[Side] = "drafter"
+
+    method: Literal["draft_model"]
+    """``draft_model``."""
+
+    tensor_parallel_size: int = Field(
+        1, ge=1, validation_alias=AliasChoices("tensor_parallel_size", "draft_tensor_parallel_size")
+    )
+    """Ranks that the model is sharded over, all on one node. ``draft_tensor_parallel_size`` is the same key."""
+
+    prefill_chunk_tokens: int = Field(128, ge=1)
+    """Prompt tokens that the drafter runs between two rounds. It bounds how long a prefill delays a proposal. Left out
+    on GPU: 1024."""
+
+    draft_vocab_size: int | None = Field(None, ge=0)
+    """Tokens that the drafter's output head is cut to, which makes a draft step cheaper; they follow what prompts hold
+    and answers use. Answers stay exact. 0: all. None: as many as it was trained on, else 32768 where the vocabulary is
+    at least twice as large, else all; with several ranks all. Left out on GPU: 0, until it has been measured there."""
+
+    max_draft_rows: int = Field(128, ge=1, le=4096)
+    """Most rows in one step of the drafter: sequences that are drafted for, and their side branches."""
+
+    beside: list[Literal["ngram", "suffix"]] = Field(default_factory=list)
+    """Look-ups that draft too, by their methods' defaults: each round's drafts are those of the model or of a look-up,
+    whichever earns most by what has been accepted ([methods.md](methods.md#several-drafters))."""
+
+    learn: LearningConfig | None = None
+    """A mapping: train it on the answers it drafts for, while it serves; keys below, under «drafter.learn»."""
+
+    @property
+    def remembers_answers(self) -> bool:
+        return "suffix" in self.beside
+
+    @model_validator(mode="after")
+    def _can_work(self) -> DraftModelConfig:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < MIN_DRAFT_STEP_TOKENS:
+            raise ValueError(f"max_num_batched_tokens: one sequence feeds up to {MIN_DRAFT_STEP_TOKENS}; set that many")
+        if self.draft_vocab_size and self.tensor_parallel_size > 1:
+            raise ValueError("draft_vocab_size: needs the output head on one rank; set tensor_parallel_size: 1")
+        if self.learn is not None and self.lora_modules:
+            raise ValueError("learn: a drafter with lora_modules is not trained; leave one of the two out")
+        if self.learn is not None and (quantization := self.engine_args.get("quantization")) is not None:
+            raise ValueError(f"learn: weights quantised as {quantization} cannot be trained; leave one of the two out")
+        return self
+
+
+class LookupConfig(ActorConfig):
+    """A drafter that only searches text: one process, no model, no GPU."""
+
+    cores: list[CoreSet] | None = Field(None, max_length=1)
+    """CPU only: the one set of cores of this drafter, e.g. ``[[1]]``. None: shared out at start-up."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return 1
+
+
+class NgramConfig(LookupConfig):
+    """Prompt lookup, no model: it proposes what followed the last occurrence of the current n-gram."""
+
+    method: Literal["ngram"]
+    """``ngram``."""
+
+    prompt_lookup_min: int = Field(2, ge=1)
+    """Shortest n-gram that counts as a match."""
+
+    prompt_lookup_max: int = Field(4, ge=1)
+    """Longest n-gram looked for. Longer matches win."""
+
+    @model_validator(mode="after")
+    def _range(self) -> NgramConfig:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            low, high = self.prompt_lookup_min, self.prompt_lookup_max
+            raise ValueError(f"prompt_lookup_min ({low}) is above prompt_lookup_max ({high}); swap or equal them")
+        return self
+
+
+class SuffixConfig(LookupConfig):
+    """Suffix decoding, no model: it proposes what followed the longest matching ends of the text, in the request itself
+    and in the answers that all replicas gave lately. Keys are vLLM's."""
+
+    method: Literal["suffix"]
+    """``suffix``."""
+
+    suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=256)
+    """Most tokens of match and draft together."""
+
+    suffix_decoding_max_cached_requests: int = Field(10000, ge=0)
+    """Answers that are remembered for other requests, first in, first out. 0: none; each request has its own text
+    only."""
+
+    suffix_decoding_max_spec_factor: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Tokens drafted at most for each token that matches."""
+
+    suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1, allow_inf_nan=False)
+    """Drafting stops where the estimated probability of the draft so far falls below this."""
+
+    @property
+    def remembers_answers(self) -> bool:
+        return True
+
+
+class CoLocatedConfig(Section):
+    """Drafting inside the target's engine, on its ranks and in its KV cache. The section is vLLM's
+    ``speculative_config``: its keys reach vLLM as written, and vLLM checks them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    placement: Literal["co_located"]
+    """``co_located``."""
+
+    method: str = Field(min_length=1)
+    """vLLM's name of the method: ``eagle3``, ``mtp``, ``medusa``, ``dflash``, ``draft_model``, …"""
+
+    model: str | None = Field(None, min_length=1)
+    """Checkpoint of the draft model or heads, directory or hub id, where the method has one."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks of its own: none."""
+        return 0
+
+    @property
+    def cores(self) -> None:
+        """It runs on the target's."""
+        return
+
+    @model_validator(mode="after")
+    def _keeps_the_distribution(self) -> CoLocatedConfig:
+        given = self.model_extra or {}
+        synthetic = [key for key in given if key.startswith("synthetic_acceptance") and given[key] is not None]
+        if given.get("rejection_sample_method") == "synthetic":
+            synthetic.append("rejection_sample_method")
+        if synthetic:
+            raise ValueError(f"{synthetic[0]}: synthetic acceptance changes the answers' distribution; leave it out")
+        return self
+
+    def speculative_config(self, num_speculative_tokens: int) -> dict[str, Any]:
+        """vLLM's ``speculative_config``."""
+        keys = self.model_dump(exclude={"placement"}, exclude_none=True)
+        return {**keys, "num_speculative_tokens": num_speculative_tokens}
+
+
+RemoteConfig = DraftModelConfig | NgramConfig | SuffixConfig
+"""A drafter in an actor of its own."""
+
+
+def _tag(value: Any) -> str | None:
+    """The class that a section belongs to. None, for a section without a usable method, is the error of the union."""
+    read = value.get if isinstance(value, dict) else lambda name: getattr(value, name, None)
+    if read("placement") == "co_located":
+        return "co_located"
+    method = read("method")
+    return method if method in REMOTE_METHODS else None
+
+
+DrafterConfig = Annotated[
+    Annotated[DraftModelConfig, Tag("draft_model")]
+    | Annotated[NgramConfig, Tag("ngram")]
+    | Annotated[SuffixConfig, Tag("suffix")]
+    | Annotated[CoLocatedConfig, Tag("co_located")],
+    Discriminator(_tag),
+]
+
+
+def _refusal_of(section: Mapping[str, Any]) -> str | None:
+    """What is wrong with a drafter's ``placement`` or ``method``, as ``field: problem; fix``."""
+    placement, method = section.get("placement", "with_target"), section.get("method")
+    if placement not in ("with_target", "pool", "co_located"):
+        return (
+            "placement: must be 'with_target' (a drafter actor beside each target), 'pool' (drafter actors that all "
+            f"targets share) or 'co_located' (inside the target's engine) (found {placement!r})"
+        )
+    if method is None:
+        return "method: required, but missing"
+    if method in ("custom_class", "mlp_speculator"):  # the second is a name without a drafter: vllm#47825
+        return f"method: vLLM has no drafter for it; use another (found {method!r})"
+    if placement != "co_located" and method not in REMOTE_METHODS:
+        return (
+            f"method: a drafter actor takes {', '.join(REMOTE_METHODS)}; for a method of vLLM's own, such as eagle3, "
+            f"set placement: co_located (found {method!r})"
+        )
+    return None
 
 
 class SpeculationConfig(Section):
@@ -169,13 +486,12 @@ class SpeculationConfig(Section):
     speculation leave the ``drafter`` section out; K = 0 is not a way to say it."""
 
     verification: Literal["rejection", "block", "coupled"] = "rejection"
-    """How drafts of sampled requests are verified; every way is exact. ``rejection`` and ``block`` accept most, and
-    the drafter ships its distribution. ``coupled`` ships token ids only and gives the same tokens whatever the drafter
-    did; requests with a seed or structured output always use it, unless a seeded request asks for another. Temperature
-    0 is greedy in any case."""
+    """How drafts of sampled requests are verified; every way is exact ([exactness.md](exactness.md)). ``coupled`` ships
+    token ids only and gives the same tokens whatever the drafter did; requests with a seed or structured output use it
+    by default. Temperature 0 is greedy in any case."""
 
     draft_top_n: int = Field(64, ge=0, le=MAX_DRAFT_TOP_N)
-    """rejection, block: likeliest tokens the drafter samples from and ships with probabilities, per position. 0:
+    """rejection, block: likeliest tokens that the drafter samples from and ships with probabilities, per position. 0:
     greedy drafts, nothing but ids travels."""
 
     adaptive: bool = True
@@ -187,28 +503,18 @@ class SpeculationConfig(Section):
     max_side_branches: int = Field(12, ge=0, le=64)
     """draft_ahead: side branches a request, for outcomes other than the main line's. Bounds the drafter's memory."""
 
-    @field_validator("num_speculative_tokens", mode="before")
-    @classmethod
-    def _in_range(cls, value: Any) -> Any:
-        if isinstance(value, int) and not 1 <= value <= MAX_SPECULATIVE_TOKENS:
-            raise ValueError(
-                f"must be 1 to {MAX_SPECULATIVE_TOKENS}; to serve without speculation leave the drafter section out"
-            )
-        return value
-
 
 class LinkConfig(Section):
     """The wire between one verifier and one drafter."""
 
     backend: Backend = "auto"
     """auto: local, a Unix socket, where both ends are on one machine and it reaches from one to the other, else gloo.
-    nccl (CUDA, ROCm), hccl (Ascend) and xccl (Intel) move a device's memory and need a device at both ends; they are
-    there to be asked for until they have been measured between two devices. Messages are a few KB of host data, and a
-    posted NCCL receive holds up whatever waits for the whole device."""
+    nccl (CUDA, ROCm), hccl (Ascend) and xccl (Intel) move a device's memory, need a device at both ends, and have not
+    been measured between two."""
 
     round_deadline_ms: float = Field(1000.0, gt=0, allow_inf_nan=False)
-    """Longest a round waits for proposals. Later ones count as none: the round decodes plainly. Left out on GPU: 250,
-    and round_deadline_steps."""
+    """Longest time that a round waits for proposals. Later ones count as none: the round decodes plainly. Left out on
+    GPU: 250, and round_deadline_steps."""
 
     round_deadline_steps: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Likewise, in steps of the target as they are measured while it runs; the shorter of the two counts. None: none
@@ -220,20 +526,263 @@ class LinkConfig(Section):
 
     frame_mac: Literal["across_nodes", "always"] = "across_nodes"
     """Which links seal each frame with a keyed MAC, so that nobody on the way can change, add or repeat one: those
-    between two nodes (``across_nodes``), or those within one as well (``always``), where other users of the machine are
-    not trusted. Either way both ends show each other first that they are of one application."""
+    between two nodes (``across_nodes``), or those within one as well (``always``)."""
 
     @model_validator(mode="after")
     def _order(self) -> LinkConfig:
         if self.link_deadline_ms <= self.round_deadline_ms:
-            raise ValueError(
-                f"link_deadline_ms ({self.link_deadline_ms:g}) must exceed round_deadline_ms "
-                f"({self.round_deadline_ms:g}): the first ends the link, the second one round"
-            )
+            shown = f"({self.link_deadline_ms:g}) must exceed round_deadline_ms ({self.round_deadline_ms:g})"
+            raise ValueError(f"link_deadline_ms {shown}: the first ends the link, the second one round")
         return self
 
 
+class GatewayTls(Section):
+    """TLS of the gateway's listeners. Files are read again when they change."""
+
+    certificate: FilePath
+    """Certificate (PEM), with its chain."""
+
+    key: FilePath
+    """Private key (PEM, without a passphrase) of the certificate."""
+
+    client_ca: FilePath | None = None
+    """Authorities (PEM) of which clients must show a certificate. None: clients need none."""
+
+
+class GatewayConfig(Section):
+    """HAProxy in front of Serve's HTTP and gRPC proxies ([gateway.md](gateway.md))."""
+
+    host: str = Field("127.0.0.1", pattern=r"^[A-Za-z0-9_.:-]+$")
+    """Address on which the gateway listens. ``0.0.0.0`` or ``::``: every interface."""
+
+    http_port: int = Field(8000, ge=0, le=65535)
+    """Port of OpenAI's API and the page. 0: any free one."""
+
+    grpc_port: int = Field(9000, ge=0, le=65535)
+    """Port of the gRPC API. 0: any free one."""
+
+    tls: GatewayTls | None = None
+    """Certificate, key and client authorities of every listener. None: plain text."""
+
+    keys_file: FilePath | None = None
+    """File of API keys' hashes, as ``outrider keys new`` writes it. Every call but health probes then needs a key.
+    None: no key is needed."""
+
+    requests_per_minute: int | None = Field(None, ge=1, le=1_000_000)
+    """Most requests a minute of one API key, or of one address where there are no keys. A key's own
+    ``requests_per_minute`` goes before. Health, status and aborts do not count. None: no limit."""
+
+    max_connections_per_address: int = Field(200, ge=1, le=1_000_000)
+    """Most connections from one address to all listeners together. Of IPv6 a network of 64 bits counts as one
+    address."""
+
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, le=2**31 - 1)
+    """Longest HTTP request body, and longest gRPC message. Longer ones get 413 or RESOURCE_EXHAUSTED; bodies without a
+    Content-Length get 411."""
+
+    header_timeout_s: float = Field(10.0, gt=0, le=3600)
+    """Within how many seconds the headers of a request, and the first 32 KiB of its body, must arrive."""
+
+    idle_timeout_s: float = Field(300.0, gt=0, le=86_400)
+    """After how many seconds a connection without a request is closed, and, up to 60 s, one whose TLS handshake is not
+    done or whose client reads nothing of what waits for it. A client that waits for an answer is not idle."""
+
+    admin_port: int | None = Field(None, ge=0, le=65535)
+    """Port of ``/metrics``, ``/outrider/v1/status``, and HAProxy's own ``/haproxy/metrics`` and ``/stats``, which
+    ``http_port`` has not then. None: the first two are on ``http_port``, the others nowhere. 0: any free one."""
+
+
+class AutoscalingConfig(Bounds):
+    """As many target replicas as the load needs ([autoscaling.md](autoscaling.md))."""
+
+    min: int = Field(1, ge=1, le=1024)
+    """Least number of replicas, at least 1: without any, requests would wait for as long as a model takes to load."""
+
+    max: int = Field(ge=1, le=1024)
+    """Greatest number of replicas."""
+
+    target_queue_s: float = Field(5.0, gt=0, le=3600)
+    """Longest time that requests may wait for an engine before replicas are added. Computed as the waiting tokens,
+    prompts and expected answers, divided by the measured tokens per second of all replicas."""
+
+    target_round_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Target median step time in milliseconds. When exceeded, replicas are added, as long as there are more requests
+    than replicas. Null: no limit."""
+
+    target_kv_usage: float = Field(0.9, gt=0, le=1)
+    """Mean KV cache usage above which replicas are added while requests wait."""
+
+    downscale_delay_s: float = Field(300.0, ge=0, le=86_400)
+    """How long one replica fewer must be enough, without a break, before one is stopped."""
+
+
+class ServingConfig(Section):
+    """Replicas, ports, queues, limits of a request, and what is watched."""
+
+    served_model_name: str | None = None
+    """Name that clients may put in ``model``. None: the last part of ``target.model``."""
+
+    app_name: str = Field("outrider", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Name of the Serve application and of its registry."""
+
+    num_replicas: int = Field(1, ge=1)
+    """Target replicas. For a number that follows the load: ``autoscaling``."""
+
+    autoscaling: AutoscalingConfig | None = None
+    """Target replicas as the load takes them, between two numbers: ``{min: 1, max: 4}``, and what is under
+    «serving.autoscaling». None: ``num_replicas``."""
+
+    num_ingresses: int = Field(1, ge=1, le=16)
+    """Ingress processes behind Serve's proxies, spread over the nodes. One that is lost takes only its own answers with
+    it. Each has its part of ``max_ongoing_requests`` and ``max_queued_requests``, rounded up."""
+
+    gateway: Annotated[
+        Annotated[GatewayConfig, Tag("gateway_on")] | Annotated[Literal["off"], Tag("gateway_off")],
+        Discriminator(lambda value: "gateway_off" if value in ("off", False) else "gateway_on"),
+    ] = GatewayConfig()
+    """HAProxy in front of Serve's proxies: ports, TLS, keys, rates and sizes; [gateway.md](gateway.md). ``off``:
+    clients connect to Serve's own proxies."""
+
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address that Serve's own HTTP and gRPC proxies listen on. ``0.0.0.0`` or ``::``: every interface."""
+
+    http_port: int | None = Field(None, ge=0, le=65535)
+    """Port of Serve's own HTTP proxy. Default: 8000 with ``gateway: off``, any free one behind a gateway."""
+
+    grpc_port: int | None = Field(None, ge=0, le=65535)
+    """Port of Serve's own gRPC proxy. Default: 9000 with ``gateway: off``, any free one behind a gateway."""
+
+    api_key: str | None = Field(
+        default_factory=lambda: os.environ.get("VLLM_API_KEY") or None, min_length=1, exclude=True, repr=False
+    )
+    """One key that all callers send, as ``Authorization: Bearer KEY``. It guards every HTTP path but probes and the
+    page's files, and every gRPC method but health. Default: the environment variable VLLM_API_KEY, else none."""
+
+    allowed_origins: list[str] = Field([], max_length=64)
+    """Origins whose web pages may use this server (CORS), e.g. ``https://chat.example.com``; ``*``: any."""
+
+    drain_s: float = Field(120.0, ge=0, le=86_400)
+    """How long running answers may go on when the server, or a replica, is taken down. New ones are refused meanwhile;
+    what is left then is cut."""
+
+    surge: bool | None = None
+    """Whether a deploy that changes something has each new replica ready before an old one ends, which takes room for
+    one more meanwhile. False: an old one ends first. None: true where the nodes have the room."""
+
+    max_ongoing_requests: int = Field(64, ge=1)
+    """Requests that a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""
+
+    max_queued_requests: int = Field(256, ge=1)
+    """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429). Counted by each caller of
+    the replicas, which is one unless other applications call them too."""
+
+    default_timeout_s: float = Field(3600.0, gt=0, le=604800)
+    """Deadline of a generation whose client sets none, in seconds."""
+
+    greatest_timeout_s: float = Field(86400.0, gt=0, le=604800)
+    """Longest deadline that a client may set, in seconds."""
+
+    default_max_tokens: int | None = Field(None, ge=1)
+    """Longest answer of a generation whose client sets no max_tokens. None: what max_model_len leaves."""
+
+    greatest_max_tokens: int | None = Field(None, ge=1)
+    """Largest max_tokens that a client may set. None: what max_model_len leaves."""
+
+    tenant_isolation: bool = False
+    """Whether prefix cache and suffix memory are separate for each caller: for each API key, or for each source address
+    without keys. ``cached_tokens`` is reported only then, since it tells what others have asked."""
+
+    structured_output: Literal["off", "json", "all"] = "all"
+    """Constraints that requests may have. ``off``: none; ``json``: JSON schemas, JSON objects, choices and what tools
+    need; ``all``: regexes, grammars and structural tags as well."""
+
+    step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
+    """A replica with requests of whose engine no step ends for so many seconds, and for 20 times the usual step, fails
+    its health check, and is replaced; its requests get UNAVAILABLE."""
+
+    otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
+    """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
+    (OTLP over gRPC). None: nothing is traced. OpenTelemetry's own variables, such as OTEL_TRACES_SAMPLER, apply."""
+
+    log_format: Literal["text", "json"] = "text"
+    """json: one object a line, with the request's id on every line about a request."""
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> ServingConfig:
+        if self.api_key is not None and self.gateway != "off" and self.gateway.keys_file is not None:
+            raise ValueError("api_key: is given (or VLLM_API_KEY is set) beside gateway.keys_file; leave one out")
+        if self.autoscaling is not None and self.num_replicas > 1:
+            raise ValueError("num_replicas: is given beside autoscaling, which decides it; leave it out")
+        for key in ("timeout_s", "max_tokens"):
+            default, greatest = getattr(self, f"default_{key}"), getattr(self, f"greatest_{key}")
+            if default is not None and greatest is not None and default > greatest:
+                raise ValueError(f"default_{key}: {default:g} is above greatest_{key} ({greatest:g}); lower it")
+        return self
+
+    @field_validator("gateway", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
+
+    @property
+    def unasked_max_tokens(self) -> int | None:
+        """max_tokens of a generation whose client sets none. None: what max_model_len leaves."""
+        return self.greatest_max_tokens if self.default_max_tokens is None else self.default_max_tokens
+
+    @property
+    def public(self) -> tuple[str, int, int]:
+        """Host, HTTP port and gRPC port that clients connect to."""
+        if isinstance(self.gateway, GatewayConfig):
+            return self.gateway.host, self.gateway.http_port, self.gateway.grpc_port
+        return (
+            self.host,
+            8000 if self.http_port is None else self.http_port,
+            9000 if self.grpc_port is None else self.grpc_port,
+        )
+
+    @property
+    def least_replicas(self) -> int:
+        """The number that there always is, but for those that are being replaced."""
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.min
+
+    @property
+    def most_replicas(self) -> int:
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max
+
+
+class OpenAIConfig(Section):
+    """OpenAI's HTTP endpoints. Further keys are the arguments of ``vllm serve`` for its OpenAI server, under vLLM's
+    names, e.g. ``enable_prompt_tokens_details: true``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    chat_template: str | None = Field(None, min_length=1)
+    """File with a Jinja template for chats, or the template itself. None: the tokenizer's own."""
+
+    tool_call_parser: str | None = Field("auto", min_length=1)
+    """vLLM's name of the format in which the model calls tools, e.g. ``hermes``. auto: that of the model's family,
+    where its chat template leaves no doubt. None: requests with ``tools`` are refused."""
+
+    reasoning_parser: str | None = Field("auto", min_length=1)
+    """vLLM's name of the format in which the model marks its reasoning, e.g. ``qwen3``. Grammars then hold for the
+    answer only. auto: that of the model's family. None: reasoning is part of the answer."""
+
+    @model_validator(mode="after")
+    def _are_not_of_the_socket(self) -> OpenAIConfig:
+        for name in self.frontend_args:
+            if name in FRONTEND_ARGS_ELSEWHERE:
+                raise ValueError(f"{name}: has no effect here; set {FRONTEND_ARGS_ELSEWHERE[name]}")
+        return self
+
+    @property
+    def frontend_args(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
 class OutriderConfig(Section):
+    """One deployment."""
+
     target: TargetConfig
     """The model to serve."""
 
@@ -243,7 +792,6 @@ class OutriderConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     link: LinkConfig = LinkConfig()
     serving: ServingConfig = ServingConfig()
-    limits: LimitsConfig = LimitsConfig()
     openai: OpenAIConfig = OpenAIConfig()
 
     @model_validator(mode="before")
@@ -252,13 +800,11 @@ class OutriderConfig(Section):
         """``num_speculative_tokens`` may stand in the drafter section, as in vLLM's ``speculative_config``."""
         if not isinstance(data, dict) or not isinstance(section := data.get("drafter"), dict):
             return data
-        if "num_speculative_tokens" not in section:
+        speculation = data.get("speculation", {})
+        if "num_speculative_tokens" not in section or not isinstance(speculation, dict):
             return data
         drafter = dict(section)
         k = drafter.pop("num_speculative_tokens")
-        speculation = data.get("speculation", {})
-        if not isinstance(speculation, dict):
-            return data
         if speculation.get("num_speculative_tokens", k) != k:
             raise ValueError(
                 f"num_speculative_tokens is {k} in the drafter section and {speculation['num_speculative_tokens']} in "
@@ -269,70 +815,33 @@ class OutriderConfig(Section):
     @field_validator("drafter", mode="before")
     @classmethod
     def _known_method(cls, section: Any) -> Any:
-        if isinstance(section, dict) and (refusal := refusal_of(section)) is not None:
+        if isinstance(section, dict) and (refusal := _refusal_of(section)) is not None:
             raise ValueError(refusal)
         return section
 
     @model_validator(mode="after")
-    def _vocabulary_is_wide_enough(self) -> OutriderConfig:
+    def _fits_together(self) -> OutriderConfig:
         drafter, top_n = self.drafter, self.speculation.draft_top_n
-        for section, engine in drafter.models.items() if isinstance(drafter, DraftModelConfig) else ():
-            if 0 < (engine.draft_vocab_size or 0) < top_n:
-                raise ValueError(
-                    f"{section}.draft_vocab_size ({engine.draft_vocab_size}) is below speculation.draft_top_n "
-                    f"({top_n}); raise the first or lower the second"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_and_pictures_fit(self) -> OutriderConfig:
-        lora = self.target.lora
-        names = [adapter.name for adapter in lora.adapters] if lora is not None else []
+        names = [module.name for module in self.target.lora_modules]
         if self.served_model_name in names:
-            raise ValueError(
-                f"target.lora.adapters: one is called {self.served_model_name!r}, as the model itself is served; "
-                "rename it, or set serving.served_model_name"
-            )
-        own = self.drafter.lora if isinstance(self.drafter, DraftModelConfig) else None
-        for adapter in own.adapters if own is not None else ():
-            if adapter.name not in names:
-                raise ValueError(
-                    f"drafter.lora.adapters: {adapter.name!r} is none of target.lora.adapters, so no request has it; "
-                    "name one of these, or remove it"
-                )
+            raise ValueError(f"target.lora_modules: {self.served_model_name!r} is the model itself; rename the adapter")
+        if isinstance(drafter, DraftModelConfig):
+            if 0 < (drafter.draft_vocab_size or 0) < top_n:
+                raise ValueError(f"drafter.draft_vocab_size: is below speculation.draft_top_n ({top_n}); raise it")
+            if unknown := [module.name for module in drafter.lora_modules if module.name not in names]:
+                raise ValueError(f"drafter.lora_modules: {unknown[0]!r} is none of target.lora_modules; remove it")
+        if isinstance(drafter, CoLocatedConfig):
+            self._check_co_located()
+        elif drafter is not None and self.link.backend in DEVICE_BACKENDS:
+            needs = f"link.backend: {self.link.backend} needs a device at both ends"
+            if isinstance(drafter, LookupConfig):
+                raise ValueError(f"{needs}, and a drafter of method {drafter.method} has none; use auto")
+            if drafter.tensor_parallel_size > 1:
+                raise ValueError(f"{needs}; a drafter whose tensor_parallel_size is above 1 has none; use auto")
         return self
 
-    @model_validator(mode="after")
-    def _device_links_are_between_two_devices(self) -> OutriderConfig:
-        """A drafter process without a device of its own would take another's."""
-        drafter = self.remote_drafter
-        if self.link.backend not in DEVICE_BACKENDS or drafter is None:
-            return self
-        needs = f"link.backend: {self.link.backend} needs a device at both ends"
-        if isinstance(drafter, LookupConfig):
-            raise ValueError(f"{needs}, and a drafter of method {drafter.method} has none; use auto")
-        if drafter.tensor_parallel_size > 1:
-            raise ValueError(
-                f"{needs}, and with drafter.tensor_parallel_size above 1 the drafter's are its ranks', none of which "
-                "holds the link; use auto"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _co_located_is_vllms(self) -> OutriderConfig:
-        """Settings of our rounds would be ignored by vLLM's: refused, except as the defaults they are."""
-        drafter = self.drafter
-        if not isinstance(drafter, CoLocatedConfig):
-            return self
-        for name, taken, there in (
-            ("lora", "adapters are served", self.target.lora),
-            ("multimodal", "pictures are taken", self.target.multimodal),
-        ):
-            if there is not None:
-                raise ValueError(
-                    f"target.{name}: {taken} with a drafter actor or with none, and not beside drafter.placement: "
-                    "co_located, where vLLM drafts in the target's engine; remove one of the two"
-                )
+    def _check_co_located(self) -> None:
+        """Refuses what vLLM's own rounds would ignore, or have never been run with."""
         for name, section, wanted in (
             ("speculation", self.speculation, ("num_speculative_tokens",)),
             ("link", self.link, ()),
@@ -340,27 +849,18 @@ class OutriderConfig(Section):
             defaults = type(section)()
             for key in type(section).model_fields:
                 if key not in wanted and getattr(section, key) != getattr(defaults, key):
-                    raise ValueError(
-                        f"{name}.{key} ({getattr(section, key)}) is about drafter actors and has no effect on "
-                        "drafter.placement: co_located, where vLLM's own runner and sampler work; leave it out"
-                    )
-        if self.target.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"target.pipeline_parallel_size ({self.target.pipeline_parallel_size}) must be 1 where the drafter is "
-                "co_located: vLLM's runner has its drafter on the last stage, and looks for it on every one; set "
-                "placement: with_target, or target.tensor_parallel_size"
-            )
-        size, ranks = drafter.draft_tensor_parallel_size, self.target.tensor_parallel_size
-        if size not in (None, 1, ranks):
-            raise ValueError(
-                f"drafter.draft_tensor_parallel_size ({size}) must be 1 or target.tensor_parallel_size ({ranks}) where "
-                "the drafter is co_located; placement: with_target allows any"
-            )
-        return self
+                    raise ValueError(f"{name}.{key}: has no effect on drafter.placement: co_located; leave it out")
+        for key, set_ in (
+            ("lora_modules", self.target.serves_lora),
+            ("engine_args.limit_mm_per_prompt", self.target.takes_pictures),
+            ("pipeline_parallel_size", self.target.pipeline_parallel_size > 1),
+        ):
+            if set_:
+                raise ValueError(f"target.{key} has never been run beside a co-located drafter; remove one of the two")
 
     @property
     def drafter_model(self) -> str | None:
-        """Checkpoint of the draft model or heads; None where the method has none of its own."""
+        """Checkpoint of the draft model or heads. None: the method has none of its own."""
         return self.drafter.model if isinstance(self.drafter, DraftModelConfig | CoLocatedConfig) else None
 
     @property
@@ -373,7 +873,7 @@ class OutriderConfig(Section):
 
     @property
     def remote_drafter(self) -> RemoteConfig | None:
-        """The drafter that runs in an actor; None without one, co-located drafting included."""
+        """The drafter that runs in an actor. None: there is no drafter, or a co-located one."""
         return None if isinstance(self.drafter, CoLocatedConfig) else self.drafter
 
     @property
@@ -383,7 +883,7 @@ class OutriderConfig(Section):
 
 
 def parse_config(data: Any, source: str = "config") -> OutriderConfig:
-    """Validate a decoded YAML document.
+    """Validates a decoded YAML document.
 
     Raises ConfigError listing every wrong field by its dotted path, with what was found and what is allowed.
     """
@@ -396,57 +896,12 @@ def parse_config(data: Any, source: str = "config") -> OutriderConfig:
 
 
 def load_config(path: str | Path) -> OutriderConfig:
-    """Read one YAML file. Raises ConfigError for a missing file, bad YAML or a wrong field."""
+    """Reads one YAML file. Raises ConfigError for a missing file, bad YAML or a wrong field."""
     path = Path(path)
     try:
-        data = read_yaml(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (yaml.YAMLError, ValueError, OSError) as error:  # ValueError: no UTF-8, or a date that there is none of
-        raise ConfigError(f"{path}: not readable as YAML: {error}") from None
+        data = read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
     return parse_config(data, str(path))
-
-
-def explained(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors():
-        parts = [str(part) for part in item["loc"] if part not in TAGS]
-        where = ".".join(parts) or "config"
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: {_unknown_key(parts)}")
-        elif item["type"] == "missing":
-            lines.append(f"{where}: required, but missing")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            if parts and _KEY.match(message):
-                where, message = f"{where}.{message.partition(': ')[0]}", message.partition(": ")[2]
-            found = item.get("input")
-            shown = "" if isinstance(found, Mapping | list | Section) or _is_nan(found) else f" (found {found!r})"
-            # What is wrong between two sections names its field itself.
-            lines.append(f"{where}: {message}{shown}" if parts else f"{message}{shown}")
-    return "; ".join(lines)
-
-
-def _unknown_key(parts: list[str]) -> str:
-    """parts: of the dotted path. A key that vLLM users know gets a better answer than one that is misspelt."""
-    *section, key = parts
-    if section == ["drafter"] and key == "engine_args":
-        return (
-            "a drafter without an engine of its own has none; remove it (placement: co_located drafts in the target's "
-            "engine: target.engine_args, and the keys of vLLM's speculative_config here)"
-        )
-    if section == ["drafter"] and key == "lora":
-        return "adapters are a draft model's in a drafter actor (method: draft_model); remove it"
-    if section == ["drafter"] and key == "pipeline_parallel_size":
-        return "a drafter is split over tensor-parallel ranks only; set drafter.tensor_parallel_size"
-    if section == ["drafter"] and key in CoLocatedConfig.model_fields:
-        return (
-            "unknown key of this method in a drafter actor; remove it, or set placement: co_located, where vLLM has it"
-        )
-    if section == ["speculation"] and (key in CoLocatedConfig.model_fields or key == "placement"):
-        return "unknown key here; it belongs into the drafter section"
-    return "unknown key; remove it or check its spelling"
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)

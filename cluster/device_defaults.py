@@ -77,7 +77,7 @@ def choices(config: OutriderConfig, gpu: bool) -> list[Choice]:
     ]
     if isinstance(config.drafter, DraftModelConfig):
         keys = ("max_num_seqs", "prefill_chunk_tokens", "draft_vocab_size")
-        found += [_choice(name, engine, key, gpu) for name, engine in config.drafter.models.items() for key in keys]
+        found += [_choice("drafter", config.drafter, key, gpu) for key in keys]
     if config.remote_drafter is not None:
         found += _deadlines(config.link, gpu)
     return found
@@ -86,17 +86,10 @@ def choices(config: OutriderConfig, gpu: bool) -> list[Choice]:
 def with_device_defaults(config: OutriderConfig, gpu: bool) -> OutriderConfig:
     """The configuration with every choice made. On CPU it is the same."""
     sections: dict[str, dict[str, Any]] = {}
-    drafter = config.drafter
-    models = drafter.models if isinstance(drafter, DraftModelConfig) else {}
     for choice in choices(config, gpu):
         name, _, key = choice.field.rpartition(".")
-        section = models[name] if name in models else getattr(config, name)
-        if not choice.written and getattr(section, key) != choice.value:
+        if not choice.written and getattr(getattr(config, name), key) != choice.value:
             sections.setdefault(name, {})[key] = choice.value
-    if isinstance(drafter, DraftModelConfig) and drafter.also:
-        _, *others = models
-        also = [models[name].model_copy(update=sections.pop(name, {})) for name in others]
-        sections.setdefault("drafter", {})["also"] = also
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed) if changed else config
 

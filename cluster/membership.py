@@ -32,7 +32,7 @@ def fingerprint(config: OutriderConfig) -> str:
         "protocol": PROTOCOL_VERSION,
         "drafter": None if drafter is None else drafter.model_dump(mode="json", exclude=where),
         "speculation": config.speculation.model_dump(mode="json"),
-        "target": [target.model, target.revision, target.tokenizer],
+        "target": [target.model, target.revision, target.engine_args.get("tokenizer")],
     }
     return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -30,7 +30,6 @@ from outrider.cluster.config import (
     parse_config,
 )
 from outrider.cluster.device_defaults import with_device_defaults
-from outrider.cluster.drafter_config import check_build_drafts, check_several_models
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
     REPLICA_CPUS,
@@ -100,8 +99,6 @@ def _compare_models(config: OutriderConfig) -> None:
     """Raises ConfigError. A checkpoint that only another node has cannot be read: then the target is checked by itself,
     where it is here, and tokenizers are compared when it links to a drafter (cluster/vocabulary.py)."""
     models = [config.target.model, config.drafter_model or config.target.model]
-    if isinstance(config.drafter, DraftModelConfig):
-        models += [each.model for each in config.drafter.also]
     if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
         logger.warning(
             "%s is not on this node: models are not compared, but for tokenizers when a drafter is linked to; run "
@@ -146,10 +143,6 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
     gpu = engine_on_gpu()
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
     sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
-    if config.co_located is not None:
-        check_build_drafts(config.co_located, gpu)
-    if isinstance(config.drafter, DraftModelConfig):
-        check_several_models(config.drafter, gpu)
     if gpu:
         for name, section in (("target", config.target), ("drafter", config.drafter)):
             if section is not None and section.cores is not None:
@@ -265,7 +258,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
         config.num_speculative_tokens,
         broadcast=broadcast,
         owners=owners(serving),
-        limits=config.limits,
+        limits=serving,
         max_retries=serving.most_replicas - 1,
         isolates_tenants=serving.tenant_isolation,
         is_stopping=is_stopping,
@@ -337,14 +330,13 @@ def routing(config: OutriderConfig) -> RequestRouterConfig:
     from outrider.actors.serve_seam.request_router import TargetRouter
 
     serving = config.serving
-    caching = config.target.enable_prefix_caching
+    cached = {} if config.target.engine_args.get("enable_prefix_caching", True) else {"prefix_affinity": 0.0}
     return RequestRouterConfig(
         request_router_class=TargetRouter,
         request_router_kwargs={
             # All together leave CONTROL_CALLS: a broadcast, too, waits for a slot at the replica.
             "max_ongoing_requests": part_of(serving.max_ongoing_requests, serving.num_ingresses),
-            "prefix_affinity": serving.prefix_affinity if caching else 0.0,
-            "max_imbalance_tokens": serving.max_imbalance_tokens,
+            **cached,
         },
         request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
         # Looking again costs next to nothing here: a full replica is not asked, its requests are counted.
@@ -369,8 +361,7 @@ def describe(config: OutriderConfig) -> str:
         number = drafter.num_drafters if scaling is None else f"{scaling.min} to {scaling.max}"
         pool = f"a pool of {number} of "
     if isinstance(drafter, DraftModelConfig):
-        others = "".join(f", {each.name}: {each.model}" for each in drafter.also)
-        return f"{text}, drafted for by {pool}{drafter.model} ({_engine(drafter)}){others}"
+        return f"{text}, drafted for by {pool}{drafter.model} ({_engine(drafter)})"
     return f"{text}, drafted for by {pool}{drafter.method} lookup"
 
 

@@ -99,7 +99,7 @@ def check_checkpoints(config: OutriderConfig) -> list[Finding]:
     """Looks at the files of every checkpoint, then at what they say against the configuration and each other."""
     engines: dict[str, EngineConfig] = {"target": config.target}
     if isinstance(config.drafter, DraftModelConfig):
-        engines |= config.drafter.models
+        engines["drafter"] = config.drafter
     findings = [_files(section, engine.model, engine) for section, engine in engines.items()]
     if config.drafter_model is not None and "drafter" not in engines:  # co-located
         findings.append(_files("drafter", config.drafter_model, config.target))
@@ -127,8 +127,9 @@ def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
         cores = Finding(Level.OK, "cores", f"{len(available_cores())} usable")
         fix = "use a machine with more cores, or fewer ranks and replicas"
         return [Finding(Level.WARN, "cores", text, fix) for text in plan.warnings] or [cores]
+    utilization = float(config.target.engine_args.get("gpu_memory_utilization", 0.9))
     wanted = int(plan.total("GPU", config.serving.least_replicas, plan.num_drafters))
-    return [judged("GPUs", lambda: judge_gpus(gpu_memory(), wanted, config.target.gpu_memory_utilization))]
+    return [judged("GPUs", lambda: judge_gpus(gpu_memory(), wanted, utilization))]
 
 
 def gpu_memory() -> list[tuple[int, int]]:
@@ -154,8 +155,8 @@ def judge_gpus(memory_mib: Sequence[tuple[int, int]], wanted: int, utilization: 
     full = [index for index, (total, free) in enumerate(memory_mib) if free < utilization * total]
     if len(memory_mib) - len(full) < wanted:
         raise ConfigError(
-            f"target.gpu_memory_utilization: {text}, but on GPU {', '.join(map(str, full))} less than {utilization:g} "
-            "of the memory is free; end what runs there, or lower it"
+            f"target.engine_args.gpu_memory_utilization: {text}, but on GPU {', '.join(map(str, full))} less than "
+            f"{utilization:g} of the memory is free; end what runs there, or lower it"
         )
     return text
 

@@ -70,7 +70,6 @@ def resolve_config(config_or_preset: str, overrides: Overrides | None = None) ->
     sections = {"target": tree["target"]}
     if config.drafter_model is not None:
         sections["drafter"] = tree["drafter"]
-        sections |= {f"drafter.also.{section['name']}": section for section in tree["drafter"].get("also", ())}
     for name, section in sections.items():
         source = BY_HUB_ID.get(section["model"]) if from_preset else None
         if (given := getattr(overrides, name, None)) is not None:
@@ -90,8 +89,6 @@ def models_to_fetch(preset: str, overrides: Overrides) -> list[str]:
     used = [config.target.model] if overrides.target is None else []
     if (drafter_model := config.drafter_model) is not None and overrides.drafter is None:
         used.append(drafter_model)
-    if isinstance(config.drafter, DraftModelConfig):
-        used += [each.model for each in config.drafter.also]
     # The path of a copy stands here in place of the hub id of a model that has been fetched.
     return [BY_HUB_ID[model].name for model in used if model in BY_HUB_ID]
 

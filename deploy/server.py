@@ -281,7 +281,7 @@ class Server:
         text = shortened(message)
         if _ELSEWHERE in text and self._logs is not None:
             text = root_cause(self._logs) or text
-        is_field = re.match(r"(?:target|drafter|speculation|link|serving|limits|openai)[.\w]*: ", text)
+        is_field = re.match(r"(?:target|drafter|speculation|link|serving|openai)[.\w]*: ", text)
         return f"{'' if is_field else f'{name.lower()}: '}{text}{self._where()}"
 
     def _where(self) -> str:
@@ -371,7 +371,7 @@ def _states(app: ApplicationStatusOverview | None) -> str:
 
 def proxy_options(serving: ServingConfig) -> dict[str, Any]:
     """Returns ``http_options`` and ``grpc_options`` for ``serve.start``. Ports are settled by then."""
-    functions = [SERVICES, REFLECTION] if serving.reflection and serving.api_key is None else [SERVICES]
+    functions = [SERVICES, REFLECTION] if serving.api_key is None else [SERVICES]
     assert serving.grpc_port is not None
     return {
         "http_options": HTTPOptions(host=serving.host, port=serving.http_port, keep_alive_timeout_s=300),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OTEL_TRACES_SAMPLER_ARG", "0")  # nothing is traced but what a caller asks for
 os.environ.setdefault("OUTRIDER_GATEWAY_TOKEN", "the-secret-of-the-tests-gateway")
 # Ray's workers give way to everything else: servers would wait for the other half of the tests, and for its browser.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -54,7 +55,6 @@ DEPLOYMENTS = {
     "adapters_tp2": "A target of two ranks with three adapters, whose steps follow each other, and a suffix drafter.",
     "stages": "A target of two pipeline stages with two ranks each and little KV cache, a drafter of one rank.",
     "several": "A draft model with both look-ups beside it.",
-    "several_models": "A drafter of two draft models, each of which misreads some letters.",
     "pictures": "A target that sees pictures, and a text draft model, which lacks the tokens that stand for them.",
     "pictures_mrope": "A target of two ranks that sees pictures, with positions in three dimensions, a suffix drafter.",
 }
@@ -72,13 +72,16 @@ FIRST_HALF = {
 either command."""
 
 IN_FULL_RUNS_ONLY = {
-    "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "adapters",
-    "adapters_tp2", "stages", "several", "several_models", "pictures", "pictures_mrope", "test_co_located",
-    "test_connection_limits", "test_draft_engine", "test_drain", "test_openai_responses", "test_served_distribution",
-    "test_tenants", "test_tls", "test_vllm_bench",
+    "small_kv", "co_located", "no_drafter", "two_replicas", "both_tp2", "wide_target", "pool", "lookup_pool",
+    "adapters", "adapters_tp2", "stages", "several", "pictures", "pictures_mrope", "test_bench_load",
+    "test_block_copies", "test_chaos", "test_co_located", "test_connection_limits", "test_device_faults",
+    "test_device_steps",
+    "test_distill", "test_draft_engine", "test_draft_graphs", "test_draft_models", "test_drain", "test_gpu_folder",
+    "test_hanging_drafter", "test_model_drafter", "test_openai_responses", "test_own_gpus", "test_pictures",
+    "test_served_distribution", "test_target_sampler", "test_tenants", "test_tls", "test_vllm_bench",
 }  # fmt: skip
-"""Deployments and files that take a minute or more for few tests, whose gist unit tests and the other deployments have:
-all of them are marked exhaustive."""
+"""Deployments and files that take half a minute or more for few tests, whose gist other tests have: all of them are
+marked exhaustive."""
 
 MOST_TIES = 8
 """Differences from the references that may be put down to rounding, over a whole session."""

@@ -226,8 +226,7 @@ def main(model):
         max_num_seqs=4,
         max_draft_rows=MOST_ROWS,
         kv_cache_memory_bytes=64 << 20,
-        enable_prefix_caching=False,
-        engine_args={"num_gpu_blocks_override": NUM_BLOCKS},
+        engine_args={"enable_prefix_caching": False, "num_gpu_blocks_override": NUM_BLOCKS},
     )
     of = Comparison(DraftEngine(drafter_vllm_config(config, None, None), in_process=True))
     steps(of)

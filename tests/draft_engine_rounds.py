@@ -116,8 +116,11 @@ def main(model, section):
         dtype="float32",
         max_model_len=512,
         kv_cache_memory_bytes=64 << 20,
-        enable_prefix_caching=False,  # else one side would find what the other has computed
-        engine_args={"num_gpu_blocks_override": NUM_BLOCKS, **section.pop("engine_args", {})},
+        engine_args={
+            "enable_prefix_caching": False,  # else one side would find what the other has computed
+            "num_gpu_blocks_override": NUM_BLOCKS,
+            **section.pop("engine_args", {}),
+        },
         **section,
     )
     engine = DraftEngine(drafter_vllm_config(config, None, None), in_process=True)

@@ -23,7 +23,7 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 
 from outrider.actors.serve_seam.autoscaling import PeriodicPolicy, serve_autoscaling
 from outrider.actors.serving.autoscaling import Report
-from outrider.cluster.scaling_config import AutoscalingConfig
+from outrider.cluster.config import AutoscalingConfig
 from tests.clock import Clock
 
 SEATS = 16

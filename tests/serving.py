@@ -20,8 +20,7 @@ from ray.core.generated import gcs_pb2
 
 from outrider.actors.serve_seam import GRPC_HOST_VARIABLE, PROXY_ENVIRONMENT
 from outrider.actors.serving.owners import TOKEN_VARIABLE
-from outrider.cluster.config import DraftModelConfig, OutriderConfig, ServingConfig, parse_config
-from outrider.cluster.gateway_config import GatewayConfig
+from outrider.cluster.config import DraftModelConfig, GatewayConfig, OutriderConfig, ServingConfig, parse_config
 from outrider.cluster.placement import NAMESPACE, available_cores
 from outrider.deploy import app
 from outrider.deploy.app import ReplicaPlan, build_app, plan_replica
@@ -38,7 +37,6 @@ from tests.tiny_models import (
     build_tiny_llama,
     merge_adapter,
     pad_vocabulary,
-    shuffle_embeddings,
 )
 from tests.tiny_pictures import build_tiny_idefics, build_tiny_paddle
 
@@ -73,10 +71,6 @@ class Models:
     merged: dict[str, Path]
     """The target with each of them in its weights."""
 
-    not_lower: Path
-    """A drafter that is the target, but for lower-case letters, which it takes for others."""
-
-    not_upper: Path
     sees: Path
     """A target that sees pictures, of the same language model."""
 
@@ -100,15 +94,10 @@ def build_models(directory: Path) -> Models:
         pad_vocabulary(directory / "wide-drafter", drafter, WIDE_VOCAB_SIZE),
         adapters,
         {name: merge_adapter(directory / f"merged-{name}", target, path) for name, path in adapters.items()},
-        shuffle_embeddings(directory / "not-lower", target, LOWER),
-        shuffle_embeddings(directory / "not-upper", target, UPPER),
         build_tiny_idefics(directory / "sees", target),
         build_tiny_paddle(directory / "sees-by-mrope", target),
     )
 
-
-LOWER, UPPER = range(ord("a"), ord("z") + 1), range(ord("A"), ord("Z") + 1)
-"""Ids of letters."""
 
 LATER = "adapters"
 """Directory beneath the models' from which adapters may be loaded at run time."""
@@ -121,7 +110,7 @@ TARGET_ENGINE_ARGS: dict[str, Any] = {
 }
 """Of the one deployment whose target has some."""
 
-DRAFTER_ENGINE_ARGS: dict[str, Any] = {"load_format": "safetensors"}
+DRAFTER_ENGINE_ARGS: dict[str, Any] = {"load_format": "safetensors", "gpu_memory_utilization": 0.4}
 """Likewise of a drafter."""
 
 ISOLATED = {"tenant_isolation": True}
@@ -134,13 +123,9 @@ steps, in which a draft model as large as the target does not draft K tokens."""
 
 def engine(model: Path, **changes: Any) -> dict[str, Any]:
     """An engine's section. Two such engines fit on one GPU: vLLM starts none unless its share of the memory is free."""
-    common: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": MAX_MODEL_LEN,
-        "kv_cache_memory_bytes": 64 << 20,
-        "gpu_memory_utilization": 0.4,
-    }
-    return {"model": str(model), **common, **changes}
+    common: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
+    arguments = {"gpu_memory_utilization": 0.4, **changes.pop("engine_args", {})}
+    return {"model": str(model), **common, "engine_args": arguments, **changes}
 
 
 def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
@@ -168,15 +153,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
     # Tests that look at drafts need them in every round, whether they pay or not.
     always = {"speculation": {"num_speculative_tokens": K, "adaptive": False}, "link": DEADLINES}
     adapters = [{"name": name, "path": str(models.adapters[name])} for name in ("near", "far", "own")]
-    lora = {
-        "adapters": adapters,
-        "max_lora_rank": 8,
-        "max_loras": 4,
-    }
-    multimodal = {
-        "limit_mm_per_prompt": {"image": 2},
-        "allowed_media_domains": ["localhost"],  # which is never reached
-    }
+    lora = {"max_lora_rank": 8, "max_loras": 4}
     return {
         "pair": {
             "target": target,
@@ -191,11 +168,9 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "drafter": {"method": "ngram", "cores": core(1)},
             **always,
             "link": {"round_deadline_ms": 300, "link_deadline_ms": 5000},  # a busy machine's pause is no end
-            # Nothing is traced but what a caller asks for.
             "serving": {
                 **ISOLATED,
                 "otlp_traces_endpoint": f"http://127.0.0.1:{TRACES_PORT}",
-                "trace_sample_ratio": 0,
                 "log_format": "json",
             },
         },
@@ -208,15 +183,6 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         "several": {
             "target": target,
             "drafter": {**pinned_draft_model, "beside": ["ngram", "suffix"]},
-            **always,
-        },
-        "several_models": {
-            "target": target,
-            "drafter": {
-                **pinned_draft_model,
-                "model": str(models.not_lower),
-                "also": [{"name": "other", **engine(models.not_upper)}],
-            },
             **always,
         },
         # As little KV as small_kv's target has.
@@ -268,8 +234,8 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             **always,
         },
         "adapters": {
-            "target": {**target, "lora": lora},
-            "drafter": {**pinned_draft_model, "lora": {"adapters": adapters[2:], "max_lora_rank": 8}},
+            "target": {**target, "lora_modules": adapters, "engine_args": lora},
+            "drafter": {**pinned_draft_model, "lora_modules": adapters[2:], "engine_args": {"max_lora_rank": 8}},
             **always,
             "openai": {"chat_template": CHAT_TEMPLATE},
             "serving": ISOLATED,
@@ -278,7 +244,7 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "target": {
                 **target_of_two,
                 "model": str(models.sees_by_mrope),
-                "multimodal": {"limit_mm_per_prompt": {"image": 2}},
+                "engine_args": {"limit_mm_per_prompt": {"image": 2}},
                 "max_num_batched_tokens": 96,
                 "kv_cache_memory_bytes": 1 << 20,
             },
@@ -287,7 +253,12 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
         },
         # What else the target can be, at once: two ranks, steps one after the other, guesses from others' answers.
         "adapters_tp2": {
-            "target": {**target_of_two, "lora": {**lora, "max_loras": 3}, "async_scheduling": False},
+            "target": {
+                **target_of_two,
+                "lora_modules": adapters,
+                "engine_args": {**lora, "max_loras": 3},
+                "async_scheduling": False,
+            },
             "drafter": {"method": "suffix"},
             **patient,
         },
@@ -296,13 +267,14 @@ def configurations(models: Models, half: int = 1) -> dict[str, dict[str, Any]]:
             "target": {
                 **target,
                 "model": str(models.sees),
-                "multimodal": multimodal,
+                # The host is never reached.
+                "engine_args": {"limit_mm_per_prompt": {"image": 2}, "allowed_media_domains": ["localhost"]},
                 "max_num_batched_tokens": 96,
                 "kv_cache_memory_bytes": 2 << 20,
             },
             "drafter": pinned_draft_model,
             **always,
-            "openai": {"frontend_args": {"enable_prompt_tokens_details": True}},
+            "openai": {"enable_prompt_tokens_details": True},
             "serving": ISOLATED,
         },
         "both_tp2": {"target": target_of_two, "drafter": drafter_of_two, **patient},

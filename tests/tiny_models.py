@@ -85,22 +85,6 @@ def pad_vocabulary(path: Path, of: Path, vocab_size: int) -> Path:
     return path
 
 
-def shuffle_embeddings(path: Path, of: Path, token_ids: Sequence[int]) -> Path:
-    """Write another checkpoint's weights with these tokens' embeddings moved round by one: a drafter that takes each of
-    them for another, and agrees with that model as long as it reads none of them."""
-    from safetensors.torch import load_file, save_file
-
-    if (path / "config.json").exists():
-        return path
-    shutil.copytree(of, path)
-    tensors = load_file(path / "model.safetensors")
-    rows = torch.tensor(token_ids)
-    embeddings = tensors["model.embed_tokens.weight"]
-    embeddings[rows] = embeddings[rows.roll(1)]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
 CONFIG = "adapter_config.json"
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules of a Llama that adapters change."""
@@ -207,7 +191,6 @@ def build_learnable(path: Path) -> Path:
 def build_first_layer(path: Path, of: Path) -> Path:
     """A drafter that is that target's first layer."""
     import json
-    import shutil
 
     from safetensors.torch import load_file, save_file
 

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from outrider.actors.drafter.hang_watch import end_when_hung
 from outrider.actors.drafter.load import load_strategy, warm_up
 from outrider.actors.drafter.loop import DraftLoop, LinkSink
-from outrider.actors.drafter.suffix import AnswerPart, SuffixStrategy
+from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, AnswerPart, SuffixStrategy
 from outrider.actors.drafter.suffix_pool import PoolMember, RayPool
 from outrider.actors.learning.lessons import LessonBook
 from outrider.actors.observability.logs import configure as configure_logging
@@ -95,12 +95,11 @@ class Drafter:
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
         self._app_name = app_name
-        self._vocabularies: list[Marks] = []
-        """Of each draft model's ids; none where they have been compared with the target's, and differ in added
-        tokens."""
+        self._vocabulary: Marks = ()
+        """Of the draft model's ids; () where they have been compared with the target's, and differ in added tokens."""
 
         if isinstance(config, DraftModelConfig) and num_common_tokens is None:
-            self._vocabularies = [marks_of(engine.model) for engine in config.models.values()]
+            self._vocabulary = marks_of(config.model)
         self._learning = self._start_learning(config)
         self._pool = self._join_pool(config)
         self._links: dict[int, Link] = {}
@@ -127,8 +126,7 @@ class Drafter:
 
         Vocabularies of one tokenizer may be padded to different sizes: no more is drawn than both have.
         """
-        for marks in self._vocabularies:
-            check_marks(invitation.vocabulary, marks)
+        check_marks(invitation.vocabulary, self._vocabulary)
         try:
             self._loop.limit_vocabulary(invitation.vocab_size)
         except ValueError as error:
@@ -203,11 +201,7 @@ class Drafter:
 
             assert isinstance(strategy, SeveralStrategy)
             config, strategy = SuffixConfig(method="suffix"), strategy.lookups["suffix"]
-        if (
-            not isinstance(config, SuffixConfig)
-            or not config.share_across_replicas
-            or not config.suffix_decoding_max_cached_requests
-        ):
+        if not isinstance(config, SuffixConfig) or not config.suffix_decoding_max_cached_requests:
             return None
         assert isinstance(strategy, SuffixStrategy)
 
@@ -215,7 +209,7 @@ class Drafter:
             strategy.learn(parts)
             self._loop.wake()
 
-        pool = RayPool(self._app_name, config.suffix_decoding_max_cached_tokens)
+        pool = RayPool(self._app_name, MAX_CACHED_TOKENS)
         member = PoolMember(strategy.name, pool, strategy.take_parts, learn)
         member.start()
         return member
@@ -318,7 +312,7 @@ def launch_drafter(
     the actor's, see observability.environment.
     """
     indices = placement.drafter_bundle_indices
-    dtypes = [engine.dtype for engine in config.models.values()] if isinstance(config, DraftModelConfig) else []
+    dtypes = [config.dtype] if isinstance(config, DraftModelConfig) else []
     env_vars = {
         **rank_environment(cores),
         **float32_environment(*dtypes),

@@ -133,7 +133,6 @@ class DraftModelStrategy:
         self._swap: Swap | None = None
         """To the version that is to draft, where it does not yet."""
 
-        self._scores: dict[ModelSequence, tuple[int, int]] = {}
         self._steps_since_prefill = 0
         self._saw_bad_logits = False
         self._step_times = Histogram()
@@ -256,37 +255,12 @@ class DraftModelStrategy:
         keep the KV that they have: their drafts may be a little worse until they end, and every one is verified."""
         self._swap = swap
 
-    def lead(self, sequence: ModelSequence, num_wanted: int, num_on_miss: int) -> None:
-        """Draft for the last commit after all, which was taken as one that wants no drafts."""
-        sequence.turn = next(self._turns)
-        sequence.rouse(num_wanted, num_on_miss)
-        self._pauses.end()
-
-    def score(self, spans: Mapping[ModelSequence, int]) -> DraftStep | None:
-        """A step that draws in the place of tokens that the target has committed, of sequences whose drafts are a
-        function of text and seed: `take_scores` then has how many are the same. spans: of each sequence the position of
-        the first of them."""
-        self._release()
-        step = self._planner.score({sequence: first for sequence, first in spans.items() if sequence.started})
-        return None if step is None else self._begun(step)
-
-    def take_scores(self) -> dict[ModelSequence, tuple[int, int]]:
-        """Of each sequence that a step scored since the last call: tokens that were the same, and all of them."""
-        scores, self._scores = self._scores, {}
-        return scores
-
-    @property
-    def has_prompts(self) -> bool:
-        """Somebody waits for drafts whose text is not read yet."""
-        return any(not (s.can_draft or s.retired) and s.num_wanted > 0 for s in self._sequences)
-
     def forget_step_times(self) -> None:
         """What the first steps took, which set up what is set up lazily."""
         self._cost.forget()
         self._step_times = Histogram()
 
-    def plan(self, idle: bool = True) -> tuple[Work | None, list[Answer]]:
-        """idle: texts are read too for which nobody wants drafts."""
+    def plan(self) -> tuple[Work | None, list[Answer]]:
         self._release()
         if self._swap is not None:
             change, self._swap = WeightsChange(self._engine, self._swap), None
@@ -307,14 +281,16 @@ class DraftModelStrategy:
             return pause, answers
         step = planner.prefill() if prefill_first else None
         if step is None:
-            step = planner.drafts(due, answers) or planner.prefill() or (planner.prefill(idle=True) if idle else None)
-        self._running = None
+            step = planner.drafts(due, answers) or planner.prefill() or planner.prefill(idle=True)
         if step is not None:
             drafting = any(row.draw is not None for row in step.plan.rows)
             self._steps_since_prefill = self._steps_since_prefill + 1 if drafting else 0
             if is_ahead:
                 self._pauses.stepped(step.worth)
-            self._begun(step)
+            step.plan.num_drawable = self._num_drawable
+            if self._vocabulary is not None:
+                step.plan.vocabulary_changes = self._vocabulary.take_changes()
+        self._running = step
         return step or self._hashing(), answers
 
     def complete(self, work: Work) -> list[Answer]:
@@ -339,10 +315,6 @@ class DraftModelStrategy:
             if line is None:
                 sequence.main.num_computed = max(sequence.main.num_computed, row.start + len(row.token_ids))
                 answers += self._announced(sequence)
-                if row.draw is not None:
-                    right, looked_at = self._scores.get(sequence, (0, 0))
-                    is_right = drawn is not None and drawn.usable and drawn.token == sequence.text[row.draw.position]
-                    self._scores[sequence] = right + is_right, looked_at + 1
                 continue
             assert row.draw is not None
             assert drawn is not None
@@ -387,13 +359,6 @@ class DraftModelStrategy:
             counted["vocabulary_observed"] = self._vocabulary.num_observed
             counted["vocabulary_missed"] = self._vocabulary.num_missed
         return counted
-
-    def _begun(self, step: DraftStep) -> DraftStep:
-        step.plan.num_drawable = self._num_drawable
-        if self._vocabulary is not None:
-            step.plan.vocabulary_changes = self._vocabulary.take_changes()
-        self._running = step
-        return step
 
     def _hashing(self) -> Hashing | None:
         """What is to be done for prompts beside steps, which it takes turns with: it is far shorter."""

@@ -26,8 +26,7 @@ from outrider.actors.learning.draft_models import local_copy, tensors_of
 from outrider.actors.learning.service import DrafterTrainer, Report, Update
 from outrider.actors.learning.texts import Text
 from outrider.actors.learning.versions import sampled_digest
-from outrider.cluster.config import DraftModelConfig
-from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.config import DraftModelConfig, LearningConfig
 from outrider.cluster.placement import OWN_GPUS
 
 if TYPE_CHECKING:

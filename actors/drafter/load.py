@@ -12,17 +12,17 @@ import ray
 
 from outrider.actors.drafter.ngram import NgramStrategy
 from outrider.actors.drafter.strategy import DraftStrategy
-from outrider.actors.drafter.suffix import SuffixStrategy
+from outrider.actors.drafter.suffix import MAX_CACHED_TOKENS, SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.actors.drafter.vocabulary import DraftVocabulary, trained_on
 from outrider.cluster.config import (
     ConfigError,
+    DraftModelConfig,
     NgramConfig,
     RemoteConfig,
     SpeculationConfig,
     SuffixConfig,
 )
-from outrider.cluster.drafter_config import DraftEngineConfig
 from outrider.cluster.link.messages import Commit, DraftSampling, Open
 from outrider.cluster.modes import Mode
 from outrider.cluster.placement import RankPlacement
@@ -60,7 +60,7 @@ def load_strategy(
     if ranks is not None and ray.get_runtime_context().was_current_actor_reconstructed:
         # The ranks of the life before may still be on their way out, and hold their names.
         ranks = replace(ranks, actor_names=[f"{name}#{os.getpid()}" for name in ranks.actor_names])
-    adapters = [] if config.lora is None else [adapter.path for adapter in config.lora.adapters]
+    adapters = [module.path for module in config.lora_modules]
     vllm_config = drafter_vllm_config(config, ranks, placement_group)
     engine = DraftEngine(vllm_config, in_process=ranks is None, adapters=adapters)
     limits = LookaheadLimits(
@@ -70,20 +70,13 @@ def load_strategy(
     )
     vocabulary = cut_head(config, engine, num_common_tokens)
     strategy = DraftModelStrategy(engine, config.prefill_chunk_tokens, limits, vocabulary)
-    also: dict[str, DraftModelStrategy] = {}
-    for other in config.also:
-        engine = DraftEngine(drafter_vllm_config(other, None, placement_group), in_process=True)
-        rows = replace(limits, max_rows=other.max_draft_rows)
-        vocabulary = cut_head(other, engine, num_common_tokens)
-        also[other.name] = DraftModelStrategy(engine, other.prefill_chunk_tokens, rows, vocabulary)
-    for each in (strategy, *also.values()):
-        if num_common_tokens is not None:
-            each.limit_vocabulary(num_common_tokens)
-    if not (config.beside or also):
+    if num_common_tokens is not None:
+        strategy.limit_vocabulary(num_common_tokens)
+    if not config.beside:
         return strategy
     from outrider.actors.drafter.several import SeveralStrategy
 
-    return SeveralStrategy(strategy, {method: _look_up(method) for method in config.beside}, also=also)
+    return SeveralStrategy(strategy, {method: _look_up(method) for method in config.beside})
 
 
 def _look_up(method: str) -> DraftStrategy[Any]:
@@ -103,12 +96,12 @@ def _suffix_strategy(config: SuffixConfig) -> SuffixStrategy:
         config.suffix_decoding_max_spec_factor,
         config.suffix_decoding_min_token_prob,
     )
-    cached = config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens
+    cached = config.suffix_decoding_max_cached_requests, MAX_CACHED_TOKENS
     return SuffixStrategy(limits, *cached, name=secrets.token_hex(8))
 
 
 def cut_head(
-    config: DraftEngineConfig, engine: DraftEngine, num_common_tokens: int | None = None
+    config: DraftModelConfig, engine: DraftEngine, num_common_tokens: int | None = None
 ) -> DraftVocabulary | None:
     """What the output head is cut to, which it is then; None: it stays whole. Raises ConfigError for more than there is
     to cut to."""
@@ -150,12 +143,11 @@ def warm_up(strategy: DraftStrategy[Any], draft_top_n: int) -> None:
     from outrider.actors.drafter.draft_model import DraftModelStrategy
     from outrider.actors.drafter.several import SeveralStrategy
 
-    models = strategy.models.values() if isinstance(strategy, SeveralStrategy) else [strategy]
-    for model in models:
+    model = strategy.model if isinstance(strategy, SeveralStrategy) else strategy
+    _draft_in_every_way(model, draft_top_n)
+    if isinstance(model, DraftModelStrategy):
+        model.forget_step_times()  # the first steps compiled kernels, and draft lengths depend on the times
         _draft_in_every_way(model, draft_top_n)
-        if isinstance(model, DraftModelStrategy):
-            model.forget_step_times()  # the first steps compiled kernels, and draft lengths depend on the times
-            _draft_in_every_way(model, draft_top_n)
 
 
 def _draft_in_every_way(strategy: DraftStrategy[Any], draft_top_n: int) -> None:

@@ -177,13 +177,7 @@ class ModelSequence(Sequence):
 
     @property
     def can_draft(self) -> bool:
-        return self.will_draft_after(0)
-
-    def will_draft_after(self, num_tokens: int) -> bool:
-        """Whether it can be drafted for once so many more tokens are committed."""
-        length = self.committed_len + num_tokens
-        fits = num_tokens == 0 or length < self.max_len
-        return self.started and not self.retired and fits and length - self.main.num_computed <= CATCH_UP_TOKENS
+        return self.started and not self.retired and self.committed_len - self.main.num_computed <= CATCH_UP_TOKENS
 
     @property
     def due(self) -> bool:
@@ -285,11 +279,6 @@ class ModelSequence(Sequence):
         self.sent = None
         if commit.num_wanted == 0:
             self._answered(0)
-
-    def rouse(self, num_wanted: int, num_on_miss: int) -> None:
-        """So many drafts are wanted after all for the last commit, which wanted none: due from now on."""
-        self.num_wanted, self.num_on_miss = num_wanted, num_on_miss
-        self.sent = None
 
     def timed(self, num_tokens: int, now: float) -> None:
         """So many tokens have been committed at this time, seconds."""

@@ -80,9 +80,8 @@ class BranchBlocks:
 
 @dataclass(eq=False, slots=True)
 class DraftStep:
-    """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk, and for what is
-    drawn in the place of committed tokens. draws: how lines go on in it. fed: tokens, by link. worth: of all its
-    drafts the chance to be reached, in tokens."""
+    """A planned step. targets: of each row the sequence and line it extends; None for a prefill chunk. draws: how lines
+    go on in it. fed: tokens, by link. worth: of all its drafts the chance to be reached, in tokens."""
 
     is_step: ClassVar[bool] = True
     engine: Engine
@@ -254,34 +253,6 @@ class StepPlanner:
             start = sequence.main.num_computed
             row = StepRow(sequence.text[start:end], start, sequence.blocks, adapter=sequence.sampling.adapter)
             step.add(row, sequence, None)
-        return self._finished(step)
-
-    def score(self, spans: Mapping[ModelSequence, int]) -> DraftStep | None:
-        """What the model would have drawn in the place of committed tokens, each a row of its own, and what it has not
-        read before them. spans: of each sequence the position of the first of these tokens."""
-        step = DraftStep(self._engine, self._clock)
-        self._shares.begin()
-        budget = self._chunk
-        for sequence, first in spans.items():
-            start, end = sequence.main.num_computed, sequence.committed_len - 1
-            unread = max(first - 1 - start, 0)
-            num_read = min(unread, budget)
-            positions = range(first - 1, end) if num_read == unread else range(0)
-            num_rows = len(positions) + (num_read > 0)
-            is_full = step.num_fed + num_read + len(positions) > self._engine.max_num_batched_tokens
-            if is_full or len(step.plan.rows) + num_rows > self._max_rows or not num_rows:
-                continue
-            if not sequence.allocated_to and self._engine.missing(sequence.engine_id) > self._room():
-                continue
-            if not self._allocate(sequence, positions.stop or start + num_read):
-                continue
-            text, blocks, adapter = sequence.text, sequence.blocks, sequence.sampling.adapter
-            if num_read:
-                budget -= num_read
-                step.add(StepRow(text[start : start + num_read], start, blocks, adapter=adapter), sequence, None)
-            for at in positions:
-                draw = Draw(sequence.sampling, at + 1, at + 1)
-                step.add(StepRow([text[at]], at, blocks, draw, adapter), sequence, None)
         return self._finished(step)
 
     def _room(self) -> int:

@@ -43,6 +43,9 @@ one memory with one bound serves all, and no match reaches across."""
 
 MOST_TENANTS = (1 << 31) // TENANT_STRIDE - 1
 
+MAX_CACHED_TOKENS = 2_000_000
+"""Tokens of answers that a memory holds at most, 28 bytes each, whatever the number of answers."""
+
 
 class SuffixAnswers:
     """Answers of many requests: first in, first out, bounded by requests and by tokens. Those of MOST_TENANTS tenants

@@ -24,7 +24,7 @@ from outrider.actors.learning.replay import HELD_TEXTS, Replay
 from outrider.actors.learning.texts import Text
 from outrider.actors.learning.train import Trainer
 from outrider.actors.learning.versions import KEPT_VERSIONS, MOST_SHOWN, REPLACED, REVERTED, WITHDRAWN, Version
-from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.config import LearningConfig
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from outrider.actors.learning.learner import Learner
 from outrider.actors.learning.texts import Text, general_texts
 from outrider.actors.learning.versions import Version, VersionStore, sampled_digest
 from outrider.actors.observability.logs import configure as configure_logging
-from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.config import LearningConfig
 from outrider.cluster.placement import bind_to
 
 if TYPE_CHECKING:

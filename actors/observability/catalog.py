@@ -67,9 +67,7 @@ def _buckets(histogram: HistogramSnapshot) -> list[tuple[str, float]]:
 
 
 def _steps_by_model(drafter: Report) -> Mapping[str, HistogramSnapshot]:
-    alone = {"draft_model": drafter["step_seconds"]} if "step_seconds" in drafter else {}
-    steps: Mapping[str, HistogramSnapshot] = drafter.get("steps_of", alone)
-    return steps
+    return {"draft_model": drafter["step_seconds"]} if "step_seconds" in drafter else {}
 
 
 def _states(link: Report) -> dict[str, int]:

@@ -31,7 +31,7 @@ def process_environment(serving: ServingConfig) -> dict[str, str]:
         ENDPOINT: serving.otlp_traces_endpoint,
         PROTOCOL: os.environ.get(PROTOCOL, "grpc"),
         "OTEL_SERVICE_NAME": os.environ.get("OTEL_SERVICE_NAME", "outrider"),
-        # A caller's sampling decision stands; of the traces that begin here a share is taken.
-        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-        "OTEL_TRACES_SAMPLER_ARG": f"{serving.trace_sample_ratio:g}",
+        # A caller's sampling decision stands.
+        "OTEL_TRACES_SAMPLER": os.environ.get("OTEL_TRACES_SAMPLER", "parentbased_traceidratio"),
+        "OTEL_TRACES_SAMPLER_ARG": os.environ.get("OTEL_TRACES_SAMPLER_ARG", "1"),
     }

@@ -33,6 +33,10 @@ _SLACK = 64
 """Deadlines that are kept however few of them still count."""
 
 
+MAX_OVERTAKING_S = 10.0
+"""How much later a small request may come and still be served before a larger one that waits."""
+
+
 class FairOrder:
     """Of all requests of an engine. Not thread-safe."""
 

@@ -18,11 +18,12 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext, AutoscalingPolicy
 from ray.util.metrics import Gauge
 
-from outrider.actors.serving.autoscaling import Decision, Report, ScalingPolicy
+from outrider.actors.serving.autoscaling import REASONS, Decision, Report, ScalingPolicy
+from outrider.actors.serving.pool_scaling import REASONS as POOL_REASONS
 from outrider.actors.serving.pool_scaling import PoolPolicy
+from outrider.cluster.config import AutoscalingConfig, PoolScalingConfig
 from outrider.cluster.membership import Work
 from outrider.cluster.registry import find_registry
-from outrider.cluster.scaling_config import POOL_REASONS, REASONS, AutoscalingConfig, PoolScalingConfig
 
 REPORT_EVERY_S = LOOK_EVERY_S = 1.0
 """How often replicas and callers' routers report to the controller, and how often a policy looks at that."""

@@ -12,7 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from outrider.cluster.scaling_config import AutoscalingConfig
+from outrider.cluster.config import AutoscalingConfig
+
+REASONS = ("steady", "queue", "kv", "round", "idle", "loading", "no_data")
+"""Why a number of replicas is desired: nothing calls for a change; requests wait too long; KV caches are full; steps
+are too long; one replica fewer is enough; replicas load; replicas have not reported lately."""
 
 WORK_OFF_S = 60.0
 """In which new replicas, besides what arrives, are to do the work that waits: about as long as they take to load."""
@@ -56,7 +60,7 @@ class Report:
 class Decision:
     replicas: int
     reason: str
-    """One of scaling_config.REASONS, or of POOL_REASONS."""
+    """One of REASONS, of a pool one of pool_scaling.REASONS."""
 
 
 class ScalingPolicy:

@@ -48,7 +48,7 @@ from outrider.actors.serving.openai.forward import Forwarding
 from outrider.actors.serving.owners import GRPC_TIMEOUT_HEADER, Owners, salted
 from outrider.actors.serving.running import RunningRequest, RunningRequests
 from outrider.actors.serving.shared_poll import SharedPoll
-from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.config import ServingConfig
 from outrider.v1 import generation_pb2 as pb
 
 CONTROL_TIMEOUT_S = 5.0
@@ -67,7 +67,7 @@ class Ingress(HandleCalls, HealthCalls):
         *,
         broadcast: Broadcast,
         owners: Owners,
-        limits: LimitsConfig,
+        limits: ServingConfig,
         max_retries: int = 1,
         isolates_tenants: bool = False,
         is_stopping: Callable[[], bool] = bool,

@@ -345,7 +345,7 @@ class Target:
             vllm_config,
             configured_chat_template(self._config),
             self._config.serving.structured_output,
-            self._config.target.lora,
+            self._config.target.serves_lora,
             report_cached_tokens=self._config.serving.tenant_isolation,
         )
 

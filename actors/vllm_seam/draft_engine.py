@@ -14,7 +14,6 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
 from outrider.actors.drafter.engine import Drawn, StepPlan
-from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.adapters import last_line
 from outrider.cluster.config import ConfigError
 from outrider.cluster.link.messages import DraftSampling
@@ -28,7 +27,6 @@ class DraftEngine:
         """adapters: directories of those whose numbers rows have, counted from 1. Raises ConfigError."""
         from vllm.platforms import current_platform
 
-        leans_on.DRAFT_ENGINE.check()
         if vllm_config.model_config.uses_mrope:
             raise ConfigError("drafter.model: has multi-dimensional positions (M-RoPE); use a text-only draft model")
         if vllm_config.model_config.supports_multimodal_inputs:
@@ -57,7 +55,7 @@ class DraftEngine:
             try:
                 self._core.model_executor.collective_rpc("load_adapters", args=(list(adapters),))
             except Exception as error:
-                raise ConfigError(f"drafter.lora.adapters: vLLM does not take one: {last_line(error)}") from error
+                raise ConfigError(f"drafter.lora_modules: vLLM does not take one: {last_line(error)}") from error
 
     def cut_head(self, token_ids: list[int]) -> None:
         """Draft from these tokens alone, from the next step on. Raises ConfigError where the head cannot be cut."""

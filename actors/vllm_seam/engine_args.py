@@ -5,6 +5,7 @@ Also the one that asks which of vLLM's platforms this process runs on, since mos
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,13 +15,11 @@ from vllm.usage.usage_lib import UsageContext
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
-from outrider.actors.vllm_seam.engine_args_schema import checked
 from outrider.actors.vllm_seam.stages import StagedVllmConfig
 from outrider.cluster.answer_parsers import AUTO, Parsers
-from outrider.cluster.config import ConfigError, EngineConfig, OutriderConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.device_defaults import CPU_KV_CACHE_BYTES
-from outrider.cluster.drafter_config import DraftEngineConfig, check_build_drafts
-from outrider.cluster.engine_args import about
+from outrider.cluster.engine_args import REFUSED_ON_CPU, about
 from outrider.cluster.placement import RankPlacement
 
 
@@ -53,18 +52,15 @@ def _common(config: EngineConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "enforce_eager": config.enforce_eager if config.enforce_eager is not None else not gpu,
-        "seed": config.seed,
-        "trust_remote_code": config.trust_remote_code,
-        "revision": config.revision,
-        "quantization": config.quantization,
+        "enable_prefix_caching": True,  # vLLM's default, but for some of its CPU platforms
+        "enforce_eager": not gpu,  # compiling for CPU costs minutes for a few per cent
     }
     if config.max_num_batched_tokens is not None:
         args["max_num_batched_tokens"] = config.max_num_batched_tokens
-    return args | checked(config.side, config.engine_args)
+    for name in REFUSED_ON_CPU.keys() & config.engine_args.keys() if not gpu else ():
+        raise ConfigError(f"{config.side}.engine_args.{name}: {REFUSED_ON_CPU[name]}")
+    return args | copy.deepcopy(config.engine_args)
 
 
 def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_group: Any) -> VllmConfig:
@@ -100,18 +96,13 @@ def target_vllm_config(config: OutriderConfig, ranks: RankPlacement, placement_g
 
 
 def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
-    """vLLM's engine arguments for the target, but for where its ranks run, and for what is chosen by the checkpoint.
-    Raises ConfigError for a co-located method that this build does not have."""
+    """vLLM's engine arguments for the target, but for where its ranks run, and for what is chosen by the checkpoint."""
     args = _common(config.target)
     args["pipeline_parallel_size"] = config.target.pipeline_parallel_size
-    args["tokenizer"] = config.target.tokenizer
-    if (lora := config.target.lora) is not None:
-        args |= _lora_arguments(lora.max_loras, lora.max_lora_rank)
-    multimodal = config.target.multimodal
-    taken = {} if multimodal is None else multimodal.limit_mm_per_prompt
-    args["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0, **taken}
-    domains = [] if multimodal is None else list(multimodal.allowed_media_domains)
-    args["allowed_media_domains"] = domains or [NO_DOMAIN]
+    if config.target.serves_lora:
+        args |= _lora_arguments(config.target.max_loras, config.target.max_lora_rank)
+    args["limit_mm_per_prompt"] = config.target.media_limits
+    args["allowed_media_domains"] = args.get("allowed_media_domains") or [NO_DOMAIN]
     args["disable_log_stats"] = False
     args["served_model_name"] = config.served_model_name  # metrics are labelled with it
     args["otlp_traces_endpoint"] = config.serving.otlp_traces_endpoint
@@ -125,7 +116,6 @@ def target_engine_arguments(config: OutriderConfig) -> dict[str, Any]:
     if config.drafter is not None:
         args["per_request_spec_decode_metrics"] = "summary"
     if config.co_located is not None:
-        check_build_drafts(config.co_located, gpu=on_gpu())
         args["speculative_config"] = config.co_located.speculative_config(config.num_speculative_tokens)
         if not config.target.schedules_ahead:  # else vLLM decides: not every method of its own can
             args["async_scheduling"] = False
@@ -157,9 +147,9 @@ def _lora_arguments(num_adapters: int, max_lora_rank: int) -> dict[str, Any]:
 
 
 def _check_pictures(config: OutriderConfig, model_config: Any) -> None:
-    if config.target.multimodal is not None and not model_config.is_multimodal_model:
-        named = f"target.multimodal: target.model ({model_config.architecture})"
-        raise ConfigError(f"{named} takes text alone; remove the section")
+    if config.target.takes_pictures and not model_config.is_multimodal_model:
+        named = f"target.engine_args.limit_mm_per_prompt: target.model ({model_config.architecture})"
+        raise ConfigError(f"{named} takes text alone; leave it out")
 
 
 def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
@@ -175,20 +165,19 @@ def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
     return parsers
 
 
-def drafter_vllm_config(config: DraftEngineConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
+def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:
     """The draft model's engine. Without ranks it runs in the calling process."""
     args = _common(config)
     # A row of the drafter's is a request to vLLM, wherever it sizes its buffers and CUDA graphs. Which graphs a GPU
     # captures is vLLM's own default: a FULL one of a token a row, and PIECEWISE ones of anything else.
     args["max_num_seqs"] = max(config.max_num_seqs, config.max_draft_rows)
-    block_size = config.block_size or (None if on_gpu() else CPU_DRAFTER_BLOCK_SIZE)
-    if block_size is not None:
-        args["block_size"] = block_size
+    if not on_gpu():
+        args.setdefault("block_size", CPU_DRAFTER_BLOCK_SIZE)
     args["worker_cls"] = "outrider.actors.vllm_seam.draft_worker.DraftWorker"
     args["async_scheduling"] = False
     args["skip_tokenizer_init"] = True
-    if config.own_lora is not None:
-        args |= _lora_arguments(len(config.own_lora.adapters), config.own_lora.max_lora_rank)
+    if config.lora_modules:
+        args |= _lora_arguments(len(config.lora_modules), config.max_lora_rank)
     # Drafts are text. Else a model that takes images too is compiled, and captured, for embeddings instead of token
     # ids, and its other towers take memory.
     args["language_model_only"] = True

@@ -23,7 +23,6 @@ from vllm.utils.network_utils import get_distributed_init_method
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
-from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.heartbeat import HEARTBEAT, end_standing_replica
 from outrider.cluster.link.rendezvous import open_store
@@ -73,7 +72,6 @@ class RayRanksExecutor(RayExecutorV2):
     """Runs an engine's ranks as named Ray actors. Needs ``parallel_config.placement_group`` and a RankPlacement."""
 
     def _init_executor(self) -> None:
-        leans_on.EXECUTOR.check()
         self._placement = RankPlacement.of(self.vllm_config)
         # Drafting by vLLM itself samples in a call of its own, and mostly tells nobody of its drafts.
         speculative = self.vllm_config.speculative_config

@@ -23,7 +23,6 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from outrider.actors.drafter.engine import StepRow
 from outrider.actors.verification.transfer import to_device
-from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.draft_graphs import graphs_of
 
 
@@ -33,7 +32,6 @@ class PagedForward:
     def __init__(self, runner: Any, adapters: Sequence[LoRARequest] = ()) -> None:
         """runner: vLLM's V1 model runner, loaded, with its KV cache and its graphs. adapters: that it has, by number
         from 1 on."""
-        leans_on.DRAFT_RANK.check()
         self._model, self._config, self._device = runner.model, runner.vllm_config, runner.device
         self._kv_caches = runner.kv_caches
         self._num_blocks: int = runner.kv_cache_config.num_blocks

@@ -17,8 +17,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request, RequestStatus
 
 from outrider.actors.round.request import EXTRA_ARGS_KEY
-from outrider.actors.round.scheduling import Deadlines, FairOrder, prefill_threshold
-from outrider.actors.vllm_seam import leans_on
+from outrider.actors.round.scheduling import MAX_OVERTAKING_S, Deadlines, FairOrder, prefill_threshold
 from outrider.actors.vllm_seam.ahead import DraftSlots
 from outrider.actors.vllm_seam.stages import StagedScheduling
 from outrider.actors.vllm_seam.structured_outputs import serve_both
@@ -38,7 +37,7 @@ class FairScheduling(_Scheduler):
         would wait for so long."""
         super().__init__(*args, **kwargs)
         serving = self.vllm_config.additional_config["outrider"]["serving"]
-        self._order = FairOrder(serving["max_overtaking_s"])
+        self._order = FairOrder(MAX_OVERTAKING_S)
         # Without keys a caller is an address, which many may share.
         self._by_caller = serving["gateway"] != "off" and serving["gateway"]["keys_file"] is not None
         self._arrival_clock = arrival_clock
@@ -86,7 +85,6 @@ class RoundScheduling:
     requests: dict[str, Request]
 
     def __init__(self, *args: Any, clock: Callable[[], float] = time.monotonic, **kwargs: Any) -> None:
-        leans_on.SCHEDULER.check()
         super().__init__(*args, **kwargs)
         serve_both(self.structured_output_manager)  # type: ignore[attr-defined]
         self._deadlines = Deadlines()

@@ -25,7 +25,6 @@ from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_
 
 from outrider.actors.replica_calls import RequestError
 from outrider.actors.request_constraints import Mode, check_bounds, check_kind
-from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.client_text import keep_out_of_logs, shortened
 
 if TYPE_CHECKING:
@@ -92,7 +91,6 @@ class TwoBackends(StructuredOutputManager):
 def serve_both(manager: StructuredOutputManager) -> None:
     """Make a TwoBackends of the manager of the engine's core, in whose process this runs."""
     keep_out_of_logs()
-    leans_on.STRUCTURED_OUTPUT.check()
     managers: dict[str | None, StructuredOutputManager] = {name: copy.copy(manager) for name in BACKENDS}
     manager.__class__ = TwoBackends
     assert isinstance(manager, TwoBackends)

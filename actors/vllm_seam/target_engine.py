@@ -35,7 +35,6 @@ from outrider.actors.replica_calls import (
 )
 from outrider.actors.request_constraints import Mode
 from outrider.actors.round.origins import RoundLog, SpeculationTotals
-from outrider.actors.vllm_seam import leans_on
 from outrider.actors.vllm_seam.adapters import Adapters
 from outrider.actors.vllm_seam.client_text import keep_out_of_logs
 from outrider.actors.vllm_seam.engine_requests import (
@@ -48,7 +47,6 @@ from outrider.actors.vllm_seam.engine_requests import (
 from outrider.actors.vllm_seam.prompts import PromptTokenizer
 from outrider.actors.vllm_seam.step_watch import WATCH_EVERY_S, StepWatch
 from outrider.actors.vllm_seam.work_meter import WorkMeter
-from outrider.cluster.config import LoraConfig
 
 logger = logging.getLogger("ray.serve.outrider.target")
 
@@ -152,8 +150,9 @@ def _totals(metrics: RequestSpecDecodeMetrics | None) -> SpeculationTotals | Non
 class TargetEngine:
     """Loads the model at construction (tens of seconds to minutes), in processes and actors of its own.
 
-    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. lora: with which vllm_config
-    was made. report_cached_tokens: answers tell how much of their prompt was cached, and so what others have asked.
+    chat_template: in place of the tokenizer's own. structured_output: see ServingConfig. serves_lora: requests may
+    name an adapter. report_cached_tokens: answers tell how much of their prompt was cached, and so what others have
+    asked.
     """
 
     _steps: StepWatch | None = None
@@ -164,10 +163,9 @@ class TargetEngine:
         vllm_config: VllmConfig,
         chat_template: str | None = None,
         structured_output: Mode = "all",
-        lora: LoraConfig | None = None,
+        serves_lora: bool = False,
         report_cached_tokens: bool = False,
     ) -> None:
-        leans_on.REPLICA.check()
         keep_out_of_logs()
         for name, limit in VLLM_LIMITS.items():
             os.environ.setdefault(name, limit)
@@ -181,7 +179,7 @@ class TargetEngine:
         self._structured_output: Mode = structured_output
         self._report_cached_tokens = report_cached_tokens
         self.adapters = Adapters()
-        if lora is not None:
+        if serves_lora:
             leave_out_lora_info(self._llm.logger_manager)
         self._max_model_len = self._llm.model_config.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()

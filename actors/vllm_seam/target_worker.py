@@ -14,7 +14,7 @@ from outrider.actors.round.request import Deployment
 from outrider.actors.round.round import Round
 from outrider.actors.round.teaching import Teaching
 from outrider.actors.verification.likeliest import likeliest
-from outrider.actors.vllm_seam import leans_on, stages
+from outrider.actors.vllm_seam import stages
 from outrider.actors.vllm_seam.engine_args import worker_class
 from outrider.actors.vllm_seam.executor import sleep_early
 from outrider.actors.vllm_seam.target_runner import RoundRunner
@@ -40,7 +40,6 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
     link."""
 
     def init_device(self) -> None:
-        leans_on.TARGET_RANK.check()
         super().init_device()
         group = get_tp_group()
         if group.world_size > 1:
@@ -153,8 +152,8 @@ class TargetWorker(worker_class()):  # type: ignore[misc]
 
 def _draft_adapters(config: OutriderConfig) -> dict[str, int]:
     """Adapters that the drafter has, and their numbers: see DraftWorker.load_adapters."""
-    own = config.drafter.lora if isinstance(config.drafter, DraftModelConfig) else None
-    return {} if own is None else {adapter.name: number for number, adapter in enumerate(own.adapters, start=1)}
+    own = config.drafter.lora_modules if isinstance(config.drafter, DraftModelConfig) else ()
+    return {module.name: number for number, module in enumerate(own, start=1)}
 
 
 def spare_batches(lora_manager: Any) -> None:

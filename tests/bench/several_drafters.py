@@ -1,10 +1,10 @@
-"""What a judge among several drafters earns, on texts of five kinds, in tokens a second at emulated step times.
+"""What look-ups beside a draft model earn, on texts of five kinds, in tokens a second at emulated step times.
 
     python -m tests.bench.several_drafters --answers 24
 
-Look-ups, the draft models' policy and the judge are the served ones, on a clock that is told what steps take; what the
-models say is played: right as often as the kind of text has it. One request at a time. Prints two tables, of tokens a
-second and of tokens a round.
+Look-ups, the draft model's policy and the choice among them are the served ones, on a clock that is told what steps
+take; what the model says is played: right as often as the kind of text has it. One request at a time. Prints two
+tables, of tokens a second and of tokens a round.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outrider.actors.drafter.draft_model import DraftModelStrategy
 from outrider.actors.drafter.engine import Drawn
-from outrider.actors.drafter.judge import MODEL, Judge
 from outrider.actors.drafter.ngram import NgramStrategy
 from outrider.actors.drafter.planner import LookaheadLimits
-from outrider.actors.drafter.several import SeveralStrategy
+from outrider.actors.drafter.several import MODEL, Judge, SeveralStrategy
 from outrider.actors.drafter.strategy import DraftStrategy, Work
 from outrider.actors.drafter.suffix import SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
@@ -35,34 +34,24 @@ K = 4
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. The defaults: a 70B target in bfloat16 on four GPUs and an 8B drafter (docs/emulation.md), and one of
-    1B beside it."""
+    """Seconds. The defaults: a 70B target in bfloat16 on four GPUs and an 8B drafter (docs/emulation.md)."""
 
     target_s: float = 0.0242
     draft_s: float = 0.006
-    small_s: float = 0.0014
     wire_s: float = 0.0006
 
 
-SMALL = "small"
-
-RIGHT = {
-    "easy": (0.85, 0.8),
-    "hard words": (0.8, 0.3),
-    "edits": (0.35, 0.3),
-    "agents": (0.35, 0.3),
-    "hopeless": (0.1, 0.05),
-}
-"""Kind of text -> how often each draft model is right."""
+RIGHT = {"easy": 0.85, "middling": 0.6, "edits": 0.35, "agents": 0.35, "hopeless": 0.1}
+"""Kind of text -> how often the draft model is right."""
 
 
 class Texts:
-    """Prompts and what the target answers, token by token, with how often the draft models are right."""
+    """Prompts and what the target answers, token by token, with how often the draft model is right."""
 
     def __init__(self, kind: str, seed: int = 0, num_tokens: int = 160) -> None:
         self._chance, self.kind, self._length = random.Random(f"{kind} {seed}"), kind, num_tokens
         self._templates = [self._fresh(60) for _ in range(6)]
-        self.right = dict(zip((MODEL, SMALL), RIGHT[kind], strict=True))
+        self.right = RIGHT[kind]
 
     def _fresh(self, count: int) -> list[int]:
         return [self._chance.randrange(10, VOCAB) for _ in range(count)]
@@ -90,10 +79,10 @@ class PlayedEngine(MemoryEngine):
     """Draws what the target says next, as often as it is to be right; text off the answer's path is answered with
     anything."""
 
-    def __init__(self, name: str, takes: Callable[[], None]) -> None:
+    def __init__(self, takes: Callable[[], None]) -> None:
         """takes: lets a step's time go by."""
         super().__init__(num_blocks=4000, max_model_len=1000)
-        self._takes, self._salt = takes, sum(name.encode())
+        self._takes = takes
         self.truth: list[int] = []
         self.right = 0.0
 
@@ -104,7 +93,7 @@ class PlayedEngine(MemoryEngine):
     def _drawn(self, row, draw, end):  # type: ignore[no-untyped-def]
         start = max(end - 16, 0)  # what is committed is the truth: off its path are the last few at most
         text = [self._slot(row, position) for position in range(start, end)]
-        chance = random.Random(hash((self._salt, *text[-8:])))
+        chance = random.Random(hash(tuple(text[-8:])))
         known = end < len(self.truth) and text == self.truth[start:end]
         token = self.truth[end] if known and chance.random() < self.right else chance.randrange(10, VOCAB)
         return Drawn(token, confidence=self.right)
@@ -118,10 +107,7 @@ class ModelAlone(Judge):
 
 
 def strategy_of(
-    only: str | None,
-    clock: Callable[[], float],
-    engines: Mapping[str, PlayedEngine],
-    limits: LookaheadLimits | None = None,
+    only: str | None, clock: Callable[[], float], engine: PlayedEngine, limits: LookaheadLimits | None = None
 ) -> DraftStrategy[Any]:
     lookups: dict[str, DraftStrategy[Any]] = {
         "ngram": NgramStrategy(2, 4),
@@ -129,12 +115,10 @@ def strategy_of(
     }
     if only in lookups:
         return lookups[only]
-    models = {name: DraftModelStrategy(engine, 128, limits, clock=clock) for name, engine in engines.items()}
-    if only is not None:
-        strategy = SeveralStrategy(models[only], lookups, clock)
+    strategy = SeveralStrategy(DraftModelStrategy(engine, 128, limits, clock=clock), lookups, clock)
+    if only == MODEL:
         strategy.judge = ModelAlone(list(strategy.judge.chosen))
-        return strategy
-    return SeveralStrategy(models.pop(MODEL), lookups, clock, models)
+    return strategy
 
 
 class Play:
@@ -146,24 +130,22 @@ class Play:
         times: Times,
         sampling: DraftSampling | None = None,
         limits: LookaheadLimits | None = None,
-        models: tuple[str, ...] = (MODEL,),
     ) -> None:
         """only: the drafter of every round; None: the judge chooses. sampling: None: greedy."""
         self.now, self._times, self._sampling = 0.0, times, sampling
         self.rounds = 0
-        self._engines = {name: PlayedEngine(name, self._step_of(name)) for name in models}
-        self.strategy = strategy_of(only, lambda: self.now, self._engines, limits)
+        self._engine = PlayedEngine(self._step)
+        self.strategy = strategy_of(only, lambda: self.now, self._engine, limits)
         self._drive = Drive(self.strategy)
         self._requests = 0
         self._under_way: tuple[Work, float] | None = None
         """And when it ends."""
 
-    def answer(self, prompt: list[int], answer: list[int], right: Mapping[str, float]) -> float:
-        """Seconds. right: of each model."""
+    def answer(self, prompt: list[int], answer: list[int], right: float) -> float:
+        """Seconds. right: how often the model is."""
         self._requests += 1
         key, truth = (1, self._requests), prompt + answer
-        for name, engine in self._engines.items():
-            engine.truth, engine.right = truth, right[name]
+        self._engine.truth, self._engine.right = truth, right
         self._drive.open(key, prompt, K, self._sampling)
         while self._work() is not None:
             pass
@@ -184,11 +166,8 @@ class Play:
         self._drive.close(key)
         return self.now - began
 
-    def _step_of(self, name: str) -> Callable[[], None]:
-        def takes() -> None:
-            self.now += self._times.draft_s if name == MODEL else self._times.small_s
-
-        return takes
+    def _step(self) -> None:
+        self.now += self._times.draft_s
 
     def _verify(self) -> None:
         """The drafter goes on meanwhile."""
@@ -215,7 +194,7 @@ class Play:
 
 
 KINDS = tuple(RIGHT)
-CHOICES = (None, MODEL, SMALL, "ngram", "suffix")
+CHOICES = (None, MODEL, "ngram", "suffix")
 
 
 class Earned(NamedTuple):
@@ -227,7 +206,7 @@ class Earned(NamedTuple):
 
 def earned(only: str | None, kinds: tuple[str, ...], num_answers: int, times: Times, seed: int = 0) -> Earned:
     """Answers of each kind, mixed: one of each in turn."""
-    play, sources = Play(only, times, models=(MODEL, SMALL)), [Texts(kind, seed) for kind in kinds]
+    play, sources = Play(only, times), [Texts(kind, seed) for kind in kinds]
     tokens = seconds = 0.0
     for _ in range(num_answers):
         for source in sources:
@@ -244,13 +223,13 @@ def main() -> None:
     for name, value in vars(Times()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value)
     args = parser.parse_args()
-    times = Times(args.target_s, args.draft_s, args.small_s, args.wire_s)
+    times = Times(args.target_s, args.draft_s, args.wire_s)
     tables: tuple[list[str], list[str]] = ([], [])
     for kinds in (*((kind,) for kind in KINDS), KINDS):
         found = {only: earned(only, kinds, args.answers, times, args.seed) for only in CHOICES}
         for table, by in zip(tables, zip(*found.values(), strict=True), strict=True):
             rates = " | ".join(f"{rate:.1f}" if table is tables[0] else f"{rate:.2f}" for rate in by)
-            name = "all, in turn" if len(kinds) > 1 else f"{kinds[0]} ({', '.join(map(str, RIGHT[kinds[0]]))})"
+            name = "all, in turn" if len(kinds) > 1 else f"{kinds[0]} ({RIGHT[kinds[0]]})"
             table.append(f"| {name} | {rates} | {by[0] / max(by[1:]):.3f} |")
     for unit, table in zip(("second", "round"), tables, strict=True):
         names = " | ".join(name or "judge" for name in CHOICES)

@@ -54,9 +54,12 @@ def engine_of(model: str, dtype: str, graphs: bool = False, **engine_args: Any) 
         max_num_seqs=4,
         max_draft_rows=MAX_ROWS,
         max_num_batched_tokens=64,
-        enable_prefix_caching=False,
-        enforce_eager=not graphs,
-        engine_args={"num_gpu_blocks_override": NUM_BLOCKS, **engine_args},
+        engine_args={
+            "enable_prefix_caching": False,
+            "enforce_eager": not graphs,
+            "num_gpu_blocks_override": NUM_BLOCKS,
+            **engine_args,
+        },
     )
     vllm_config = drafter_vllm_config(config, None, None)
     return DraftEngine(vllm_config, in_process=True)

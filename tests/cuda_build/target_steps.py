@@ -103,8 +103,11 @@ def engine_of(
     config = parse_config({
         "target": {
             "model": model, "dtype": dtype, "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 48,
-            "enable_prefix_caching": False, "enforce_eager": not graphs, "async_scheduling": async_scheduling,
-            "engine_args": {"num_gpu_blocks_override": 64, **engine_args},
+            "async_scheduling": async_scheduling,
+            "engine_args": {
+                "enable_prefix_caching": False, "enforce_eager": not graphs, "num_gpu_blocks_override": 64,
+                **engine_args,
+            },
         },
         "drafter": None if drafter is None else {"method": drafter},
         "speculation": {"num_speculative_tokens": K, "adaptive": False},

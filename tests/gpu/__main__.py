@@ -55,7 +55,6 @@ SHARED = (
     "tests/unit/drafter/test_worth.py",
     "tests/unit/learning/test_loss.py",
     "tests/unit/learning/test_replay.py",
-    "tests/unit/learning/test_rounds.py",
 )
 """Of the other suites: draft loop, cut head, draft lengths, verification, training."""
 

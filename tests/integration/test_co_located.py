@@ -74,7 +74,7 @@ def results(models, heads, request):
 
     def job(name, drafter, target=models.target, engine_args=None, **more):
         config = {
-            "target": engine(target, enable_prefix_caching=False, engine_args=engine_args or {}),
+            "target": engine(target, engine_args={"enable_prefix_caching": False, **(engine_args or {})}),
             "drafter": {"placement": "co_located", "num_speculative_tokens": K, **drafter},
         }
         return {"name": name, "config": config, "prompts": [list(prompt) for prompt in PROMPTS], **more}

@@ -9,9 +9,7 @@ from ray.util.placement_group import placement_group
 from outrider.actors.drafter.actor import launch_drafter
 from outrider.actors.drafter.learning import trainer_options
 from outrider.actors.drafter.shared_actor import get_or_create
-from outrider.cluster.config import SpeculationConfig
-from outrider.cluster.drafter_config import NgramConfig
-from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.config import LearningConfig, NgramConfig, SpeculationConfig
 from outrider.cluster.placement import NAMESPACE, ReplicaPlacement
 
 

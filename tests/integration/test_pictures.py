@@ -258,13 +258,14 @@ def test_a_picture_of_many_bytes_is_taken(pictures):
 
 def start(model, **sections):
     """What is found out of a checkpoint before anything is started."""
-    return parsers_of_checkpoint(parse_config({"target": {"model": str(model), "multimodal": {}}, **sections}))
+    target = {"model": str(model), "engine_args": {"limit_mm_per_prompt": {"image": 1}}}
+    return parsers_of_checkpoint(parse_config({"target": target, **sections}))
 
 
 def test_targets_that_cannot_are_refused_at_the_start(models, tmp_path):
     start(models.sees)
     start(models.sees_by_mrope)
-    with pytest.raises(ConfigError, match=r"target.multimodal: target.model \(LlamaForCausalLM\) takes text alone"):
+    with pytest.raises(ConfigError, match=r"limit_mm_per_prompt: target.model \(LlamaForCausalLM\) takes text alone"):
         start(models.target)
     if find_spec("torchvision") is None:
         LlavaConfig(architectures=["LlavaForConditionalGeneration"]).save_pretrained(tmp_path)

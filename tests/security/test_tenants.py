@@ -46,9 +46,8 @@ def victim(deployments: Deployments, models: Models) -> Iterator[Victim]:
         {
             "target": engine(models.target),
             "drafter": {"method": "suffix"},
-            "openai": {"chat_template": CHAT_TEMPLATE, "frontend_args": {"enable_prompt_tokens_details": True}},
-            "serving": {"tenant_isolation": True},
-            "limits": {"default_max_tokens": 20, "greatest_max_tokens": 30},
+            "openai": {"chat_template": CHAT_TEMPLATE, "enable_prompt_tokens_details": True},
+            "serving": {"tenant_isolation": True, "default_max_tokens": 20, "greatest_max_tokens": 30},
         },
     )
     victim = Victim(deployments.use("tenants"), deployments)

@@ -1,4 +1,4 @@
-"""LoRA adapters: the section that names them, and their files against the target's, before anything loads."""
+"""LoRA adapters: their files against the target's, before anything loads."""
 
 from __future__ import annotations
 
@@ -54,75 +54,6 @@ def write_config(adapter: Path, **changes: Any) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **changes}))
 
 
-def configured(lora: Any, **sections: Any) -> Any:
-    return parse_config({"target": {"model": "m", "lora": lora}, **sections})
-
-
-NEAR, FAR = {"name": "near", "path": "/a/near"}, {"name": "far", "path": "/a/far"}
-
-
-def test_a_section_s_defaults_and_its_form_on_the_way_to_the_ranks() -> None:
-    config = configured({"adapters": [NEAR, FAR]})
-    assert (config.target.lora.max_lora_rank, config.target.lora.max_loras) == (16, 4)
-    assert parse_config(config.model_dump(mode="json")) == config
-
-
-def test_paths_are_the_same_wherever_they_are_read() -> None:
-    assert configured({"adapters": [{"name": "a", "path": "b"}]}).target.lora.adapters[0].path == str(Path.cwd() / "b")
-
-
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        ({"adapters": [NEAR, {**FAR, "name": "near"}]}, "target.lora.adapters: two are called 'near'"),
-        ({"adapters": [NEAR, FAR], "max_loras": 1}, "target.lora.adapters: 2 are listed, and max_loras lets 1"),
-        ({"adapters": [NEAR], "max_loras": 0}, "target.lora.max_loras"),
-        ({"adapters": [NEAR], "max_lora_rank": 12}, "target.lora.max_lora_rank: .*(found 12)"),
-        ({"adapters": [{**NEAR, "name": "two words"}]}, "target.lora.adapters.0.name"),
-        ({"adapters": [{**NEAR, "name": ""}]}, "target.lora.adapters.0.name"),
-        ({"adapters": [{"name": "near"}]}, "target.lora.adapters.0.path: required"),
-        ({"adapters": [{**NEAR, "rank": 4}]}, "target.lora.adapters.0.rank: unknown key"),
-        ({"adapters": [{**NEAR, "name": "m"}]}, "target.lora.adapters: one is called 'm', as the model itself"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_its_key(lora: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        configured(lora)
-
-
-DRAFTER = {"method": "draft_model", "model": "d"}
-
-
-def test_a_draft_model_has_adapters_of_its_own_for_some_of_the_target_s() -> None:
-    lora = {"adapters": [{"name": "far", "path": "/drafter/far"}], "max_lora_rank": 8}
-    config = configured({"adapters": [NEAR, FAR]}, drafter={**DRAFTER, "lora": lora})
-    assert [adapter.name for adapter in config.drafter.lora.adapters] == ["far"]
-    assert parse_config(config.model_dump(mode="json")) == config
-
-
-@pytest.mark.parametrize(
-    ("drafter", "message"),
-    [
-        (
-            {**DRAFTER, "lora": {"adapters": [{"name": "x", "path": "/x"}]}},
-            "drafter.lora.adapters: 'x' is none of target",
-        ),
-        ({**DRAFTER, "lora": {"adapters": [NEAR, NEAR]}}, "drafter.lora.adapters: two are called 'near'"),
-        ({**DRAFTER, "lora": {"adapters": []}}, "drafter.lora.adapters"),
-        ({**DRAFTER, "lora": {"adapters": [NEAR], "max_loras": 4}}, "drafter.lora.max_loras: unknown key"),
-        ({"method": "ngram", "lora": {"adapters": [NEAR]}}, "drafter.lora: adapters are a draft model's"),
-    ],
-)
-def test_what_a_drafter_cannot_have_is_refused_by_its_key(drafter: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        configured({"adapters": [NEAR, FAR]}, drafter=drafter)
-
-
-def test_a_drafter_s_adapters_need_a_target_s() -> None:
-    with pytest.raises(ConfigError, match=r"drafter.lora.adapters: 'near' is none of target.lora.adapters"):
-        parse_config({"target": {"model": "m"}, "drafter": {**DRAFTER, "lora": {"adapters": [NEAR]}}})
-
-
 def test_a_drafter_s_adapter_is_held_against_the_draft_model(target: Path, adapter: Path, tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
     drafter.mkdir()
@@ -130,47 +61,31 @@ def test_a_drafter_s_adapter_is_held_against_the_draft_model(target: Path, adapt
     listed = [{"name": "mine", "path": str(adapter)}]
     config = parse_config(
         {
-            "target": {"model": str(target), "lora": {"adapters": listed}},
-            "drafter": {"method": "draft_model", "model": str(drafter), "lora": {"adapters": listed}},
+            "target": {"model": str(target), "lora_modules": listed},
+            "drafter": {"method": "draft_model", "model": str(drafter), "lora_modules": listed},
         }
     )
-    with pytest.raises(ConfigError, match=r"^drafter.lora.adapters: mine: .*drafter.model's is \[16, 4\]"):
+    with pytest.raises(ConfigError, match=r"^drafter.lora_modules: mine: .*drafter.model's is \[16, 4\]"):
         check_adapters(config)
-
-
-def test_vllm_s_own_drafting_beside_adapters_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"target.lora: .*drafter.placement: co_located"):
-        configured({"adapters": [NEAR]}, drafter={"placement": "co_located", "method": "ngram"})
-
-
-def test_arguments_about_adapters_need_adapters() -> None:
-    given = {"model": "m", "engine_args": {"fully_sharded_loras": True}}
-    with pytest.raises(
-        ConfigError, match=r"target: engine_args.fully_sharded_loras is about adapters.*write target.lora"
-    ):
-        parse_config({"target": given})
-    assert parse_config({"target": {**given, "lora": {"adapters": [NEAR]}}}).target.engine_args == given["engine_args"]
 
 
 def test_an_adapter_of_the_target_passes(target: Path, adapter: Path) -> None:
     check_adapter(str(adapter), 8, base_shapes(str(target)))
-    config = parse_config(
-        {"target": {"model": str(target), "lora": {"adapters": [{"name": "a", "path": str(adapter)}]}}}
-    )
-    check_adapters(config)
+    listed = [{"name": "a", "path": str(adapter)}]
+    check_adapters(parse_config({"target": {"model": str(target), "lora_modules": listed}}))
 
 
 def test_a_start_up_refuses_an_adapter_by_its_name(target: Path, adapter: Path) -> None:
     write_config(adapter, r=32)
-    lora = {"adapters": [{"name": "mine", "path": str(adapter)}]}
-    with pytest.raises(ConfigError, match=r"^target.lora.adapters: mine: its rank is 32, above .*max_lora_rank \(16\)"):
-        check_adapters(parse_config({"target": {"model": str(target), "lora": lora}}))
+    listed = [{"name": "mine", "path": str(adapter)}]
+    with pytest.raises(ConfigError, match=r"^target.lora_modules: mine: its rank is 32, above .*max_lora_rank \(16\)"):
+        check_adapters(parse_config({"target": {"model": str(target), "lora_modules": listed}}))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"r": 9}, "its rank is 9, above target.lora.max_lora_rank (8)"),
+        ({"r": 9}, "its rank is 9, above target.engine_args.max_lora_rank (8)"),
         ({"rank_pattern": {"q_proj": 64}}, "its rank is 64"),
         ({"r": None}, "has no rank r of 1 or more"),
         ({"r": 0}, "has no rank r of 1 or more"),

@@ -99,7 +99,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         (["smollm2", "--target", "/no/such/checkpoint"], "outrider: target.model: /no/such/checkpoint does not exist"),
         (["smollm2", "--drafter", "/x"], "outrider: drafter.model: /x does not exist"),
         (["smollm2", "--grpc-port", "70000"], "serving.gateway.grpc_port"),
-        (["smollm2", "--grpc-port", "8000", "--http-port", "8000"], "serving.gateway.grpc_port: is 8000"),
+        (["smollm2", "--grpc-port", "8000", "--http-port", "8000"], "8000 is serving.gateway.grpc_port too"),
     ],
 )
 def test_serve_explains_a_wrong_configuration_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_ports(taken_port: int) -> None:
 
 def test_the_admin_port_is_one_of_its_own(taken_port: int) -> None:
     free = pick_free_port()
-    for admin, grpc, problem in ((taken_port, 0, "is in use"), (free, free, "choose another port")):
+    for admin, grpc, problem in ((taken_port, 0, "is in use"), (free, free, "choose two different ports")):
         gateway = {"admin_port": admin, "grpc_port": grpc, "http_port": 0}
         with pytest.raises(ConfigError, match=rf"serving\.gateway\.admin_port: .*{problem}"):
             settle_ports(parse_config({"target": {"model": "m"}, "serving": {"gateway": gateway}}))

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from outrider.cluster.config import MAX_SPECULATIVE_TOKENS, ConfigError, load_config, parse_config
+from outrider.cluster.engine_args import FRONTEND_ARGS_ELSEWHERE, REFUSED, Side, about
 
 DRAFT_MODEL = {"method": "draft_model", "model": "d"}
+NEAR, FAR = {"name": "near", "path": "/a/near"}, {"name": "far", "path": "/a/far"}
+
+
+def co_located(method: str, **keys: Any) -> dict[str, Any]:
+    return {"placement": "co_located", "method": method, **keys}
 
 
 def tree(**sections: Any) -> dict[str, Any]:
@@ -50,10 +56,50 @@ def test_drafter_is_told_apart_by_method() -> None:
         ({"target": {"model": ""}}, "target.model"),
         (tree(target={"model": "t", "max_modellen": 5}), "target.max_modellen: unknown key"),
         (tree(speculator={}), "speculator: unknown key"),
+        (tree(target={"model": "t", "quantization": "fp8"}), "target.quantization: .*belongs into target.engine_args"),
         (tree(drafter={"method": "ngram", "model": "d"}), "drafter.model: unknown key"),
+        (tree(drafter={"method": "eagle"}), "drafter.method: a drafter actor takes.*placement: co_located"),
+        (tree(drafter={"method": 7}), "drafter.method: .*found 7"),
+        (tree(drafter=co_located("mlp_speculator")), "drafter.method: vLLM has no drafter for it"),
+        (tree(drafter={"placement": "co_located"}), "drafter.method: required"),
+        (tree(drafter={**DRAFT_MODEL, "placement": "beside"}), "drafter.placement: must be 'with_target'.*'beside'"),
+        (tree(drafter={"method": "suffix", "prompt_lookup_max": 3}), "drafter.prompt_lookup_max: unknown key"),
+        (tree(drafter={"method": "suffix", "cores": [[0], [1]]}), "drafter.cores"),
+        (tree(drafter={"method": "ngram", "num_drafters": 2}), r"num_drafters \(2\): only with placement: pool"),
+        (tree(drafter={"method": "ngram", "autoscaling": {"max": 2}}), "autoscaling: only with placement: pool"),
+        (tree(drafter={**DRAFT_MODEL, "learn": {"held_out": 0.9}}), "drafter.learn.held_out"),
+        (tree(drafter={**DRAFT_MODEL, "learn": {"cores": [1], "num_gpus": 1}}), "cores: the trainer has a GPU"),
         (
-            tree(drafter={"method": "eagle"}),
-            "drafter.method: eagle needs the target's hidden states.*placement: co_located",
+            tree(drafter={**DRAFT_MODEL, "learn": {}, "engine_args": {"quantization": "fp8"}}),
+            "drafter.learn: weights quantised as fp8",
+        ),
+        (
+            tree(
+                target={"model": "t", "lora_modules": [NEAR]},
+                drafter={**DRAFT_MODEL, "learn": {}, "lora_modules": [NEAR]},
+            ),
+            "drafter.learn: a drafter with lora_modules is not trained",
+        ),
+        (tree(drafter={**DRAFT_MODEL, "lora_modules": [NEAR]}), "drafter.lora_modules: 'near' is none of target"),
+        (tree(target={"model": "near", "lora_modules": [NEAR]}), "target.lora_modules: 'near' is the model itself"),
+        (tree(target={"model": "t", "lora_modules": [{"name": "a b", "path": "p"}]}), "target.lora_modules.0.name"),
+        (tree(target={"model": "t", "lora_modules": [{"name": "a"}]}), "target.lora_modules.0.path: required"),
+        (
+            tree(drafter=co_located("mtp", rejection_sample_method="synthetic")),
+            "drafter.rejection_sample_method: synthetic acceptance",
+        ),
+        (
+            tree(drafter=co_located("ngram"), target={"model": "t", "pipeline_parallel_size": 2}),
+            "target.pipeline_parallel_size has never been run beside a co-located drafter",
+        ),
+        (
+            tree(drafter=co_located("ngram"), target={"model": "t", "lora_modules": [NEAR]}),
+            "target.lora_modules has never been run beside",
+        ),
+        (tree(openai={"host": "0.0.0.0"}), "openai.host: has no effect here; set serving.gateway.host"),
+        (
+            tree(serving={"default_timeout_s": 9, "greatest_timeout_s": 3}),
+            r"serving.default_timeout_s: 9 is above greatest_timeout_s \(3\)",
         ),
         (tree(drafter={"method": "draft_model"}), "drafter.model: required"),
         (tree(speculation={"num_speculative_tokens": 0}), "speculation.num_speculative_tokens.*found 0"),
@@ -72,15 +118,10 @@ def test_drafter_is_told_apart_by_method() -> None:
             "target: cores lists 2 sets for 4 ranks",
         ),
         (
-            tree(drafter={"method": "draft_model", "model": "d", "pipeline_parallel_size": 2}),
-            "drafter.pipeline_parallel_size: .*set drafter.tensor_parallel_size",
-        ),
-        (
             tree(target={"model": "t", "engine_args": {"pipeline_parallel_size": 2}}),
             "target.engine_args.pipeline_parallel_size: .*write it as target.pipeline_parallel_size",
         ),
         (tree(target={"model": "t", "dtype": "float64"}), "target.dtype.*float32"),
-        (tree(target={"model": "t", "gpu_memory_utilization": float("nan")}), "target.gpu_memory_utilization"),
         (tree(target={"model": "t", "cores": [[0], [1]]}), "target: cores lists 2 sets for 1 ranks"),
         (tree(target={"model": "t", "cores": [[]]}), "target.cores"),
         (tree(target={"model": "t", "cores": [[-1]]}), "target.cores"),
@@ -95,7 +136,7 @@ def test_drafter_is_told_apart_by_method() -> None:
         (tree(speculation={"max_side_branches": 65}), "speculation.max_side_branches.*found 65"),
         (tree(speculation={"adaptive": "often"}), "speculation.adaptive.*found 'often'"),
         (tree(serving={"autoscaling": {}}), "serving.autoscaling.max: required"),
-        (tree(serving={"autoscaling": {"min": 0, "max": 2}}), r"serving.autoscaling.min: 0 replicas.*write 1 or more"),
+        (tree(serving={"autoscaling": {"min": 0, "max": 2}}), "serving.autoscaling.min.*found 0"),
         (tree(serving={"autoscaling": {"min": 3, "max": 2}}), r"serving.autoscaling.max: 2 is below min \(3\)"),
         (tree(serving={"autoscaling": {"max": 2, "target_queue_s": 0}}), "target_queue_s.*found 0"),
         (tree(serving={"autoscaling": {"max": 2, "target_kv_usage": 1.5}}), "target_kv_usage.*found 1.5"),
@@ -103,7 +144,7 @@ def test_drafter_is_told_apart_by_method() -> None:
         (tree(serving={"autoscaling": {"max": 2, "target_ongoing_requests": 2}}), "target_ongoing_requests: unknown"),
         (
             tree(serving={"num_replicas": 2, "autoscaling": {"max": 4}}),
-            r"serving.num_replicas: is given beside autoscaling.*write autoscaling.min",
+            "serving.num_replicas: is given beside autoscaling",
         ),
         ([], "expected a mapping"),
         (None, "expected a mapping"),
@@ -146,18 +187,16 @@ def test_errors_are_one_line() -> None:
 
 def test_load_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    with pytest.raises(ConfigError, match=r"c\.yaml: no such file"):
+    with pytest.raises(ConfigError, match=r"c\.yaml: cannot be read: No such file"):
         load_config(file)
     file.write_text("target: [")
-    with pytest.raises(ConfigError, match=r"c\.yaml: not readable as YAML"):
+    with pytest.raises(ConfigError, match=r"c\.yaml: not valid YAML"):
         load_config(file)
-    file.write_text("target: {model: m, revision: 2026-13-45}")
-    with pytest.raises(ConfigError, match=r"c\.yaml: not readable as YAML: month must be in"):
+    file.write_text("target: {model: m, max_model_len: 2026-13-45}")
+    with pytest.raises(ConfigError, match=r"c\.yaml: not valid YAML: month must be in"):
         load_config(file)
-    file.write_text("target:\n  model: a\n  seed: 1\n  model: b\n")
-    with pytest.raises(
-        ConfigError, match=r"c\.yaml: not readable as YAML: 'model' stands twice; keep one of them"
-    ) as twice:
+    file.write_text("target:\n  model: a\n  max_num_seqs: 1\n  model: b\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml: not valid YAML: 'model' stands twice") as twice:
         load_config(file)
     assert "line 4, column 3" in str(twice.value)
     file.write_text("target: {model: m, extra: 1}")
@@ -170,7 +209,15 @@ def test_load_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_parsed_configuration_survives_a_round_trip() -> None:
-    for sections in ({"link": {"round_deadline_ms": 50}}, {"serving": {"autoscaling": {"max": 2}}}):
+    for sections in (
+        {"link": {"round_deadline_ms": 50}},
+        {"serving": {"autoscaling": {"max": 2}}},
+        {"openai": {"response_role": "helper"}},
+        {"target": {"model": "t", "lora_modules": [NEAR, FAR]}, "drafter": {**DRAFT_MODEL, "lora_modules": [FAR]}},
+        {"drafter": {**DRAFT_MODEL, "draft_tensor_parallel_size": 2, "engine_args": {"quantization": "fp8"}}},
+        {"drafter": co_located("eagle3", model="m", draft_load_config={"load_format": "dummy"})},
+        {"drafter": co_located("ngram", num_speculative_tokens_per_batch_size=[[1, 8, 4], [9, 64, 1]])},
+    ):
         config = parse_config(tree(**sections))
         assert parse_config(config.model_dump()) == config
         assert parse_config(config.model_dump(mode="json", exclude_unset=True)) == config
@@ -183,18 +230,15 @@ def test_replicas_are_a_number_or_follow_the_load() -> None:
     assert (serving.least_replicas, serving.most_replicas) == (2, 4)
 
 
-@pytest.mark.parametrize("k", [0, -1, 33])
-def test_a_k_out_of_range_says_how_to_serve_without_speculation(k: int) -> None:
-    with pytest.raises(ConfigError, match=r"speculation\.num_speculative_tokens: must be 1 to 32; .*leave the drafter"):
-        parse_config({"target": {"model": "m"}, "speculation": {"num_speculative_tokens": k}})
-
-
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
         ({"method": "ngram"}, "method ngram has none; use auto"),
         ({"method": "suffix"}, "method suffix has none"),
-        ({"method": "draft_model", "model": "d", "tensor_parallel_size": 2}, r"drafter\.tensor_parallel_size above 1"),
+        (
+            {"method": "draft_model", "model": "d", "tensor_parallel_size": 2},
+            "tensor_parallel_size is above 1",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", ["nccl", "hccl", "xccl"])
@@ -220,15 +264,112 @@ def test_a_wire_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"serving": {"node_types": [{"cpus": 4}]}}, r"serving\.node_types: .* set nodes_may_come"),
-        ({"serving": {"nodes_may_come": True, "node_types": [{"gpus": 4}]}}, r"node_types\.0\.cpus: required"),
         ({"target": {"model": "t", "node_labels": {"zone": "!a"}}}, r"target\.node_labels\.zone: .*\(found '!a'\)"),
         ({"target": {"model": "t", "node_labels": {"a b": "c"}}}, r"target\.node_labels\.a b"),
         ({"drafter": {"method": "ngram", "node_labels": {"zone": "in(a,b)"}}}, r"drafter\.node_labels\.zone"),
     ],
 )
-def test_nodes_are_named_by_kinds_and_plain_labels(sections: dict[str, Any], message: str) -> None:
+def test_node_labels_are_plain(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config({"target": {"model": "t"}, **sections})
     good = {"ray.io/accelerator-type": "H100", "zone": "eu-west_1.a"}
     assert parse_config({"target": {"model": "t", "node_labels": good}}).target.node_labels == good
+
+
+@pytest.mark.parametrize("side", REFUSED)
+def test_engine_arguments_that_would_break_the_rounds_are_refused_by_name(side: Side) -> None:
+    sections: dict[Side, dict[str, Any]] = {"target": {"model": "t"}, "drafter": dict(DRAFT_MODEL)}
+    for name, instead in REFUSED[side].items():
+        with pytest.raises(ConfigError) as caught:
+            parse_config({**sections, side: {**sections[side], "engine_args": {name: "secret"}}})
+        assert f"{side}.engine_args.{name}: is not passed on to vLLM: {instead}" in str(caught.value)
+        assert "secret" not in str(caught.value)
+
+
+def test_all_other_engine_arguments_are_kept_as_written() -> None:
+    arguments = {"kv_cache_dtype": "fp8", "attention_config": {"flash_attn_version": 3}, "max_loras": 2}
+    config = parse_config({"target": {"model": "t", "engine_args": arguments}})
+    assert config.target.engine_args == arguments
+    assert config.target.max_loras == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limits", "takes"),
+    [
+        ({}, {"image": 0, "video": 0, "audio": 0}, False),
+        ({"limit_mm_per_prompt": {"image": 2}}, {"image": 2, "video": 0, "audio": 0}, True),
+        ({"limit_mm_per_prompt": {"image": 0}}, {"image": 0, "video": 0, "audio": 0}, False),
+    ],
+)
+def test_pictures_are_taken_where_vllm_s_argument_says_so(arguments: Any, limits: Any, takes: bool) -> None:
+    target = parse_config({"target": {"model": "t", "engine_args": arguments}}).target
+    assert (target.media_limits, target.takes_pictures) == (limits, takes)
+
+
+@pytest.mark.parametrize(
+    ("error", "path"),
+    [
+        ("ValueError: Load format `flash` is not supported", "target.engine_args.load_format"),
+        ("NotImplementedError: FP8 KV cache on CPU requires x86 with AVX-512", "drafter.engine_args.kv_cache_dtype"),
+        ("1 validation error for CacheConfig block_size Input should be greater", "target.engine_args.block_size"),
+        ("ValueError: no room for 12 KV blocks", None),
+    ],
+)
+def test_an_engine_s_error_is_told_under_the_argument_that_it_is_about(error: str, path: str | None) -> None:
+    given: dict[Side, dict[str, Any]] = {
+        "target": {"load_format": "flash", "block_size": 0, "hf_overrides": {"a": 12}},
+        "drafter": {"kv_cache_dtype": "fp8"},
+    }
+    assert about(error, given) == path
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "a method of tomorrow"])
+def test_a_co_located_section_reaches_vllm_as_written(method: str) -> None:
+    config = parse_config(
+        tree(drafter=co_located(method, num_speculative_tokens=3, disable_padded_drafter_batch=False))
+    )
+    assert config.co_located is not None
+    assert config.remote_drafter is None
+    assert config.co_located.speculative_config(config.num_speculative_tokens) == {
+        "method": method,
+        "disable_padded_drafter_batch": False,
+        "num_speculative_tokens": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("speculation", "verification", "coupled"), ("speculation", "adaptive", False), ("link", "backend", "gloo")],
+)
+def test_settings_of_our_rounds_are_refused_where_vllm_drafts(section: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}: has no effect on drafter.placement: co_located"):
+        parse_config(tree(drafter=co_located("ngram"), **{section: {key: value}}))
+
+
+@pytest.mark.parametrize("drafter", [{"method": "ngram"}, co_located("ngram")])
+def test_k_may_stand_where_vllm_has_it(drafter: dict[str, Any]) -> None:
+    config = parse_config(tree(drafter={**drafter, "num_speculative_tokens": 7}))
+    assert config.num_speculative_tokens == 7
+    with pytest.raises(ConfigError, match="is 7 in the drafter section and 5 in speculation"):
+        parse_config(tree(drafter={**drafter, "num_speculative_tokens": 7}, speculation={"num_speculative_tokens": 5}))
+
+
+def test_draft_tensor_parallel_size_is_a_name_for_the_drafter_s_ranks() -> None:
+    config = parse_config(tree(drafter={**DRAFT_MODEL, "draft_tensor_parallel_size": 2}))
+    assert config.drafter is not None
+    assert config.drafter.tensor_parallel_size == 2
+
+
+def test_arguments_of_vllm_s_openai_server_stand_in_the_openai_section() -> None:
+    config = parse_config(tree(openai={"response_role": "helper", "tool_call_parser": "hermes"}))
+    assert config.openai.frontend_args == {"response_role": "helper"}
+    assert "lora_modules" in FRONTEND_ARGS_ELSEWHERE
+
+
+def test_a_pool_has_a_number_of_drafters_or_follows_its_gain() -> None:
+    fixed = parse_config(tree(drafter={"method": "ngram", "placement": "pool", "num_drafters": 3})).remote_drafter
+    scaled = parse_config(tree(drafter={"method": "ngram", "placement": "pool", "autoscaling": {"max": 5}}))
+    assert fixed is not None
+    assert scaled.remote_drafter is not None
+    assert (fixed.least_drafters, fixed.most_drafters) == (3, 3)
+    assert (scaled.remote_drafter.least_drafters, scaled.remote_drafter.most_drafters) == (0, 5)

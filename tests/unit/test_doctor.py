@@ -139,7 +139,7 @@ def test_more_gpus_than_there_are_is_told_by_its_field(
 def test_gpus_need_room() -> None:
     full, free = (80_000, 1_000), (80_000, 79_000)
     assert judge_gpus([full, free, free], 2, 0.9) == "2 needed, 3 here"
-    with pytest.raises(ConfigError, match=r"target\.gpu_memory_utilization: .* on GPU 1 less than 0\.9"):
+    with pytest.raises(ConfigError, match=r"target\.engine_args\.gpu_memory_utilization: .* on GPU 1 less than 0\.9"):
         judge_gpus([free, full], 2, 0.9)
 
 

@@ -25,8 +25,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from outrider.cluster.config import GatewayConfig
 from outrider.cluster.config_section import ConfigError
-from outrider.cluster.gateway_config import GatewayConfig
 from outrider.deploy.gateway import Gateway
 from outrider.deploy.keys import Key, as_yaml, hash_of
 from outrider.v1 import generation_pb2 as pb
@@ -447,12 +447,6 @@ def test_a_port_in_use_is_named(serve) -> None:
         Gateway(config, TOKEN, ("127.0.0.1", 1), ("127.0.0.1", 1), 1.0).start()
 
 
-def test_two_listeners_on_one_port_are_refused() -> None:
-    with pytest.raises(ValueError, match="admin_port: is 9000, as is grpc_port"):
-        GatewayConfig(admin_port=9000)
-    GatewayConfig(http_port=0, grpc_port=0)
-
-
 def exchange(port: int, *parts: bytes) -> bytes:
     """What comes until the gateway closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
@@ -720,7 +714,7 @@ def test_drain_cuts_what_is_left_at_its_limit(serve) -> None:
 def test_haproxy_ends_with_its_parent() -> None:
     code = f"""
 import time
-from outrider.cluster.gateway_config import GatewayConfig
+from outrider.cluster.config import GatewayConfig
 from outrider.deploy.gateway import Gateway
 gateway = Gateway(GatewayConfig(http_port=0, grpc_port=0), {TOKEN!r}, ("127.0.0.1", 1), ("127.0.0.1", 1), 1.0)
 gateway.start()

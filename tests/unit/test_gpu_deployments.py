@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("outrider_home")
 
 TARGET, DRAFTER, OTHER = Path("/models/target"), Path("/models/drafter"), Path("/models/other")
 ADAPTERS = {name: OTHER / name for name in ("near", "far", "own", "later")}
-MODELS = Models(TARGET, DRAFTER, OTHER, OTHER, ADAPTERS, ADAPTERS, OTHER, OTHER, OTHER, OTHER)
+MODELS = Models(TARGET, DRAFTER, OTHER, OTHER, ADAPTERS, ADAPTERS, OTHER, OTHER)
 
 
 def added() -> dict[str, dict[str, Any]]:
@@ -53,7 +53,7 @@ def problem(config: OutriderConfig) -> str | None:
     gpus = plan.total("GPU", 1, 0), plan.total("GPU", 0, 1)
     if gpus != (wanted := (config.target.num_ranks + (0 if pooled else own), own if pooled else 0)):
         return f"GPUs of a replica and of a drafter of the pool: {gpus}, not {wanted}"
-    for name, section in {"target": config.target, **({} if drafter is None else drafter.models)}.items():
+    for name, section in {"target": config.target, **({} if drafter is None else {"drafter": drafter})}.items():
         # As vLLM's SchedulerConfig does.
         if section.max_num_batched_tokens is not None and section.max_num_batched_tokens < section.max_num_seqs:
             return f"{name}.max_num_batched_tokens: {section.max_num_batched_tokens} < {section.max_num_seqs} requests"

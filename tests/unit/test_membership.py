@@ -218,7 +218,7 @@ def test_what_the_fingerprint_holds():
     others = [
         of({**model, "model": "e"}),
         of(model, target="u"),
-        of({**model, "revision": "r"}),
+        of({**model, "engine_args": {"revision": "r"}}),
         of({"method": "ngram"}),
         of(model, speculation={"num_speculative_tokens": 7}),
     ]

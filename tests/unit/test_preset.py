@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.config import ConfigError, DraftModelConfig, parse_config
-from outrider.cluster.gateway_config import GatewayConfig
+from outrider.cluster.config import ConfigError, DraftModelConfig, GatewayConfig, parse_config
 from outrider.deploy.app import build_app, plan_replica
 from outrider.deploy.models.check import (
     check_models,

@@ -1,4 +1,4 @@
-"""Only the seams use vLLM's and Serve's internals; those of vLLM are in a table, those of Serve in test_serve_names."""
+"""Only the seams use vLLM's and Serve's internals: which of them is in test_overrides.py and test_serve_names.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-
-from outrider.actors.vllm_seam import leans_on as vllm_names
 
 ROOT = Path(__file__).parents[2]
 USES_VLLM = ("actors/vllm_seam/", "actors/serving/openai/", "deploy/bench/")
@@ -86,20 +84,12 @@ def foreign_privates(path: str, tree: ast.Module, ours: set[str]) -> Iterator[st
             yield name
 
 
-def test_private_attributes_of_others_are_touched_by_the_seams_alone_and_those_of_vllm_listed():
+def test_private_attributes_of_others_are_touched_by_the_seams_alone():
     trees = modules()
     ours = {name for tree in trees.values() for name in own_names(tree)}
-    listed = {
-        name.replace(":", ".").rpartition(".")[2]
-        for table in vllm_names.TABLES
-        for borrowed in table.names
-        for name in borrowed.names()
-    }
     for path, tree in trees.items():
-        found = set(foreign_privates(path, tree, ours)) - set(NEITHER_S)
-        if path.startswith("actors/vllm_seam/"):
-            assert found <= listed, f"{path}: list {found - listed} in leans_on.py"
-        elif not path.startswith(USES_SERVE_PRIVATES):
+        if not path.startswith(("actors/vllm_seam/", *USES_SERVE_PRIVATES)):
+            found = set(foreign_privates(path, tree, ours)) - set(NEITHER_S)
             assert found == set(), f"{path}: {found} belong to a seam"
 
 

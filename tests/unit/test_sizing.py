@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.config import DraftModelConfig
-from outrider.cluster.scaling_config import PoolScalingConfig
+from outrider.cluster.config import DraftModelConfig, PoolScalingConfig
 from outrider.deploy.preset import resolve_config
 
 DOCS = Path(__file__).parents[2] / "docs"

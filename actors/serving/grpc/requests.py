@@ -25,7 +25,7 @@ from outrider.actors.replica_calls import (
     TokenizeRequest,
 )
 from outrider.actors.request_ids import is_usable_id
-from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.config import ServingConfig
 from outrider.v1 import generation_pb2 as pb
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
@@ -58,7 +58,7 @@ class ServedModel:
     num_speculative_tokens: int
     """K; 0: served without a drafter."""
 
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    limits: ServingConfig = field(default_factory=ServingConfig)
 
 
 def request_id_of(message: GenerationMessage | pb.AbortRequestRequest) -> str:
@@ -107,7 +107,7 @@ def check_model(message: GenerationMessage | pb.TokenizeRequest | pb.DetokenizeR
         raise RequestError("model", "is not the one that is served", f"send {served.name!r} or leave it out")
 
 
-def to_sampling(sampling: pb.SamplingParameters, limits: LimitsConfig) -> dict[str, Any]:
+def to_sampling(sampling: pb.SamplingParameters, limits: ServingConfig) -> dict[str, Any]:
     """Return keyword arguments of vLLM's SamplingParams, whose names the message's fields have.
 
     Without a max_tokens of the client's, that of the limits, if they have one.
@@ -125,7 +125,7 @@ def to_sampling(sampling: pb.SamplingParameters, limits: LimitsConfig) -> dict[s
         if limits.unasked_max_tokens is not None:
             chosen["max_tokens"] = limits.unasked_max_tokens
     elif most is not None and chosen["max_tokens"] > most:
-        raise RequestError("sampling.max_tokens", f"is above limits.greatest_max_tokens, {most}", "lower it")
+        raise RequestError("sampling.max_tokens", f"is above serving.greatest_max_tokens, {most}", "lower it")
     return chosen
 
 
@@ -188,7 +188,7 @@ def _verification(speculation: pb.SpeculationParameters) -> str | None:
 
 
 def _deadline(
-    message: GenerationMessage, limits: LimitsConfig, grpc_timeout: str | None, clock: Callable[[], float]
+    message: GenerationMessage, limits: ServingConfig, grpc_timeout: str | None, clock: Callable[[], float]
 ) -> Deadline:
     """The earlier one of the field's and the call's; the default where there is neither."""
     most = limits.greatest_timeout_s
@@ -196,7 +196,7 @@ def _deadline(
     seconds = limits.default_timeout_s if of_call is None else min(of_call, most)
     if message.HasField("timeout_ms"):
         if message.timeout_ms > 1000 * most:
-            problem = f"is above limits.greatest_timeout_s, {most:g}"
+            problem = f"is above serving.greatest_timeout_s, {most:g}"
             raise RequestError("timeout_ms", problem, f"send at most {int(1000 * most)}")
         seconds = message.timeout_ms / 1000 if of_call is None else min(seconds, message.timeout_ms / 1000)
     return Deadline.after(seconds, clock)

@@ -10,6 +10,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import AsyncGenerator
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ class OpenAIApp:
             os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "0"
         co_located = config.co_located.method if config.co_located is not None else None
         engine: Any = OpenAIEngine(
-            llm, config.num_speculative_tokens, config.serving.structured_output, co_located, config.limits
+            llm, config.num_speculative_tokens, config.serving.structured_output, co_located, config.serving
         )
         try:
             args = server_args(config, llm)
@@ -155,9 +156,12 @@ class OpenAIApp:
 
 
 def server_args(config: OutriderConfig, llm: AsyncLLM) -> Namespace:
-    """Returns the arguments of ``vllm serve`` for this deployment. Raises TypeError for an unknown one."""
+    """Returns the arguments of ``vllm serve`` for this deployment. Raises ConfigError for an unknown one."""
     parsers = answer_parsers(config, llm.model_config)
-    lora = config.target.lora
+    modules = [LoRAModulePath(module.name, module.path) for module in config.target.lora_modules]
+    own = config.openai.frontend_args
+    if unknown := own.keys() - {field.name for field in fields(FrontendArgs)}:
+        raise ConfigError(f"openai.{min(unknown)}: vLLM's server has no such argument; remove it")
     frontend = FrontendArgs(
         **{
             "disable_fastapi_docs": True,
@@ -165,8 +169,8 @@ def server_args(config: OutriderConfig, llm: AsyncLLM) -> Namespace:
             "chat_template": config.openai.chat_template,
             "enable_auto_tool_choice": parsers.tool_call is not None,
             "tool_call_parser": parsers.tool_call,
-            "lora_modules": None if lora is None else [LoRAModulePath(each.name, each.path) for each in lora.adapters],
-            **config.openai.frontend_args,
+            "lora_modules": modules if config.target.serves_lora else None,
+            **own,
         }
     )
     engine = AsyncEngineArgs(model=config.target.model, served_model_name=[config.served_model_name])

@@ -30,7 +30,7 @@ from outrider.actors.serving.owners import salted
 from outrider.actors.vllm_seam.engine_args import on_gpu
 from outrider.actors.vllm_seam.engine_requests import blamed_by_ranks, traced_generate
 from outrider.actors.vllm_seam.structured_outputs import check_constraint
-from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.config import ServingConfig
 from outrider.cluster.link.messages import MessageError
 from outrider.cluster.modes import BY_NAME
 
@@ -63,7 +63,7 @@ class OpenAIEngine:
         num_speculative_tokens: int,
         structured_output: Mode,
         co_located: str | None,
-        limits: LimitsConfig,
+        limits: ServingConfig,
     ):
         """num_speculative_tokens: the deployment's K, 0 without a drafter. co_located: the method by which vLLM drafts
         inside the engine; None where it does not."""
@@ -135,7 +135,8 @@ class OpenAIEngine:
         if unasked is not None and not (call.routed is not None and call.routed.sets_max_tokens):
             params.max_tokens = unasked if wanted is None else min(wanted, unasked)
         elif most is not None and (wanted is None or wanted > most):
-            raise VLLMValidationError(f"max_tokens is above limits.greatest_max_tokens, {most}", parameter="max_tokens")
+            problem = f"max_tokens is above serving.greatest_max_tokens, {most}"
+            raise VLLMValidationError(problem, parameter="max_tokens")
 
     def _check(self, params: SamplingParams) -> None:
         try:

@@ -27,7 +27,7 @@ from outrider.actors.serving.failures import HttpError, Refused, failure_of
 from outrider.actors.serving.owners import OWNER_IN_SCOPE
 from outrider.actors.serving.routing.request_profile import of_body
 from outrider.actors.serving.running import RunningRequest, RunningRequests
-from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.config import ServingConfig
 
 GENERATING = (
     "/v1/chat/completions",
@@ -73,7 +73,7 @@ class Forwarding:
         self,
         target: DeploymentHandle,
         running: RunningRequests,
-        limits: LimitsConfig,
+        limits: ServingConfig,
         served_model_name: str,
         max_retries: int,
         isolates_tenants: bool,
@@ -230,5 +230,5 @@ def _with_flat_keys(body: dict[str, Any]) -> dict[str, Any]:
 
 async def _of_one_replica(request: Request) -> Response:
     problem = f"{request.url.path} is about one replica, and this deployment has several"
-    fix = "list adapters in target.lora.adapters, and send the whole conversation in input"
+    fix = "list adapters in target.lora_modules, and send the whole conversation in input"
     raise RequestError("path", problem, fix)

@@ -13,7 +13,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "dense": {},
     "moe": {},
     "mla": {"dtype": "bfloat16"},  # its kernels take no float32
-    "fp8": {"quantization": "fp8", "dtype": "bfloat16"},
+    "fp8": {"engine_args": {"quantization": "fp8"}, "dtype": "bfloat16"},
     "tp2": {"tensor_parallel_size": 2},
 }
 """By kind of draft model: what its section has besides."""
@@ -34,16 +34,20 @@ def pair_with_graphs(models: Models, target_eager: bool, drafter_eager: bool) ->
     pair = _pair(models)
     return {
         **pair,
-        "target": {**pair["target"], "enforce_eager": target_eager},
-        "drafter": {**pair["drafter"], "enforce_eager": drafter_eager},
+        "target": _eager(pair["target"], target_eager),
+        "drafter": _eager(pair["drafter"], drafter_eager),
     }
+
+
+def _eager(section: dict[str, Any], eager: bool) -> dict[str, Any]:
+    return {**section, "engine_args": {**section["engine_args"], "enforce_eager": eager}}
 
 
 def pair_of_kind(kind: str, target: Path | str, drafter: Path | str, num_speculative_tokens: int) -> dict[str, Any]:
     """A pair whose draft model is of a kind of SIDES."""
     side = {"dtype": "float32", **SIDES[kind]}
     return {
-        "target": engine(Path(target), dtype=side["dtype"], enable_prefix_caching=False),
+        "target": engine(Path(target), dtype=side["dtype"], engine_args={"enable_prefix_caching": False}),
         "drafter": {"method": "draft_model", **engine(Path(drafter), **side)},
         "speculation": {"num_speculative_tokens": num_speculative_tokens, "adaptive": False},
         "link": PATIENT,
@@ -54,11 +58,12 @@ def measured_pair(
     target: Path | str, drafter: Path | str, num_speculative_tokens: int, tensor_parallel_size: int
 ) -> dict[str, Any]:
     """A pair that tells which CUDA graphs its target replays. The KV cache takes what memory is left."""
-    common = {"dtype": "bfloat16", "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.85}
-    counted = {"engine_args": {"cudagraph_metrics": True}}
+    common = {"dtype": "bfloat16", "kv_cache_memory_bytes": None}
+    most = {"gpu_memory_utilization": 0.85}
+    counted = {**most, "cudagraph_metrics": True}
     return {
-        "target": engine(Path(target), tensor_parallel_size=tensor_parallel_size, **common, **counted),
-        "drafter": {"method": "draft_model", **engine(Path(drafter), **common)},
+        "target": engine(Path(target), tensor_parallel_size=tensor_parallel_size, **common, engine_args=counted),
+        "drafter": {"method": "draft_model", **engine(Path(drafter), **common, engine_args=most)},
         "speculation": {"num_speculative_tokens": num_speculative_tokens, "adaptive": False},
         "link": PATIENT,
     }

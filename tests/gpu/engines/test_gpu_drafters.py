@@ -59,7 +59,7 @@ def test_acceptance_is_that_of_vllm_s_own_drafting(pairs, added, kind):
         drafted, accepted = drafted + counted.num_draft_tokens, accepted + counted.num_accepted_draft_tokens
     assert drafted > 0
     own = {"placement": "co_located", "method": "draft_model", "model": str(drafter), "num_speculative_tokens": K}
-    own |= {key: value for key, value in SIDES[kind].items() if key == "quantization"}
+    own |= SIDES[kind].get("engine_args", {})
     config = {"target": sections["target"], "drafter": own}
     job = {"name": kind, "config": config, "prompts": [list(prompt) for prompt in PROMPTS]}
     (vllm,) = run([job], NUM_TOKENS)

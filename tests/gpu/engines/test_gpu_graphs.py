@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.gpus(1)
 SECTIONS = {
     "FULL": {},
     "PIECEWISE": {"engine_args": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}},
-    "eager": {"enforce_eager": True},
+    "eager": {"engine_args": {"enforce_eager": True}},
 }
 
 

@@ -12,7 +12,7 @@ from ray import serve
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serving.ingress import Ingress
 from outrider.actors.serving.owners import TOKEN_VARIABLE, Owners
-from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.config import ServingConfig
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.stand_in_target import K, stand_in_target
 from tests.serving import Deployments
@@ -28,7 +28,7 @@ def address(meeting_point: Path, deployments: Deployments) -> Iterator[str]:
     port = deployments.cluster()
     front = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100)
     target = stand_in_target(str(meeting_point))
-    app = front.bind(target, "pair", K, broadcast=broadcast, owners=owners(), limits=LimitsConfig())
+    app = front.bind(target, "pair", K, broadcast=broadcast, owners=owners(), limits=ServingConfig())
     serve.run(app, name="outrider")
     yield f"127.0.0.1:{port}"
     serve.delete("outrider")

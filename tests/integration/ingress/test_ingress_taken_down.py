@@ -14,7 +14,7 @@ from ray import serve
 from outrider.actors.serve_seam.broadcast import broadcast
 from outrider.actors.serve_seam.living import is_stopping
 from outrider.actors.serving.ingress import Ingress
-from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.config import ServingConfig
 from outrider.deploy.client.sync_client import OutriderClient
 from tests.integration.ingress.calls import failure, wait_for
 from tests.integration.ingress.conftest import owners
@@ -35,7 +35,7 @@ def second(address: str, meeting_point: Path) -> Iterator[OutriderClient]:
     )  # fmt: skip
     target = stand_in_target(str(meeting_point))
     app = front.bind(
-        target, "pair", K, broadcast=broadcast, owners=owners(), limits=LimitsConfig(), is_stopping=is_stopping
+        target, "pair", K, broadcast=broadcast, owners=owners(), limits=ServingConfig(), is_stopping=is_stopping
     )
     serve.run(app, name=APP, route_prefix="/second")
     with OutriderClient(address, application=APP) as client:

@@ -105,7 +105,7 @@ def test_vllm_serve_reads_the_configuration_back_from_its_command_line() -> None
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     config = parse_config(
-        {"target": {"model": "t", "max_model_len": 99, "enable_prefix_caching": False, "cores": [[0]]}}
+        {"target": {"model": "t", "max_model_len": 99, "engine_args": {"enable_prefix_caching": False}, "cores": [[0]]}}
     )
     speculative = {"method": "ngram", "num_speculative_tokens": 3}
     line = command_line(engine_arguments(config, speculative, gpu=False))

@@ -321,7 +321,7 @@ def test_a_link_to_a_target_of_another_size_is_taken_and_its_tokens_alone_are_dr
     monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
     strategy = DraftModelStrategy(MemoryEngine(), 16, vocabulary=DraftVocabulary(VOCAB, 20))
     drafter = Drafter.__new__(Drafter)
-    drafter._loop, drafter._app_name, drafter._vocabularies = DraftLoop(strategy), "outrider", []
+    drafter._loop, drafter._app_name, drafter._vocabulary = DraftLoop(strategy), "outrider", ()
     for size in (VOCAB + 128, VOCAB - 128):
         with pytest.raises(LinkError, match="no answer"):
             drafter.accept_link(invitation(size), 0.1)
@@ -336,7 +336,7 @@ def test_a_target_of_another_tokenizer_is_refused_and_told_why(monkeypatch):
     monkeypatch.setattr("outrider.actors.drafter.actor.application_secret", lambda *_: bytes(32))
     drafter = Drafter.__new__(Drafter)
     drafter._loop, drafter._app_name = DraftLoop(DraftModelStrategy(MemoryEngine(), 16)), "outrider"
-    drafter._vocabularies = [("a", "b", "c")]
+    drafter._vocabulary = ("a", "b", "c")
     with pytest.raises(ValueError, match=r"drafter\.model: its tokenizer is not the target's: 2 of 3 blocks"):
         drafter.accept_link(invitation(VOCAB, ("a", "x", "y")), 0.1)
     for vocabulary in (("a", "b", "c"), ("a", "b", "y"), ()):

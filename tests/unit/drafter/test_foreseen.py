@@ -114,8 +114,8 @@ def test_drafts_with_a_q_are_answered_and_never_sent_ahead():
 
 def test_where_somebody_decides_at_each_commit_who_answers_nothing_is_sent_ahead():
     clock = itertools.count().__next__
-    one, other = (DraftModelStrategy(MemoryEngine(), 16, clock=clock) for _ in "ab")
-    drive = Drive(SeveralStrategy(one, {"ngram": NgramStrategy(2, 4)}, clock, {"other": other}))
+    model = DraftModelStrategy(MemoryEngine(), 16, clock=clock)
+    drive = Drive(SeveralStrategy(model, {"ngram": NgramStrategy(2, 4)}, clock))
     drive.open(KEY, PROMPT)
     drive.work_off()
     drive.commit(KEY, Commit(KEY[1], len(PROMPT), [drawn_token(PROMPT)], 4, 4))
@@ -126,16 +126,13 @@ def test_where_somebody_decides_at_each_commit_who_answers_nothing_is_sent_ahead
 
 
 def test_nothing_is_sent_ahead_for_a_request_that_is_closed():
-    """As at start-up, where nobody asks what is foreseen of the requests that warm models up: of two models one's next
-    step does."""
-    clock = itertools.count().__next__
-    one, other = (DraftModelStrategy(MemoryEngine(), 16, clock=clock) for _ in "ab")
-    drive = Drive(SeveralStrategy(one, {}, clock, {"other": other}))
+    """As at start-up, where nobody asks what is foreseen of the requests that warm the model up."""
+    drive = Drive(model := DraftModelStrategy(MemoryEngine(), 16, clock=itertools.count().__next__))
     drive.open(KEY, PROMPT)
     drive.work_off()
     drive.commit(KEY, Commit(KEY[1], len(PROMPT), [drawn_token(PROMPT)], 4, 4))
     drive.work_off()
-    assert one._foreseen or other._foreseen
+    assert model._foreseen
     drive.close(KEY)
     assert drive.strategy.foreseen() == []
 

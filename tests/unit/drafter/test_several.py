@@ -13,7 +13,7 @@ from outrider.actors.drafter.several import SeveralStrategy
 from outrider.actors.drafter.suffix import SuffixStrategy
 from outrider.actors.drafter.suffix_index import SuffixLimits
 from outrider.cluster.link.messages import Commit, DraftOrigin
-from tests.bench.several_drafters import CHOICES, KINDS, MODEL, SMALL, Play, Texts, Times, earned
+from tests.bench.several_drafters import CHOICES, KINDS, MODEL, Play, Texts, Times, earned
 from tests.unit.drafter.draft_bench import GREEDY, KEY, SAMPLED, Bench, ids
 from tests.unit.drafter.drive import Drive
 from tests.unit.drafting_engine import drawn_token
@@ -106,7 +106,7 @@ def test_drafts_that_were_not_sent_are_judged_too_but_not_a_models_under_rejecti
 
     judge.verdict = verdict
     for _ in range(3):
-        play.answer(*source.one(), {MODEL: 0.5})
+        play.answer(*source.one(), 0.5)
     assert any(verdicts[name] > judge.chosen[name] + 20 for name in ("ngram", "suffix"))
     assert (verdicts[MODEL] > judge.chosen[MODEL]) == (sampling is GREEDY)
     counted = play.strategy.counters()
@@ -119,9 +119,9 @@ def test_a_model_that_was_bad_and_is_good_now_drafts_again(limits):
     """Even where a round is too short for it to draft ahead, or it must not."""
     play = Play(None, Times(target_s=0.008), limits=limits)
     source = Texts("hopeless", num_tokens=60)
-    play.answer(*source.one(), {MODEL: 0.0})
+    play.answer(*source.one(), 0.0)
     before = play.strategy.judge.right[MODEL]
-    play.answer(*Texts("easy", num_tokens=500).one(), {MODEL: 1.0})
+    play.answer(*Texts("easy", num_tokens=500).one(), 1.0)
     assert play.strategy.judge.right[MODEL] > before + 200
 
 
@@ -143,7 +143,7 @@ def test_no_drafts_are_wanted():
     assert Commit(1, 31, [5], 0, 0).num_wanted == 0
 
 
-BEST = {"easy": SMALL, "hard words": MODEL, "edits": "suffix", "agents": "suffix", "hopeless": MODEL}
+BEST = {"easy": MODEL, "middling": MODEL, "edits": "suffix", "agents": "suffix", "hopeless": MODEL}
 """Of the single ones, as the bench's table has it."""
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.actors.learning import learner as learner_module
 from outrider.actors.learning.learner import Learner
 from outrider.actors.learning.texts import Text
-from outrider.cluster.learning_config import LearningConfig
+from outrider.cluster.config import LearningConfig
 
 VOCAB, END = 64, 63
 TRAINED = 2**63 - 1

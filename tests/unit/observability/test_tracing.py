@@ -178,7 +178,8 @@ async def test_off_means_untouched(monkeypatch):
 def test_the_configuration_becomes_opentelemetry_s_own_variables(monkeypatch):
     for name in (tracing.PROTOCOL, "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
-    traced = ServingConfig(otlp_traces_endpoint="http://c:4317", trace_sample_ratio=0.25)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
+    traced = ServingConfig(otlp_traces_endpoint="http://c:4317")
     assert process_environment(ServingConfig()) == {}
     assert process_environment(traced) == {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317",
@@ -195,7 +196,8 @@ def test_the_configuration_becomes_opentelemetry_s_own_variables(monkeypatch):
 def test_spans_reach_a_collector_with_their_component(monkeypatch):
     with collecting(0) as collector:
         endpoint = f"http://127.0.0.1:{collector.port}"
-        serving = ServingConfig(otlp_traces_endpoint=endpoint, trace_sample_ratio=0)
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+        serving = ServingConfig(otlp_traces_endpoint=endpoint)
         for name, value in process_environment(serving).items():
             monkeypatch.setenv(name, value)
         tracing.process_provider.cache_clear()

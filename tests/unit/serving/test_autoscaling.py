@@ -9,7 +9,7 @@ import pytest
 
 from outrider.actors.serve_seam.autoscaling import LASTS_S, serve_autoscaling
 from outrider.actors.serving.autoscaling import Report
-from outrider.cluster.scaling_config import AutoscalingConfig
+from outrider.cluster.config import AutoscalingConfig
 from tests.scaling_cluster import BUSY, IDLE, RATE, SEATS, TOKENS, Cluster, Controller, steady, waiting
 
 HELD_UP = replace(BUSY, running=8, kv_cache_usage=0.97, waiting=1, waiting_tokens=TOKENS)

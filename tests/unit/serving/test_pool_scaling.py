@@ -17,9 +17,9 @@ from outrider.actors.serve_seam.autoscaling import (
     serve_pool_autoscaling,
 )
 from outrider.actors.serving.pool_scaling import PROBE_S, TRIAL_S
+from outrider.cluster.config import PoolScalingConfig
 from outrider.cluster.membership import Verifier, Work
 from outrider.cluster.registry import Registry
-from outrider.cluster.scaling_config import PoolScalingConfig
 from tests.scaling_cluster import Controller
 
 IDLE = Work()

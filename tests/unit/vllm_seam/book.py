@@ -65,7 +65,7 @@ def ahead_config(directory: Path, **target: Any) -> Any:
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 48,
-        "enable_prefix_caching": False,
+        "engine_args": {"enable_prefix_caching": False},
     }
     config = parse_config(
         {

@@ -19,7 +19,7 @@ BLOCKS = 30
 def engine(tmp_path):
     """Without a model."""
     init_none_hash(sha256)
-    config = ahead_config(tmp_path, enable_prefix_caching=True)
+    config = ahead_config(tmp_path, engine_args={"enable_prefix_caching": True})
     engine = DraftEngine.__new__(DraftEngine)
     engine._kv = make_scheduler(config, BLOCKS).kv_cache_manager
     engine._core = SimpleNamespace(request_block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256))

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from outrider.actors.round.scheduling import FairOrder, prefill_threshold
+from outrider.actors.round.scheduling import MAX_OVERTAKING_S, FairOrder, prefill_threshold
 from outrider.actors.vllm_seam.scheduler import FairScheduling
 from tests.clock import Clock
 
@@ -10,8 +10,8 @@ from tests.clock import Clock
 class Base:
     """As much of vLLM's scheduler as the mixin touches."""
 
-    def __init__(self, max_overtaking_s):
-        serving = {"max_overtaking_s": max_overtaking_s, "gateway": {"keys_file": "keys.yaml"}}
+    def __init__(self):
+        serving = {"gateway": {"keys_file": "keys.yaml"}}
         self.vllm_config = SimpleNamespace(additional_config={"outrider": {"serving": serving}})
         self.scheduler_config = SimpleNamespace(
             max_num_batched_tokens=1000,
@@ -43,17 +43,17 @@ def request(tokens, priority=0, **ours):
 def arriving(arrivals):
     """A scheduler to which these have come: by the monotonic clock, and what."""
     clock = Clock()
-    scheduler = Scheduler(max_overtaking_s=3.0, arrival_clock=clock)
+    scheduler = Scheduler(arrival_clock=clock)
     for clock.now, each in arrivals:
         scheduler.add_request(each)
     return scheduler
 
 
 def test_waiting_requests_are_ordered_by_virtual_arrival():
-    scheduler = arriving([(100.0, request(5000)), (102.0, request(10)), (104.0, request(10))])
+    scheduler = arriving([(100.0, request(5000)), (102.0, request(10)), (112.0, request(10))])
     huge, small, late = (added.priority for added in scheduler.added)
     assert small < huge < late
-    assert huge == FairOrder(3.0).virtual_arrival_ms(100.0, 5000, 16)
+    assert huge == FairOrder(MAX_OVERTAKING_S).virtual_arrival_ms(100.0, 5000, 16)
 
 
 def test_callers_are_told_apart():
@@ -69,7 +69,7 @@ def test_vllms_priority_is_kept():
 
 
 def test_long_prompts_share_a_step_in_every_step():
-    scheduler = Scheduler(max_overtaking_s=3.0)
+    scheduler = Scheduler()
     assert scheduler.schedule() == (750, False)
     scheduler.running = [SimpleNamespace(is_prefill_chunk=chunk) for chunk in (True, False, True)]
     assert scheduler.schedule(throttle_prefills=True) == (375, True)
@@ -78,7 +78,7 @@ def test_long_prompts_share_a_step_in_every_step():
 
 
 def test_prompts_stay_whole_where_chunked_prefill_is_switched_off():
-    scheduler = Scheduler(max_overtaking_s=3.0)
+    scheduler = Scheduler()
     scheduler.scheduler_config.enable_chunked_prefill = False
     scheduler.running = [SimpleNamespace(is_prefill_chunk=True)]
     assert scheduler.schedule() == (0, False)
@@ -89,7 +89,7 @@ def test_a_picture_that_runs_whole_fits_into_its_prompt_s_share():
         features = [SimpleNamespace(mm_position=SimpleNamespace(length=length)) for length in lengths]
         return SimpleNamespace(is_prefill_chunk=True, mm_features=features)
 
-    scheduler = Scheduler(max_overtaking_s=3.0)
+    scheduler = Scheduler()
     scheduler.running = [prompt(), prompt(200)] * 5
     assert scheduler.schedule()[0] == 75
     scheduler.scheduler_config.disable_chunked_mm_input = True

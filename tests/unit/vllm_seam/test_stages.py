@@ -90,7 +90,7 @@ def vllm_config(tmp_path_factory):
                 "max_model_len": MAX_MODEL_LEN,
                 "max_num_seqs": MAX_REQUESTS,
                 "max_num_batched_tokens": STEP_TOKENS,
-                "enable_prefix_caching": False,
+                "engine_args": {"enable_prefix_caching": False},
                 "pipeline_parallel_size": 2,
             },
             "drafter": {"method": "ngram"},

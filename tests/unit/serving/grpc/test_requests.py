@@ -14,10 +14,10 @@ from outrider.actors.serving.grpc.requests import (
     to_generation_request,
     to_tokenize_request,
 )
-from outrider.cluster.limits import LimitsConfig
+from outrider.cluster.config import ServingConfig
 from outrider.v1 import generation_pb2 as pb
 
-LIMITS = LimitsConfig(default_timeout_s=60, greatest_timeout_s=600)
+LIMITS = ServingConfig(default_timeout_s=60, greatest_timeout_s=600)
 SERVED = ServedModel("pair", 4, LIMITS)
 SAMPLING: dict[str, Any] = {
     "temperature": 0.0, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": -(2**63), "max_tokens": 9, "min_tokens": 0,
@@ -116,7 +116,7 @@ def test_the_earlier_deadline_counts(timeout_ms: int | None, grpc_timeout: str |
 
 def test_an_answer_that_is_not_limited_gets_the_deployments_limit() -> None:
     def max_tokens(**limits: Any) -> Any:
-        return translated(asked(), ServedModel("pair", 4, LimitsConfig(**limits))).sampling.get("max_tokens")
+        return translated(asked(), ServedModel("pair", 4, ServingConfig(**limits))).sampling.get("max_tokens")
 
     assert max_tokens() is None
     assert max_tokens(default_max_tokens=7) == 7
@@ -144,7 +144,7 @@ BAD_KWARGS.chat_template_kwargs.update({"chat_template": "{{ 1 }}"})
     ],
 )
 def test_what_nobody_else_would_refuse_is_refused_by_name(message: Any, field: str) -> None:
-    limits = LimitsConfig(default_timeout_s=60, greatest_timeout_s=600, greatest_max_tokens=9)
+    limits = ServingConfig(default_timeout_s=60, greatest_timeout_s=600, greatest_max_tokens=9)
     with pytest.raises(RequestError) as caught:
         translated(message, ServedModel("pair", 4, limits))
     assert caught.value.field == field
