@@ -38,8 +38,6 @@ MAX_DRAFT_TOP_N = 128
 MIN_DRAFT_STEP_TOKENS = 64
 """Lower limit of a drafter's ``max_num_batched_tokens``: a sequence may catch up with so many tokens in one step."""
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
 REMOTE_METHODS = ("draft_model", "ngram", "suffix")
 """Methods of a drafter actor. They need tokens only."""
 
@@ -63,7 +61,7 @@ class EngineConfig(Section):
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks that the model is sharded over, one GPU or set of cores each, all on one node."""
 
-    dtype: Dtype = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations. float32 makes greedy answers reproducible to the token."""
 
     max_model_len: int | None = Field(None, ge=2)
@@ -381,8 +379,7 @@ class SuffixConfig(LookupConfig):
     """Most tokens of match and draft together."""
 
     suffix_decoding_max_cached_requests: int = Field(10000, ge=0)
-    """Answers that are remembered for other requests, first in, first out. 0: none; each request has its own text
-    only."""
+    """Answers that are remembered for other requests, first in, first out. 0: none."""
 
     suffix_decoding_max_spec_factor: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Tokens drafted at most for each token that matches."""
@@ -482,8 +479,7 @@ class SpeculationConfig(Section):
     """How much is drafted, and how it is verified."""
 
     num_speculative_tokens: int = Field(4, ge=1, le=MAX_SPECULATIVE_TOKENS)
-    """K: most tokens drafted a round. A request may ask for fewer, or none. To serve without
-    speculation leave the ``drafter`` section out; K = 0 is not a way to say it."""
+    """K: most tokens drafted a round. A request may ask for fewer, or none. Without ``drafter`` nothing is drafted."""
 
     verification: Literal["rejection", "block", "coupled"] = "rejection"
     """How drafts of sampled requests are verified; every way is exact ([exactness.md](exactness.md)). ``coupled`` ships
@@ -569,12 +565,11 @@ class GatewayConfig(Section):
     None: no key is needed."""
 
     requests_per_minute: int | None = Field(None, ge=1, le=1_000_000)
-    """Most requests a minute of one API key, or of one address where there are no keys. A key's own
-    ``requests_per_minute`` goes before. Health, status and aborts do not count. None: no limit."""
+    """Most requests a minute of one API key, or of one address without keys. A key's own ``requests_per_minute`` goes
+    before. Health, status and aborts do not count. None: no limit."""
 
     max_connections_per_address: int = Field(200, ge=1, le=1_000_000)
-    """Most connections from one address to all listeners together. Of IPv6 a network of 64 bits counts as one
-    address."""
+    """Most connections from one address to all listeners together. An IPv6 network of 64 bits counts as one."""
 
     max_body_bytes: int = Field(8 * 2**20, ge=1024, le=2**31 - 1)
     """Longest HTTP request body, and longest gRPC message. Longer ones get 413 or RESOURCE_EXHAUSTED; bodies without a
@@ -588,8 +583,8 @@ class GatewayConfig(Section):
     done or whose client reads nothing of what waits for it. A client that waits for an answer is not idle."""
 
     admin_port: int | None = Field(None, ge=0, le=65535)
-    """Port of ``/metrics``, ``/outrider/v1/status``, and HAProxy's own ``/haproxy/metrics`` and ``/stats``, which
-    ``http_port`` has not then. None: the first two are on ``http_port``, the others nowhere. 0: any free one."""
+    """Port of ``/metrics``, ``/outrider/v1/status`` and HAProxy's own ``/haproxy/metrics`` and ``/stats``. None: the
+    first two are on ``http_port``, the others nowhere. 0: any free one."""
 
 
 class AutoscalingConfig(Bounds):
@@ -633,8 +628,8 @@ class ServingConfig(Section):
     «serving.autoscaling». None: ``num_replicas``."""
 
     num_ingresses: int = Field(1, ge=1, le=16)
-    """Ingress processes behind Serve's proxies, spread over the nodes. One that is lost takes only its own answers with
-    it. Each has its part of ``max_ongoing_requests`` and ``max_queued_requests``, rounded up."""
+    """Ingress processes behind Serve's proxies, spread over the nodes. Each has its part of ``max_ongoing_requests``
+    and ``max_queued_requests``, rounded up. One that is lost takes only its own answers with it."""
 
     gateway: Annotated[
         Annotated[GatewayConfig, Tag("gateway_on")] | Annotated[Literal["off"], Tag("gateway_off")],
@@ -673,8 +668,7 @@ class ServingConfig(Section):
     """Requests that a replica holds at once; its scheduler batches max_num_seqs of them. Left out on GPU: 256."""
 
     max_queued_requests: int = Field(256, ge=1)
-    """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429). Counted by each caller of
-    the replicas, which is one unless other applications call them too."""
+    """Requests waiting beyond this are refused at once with RESOURCE_EXHAUSTED (HTTP 429)."""
 
     default_timeout_s: float = Field(3600.0, gt=0, le=604800)
     """Deadline of a generation whose client sets none, in seconds."""
@@ -697,8 +691,7 @@ class ServingConfig(Section):
     need; ``all``: regexes, grammars and structural tags as well."""
 
     step_watchdog_s: float = Field(30.0, ge=1, allow_inf_nan=False)
-    """A replica with requests of whose engine no step ends for so many seconds, and for 20 times the usual step, fails
-    its health check, and is replaced; its requests get UNAVAILABLE."""
+    """A replica whose engine has requests and ends no step for so long, and 20 times the usual step, is replaced."""
 
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
     """OpenTelemetry collector that gets a span a request and round, and vLLM's own, e.g. ``http://localhost:4317``
@@ -897,9 +890,8 @@ def parse_config(data: Any, source: str = "config") -> OutriderConfig:
 
 def load_config(path: str | Path) -> OutriderConfig:
     """Reads one YAML file. Raises ConfigError for a missing file, bad YAML or a wrong field."""
-    path = Path(path)
     try:
-        data = read_yaml(path.read_text(encoding="utf-8"))
+        data = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: what nobody wrote is chosen when a deployment is built. Pure.
+"""Chooses the defaults of a GPU where nothing is written. Pure.
 
 The fields' own defaults are the CPU's. On a GPU a step takes milliseconds instead of tenths of a second, and hardly
 longer for a hundred requests than for one, so batches, prefill chunks and deadlines are of another size. What a
@@ -7,110 +7,69 @@ configuration says is never overridden, not even where it says what the CPU's de
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from outrider.cluster.config import DraftModelConfig, LinkConfig, OutriderConfig
-from outrider.cluster.config_section import Section
+from outrider.cluster.config import DraftModelConfig, OutriderConfig
 
-_ON_GPU: dict[str, tuple[Any, str, str]] = {
-    "max_num_seqs": (
-        128,
-        "a step of many requests takes hardly longer than of one",
-        "a step takes the longer the more requests it has",
-    ),
-    "max_ongoing_requests": (
-        256,
-        "a batch of target.max_num_seqs, and as many to follow",
-        "four batches of target.max_num_seqs",
-    ),
-    "prefill_chunk_tokens": (
-        1024,
-        "a chunk takes about as long as a few draft steps",
-        "a longer chunk delays proposals",
-    ),
-    "draft_vocab_size": (
-        0,
-        "the whole output head: cutting it was measured on CPU only",
-        "what it was trained on, else 32768 of a vocabulary twice as large: the head is a large part of a step",
-    ),
-    "round_deadline_steps": (
-        2.0,
-        "waiting longer than two of the target's steps, as measured while it runs, costs more than drafts give",
-        "link.round_deadline_ms alone",
-    ),
-    "round_deadline_ms": (
-        250.0,
-        "until the target's step has been measured, and never longer",
-        "a draft step takes tens of milliseconds on a core, and a prefill chunk may come first",
-    ),
-    "link_deadline_ms": (
-        1000.0,
-        "a drafter beats its heart four times as often; plain decoding meanwhile costs every request",
-        "a process that has to share its core may be silent for seconds",
-    ),
+_ON_GPU: dict[str, dict[str, tuple[Any, str]]] = {
+    "target": {"max_num_seqs": (128, "a step of many requests takes hardly longer than of one")},
+    "serving": {"max_ongoing_requests": (256, "a batch of target.max_num_seqs, and as many to follow")},
+    "drafter": {
+        "max_num_seqs": (128, "a step of many requests takes hardly longer than of one"),
+        "prefill_chunk_tokens": (1024, "a chunk takes about as long as a few draft steps"),
+        "draft_vocab_size": (0, "the whole output head: cutting it was measured on CPU only"),
+    },
+    "link": {
+        "round_deadline_steps": (2.0, "waiting longer than two of the target's steps costs more than drafts give"),
+        "round_deadline_ms": (250.0, "until the target's step has been measured, and never longer"),
+        "link_deadline_ms": (1000.0, "a drafter's heartbeat is four times as frequent"),
+    },
 }
-"""By key: the value on a GPU, why, and why the CPU's is what it is."""
+"""The value on a GPU, and why, by section and key."""
 
 CPU_KV_CACHE_BYTES = 512 << 20
-"""Where kv_cache_memory_bytes is not set. vLLM's CPU default is 92% of the machine, which two engines on one machine
-cannot both have."""
+"""KV cache of an engine on CPU whose kv_cache_memory_bytes is not set. vLLM's CPU default is 92% of the machine, which
+two engines on one machine cannot both have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One field's value. written: the configuration says so, nothing was chosen."""
+    """One field's value that was chosen, by section and key, and why."""
 
-    field: str
-    """Dotted path."""
-
+    section: str
+    key: str
     value: Any
     why: str
-    written: bool = False
 
 
-def choices(config: OutriderConfig, gpu: bool) -> list[Choice]:
-    """Of every field whose default depends on the device. gpu: whether the engines run on one."""
-    found = [
-        _choice("target", config.target, "max_num_seqs", gpu),
-        _choice("serving", config.serving, "max_ongoing_requests", gpu),
-    ]
-    if isinstance(config.drafter, DraftModelConfig):
-        keys = ("max_num_seqs", "prefill_chunk_tokens", "draft_vocab_size")
-        found += [_choice("drafter", config.drafter, key, gpu) for key in keys]
-    if config.remote_drafter is not None:
-        found += _deadlines(config.link, gpu)
-    return found
+def choices(config: OutriderConfig) -> Iterator[Choice]:
+    """Yields what is chosen for engines on a GPU."""
+    link = config.link.model_fields_set
+    for name, keys in _ON_GPU.items():
+        section = getattr(config, name)
+        if name == "drafter" and not isinstance(section, DraftModelConfig):
+            continue
+        if name == "link" and config.remote_drafter is None:
+            continue
+        for key, (value, why) in keys.items():
+            if key in section.model_fields_set:
+                continue
+            if key == "max_num_seqs" and section.max_num_batched_tokens is not None:
+                value = min(value, section.max_num_batched_tokens)  # vLLM refuses fewer tokens than requests
+            if key == "round_deadline_steps" and "round_deadline_ms" in link:
+                continue  # whoever wrote a deadline in milliseconds means it
+            if key == "link_deadline_ms" and "round_deadline_ms" in link:
+                value = max(value, 2 * config.link.round_deadline_ms)
+            yield Choice(name, key, value, why)
 
 
 def with_device_defaults(config: OutriderConfig, gpu: bool) -> OutriderConfig:
-    """The configuration with every choice made. On CPU it is the same."""
+    """Returns the configuration with every choice made. On CPU it is the same."""
     sections: dict[str, dict[str, Any]] = {}
-    for choice in choices(config, gpu):
-        name, _, key = choice.field.rpartition(".")
-        if not choice.written and getattr(getattr(config, name), key) != choice.value:
-            sections.setdefault(name, {})[key] = choice.value
+    for choice in choices(config) if gpu else ():
+        if getattr(getattr(config, choice.section), choice.key) != choice.value:
+            sections.setdefault(choice.section, {})[choice.key] = choice.value
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed) if changed else config
-
-
-def _deadlines(link: LinkConfig, gpu: bool) -> list[Choice]:
-    keys = ("round_deadline_steps", "round_deadline_ms", "link_deadline_ms")
-    steps, round_ms, link_ms = (_choice("link", link, key, gpu) for key in keys)
-    if gpu and round_ms.written and not steps.written:  # whoever wrote a deadline in milliseconds means it
-        steps = replace(steps, value=None, why="GPU: link.round_deadline_ms is written")
-    if gpu and not link_ms.written:  # never at or below a round's deadline that is written
-        link_ms = replace(link_ms, value=max(link_ms.value, 2 * float(round_ms.value)))
-    return [steps, round_ms, link_ms]
-
-
-def _choice(name: str, section: Section, key: str, gpu: bool) -> Choice:
-    """name: of the section."""
-    field, value = f"{name}.{key}", getattr(section, key)
-    if key in section.model_fields_set:
-        return Choice(field, value, "as the configuration says", written=True)
-    on_gpu, why_on_gpu, why_on_cpu = _ON_GPU[key]
-    budget = getattr(section, "max_num_batched_tokens", None)
-    if key == "max_num_seqs" and budget is not None and budget < on_gpu:  # which vLLM refuses
-        on_gpu, why_on_gpu = budget, "a step has no more requests than max_num_batched_tokens"
-    return Choice(field, on_gpu, f"GPU: {why_on_gpu}") if gpu else Choice(field, value, f"CPU: {why_on_cpu}")

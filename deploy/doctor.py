@@ -67,9 +67,9 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
         message = str(error)  # for `judged` to take apart
         return [*findings, judged("configuration", lambda: _refuse(message))]
     findings.append(Finding(Level.OK, "configuration", describe(config)))
-    for choice in choices(config, gpu):
-        value = "not set" if choice.value is None else f"{choice.value:g}"
-        findings.append(Finding(Level.OK, choice.field, f"{value} ({choice.why})"))
+    for choice in choices(config) if gpu else ():
+        text = f"{choice.value:g} (GPU: {choice.why})"
+        findings.append(Finding(Level.OK, f"{choice.section}.{choice.key}", text))
     findings += check_checkpoints(config)
     findings += check_devices(config, gpu)
     findings.append(judged("ports", lambda: _ports(config)))

@@ -12,8 +12,8 @@ from vllm.renderers.hf import resolve_chat_template
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 
+from outrider.actors.vllm_seam.parser_families import AUTO, Parsers, chosen
 from outrider.actors.vllm_seam.prompts import configured_chat_template
-from outrider.cluster.answer_parsers import AUTO, Parsers, chosen
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")

@@ -15,8 +15,8 @@ from vllm.usage.usage_lib import UsageContext
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
+from outrider.actors.vllm_seam.parser_families import AUTO, Parsers
 from outrider.actors.vllm_seam.stages import StagedVllmConfig
-from outrider.cluster.answer_parsers import AUTO, Parsers
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.device_defaults import CPU_KV_CACHE_BYTES
 from outrider.cluster.engine_args import REFUSED_ON_CPU, about

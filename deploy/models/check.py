@@ -14,7 +14,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from outrider.actors.learning.draft_models import SUPPORTED
-from outrider.cluster.adapters import AdapterError, base_shapes, check_adapter
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.identity import check_made_for
@@ -36,7 +35,6 @@ def check_models(config: OutriderConfig) -> None:
     """
     target = read_model_json(config.target, "target")
     _check_sizes(target, config.target, "target")
-    check_adapters(config)
     if config.drafter_model is not None and Path(config.target.model).is_dir() and Path(config.drafter_model).is_dir():
         check_made_for(Path(config.target.model), Path(config.drafter_model))
     if not isinstance(config.drafter, DraftModelConfig):
@@ -195,20 +193,6 @@ def num_common_tokens(config: OutriderConfig) -> int | None:
     documents = [json.loads((Path(model) / "tokenizer.json").read_text()) for model in models]
     added = [{token["id"] for token in document.get("added_tokens", [])} for document in documents]
     return common_tokens(tokens[0], tokens[1], (added[0], added[1]))
-
-
-def check_adapters(config: OutriderConfig) -> None:
-    """Raises ConfigError when an adapter's files are not of the target, or of the draft model."""
-    for section, engine in (("target", config.target), ("drafter", config.drafter)):
-        if not isinstance(engine, EngineConfig) or not engine.lora_modules:
-            continue
-        base = base_shapes(engine.model)
-        for module in engine.lora_modules:
-            try:
-                check_adapter(module.path, engine.max_lora_rank, base)
-            except AdapterError as error:
-                said = str(error).replace("target.", f"{section}.")
-                raise ConfigError(f"{section}.lora_modules: {module.name}: {said}") from None
 
 
 def _check_is_model(drafter: ModelJson) -> None:

@@ -51,7 +51,7 @@ def test_only_engines_import_vllm_and_torch() -> None:
 
 
 def test_the_configuration_imports_no_library_of_numbers_or_of_a_cluster() -> None:
-    assert heavy_after("import outrider.cluster.config_reference", (*HEAVY, "numpy", "ray", "grpc")) == []
+    assert heavy_after("import outrider.cluster.config", (*HEAVY, "numpy", "ray", "grpc")) == []
 
 
 def test_the_checks_above_see_a_heavy_import() -> None:

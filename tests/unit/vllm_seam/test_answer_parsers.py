@@ -15,7 +15,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
 from outrider.actors.vllm_seam.engine_args import target_vllm_config
-from outrider.cluster.answer_parsers import REASONING_FAMILIES, TOOL_CALL_FAMILIES, Parsers, chosen
+from outrider.actors.vllm_seam.parser_families import REASONING_FAMILIES, TOOL_CALL_FAMILIES, Parsers, chosen
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.placement import RankPlacement
 from tests.tiny_models import build_tiny_llama

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configuration's own fields: ``python -m outrider.cluster.config_reference``."""
+"""Writes docs/configuration.md from the configuration's own fields: ``python -m tests.config_page``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ model: [methods.md](methods.md).
 
 **Arguments of `vllm serve` for its OpenAI server** go into the `openai` section as they are.
 
-This page is written from the code (`python -m outrider.cluster.config_reference`).
+This page is written from the code (`python -m tests.config_page`).
 """
 
 _SECTIONS: dict[str, type[BaseModel]] = {

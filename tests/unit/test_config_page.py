@@ -1,10 +1,10 @@
 """The configuration page says what the code says."""
 
-from outrider.cluster.config_reference import PATH, render
+from tests.config_page import PATH, render
 
 
 def test_the_page_is_fresh() -> None:
-    assert PATH.read_text() == render(), "run: python -m outrider.cluster.config_reference"
+    assert PATH.read_text() == render(), "run: python -m tests.config_page"
 
 
 def test_every_key_is_explained() -> None:
