@@ -66,7 +66,7 @@ FOLDERS = ("ingress", "page")
 FIRST_HALF = {
     "pair", "small_kv", "co_located", "no_drafter", "wide_target", "wide_drafter", "test_drain", "test_draft_engine",
     "pool", "adapters", "adapters_tp2", "test_rolling_deploy", "test_nodes", "test_full_disk",
-    "test_wire", "test_wire_to_target", "test_distill", "test_link_processes", "test_link_rendezvous",
+    "test_wire", "test_wire_to_target", "test_distill",
 }  # fmt: skip
 """What `--half 1` runs of tests with an engine or a cluster: deployments, files, folders. The rest takes as long, in
 either command."""
