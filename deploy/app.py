@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,6 @@ from outrider.cluster.backends import DEVICE_BACKENDS
 from outrider.cluster.config import (
     ConfigError,
     DraftModelConfig,
-    EngineConfig,
     OutriderConfig,
     ServingConfig,
     parse_config,
@@ -33,6 +33,7 @@ from outrider.cluster.device_defaults import with_device_defaults
 from outrider.cluster.installed import installed_version
 from outrider.cluster.placement import (
     REPLICA_CPUS,
+    Bundle,
     CorePlan,
     ReplicaPlacement,
     available_cores,
@@ -41,7 +42,6 @@ from outrider.cluster.placement import (
     pool_placement_of,
 )
 from outrider.deploy.models.check import check_models, num_common_tokens
-from outrider.deploy.pending import has_room
 from outrider.deploy.preset import Overrides, resolve_config
 from outrider.deploy.setup_environment import refused_place
 
@@ -96,14 +96,15 @@ def config_from_args(args: dict[str, Any]) -> OutriderConfig:
 
 
 def _compare_models(config: OutriderConfig) -> None:
-    """Raises ConfigError. A checkpoint that only another node has cannot be read: then the target is checked by itself,
-    where it is here, and tokenizers are compared when it links to a drafter (cluster/vocabulary.py)."""
+    """Checks the checkpoints that this node has. Raises ConfigError.
+
+    A checkpoint of another node cannot be read: its tokenizer is compared when the target links to a drafter
+    (cluster/vocabulary.py).
+    """
     models = [config.target.model, config.drafter_model or config.target.model]
     if away := [model for model in models if os.path.isabs(model) and not os.path.isdir(model)]:
         logger.warning(
-            "%s is not on this node: models are not compared, but for tokenizers when a drafter is linked to; run "
-            "outrider doctor on one that has it",
-            away[0],
+            "%s is not on this node: models are not compared; run outrider doctor on one that has it", away[0]
         )
         if config.target.model in away:
             return
@@ -136,14 +137,15 @@ class ReplicaPlan:
 
 
 def plan_replica(config: OutriderConfig) -> ReplicaPlan:
-    """Bundles of one replica and, on CPU, the cores of its ranks. Raises ConfigError for cores that cannot be had, and
-    for a Python that Ray cannot start there."""
+    """Returns the bundles of one replica and, on CPU, the cores of its ranks.
+
+    Raises ConfigError for cores that cannot be had, and for a Python that Ray cannot start.
+    """
     if refusal := refused_place():
         raise ConfigError(refusal)
-    gpu = engine_on_gpu()
     pooled = drafter if (drafter := config.remote_drafter) is not None and drafter.pooled else None
     sizes = (0, 0) if pooled is None else (pooled.least_drafters, pooled.most_drafters)
-    if gpu:
+    if engine_on_gpu():
         for name, section in (("target", config.target), ("drafter", config.drafter)):
             if section is not None and section.cores is not None:
                 raise ConfigError(f"{name}.cores: only for engines on CPU, and this vLLM runs on GPUs; leave it out")
@@ -152,12 +154,13 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
         raise ConfigError(f"link.backend: {backend} needs a device at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
     warnings = cores.warnings
-    if config.serving.most_replicas > 1:
-        field = "num_replicas" if config.serving.autoscaling is None else "autoscaling.max"
-        warnings += (f"replicas on one machine share the cores planned for one of them (serving.{field})",)
-    if pooled is not None and pooled.most_drafters > 1:
-        field = "num_drafters" if pooled.autoscaling is None else "autoscaling.max"
-        warnings += (f"drafters on one machine share the cores planned for one of them (drafter.{field})",)
+    for what, section, fixed, scaling, most in (
+        ("replicas", "serving", "num_replicas", config.serving.autoscaling, config.serving.most_replicas),
+        ("drafters", "drafter", "num_drafters", pooled and pooled.autoscaling, sizes[1]),
+    ):
+        if most > 1:
+            field = f"{section}.{fixed if scaling is None else 'autoscaling.max'}"
+            warnings += (f"{what} on one machine share the cores planned for one of them ({field})",)
     return ReplicaPlan(placement_of(config, cores), cores, warnings, pool_placement_of(config, cores), *sizes)
 
 
@@ -176,6 +179,7 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
     Raises ConfigError for tokenizers that differ in more than added tokens. What no node has room for waits in Ray.
     """
     # Imported here: they load vLLM's and gRPC's modules, which validating a configuration does not need.
+    from outrider.actors.serve_seam.autoscaling import serve_autoscaling, serve_pool_autoscaling
     from outrider.actors.serve_seam.broadcast import broadcast
     from outrider.actors.serve_seam.living import is_stopping
     from outrider.actors.serving.drafter_pool import MOVE_WITHIN_S, DrafterPool
@@ -184,76 +188,76 @@ def build_app(config: OutriderConfig, plan: ReplicaPlan) -> Application:
 
     config = with_device_defaults(config, gpu=plan.cores is None)
     serving = config.serving
-    surges = more_fit(plan, serving, replicas=1) if serving.surge is None else serving.surge
-    pool_surges = serving.surge is not False and more_fit(plan, serving, replicas=int(surges), drafters=1)
-    placement = plan.placement
-    most_held = serving.most_replicas * serving.max_ongoing_requests + serving.max_queued_requests
-    full = BackpressureConfig(status_code=429)
     variables = process_environment(serving)
     environment: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
-    logging_config = serve_logging(serving)
+    common: dict[str, Any] = {"logging_config": serve_logging(serving), "graceful_shutdown_wait_loop_s": 1.0}
+    # Steps of a large model, and a machine with few cores, may keep a healthy replica from answering for a while.
+    common |= {"health_check_timeout_s": 60.0, "backpressure_config": BackpressureConfig(status_code=429)}
+
+    def placed(placement: ReplicaPlacement, surges: bool) -> dict[str, Any]:
+        labels = [dict(labels) for labels in placement.labels] if any(placement.labels) else None
+        return {
+            **common,
+            "placement_group_bundles": [dict(bundle) for bundle in placement.bundles],
+            "placement_group_strategy": placement.strategy,
+            "placement_group_bundle_label_selector": labels,
+            "ray_actor_options": {"num_cpus": REPLICA_CPUS, **environment},
+            "max_surge_percent": _ONE_MORE if surges else 0,
+        }
+
+    def several(number: int, autoscaling: Any) -> dict[str, Any]:
+        return {"num_replicas": number} if autoscaling is None else {"autoscaling_config": autoscaling}
+
+    surges = more_fit(plan, serving, replicas=1) if serving.surge is None else serving.surge
     target = serve.deployment(
         Target,
         name=TARGET,
-        **replicas(serving),
-        max_surge_percent=_ONE_MORE if surges else 0,
-        placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
-        placement_group_strategy=placement.strategy,
-        placement_group_bundle_label_selector=labels_of(placement),
-        ray_actor_options={"num_cpus": REPLICA_CPUS, **environment},
-        logging_config=logging_config,
+        **placed(plan.placement, surges),
+        **several(serving.num_replicas, serving.autoscaling and serve_autoscaling(serving.autoscaling)),
         # The routers hold generations to max_ongoing_requests; the rest lets a full replica hear an abort.
         max_ongoing_requests=serving.max_ongoing_requests + CONTROL_CALLS,
         max_queued_requests=part_of(serving.max_queued_requests, serving.num_ingresses),
         request_router_config=routing(config),
-        backpressure_config=full,
-        # Steps of a large model, and a machine with few cores, may keep a healthy replica from answering for a while.
         health_check_period_s=5.0,
-        health_check_timeout_s=60.0,
-        graceful_shutdown_wait_loop_s=1.0,
         graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
+    # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
+    # milliseconds. What has to wait for a place here is refused only when another request ends, seconds later.
+    # Calls count as queued until the proxy has looked at them: a burst must not shut out what has room, or health.
+    most_held = serving.most_replicas * serving.max_ongoing_requests + serving.max_queued_requests + BEING_REFUSED
     ingress = serve.deployment(
         Ingress,
         name=INGRESS,
+        **common,
         num_replicas=serving.num_ingresses,
         max_surge_percent=_ONE_MORE,  # it takes no room
         ray_actor_options={"num_cpus": 0, **environment},
-        logging_config=logging_config,
-        # Room for every request Target may hold or queue, and for those that its limit then refuses, which takes
-        # milliseconds. What has to wait for a place here is refused only when another request ends, seconds later.
-        max_ongoing_requests=most_held + BEING_REFUSED,
-        # Calls count as queued until the proxy has looked at them: a burst must not shut out what has room, or health.
-        max_queued_requests=most_held + BEING_REFUSED,
-        backpressure_config=full,
-        health_check_timeout_s=60.0,
-        graceful_shutdown_wait_loop_s=1.0,
+        max_ongoing_requests=most_held,
+        max_queued_requests=most_held,
         graceful_shutdown_timeout_s=serving.drain_s + TAKE_DOWN_S,
     )
-    if (common := num_common_tokens(config)) is not None:
-        logger.warning(
-            "the drafter's tokenizer differs from the target's in added tokens: only ids below %d are drafted", common
-        )
-    replica = target.bind(config, placement, plan.cores, common)
+    if (num_common := num_common_tokens(config)) is not None:
+        logger.warning("the two tokenizers' added tokens differ: only ids below %d are drafted", num_common)
     pool = None
     if plan.pool is not None:
+        drafter = config.remote_drafter
+        assert drafter is not None
+        # A look-up drafter takes no accelerators.
+        own = drafter.tensor_parallel_size if isinstance(drafter, DraftModelConfig) else 0
+        scaling = drafter.autoscaling and serve_pool_autoscaling(
+            drafter.autoscaling, own / config.target.num_ranks, serving.app_name
+        )
+        pool_surges = serving.surge is not False and more_fit(plan, serving, replicas=int(surges), drafters=1)
         pool = serve.deployment(
             DrafterPool,
             name=POOL,
-            **drafters(config),
-            max_surge_percent=_ONE_MORE if pool_surges else 0,
-            placement_group_bundles=[dict(bundle) for bundle in plan.pool.bundles],
-            placement_group_strategy=plan.pool.strategy,
-            placement_group_bundle_label_selector=labels_of(plan.pool),
-            ray_actor_options={"num_cpus": REPLICA_CPUS, **environment},
-            logging_config=logging_config,
+            **placed(plan.pool, pool_surges),
+            **several(drafter.num_drafters, scaling),
             max_ongoing_requests=CONTROL_CALLS,
-            health_check_timeout_s=60.0,
-            graceful_shutdown_wait_loop_s=1.0,
             graceful_shutdown_timeout_s=MOVE_WITHIN_S + TAKE_DOWN_S,
-        ).bind(config, plan.pool, plan.cores, common)
+        ).bind(config, plan.pool, plan.cores, num_common)
     return ingress.bind(
-        replica,
+        target.bind(config, plan.placement, plan.cores, num_common),
         config.served_model_name,
         config.num_speculative_tokens,
         broadcast=broadcast,
@@ -280,12 +284,34 @@ def more_fit(plan: ReplicaPlan, serving: ServingConfig, replicas: int, drafters:
     return ray.is_initialized() and has_room(wanted, ray.nodes())
 
 
+def has_room(wanted: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether nodes (``ray.nodes()``), were they empty, hold so many of each placement.
+
+    Each goes to the first node with room, so that an arrangement may be missed; one that is found exists.
+    """
+    free = [(dict(node["Resources"]), node.get("Labels") or {}) for node in nodes if node["Alive"]]
+
+    def take(needs: Bundle, labels: Mapping[str, str]) -> bool:
+        for resources, carried in free:
+            fits = all(resources.get(name, 0.0) >= count for name, count in needs.items())
+            if fits and labels.items() <= carried.items():
+                resources.update({name: resources.get(name, 0.0) - count for name, count in needs.items()})
+                return True
+        return False
+
+    def place(placement: ReplicaPlacement) -> bool:
+        if placement.strategy != "STRICT_PACK":
+            return all(map(take, placement.bundles, placement.labels))
+        names = {name for bundle in placement.bundles for name in bundle}
+        return take({name: placement.total(name) for name in names}, placement.labels[0])
+
+    return all(place(placement) for placement, number in wanted for _ in range(number))
+
+
 def owners(serving: ServingConfig) -> Owners:
     """Returns what the ingress checks of callers. Raises ConfigError where there is a gateway and no token of it."""
-    token = os.environ.get(TOKEN_VARIABLE)
-    if serving.gateway == "off":
-        token = None
-    elif not token:
+    token = None if serving.gateway == "off" else os.environ.get(TOKEN_VARIABLE)
+    if serving.gateway != "off" and not token:
         raise ConfigError(
             f"{TOKEN_VARIABLE}: is not set; give the gateway and Ray's nodes one secret, or set serving.gateway: off"
         )
@@ -295,34 +321,6 @@ def owners(serving: ServingConfig) -> Owners:
 def part_of(most: int, parts: int) -> int:
     """Returns each process' part of a limit that several keep together, rounded up."""
     return -(-most // parts)
-
-
-def labels_of(placement: ReplicaPlacement) -> list[dict[str, str]] | None:
-    """By bundle: the deployment's option; None: any node will do."""
-    return [dict(labels) for labels in placement.labels] if any(placement.labels) else None
-
-
-def replicas(serving: ServingConfig) -> dict[str, Any]:
-    """How many target replicas: the deployment's option."""
-    from outrider.actors.serve_seam.autoscaling import serve_autoscaling
-
-    if serving.autoscaling is None:
-        return {"num_replicas": serving.num_replicas}
-    return {"autoscaling_config": serve_autoscaling(serving.autoscaling)}
-
-
-def drafters(config: OutriderConfig) -> dict[str, Any]:
-    """How many drafters a pool has: the deployment's option."""
-    from outrider.actors.serve_seam.autoscaling import serve_pool_autoscaling
-
-    drafter = config.remote_drafter
-    assert drafter is not None
-    if drafter.autoscaling is None:
-        return {"num_replicas": drafter.num_drafters}
-    # A look-up drafter has none.
-    own = drafter.tensor_parallel_size if isinstance(drafter, DraftModelConfig) else 0
-    accelerators = own / config.target.num_ranks
-    return {"autoscaling_config": serve_pool_autoscaling(drafter.autoscaling, accelerators, config.serving.app_name)}
 
 
 def routing(config: OutriderConfig) -> RequestRouterConfig:
@@ -351,22 +349,11 @@ def serve_logging(serving: ServingConfig) -> LoggingConfig | None:
 
 def describe(config: OutriderConfig) -> str:
     """Returns one line for the operator: what runs, and speculated by what."""
-    text = f"{config.served_model_name} ({_engine(config.target)})"
-    if (co_located := config.co_located) is not None:
-        return f"{text}, drafting co-located by vLLM's {co_located.method}"
-    if (drafter := config.remote_drafter) is None:
-        return f"{text}, without a drafter"
-    pool, scaling = "", drafter.autoscaling
-    if drafter.pooled:
-        number = drafter.num_drafters if scaling is None else f"{scaling.min} to {scaling.max}"
-        pool = f"a pool of {number} of "
-    if isinstance(drafter, DraftModelConfig):
-        return f"{text}, drafted for by {pool}{drafter.model} ({_engine(drafter)})"
-    return f"{text}, drafted for by {pool}{drafter.method} lookup"
-
-
-def _engine(engine: EngineConfig) -> str:
-    given = "".join(f", {name}: {value}" for name, value in engine.engine_args.items())
-    stages = engine.num_ranks // engine.tensor_parallel_size
-    piped = f" x pipeline parallel {stages}" if stages > 1 else ""
-    return f"tensor parallel {engine.tensor_parallel_size}{piped}{given}"
+    drafter, remote, by = config.drafter, config.remote_drafter, "without a drafter"
+    if drafter is not None:
+        by = f"drafted for by {config.drafter_model or drafter.method}"
+    if remote is not None and remote.pooled:
+        by += f", a pool of {remote.least_drafters} to {remote.most_drafters}"
+    elif config.co_located is not None:
+        by += " in the target's own engine"
+    return f"{config.served_model_name}, {config.target.num_ranks} ranks, {by}"

@@ -9,8 +9,8 @@ import socket
 from outrider.cluster.config import ConfigError, OutriderConfig
 
 _PICKED_FROM = range(20_000, 32_000)
-"""Above the ports of Ray's workers, below those that Linux gives to whoever does not ask for one, among them every
-outgoing connection: one of these may be gone by the time that Serve listens."""
+"""Above the ports of Ray's workers, below those that Linux gives to outgoing connections: one of these may be gone by
+the time that Serve listens."""
 
 _TRIES = 100
 
@@ -20,33 +20,29 @@ _draw = random.SystemRandom()
 """Whose seed nobody sets: two processes of one seed would pick the same port."""
 
 
-def port_is_free(port: int, host: str | None = None, *, lingering: bool = True) -> bool:
-    """Returns whether a server could listen on ``port`` now. Raises ConfigError for a host that has no address here.
+def port_is_free(port: int, host: str | None = None) -> bool:
+    """Returns whether a server could listen on ``port`` of a host now; None: on all interfaces.
 
-    host None: on all interfaces. lingering: closed connections may linger on it, as most servers allow (SO_REUSEADDR).
+    Raises ConfigError for a host that has no address here.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"serving: host {host!r} cannot be resolved: {error.strerror}") from None
-    family, _, _, _, address = max(found, key=lambda each: each[0] == socket.AF_INET6)
-    try:
+        family, _, _, _, address = max(found, key=lambda each: each[0] == socket.AF_INET6)
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(lingering))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(1)
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"serving: host {host!r} is no address of this machine") from None
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"serving: host {host!r} is no address of this machine ({error.strerror})") from None
         return False
     return True
 
 
 def pick_free_port() -> int:
-    """One that nobody else is likely to take before it is served on. Raises ConfigError when all that it tried are in
-    use."""
+    """One that nobody else is likely to take before it is served on. Raises ConfigError when all tried are in use."""
     for port in _draw.sample(_PICKED_FROM, _TRIES):
-        if port_is_free(port, lingering=False):
+        if port_is_free(port):
             return port
     raise ConfigError(f"serving: {_TRIES} ports from {_PICKED_FROM[0]} on are in use; name ports that are free")
 
@@ -76,8 +72,9 @@ def settle_ports(config: OutriderConfig) -> OutriderConfig:
         names = [*PORTS, *(["admin_port"] if gateway.admin_port is not None else [])]
         public = {name: settled(f"gateway.{name}", getattr(gateway, name), gateway.host) for name in names}
         gateway = gateway.model_copy(update=public)
-    defaults = {"http_port": 8000, "grpc_port": 9000} if gateway == "off" else {}
-    asked = {name: defaults.get(name) if (port := getattr(serving, name)) is None else port for name in PORTS}
+    asked = {name: getattr(serving, name) for name in PORTS}
+    if gateway == "off":  # then these are the public ones
+        _, asked["http_port"], asked["grpc_port"] = serving.public
     own = {name: settled(name, port, serving.host) for name, port in asked.items()}
     return config.model_copy(update={"serving": serving.model_copy(update={"gateway": gateway, **own})})
 

@@ -34,10 +34,8 @@ from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
 from outrider.deploy import ray_access
 from outrider.deploy.app import INGRESS, POOL, TARGET, ReplicaPlan, build_app, describe, plan_replica, serve_logging
-from outrider.deploy.drain import drain
 from outrider.deploy.gateway import Gateway
-from outrider.deploy.liveness import ApplicationJudge, ServerDied, keep_asking
-from outrider.deploy.pending import PendingLog
+from outrider.deploy.liveness import ApplicationJudge, ServerDied, drain, keep_asking
 from outrider.deploy.ports import reachable
 from outrider.deploy.processes import StopSignal, adopt_orphans, descendants, end_descendants, remove_shared_memory
 from outrider.deploy.progress import Progress
@@ -55,6 +53,9 @@ WORKER_NICENESS = ("RAY_worker_niceness", "0")
 """Ray runs its workers at 15 unless told otherwise, which is meant for batches: proxies, ranks and drafters would wait
 for whatever else runs on their machine, their own clients included."""
 
+UNSCHEDULED = "to be scheduled"
+"""In Serve's message of a deployment whose replicas Ray has found no room for."""
+
 TRIES_AGAIN = "A replica failed to start with exception."
 """How the message of a deployment begins whose replica Serve starts anew; nothing else of its status says so."""
 
@@ -69,6 +70,7 @@ class Server:
 
     def __init__(self, config: OutriderConfig, stop: StopSignal, progress: Progress, verbose: bool = False) -> None:
         self._config, self._serving, self._name = config, config.serving, config.serving.app_name
+        self._host = reachable(config.serving.host)
         self._stop = stop
         self._progress = progress
         self._verbose = verbose
@@ -80,7 +82,6 @@ class Server:
         self._daemons: dict[int, str] = {}
         self._stopped_asking = threading.Event()
         self._told: set[object] = set()
-        self._pending = PendingLog(progress.say)
         self._gateway: Gateway | None = None
         self._serves = False
 
@@ -103,7 +104,11 @@ class Server:
         serve.run_many([serve.RunTarget(app, name=self._name, route_prefix="/")], wait_for_applications_running=False)
         with self._progress.stage("replicas up"):
             self._wait_until_running()
-        self._start_gateway()
+        if self._serving.gateway != "off":
+            backends = [(self._host, port or 0) for port in (self._serving.http_port, self._serving.grpc_port)]
+            token, drain_s = os.environ[TOKEN_VARIABLE], self._serving.drain_s
+            self._gateway = Gateway(self._serving.gateway, token, *backends, drain_s=drain_s)
+            self._gateway.start()
         with self._progress.stage("first answer"):
             while (lacks := self._lacks()) is not None:
                 self._progress.wait("waiting for the first answer", f"({lacks})")
@@ -119,7 +124,7 @@ class Server:
             self._check_lives(judge)
             if judge.ends_controller():
                 self._progress.say("WARNING: Serve's controller does not answer; ending it, for Ray to start another")
-                _call(_end_controller, ENDING_CONTROLLER_S)
+                self._within(ENDING_CONTROLLER_S, _end_controller)
             self._stop.wait(BEAT_S)
 
     def _check_lives(self, judge: ApplicationJudge) -> None:
@@ -132,6 +137,7 @@ class Server:
             raise ServerDied(f"{died}{self._where()}")
 
     def _ended_daemons(self) -> list[str]:
+        """Of a Ray that is ours: those that have ended, as a signal to the whole process group makes them."""
         alive = {process.pid for process in descendants()}
         self._pids |= alive
         return [name for pid, name in self._daemons.items() if pid not in alive]
@@ -141,8 +147,7 @@ class Server:
         app = serve.status().applications.get(self._name)
         if app is None or app.status is ApplicationStatus.DELETING:
             return False, False, ""
-        self._tell_of_pool(app)
-        self._pending.look(app.deployments)
+        self._tell(app)
         said = [app.status.value, app.message, *(each.message for each in app.deployments.values())]
         return True, app.status is ApplicationStatus.RUNNING or all_serve(app), " ".join(said)
 
@@ -150,21 +155,36 @@ class Server:
         """Take everything down. Returns one line per process that could not be ended."""
         self._stopped_asking.set()
         if ray.is_initialized():
-            lives = not self._ended_daemons()
-            if self._serves and lives:
-                _call(self._drain, self._serving.drain_s + 3 * ASKING_TO_DRAIN_S, while_true=self._ray_lives)
-            if not _call(self._take_down_serve, SERVE_SHUTDOWN_S, while_true=self._ray_lives):
+            if self._serves and not self._ended_daemons():
+                self._within(self._serving.drain_s + 3 * ASKING_TO_DRAIN_S, self._drain)
+            if not self._within(SERVE_SHUTDOWN_S, self._take_down_serve):
                 self._progress.say("Ray is gone already or does not answer; ending its processes")
-            _call(ray.shutdown, RAY_SHUTDOWN_S, while_true=self._ray_lives)
+            self._within(RAY_SHUTDOWN_S, ray.shutdown)
         if self._gateway is not None:
             self._gateway.stop()
         left = end_descendants(grace_s=5.0)
         remove_shared_memory(self._pids)
         return left
 
-    def _ray_lives(self) -> bool:
-        """False when the daemons we started ended before us, as a signal to the whole process group makes them."""
-        return not self._ended_daemons()
+    def _within(self, limit_s: float, call: Callable[[], object]) -> bool:
+        """Runs ``call`` in a thread and returns whether it ended, within the limit and 3 s after Ray. What it leaves
+        undone is for end_descendants."""
+
+        def quietly() -> None:
+            try:
+                call()
+            except Exception:
+                logging.getLogger(__name__).debug("while shutting down", exc_info=True)
+
+        thread = threading.Thread(target=quietly, daemon=True)
+        limit = time.monotonic() + limit_s
+        thread.start()
+        while thread.is_alive() and time.monotonic() < limit:
+            thread.join(0.5)
+            if self._ended_daemons():
+                thread.join(3.0)
+                break
+        return not thread.is_alive()
 
     def _drain(self) -> None:
         """Let running answers come to their ends, for serving.drain_s at most; a signal ends that, too."""
@@ -216,27 +236,13 @@ class Server:
         except (RuntimeError, TimeoutError) as error:
             raise ConfigError(f"serving: Ray Serve did not start: {shortened(str(error))}{self._where()}") from error
 
-    def _start_gateway(self) -> None:
-        """Raises ConfigError."""
-        serving = self._serving
-        if serving.gateway == "off":
-            return
-        host = reachable(serving.host)
-        assert serving.http_port is not None
-        assert serving.grpc_port is not None
-        backends = (host, serving.http_port), (host, serving.grpc_port)
-        self._gateway = Gateway(serving.gateway, os.environ[TOKEN_VARIABLE], *backends, drain_s=serving.drain_s)
-        self._gateway.start()
-        self._progress.say("the gateway is up")
-
     def _wait_until_running(self) -> None:
         """But for a pool, without which targets serve. Raises ConfigError."""
         while True:
             app = serve.status().applications.get(self._name)
             self._tell_stages()
             if app is not None:
-                self._tell_of_pool(app)
-                self._pending.look(app.deployments)
+                self._tell(app)
                 if has_come_up(app):
                     if app.status is not ApplicationStatus.RUNNING:
                         self._progress.say("drafters of the pool still load: targets decode plainly until one is there")
@@ -249,10 +255,9 @@ class Server:
 
     def _lacks(self) -> str | None:
         """What a client would still miss, since Serve's proxies learn of a running replica only a moment later."""
-        host = reachable(self._serving.host)
         try:
-            socket.create_connection((host, self._serving.grpc_port or 0), timeout=10.0).close()
-            connection = http.client.HTTPConnection(host, self._serving.http_port, timeout=10.0)
+            socket.create_connection((self._host, self._serving.grpc_port or 0), timeout=10.0).close()
+            connection = http.client.HTTPConnection(self._host, self._serving.http_port, timeout=10.0)
             connection.request("GET", "/health")
             status = connection.getresponse().status
             connection.close()
@@ -260,12 +265,13 @@ class Server:
             return str(error) or type(error).__name__
         return None if status == http.client.OK else f"/health answers {status}"
 
-    def _tell_of_pool(self, app: ApplicationStatusOverview) -> None:
-        """What Serve says of a pool whose drafters do not begin, once."""
-        pool = app.deployments.get(POOL)
-        if pool is not None and has_failed(pool) and pool.message not in self._told:
-            self._told.add(pool.message)
-            self._progress.say(f"WARNING: {POOL}: {shortened(pool.message)}")
+    def _tell(self, app: ApplicationStatusOverview) -> None:
+        """Says once what Serve says of replicas that wait for room, and of a pool whose drafters do not begin."""
+        for name, each in app.deployments.items():
+            waits, fails = UNSCHEDULED in each.message, name == POOL and has_failed(each)
+            if (waits or fails) and each.message not in self._told:
+                self._told.add(each.message)
+                self._progress.say(f"WARNING: {name}: {each.message if waits else shortened(each.message)}")
 
     def _tell_stages(self) -> None:
         """What replicas have logged of their start-up since the last time."""
@@ -309,29 +315,18 @@ def _end_controller() -> None:
 
 
 def all_serve(app: ApplicationStatusOverview) -> bool:
-    """Whether each deployment has a running replica, but for the pool: targets serve without drafters."""
-    return bool(app.deployments) and all(
-        any(getattr(state, "value", state) == "RUNNING" and count for state, count in each.replica_states.items())
-        for name, each in app.deployments.items()
-        if name != POOL
+    """Whether ingress and target have a running replica each: they serve without drafters."""
+    return all(
+        name in app.deployments and app.deployments[name].replica_states.get("RUNNING") for name in (INGRESS, TARGET)
     )
 
 
 def has_come_up(app: ApplicationStatusOverview) -> bool:
-    """At start-up: whether everything runs, but for the pool."""
-    if app.status is ApplicationStatus.RUNNING:
-        return True
-    if not {INGRESS, TARGET, POOL} <= app.deployments.keys():
-        return False
-    return all(_runs(each) for name, each in app.deployments.items() if name != POOL) and all_serve(app)
-
-
-def _runs(deployment: DeploymentStatusOverview) -> bool:
-    """As Serve counts it for the application: what autoscaling adds or takes away is not waited for."""
-    is_scaled = deployment.status.name in ("UPSCALING", "DOWNSCALING")
-    return deployment.status.name == "HEALTHY" or (
-        is_scaled and deployment.status_trigger.name != "CONFIG_UPDATE_STARTED"
-    )
+    """At start-up: whether everything runs, but for the pool. What autoscaling adds or takes away is not waited for."""
+    if app.status is ApplicationStatus.RUNNING or POOL not in app.deployments:
+        return app.status is ApplicationStatus.RUNNING
+    others = {each.status.name for name, each in app.deployments.items() if name != POOL}
+    return all_serve(app) and others <= {"HEALTHY", "UPSCALING", "DOWNSCALING"}
 
 
 def has_given_up(app: ApplicationStatusOverview) -> bool:
@@ -360,13 +355,11 @@ def cluster_of_its_own(num_cpus: int) -> dict[str, Any]:
 
 def _states(app: ApplicationStatusOverview | None) -> str:
     """One line: how many replicas of each deployment are in which state."""
-    if app is None or not app.deployments:
-        return "waiting for Ray Serve"
     parts = []
-    for name, deployment in app.deployments.items():
-        counted = [f"{n} {getattr(state, 'value', state).lower()}" for state, n in deployment.replica_states.items()]
-        parts.append(f"{name} {' '.join(counted) or 'waiting for its bundles'}")
-    return ", ".join(parts)
+    for name, each in app.deployments.items() if app is not None else ():
+        counted = " ".join(f"{number} {state.lower()}" for state, number in each.replica_states.items())
+        parts.append(f"{name} {counted or 'waits for its bundles'}")
+    return ", ".join(parts) or "Ray Serve starts"
 
 
 def proxy_options(serving: ServingConfig) -> dict[str, Any]:
@@ -377,27 +370,6 @@ def proxy_options(serving: ServingConfig) -> dict[str, Any]:
         "http_options": HTTPOptions(host=serving.host, port=serving.http_port, keep_alive_timeout_s=300),
         "grpc_options": gRPCOptions(port=serving.grpc_port, grpc_servicer_functions=functions, enable_reflection=False),
     }
-
-
-def _call(call: Callable[[], object], limit_s: float, while_true: Callable[[], bool] = lambda: True) -> bool:
-    """Runs ``call`` in a thread; stops waiting for it after ``limit_s`` seconds, or 3 s after ``while_true`` no longer
-    holds. Returns whether it ended. What it leaves undone is for end_descendants."""
-
-    def quietly() -> None:
-        try:
-            call()
-        except Exception:
-            logging.getLogger(__name__).debug("while shutting down", exc_info=True)
-
-    thread = threading.Thread(target=quietly, daemon=True)
-    limit = time.monotonic() + limit_s
-    thread.start()
-    while thread.is_alive() and time.monotonic() < limit:
-        thread.join(0.5)
-        if not while_true():
-            thread.join(3.0)
-            break
-    return not thread.is_alive()
 
 
 def shortened(message: str) -> str:

@@ -7,14 +7,10 @@ Exit status: 0 the answer is complete, 1 the call failed (one line on stderr say
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         return fail("--logprobs and --prompt-logprobs are printed with --json only; add it", status=2)
     try:
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        with OutriderClient(args.address, credentials=credentials_of(args)) as client, _interrupt_closes(client):
+        with OutriderClient(args.address, credentials=credentials_of(args)) as client:
             if args.json:
                 print(json.dumps(as_json(client.generate(prompt, **options))), flush=True)
             else:
@@ -125,30 +121,6 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:  # of the flags, of standard input that is no text, of a key that cannot be one
         return fail(str(error), status=2)
     return 0
-
-
-@contextmanager
-def _interrupt_closes(client: OutriderClient) -> Iterator[None]:
-    """Closes the client on Ctrl-C, which ends its calls, and raises KeyboardInterrupt here. Raised wherever the main
-    thread happens to be, as Python does, it is lost when that is a destructor."""
-    interrupted = threading.Event()
-
-    def close(*_: object) -> None:
-        if not interrupted.is_set():
-            interrupted.set()
-            # Not by this thread: it may hold the locks that closing takes.
-            threading.Thread(target=client.close, daemon=True).start()
-
-    before = signal.signal(signal.SIGINT, close)
-    try:
-        yield
-    except Exception:
-        if not interrupted.is_set():
-            raise
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupted.is_set():
-        raise KeyboardInterrupt
 
 
 def as_json(response: pb.GenerateResponse) -> dict[str, Any]:
@@ -164,8 +136,6 @@ def as_json(response: pb.GenerateResponse) -> dict[str, Any]:
 
 def print_text(client: OutriderClient, prompt: str, options: GenerationOptions) -> None:
     """Prints text as it comes, several answers when all are there, then one line of statistics on stderr."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 must not end the answer
     started_s = time.monotonic()
     answers: list[Any] = []
     if (options.get("n") or 1) > 1:
@@ -182,10 +152,8 @@ def print_text(client: OutriderClient, prompt: str, options: GenerationOptions) 
         tokens = sum(last.usage.completion_tokens for last in answers)
     elapsed_s = time.monotonic() - started_s
     counted = [answer.metrics.speculative_decoding for answer in answers]
-    steps, drafted, accepted = (
-        sum(getattr(each, name) for each in counted)
-        for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    )
+    steps, drafted = sum(each.num_spec_steps for each in counted), sum(each.num_draft_tokens for each in counted)
+    accepted = sum(each.num_accepted_draft_tokens for each in counted)
     print(
         f"[{tokens} tokens in {elapsed_s:.2f} s, {tokens / elapsed_s:.1f} tok/s; "
         f"{steps} drafted rounds: {accepted} of {drafted} drafts accepted, "

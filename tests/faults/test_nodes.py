@@ -22,8 +22,8 @@ from ray.core.generated import autoscaler_pb2
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import available_cores
-from outrider.deploy.pending import UNSCHEDULED
 from outrider.deploy.ports import pick_free_port
+from outrider.deploy.server import UNSCHEDULED
 from tests.clusters import actor_nodes, nodes_of, served_on
 from tests.pools import all_draft, ask_registry, is_even, load, shares
 from tests.serving import HANG_GUARD_S, Deployment, Models, engine, wait_until

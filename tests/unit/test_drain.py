@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from outrider.deploy.drain import drain
+from outrider.deploy.liveness import drain
 from outrider.deploy.processes import Stopped, StopSignal
 
 

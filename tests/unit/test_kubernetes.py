@@ -24,9 +24,8 @@ from ray._private import ray_constants
 from outrider.actors.serve_seam import PROXY_ENVIRONMENT
 from outrider.cluster.config import OutriderConfig, parse_config
 from outrider.cluster.placement import placement_of, plan_cores, pool_placement_of
-from outrider.deploy.app import TAKE_DOWN_S
+from outrider.deploy.app import TAKE_DOWN_S, has_room
 from outrider.deploy.gateway import TOKEN_VARIABLE
-from outrider.deploy.pending import has_room
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

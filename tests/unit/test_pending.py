@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import inspect
+import io
 from typing import Any
 
 import pytest
 from ray.serve._private import deployment_state
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
-from ray.serve.schema import DeploymentStatusOverview
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import placement_of, pool_placement_of
-from outrider.deploy.pending import REPEAT_S, UNSCHEDULED, PendingLog, has_room
-from tests.clock import Clock
+from outrider.deploy.app import has_room
+from outrider.deploy.processes import StopSignal
+from outrider.deploy.progress import Progress
+from outrider.deploy.server import UNSCHEDULED, Server
 
 WAITS = f"Deployment 'Target' has 1 replicas that have taken more than 30s {UNSCHEDULED}. Resources required: ..."
 
 
-def status(message: str = "") -> DeploymentStatusOverview:
-    return DeploymentStatusOverview(
-        status=DeploymentStatus.UPDATING,
-        status_trigger=DeploymentStatusTrigger.AUTOSCALING,
-        replica_states={},
-        message=message,
-    )
+def test_what_waits_for_room_is_said_once_in_rays_words() -> None:
+    said = io.StringIO()
+    server = Server(parse_config({"target": {"model": "t"}}), StopSignal(), Progress(said))
+    for message in (WAITS, WAITS, "", WAITS, f"{WAITS} And of another node."):
+        server._tell(application(Target=message, Ingress="starts slowly"))
+    lines = [line.partition("] ")[2] for line in said.getvalue().splitlines()]
+    assert lines == [f"WARNING: Target: {WAITS}", f"WARNING: Target: {WAITS} And of another node."]
 
 
-def test_what_waits_for_room_is_said_once_a_minute_in_rays_words() -> None:
-    said, clock = list[str](), Clock()
-    log = PendingLog(said.append, clock)
-    for _ in range(int(2.5 * REPEAT_S)):
-        log.look({"Target": status(WAITS), "Ingress": status("starts slowly")})
-        clock.now += 1
-    assert said == [f"WARNING: {WAITS}"] * 3
-    log.look({"Target": status()})
-    log.look({"Target": status(WAITS)})
-    assert len(said) == 4, "what waits anew is said at once"
+def application(**messages: str) -> ApplicationStatusOverview:
+    status, trigger = DeploymentStatus.UPDATING, DeploymentStatusTrigger.AUTOSCALING
+    deployments = {
+        name: DeploymentStatusOverview(status=status, status_trigger=trigger, replica_states={}, message=message)
+        for name, message in messages.items()
+    }
+    return ApplicationStatusOverview("DEPLOYING", "", 0.0, deployments)
 
 
 def test_serve_words_it_so() -> None:
