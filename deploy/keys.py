@@ -11,19 +11,24 @@ A secret has 256 random bits, so its plain SHA-256 does not help to find it.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError
 
 from outrider.cluster.config_section import ConfigError, Section, read_yaml
+from outrider.cluster.whole_files import whole_file
 
-PREFIX = "outrider_"
-"""Of secrets that are made here, by which scanners of code and logs can know one."""
+
+def _in_a_zone(value: datetime) -> datetime:
+    return value if value.tzinfo is not None else value.replace(tzinfo=UTC)
 
 
 class Key(Section):
@@ -31,16 +36,11 @@ class Key(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     hash: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
-    expires: datetime | None = None
+    expires: Annotated[datetime, AfterValidator(_in_a_zone)] | None = None
     """None: never. UTC where it names no zone."""
 
     requests_per_minute: int | None = Field(None, ge=1, le=1_000_000)
     """None: ``serving.gateway.requests_per_minute``."""
-
-    @field_validator("expires", mode="after")
-    @classmethod
-    def _in_a_zone(cls, value: datetime | None) -> datetime | None:
-        return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
 
 
 def hash_of(secret: str) -> str:
@@ -48,14 +48,14 @@ def hash_of(secret: str) -> str:
 
 
 def new_secret() -> str:
-    return PREFIX + secrets.token_urlsafe(32)
+    """Returns one that scanners of code and logs know by its prefix."""
+    return "outrider_" + secrets.token_urlsafe(32)
 
 
 def read_private_file(field: str, path: Path) -> bytes:
     """Reads a file that others may neither read nor change. Raises ConfigError."""
     try:
-        mode = path.stat().st_mode
-        if mode & (stat.S_IWGRP | stat.S_IRWXO):
+        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO):
             raise ConfigError(f"{field}: {path} may be read or changed by others; run: chmod 600 {path}")
         return path.read_bytes()
     except OSError as error:
@@ -84,6 +84,21 @@ def _parse(where: str, entry: Any) -> Key:
     except ValidationError as error:
         wrong = error.errors(include_input=False, include_context=False)[0]
         raise ConfigError(f"{where}: {'.'.join(map(str, wrong['loc']))[:64]}: {wrong['msg']}") from None
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[list[Key]]:
+    """Yields the file's keys, which are written back whole unless the body raises."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = path.stat() if path.exists() else None
+    keys = load_keys("--file", path) if found else []
+    yield keys
+    with whole_file(path) as fresh:
+        fresh.touch(mode=0o600)
+        if found:  # the gateway may read it as another user, by the group
+            fresh.chmod(stat.S_IMODE(found.st_mode))
+            os.chown(fresh, found.st_uid, found.st_gid)
+        fresh.write_text(as_yaml(keys))
 
 
 def as_yaml(keys: list[Key]) -> str:

@@ -10,10 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,7 +18,7 @@ from pydantic import ValidationError
 from outrider.cluster.config_section import ConfigError
 from outrider.deploy.cli import fail
 from outrider.deploy.cli.arguments import positive
-from outrider.deploy.keys import Key, as_yaml, hash_of, load_keys, new_secret
+from outrider.deploy.keys import Key, changing, hash_of, load_keys, new_secret
 
 FILE_VARIABLE = "OUTRIDER_KEYS_FILE"
 
@@ -36,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown = commands.add_parser("list", help="what the file says of each key")
     revoke = commands.add_parser("revoke", help="take a key out of the file")
     revoke.add_argument("name", metavar="NAME")
-    configured = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "outrider" / "keys.yaml"
+    configured = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "outrider" / "keys.yaml"
     where = Path(os.environ.get(FILE_VARIABLE) or configured).expanduser()
     for command in (new, shown, revoke):
         command.add_argument("--file", type=Path, default=where, help=f"${FILE_VARIABLE}, else %(default)s")
@@ -46,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     try:
         {"new": _new, "list": _list, "revoke": _revoke}[args.keys_command](args)
+    except ValidationError as error:
+        return fail(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}")
     except ConfigError as error:
         return fail(str(error))
     except OSError as error:
@@ -54,13 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _new(args: argparse.Namespace) -> None:
-    secret = new_secret()
-    try:
-        about = {"expires": args.expires, "requests_per_minute": args.requests_per_minute}
-        key = Key(name=args.name, hash=hash_of(secret), **about)
-    except ValidationError as error:
-        raise ConfigError(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}") from None
-    with _changing(args.file) as keys:
+    secret, limit = new_secret(), args.requests_per_minute
+    key = Key(name=args.name, hash=hash_of(secret), expires=args.expires, requests_per_minute=limit)
+    with changing(args.file) as keys:
         if any(known.name == key.name for known in keys):
             raise ConfigError(
                 f"NAME: {key.name!r} is in {args.file} already; choose another, or: outrider keys revoke {key.name}"
@@ -81,43 +76,21 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _revoke(args: argparse.Namespace) -> None:
-    with _changing(args.file) as keys:
-        left = [key for key in keys if key.name != args.name]
-        if len(left) == len(keys):
+    with changing(args.file) as keys:
+        if not (revoked := [key for key in keys if key.name == args.name]):
             raise ConfigError(f"NAME: {args.name!r} is not in {args.file}; see: outrider keys list")
-        keys[:] = left
+        keys.remove(revoked[0])
     print(f"outrider: key {args.name} is revoked; what it has running goes on to its end", file=sys.stderr)
-
-
-@contextmanager
-def _changing(path: Path) -> Iterator[list[Key]]:
-    """Yields the file's keys, which are written back whole unless the body raises, by one command at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
-        flock(lock, LOCK_EX)
-        found = path.stat() if path.exists() else None
-        keys = load_keys("--file", path) if found else []
-        yield keys
-        fresh = path.with_name(f".{path.name}.new")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            if found:  # the gateway may read it as another user, by the group
-                os.fchmod(file.fileno(), found.st_mode & 0o777)
-                os.fchown(file.fileno(), found.st_uid, found.st_gid)
-            file.write(as_yaml(keys))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
 
 
 def _expires(text: str) -> datetime:
     now = datetime.now(UTC).replace(microsecond=0)
-    if days := re.fullmatch(r"([1-9][0-9]{0,4})d", text):
-        return now + timedelta(days=int(days[1]))
     try:
-        at = datetime.fromisoformat(text)
-        at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+        days = re.fullmatch(r"([1-9][0-9]{0,4})d", text)
+        at = now + timedelta(days=int(days[1])) if days else datetime.fromisoformat(text)
     except ValueError:
         at = now
+    at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
     if at <= now:
         raise argparse.ArgumentTypeError(f"{text!r} is no time to come: 90d, or 2027-01-01")
     return at
