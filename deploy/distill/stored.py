@@ -21,7 +21,7 @@ from outrider.actors.learning.draft_models import tensors_of
 from outrider.cluster.config import ConfigError
 from outrider.cluster.whole_files import whole_directory
 from outrider.deploy.distill.models import HEAD
-from outrider.deploy.models.identity import DRAFTER_OF, Reference, shapes_digest
+from outrider.deploy.models.identity import DRAFTER_OF, Reference, weights_digest
 from outrider.deploy.models.store import read_manifest, write_manifest
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def assemble(stored: Path, target: Path, out: Path, found: Reference | None = No
         for name in TOKENIZER_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, work / name)
-        made_for = {**asdict(description.target), "shapes_sha256": shapes_digest(target)}
+        made_for = {**asdict(description.target), "shapes_sha256": weights_digest(target, contents=False)}
         write_manifest(work, {DRAFTER_OF: made_for, "tensors_sha256": description.tensors_sha256})
 
 

@@ -21,9 +21,6 @@ from outrider.deploy.models.identity import check_made_for
 ModelJson = Mapping[str, Any]
 """A decoded config.json."""
 
-_HEADS = ("eagle", "medusa", "mlp_speculator", "mlpspeculator", "dflash", "dspark")
-"""Parts of the names by which checkpoints of drafting heads call themselves."""
-
 _AGAIN = "fetch the model again"
 
 
@@ -40,7 +37,6 @@ def check_models(config: OutriderConfig) -> None:
     if not isinstance(config.drafter, DraftModelConfig):
         return
     drafter = read_model_json(config.drafter, "drafter")
-    _check_is_model(drafter)
     _check_sizes(drafter, config.drafter, "drafter")
     if num_common_tokens(config) is None:
         tokens = [read_vocabulary(each.model) for each in (config.target, config.drafter)]
@@ -61,26 +57,23 @@ def check_files(section: str, directory: Path, *, has_weights: bool = True) -> N
         raise ConfigError(
             f"{section}.model: {directory} holds no tokenizer; {_AGAIN}, or set {section}.engine_args.tokenizer"
         )
-    if not has_weights:
-        return
-    files = next(
-        (found for kind in ("*.safetensors", "*.bin", "*.pt", "*.gguf") if (found := [*directory.glob(kind)])), []
-    )
-    index = directory / "model.safetensors.index.json"
+    index, names = directory / "model.safetensors.index.json", set[str]()
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-        missing = sorted(names - {file.name for file in files})
-        if missing or not files:
-            what = f"{missing[0]} of {len(names)} weight files is missing" if missing else "no weights (*.safetensors)"
-            raise ConfigError(f"{section}.model: {directory}: {what}; {_AGAIN}")
-        for file in files:
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="np"):
-                    pass
+        if has_weights and index.is_file():
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        for file in directory.glob("*.safetensors") if has_weights else ():
+            with safe_open(file, framework="np"):
+                pass
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{section}.model: {directory} is damaged ({error}); {_AGAIN}") from None
+    missing = sorted(name for name in names if not (directory / name).is_file())
+    if missing:
+        raise ConfigError(
+            f"{section}.model: {directory}: {missing[0]} of {len(names)} weight files is missing; {_AGAIN}"
+        )
+    kinds = {file.suffix for file in directory.iterdir()}
+    if has_weights and not kinds & {".safetensors", ".bin", ".pt", ".gguf"}:
+        raise ConfigError(f"{section}.model: {directory}: no weights (*.safetensors); {_AGAIN}")
 
 
 def text_model(document: ModelJson) -> ModelJson:
@@ -95,17 +88,18 @@ def check_tensor_parallel(document: ModelJson, tensor_parallel_size: int, sectio
     Fewer key-value heads than ranks are fine where they divide the ranks: each rank then keeps a copy of one.
     """
     model, ranks = text_model(document), tensor_parallel_size
-    heads, width = model.get("num_attention_heads"), model.get("intermediate_size")
-    kv_heads = model.get("num_key_value_heads") or heads
-    problem = None
-    if isinstance(heads, int) and heads % ranks:
-        problem = f"the {heads} attention heads (num_attention_heads)"
-    elif isinstance(kv_heads, int) and kv_heads % ranks and ranks % kv_heads:
-        problem = f"the {kv_heads} key-value heads (num_key_value_heads)"
-    elif isinstance(width, int) and width % ranks:
-        problem = f"the feed-forward width {width} (intermediate_size)"
-    if problem is not None:
-        raise ConfigError(f"{section}.tensor_parallel_size: {ranks} does not divide {problem} of {section}.model")
+    for field, what in (
+        ("num_attention_heads", "the {} attention heads"),
+        ("num_key_value_heads", "the {} key-value heads"),
+        ("intermediate_size", "the feed-forward width {}"),
+    ):
+        size = model.get(field)
+        copies = field == "num_key_value_heads" and isinstance(size, int) and size and ranks % size == 0
+        if isinstance(size, int) and size % ranks and not copies:
+            raise ConfigError(
+                f"{section}.tensor_parallel_size: {ranks} does not divide {what.format(size)} ({field}) of "
+                f"{section}.model"
+            )
 
 
 def _check_sizes(document: ModelJson, engine: EngineConfig, section: str) -> None:
@@ -195,15 +189,6 @@ def num_common_tokens(config: OutriderConfig) -> int | None:
     return common_tokens(tokens[0], tokens[1], (added[0], added[1]))
 
 
-def _check_is_model(drafter: ModelJson) -> None:
-    names = [*(drafter.get("architectures") or ()), drafter.get("model_type"), drafter.get("speculators_model_type")]
-    if any(head in str(name).lower() for name in names for head in _HEADS):
-        raise ConfigError(
-            f"drafter.model: it holds drafting heads ({names[0]}), and method draft_model needs a language model; "
-            "heads run inside the target's engine: set drafter.placement: co_located and drafter.method"
-        )
-
-
 def check_learns(config: OutriderConfig, drafter: ModelJson) -> None:
     """Raises ConfigError when the draft model cannot be trained while it serves."""
     assert isinstance(config.drafter, DraftModelConfig)
@@ -231,11 +216,11 @@ def read_model_json(engine: EngineConfig, section: str) -> dict[str, Any]:
     path = _file(engine, section, "config.json")
     try:
         document = json.loads(path.read_text())
+        if not isinstance(document, dict):
+            raise ValueError("it holds no object")
+        return document
     except (OSError, ValueError) as error:
         raise ConfigError(f"{section}.model: {path} is not readable as JSON ({error}); {_AGAIN}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{section}.model: {path} holds no JSON object; {_AGAIN}")
-    return document
 
 
 def _file(engine: EngineConfig, section: str, name: str) -> Path:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from outrider.cluster.config_section import ConfigError
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.store import MANIFEST
 
 DRAFTER_OF = "drafter_of"
-"""In an assembled drafter's manifest: the target's `Reference` and its shapes_digest."""
+"""In an assembled drafter's manifest: the target's `Reference`, and the digest of its tensors' shapes."""
 
 READ_WHOLE_BYTES = 2 << 30
 """Up to this size a server that starts reads all tensors of a target, about a second. Of larger ones it compares names
@@ -73,7 +74,7 @@ def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -
     if every_tensor or sum(each.stat().st_size for each in target.glob("*.safetensors")) <= READ_WHOLE_BYTES:
         compared.append(("tensors", weights_digest(target), weights))
     elif "shapes_sha256" in made_for:
-        compared.append(("tensors' shapes", shapes_digest(target), made_for["shapes_sha256"]))
+        compared.append(("tensors' shapes", weights_digest(target, contents=False), made_for["shapes_sha256"]))
     if parts := [f"its {what} have sha256 {is_[:12]}…, not {was[:12]}…" for what, is_, was in compared if is_ != was]:
         raise ConfigError(
             f"drafter.model: {drafter} was trained for {name}, and the target {target} is another checkpoint "
@@ -82,47 +83,33 @@ def check_made_for(target: Path, drafter: Path, *, every_tensor: bool = False) -
         )
 
 
-def weights_digest(checkpoint: Path) -> str:
-    """Returns the sha256 of all tensors, by name: the same however they are spread over files. Raises ConfigError."""
-    return _digest(checkpoint, contents=True)
-
-
-def shapes_digest(checkpoint: Path) -> str:
-    """Returns the sha256 of names, types and shapes of all tensors. Raises ConfigError."""
-    return _digest(checkpoint, contents=False)
-
-
 def vocabulary_digest(checkpoint: Path) -> str:
     """Returns the sha256 of what each token id means; of nothing where there is no tokenizer.json."""
     vocabulary = read_vocabulary(str(checkpoint)) or {}
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-def _digest(checkpoint: Path, *, contents: bool) -> str:
-    places: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+def weights_digest(checkpoint: Path, *, contents: bool = True) -> str:
+    """Returns the sha256 of all tensors, by name: the same however they are spread over files. Raises ConfigError.
+
+    contents: False for that of their names, types and shapes alone.
+    """
+    places: dict[str, tuple[np.memmap, int, dict[str, Any]]] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         try:
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length))
+            data = np.memmap(file, np.uint8, "r")
+            begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+            header = json.loads(data[8:begin].tobytes())
             header.pop("__metadata__", None)
-            if (
-                max((about["data_offsets"][1] for about in header.values()), default=0)
-                > file.stat().st_size - 8 - length
-            ):
+            if max((about["data_offsets"][1] for about in header.values()), default=0) > len(data) - begin:
                 raise ValueError("a tensor ends behind the file")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"{file} is damaged or no safetensors file ({error}); get the checkpoint again") from None
-        places |= {name: (file, 8 + length, about) for name, about in header.items()}
+        places |= {name: (data, begin, about) for name, about in header.items()}
     digest = hashlib.sha256()
-    for name, (file, begin, about) in sorted(places.items()):
+    for name, (data, begin, about) in sorted(places.items()):
         dtype, shape, (start, end) = about["dtype"], about["shape"], about["data_offsets"]
         digest.update(f"{name} torch.{_TORCH_NAMES.get(dtype, dtype)} {tuple(shape)}\n".encode())
-        if contents and end > start:
-            with (
-                file.open("rb") as opened,
-                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
-                memoryview(data) as view,
-            ):
-                digest.update(view[begin + start : begin + end])
+        if contents:
+            digest.update(data[begin + start : begin + end])
     return digest.hexdigest()

@@ -77,8 +77,6 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
     file.write_bytes(file.read_bytes()[:-8])
     empty = checkpoint(tmp_path / "empty")
     (empty / "model.safetensors").unlink()
-    heads = checkpoint(tmp_path / "heads")
-    (heads / "config.json").write_text(json.dumps({**DOCUMENT, "architectures": ["LlamaForCausalLMEagle3"]}))
 
     def drafted_by(path: Path) -> dict[str, Any]:
         return {"target": target, "drafter": {"method": "draft_model", "model": str(path)}}
@@ -96,7 +94,6 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
         "damaged weights": ("target.model", {"target": {"model": str(damaged)}}),
         "no weights": ("target.model", {"target": {"model": str(empty)}}),
         "another tokenizer": ("drafter.model", drafted_by(stranger)),
-        "heads are no draft model": ("drafter.model", drafted_by(heads)),
         "ranks": ("target.tensor_parallel_size", {"target": {**target, "tensor_parallel_size": 3}}),
         "too long": ("target.max_model_len", {"target": {**target, "max_model_len": 1024}}),
         "port in use": (
