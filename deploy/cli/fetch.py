@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from outrider.deploy.models.fetch import FetchError, fetch, fetch_from_hub
+from outrider.deploy.cli.arguments import exit_status
+from outrider.deploy.models.fetch import fetch, fetch_from_hub
 from outrider.deploy.models.store import MODELS, PRESET_MODELS, models_dir
 from outrider.deploy.progress import Progress
 
@@ -19,20 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetches what is missing. Returns the exit code; prints one model directory a line on stdout."""
-    progress = Progress()
-    directory = args.out.expanduser().resolve() if args.out else models_dir()
-    try:
-        if args.model not in PRESET_MODELS:
-            print(fetch_from_hub(args.model, args.revision), flush=True)
-            return 0
-        for name in PRESET_MODELS[args.model]:
-            print(fetch(MODELS[name], directory, progress), flush=True)
-    except FetchError as error:
-        print(f"outrider: fetch: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("outrider: fetch: interrupted; the same command goes on where it stopped", file=sys.stderr)
-        return 130
+    interrupted = "interrupted; the same command goes on where it stopped"
+    return exit_status("fetch", lambda: _fetch(args), interrupted=interrupted, verbose=False)
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    if args.model not in PRESET_MODELS:
+        print(fetch_from_hub(args.model, args.revision), flush=True)
+        return
+    progress, directory = Progress(), args.out.expanduser().resolve() if args.out else models_dir()
+    for name in PRESET_MODELS[args.model]:
+        print(fetch(MODELS[name], directory, progress), flush=True)
     if directory != models_dir():
         progress.say("outside the default directory: give these paths to `outrider serve` with --target and --drafter")
-    return 0

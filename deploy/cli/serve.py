@@ -84,18 +84,14 @@ def prepare(args: argparse.Namespace, progress: Progress) -> OutriderConfig:
     Raises ConfigError, by field.
     """
     from outrider.deploy.models.check import check_models
-    from outrider.deploy.models.fetch import FetchError, fetch
-    from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, DrafterSource, models_dir
+    from outrider.deploy.models.fetch import fetch
+    from outrider.deploy.models.store import FETCHED_WHEN_MISSING, MODELS, models_dir
 
     overrides = Overrides(args.target, args.drafter, args.dtype, args.grpc_port, args.http_port)
     settle_ports(resolve_config(args.config, overrides))  # before a fetch of minutes
     if is_preset(args.config) and args.config in FETCHED_WHEN_MISSING:
         for name in models_to_fetch(args.config, overrides):
-            try:
-                fetch(MODELS[name], models_dir(), progress)
-            except FetchError as error:
-                section = "drafter" if isinstance(MODELS[name], DrafterSource) else "target"
-                raise ConfigError(f"{section}.model: {error}") from None
+            fetch(MODELS[name], models_dir(), progress)
     config = settle_ports(resolve_config(args.config, overrides))
     check_models(config)
     return config

