@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from outrider.deploy.bench.machine import BenchError
+from outrider.cluster.config import ConfigError
 from outrider.deploy.bench.servers import ServerProcess
-from outrider.deploy.client.sync_client import OutriderClient, OutriderError
+from outrider.deploy.cli.arguments import exit_status
+from outrider.deploy.client.sync_client import OutriderClient
 from outrider.deploy.progress import Progress
 
 PRESET = "smollm2"
@@ -32,7 +33,7 @@ PAIRS = 3
 START_LIMIT_S = 300.0
 
 
-class DemoError(Exception):
+class DemoError(ConfigError):
     """The demo cannot go on. The message says why."""
 
 
@@ -57,22 +58,17 @@ def main() -> int:
         if time.monotonic() > limit:
             raise DemoError(f"the server was not ready after {START_LIMIT_S:.0f} s")
 
-    code = 0
-    try:
+    def work() -> None:
         progress.say(f"starting: outrider serve {PRESET} --dtype {DTYPE}")
-        with OutriderClient(server.start(waiting)) as client:
-            show(client, progress)
-    except (DemoError, BenchError, OutriderError) as error:
-        print(f"outrider: demo: {error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    finally:
-        progress.say("shutting down")
-        server.stop()
-    if code == 0:
+        try:
+            with OutriderClient(server.start(waiting)) as client:
+                show(client, progress)
+        finally:
+            progress.say("shutting down")
+            server.stop()
         print(f"Next: outrider serve {PRESET}, then http://127.0.0.1:8000/ in a browser", flush=True)
-    return code
+
+    return exit_status("demo", work, verbose=False)
 
 
 def show(client: OutriderClient, progress: Progress, out: TextIO | None = None) -> None:

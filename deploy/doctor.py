@@ -49,12 +49,17 @@ class Finding:
 
 
 def judged(subject: str, check: Callable[[], str | None], text: str = "") -> Finding:
-    """Returns OK with what the check says, else text; FAIL with the ConfigError it raises: ``field: problem; fix``."""
+    """Returns OK with what the check says, else text; FAIL with the ConfigError it raises."""
     try:
         return Finding(Level.OK, subject, check() or text)
     except ConfigError as error:
-        problem, _, fix = str(error).partition("; ")
-        return Finding(Level.FAIL, subject, problem, fix or "see docs/configuration.md")
+        return failed(subject, error)
+
+
+def failed(subject: str, error: ConfigError) -> Finding:
+    """Takes ``field: problem; fix`` apart."""
+    problem, _, fix = str(error).partition("; ")
+    return Finding(Level.FAIL, subject, problem, fix or "see docs/configuration.md")
 
 
 def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
@@ -64,8 +69,7 @@ def examine(config_or_preset: str, overrides: Overrides) -> list[Finding]:
         config = resolve_config(config_or_preset, overrides)
         gpu = engine_on_gpu()
     except ConfigError as error:
-        message = str(error)  # for `judged` to take apart
-        return [*findings, judged("configuration", lambda: _refuse(message))]
+        return [*findings, failed("configuration", error)]
     findings.append(Finding(Level.OK, "configuration", describe(config)))
     for choice in choices(config) if gpu else ():
         text = f"{choice.value:g} (GPU: {choice.why})"
@@ -121,8 +125,7 @@ def check_devices(config: OutriderConfig, gpu: bool) -> list[Finding]:
     try:
         plan = plan_replica(config)
     except ConfigError as error:
-        message = str(error)
-        return [judged("cores", lambda: _refuse(message))]
+        return [failed("cores", error)]
     if not gpu:
         cores = Finding(Level.OK, "cores", f"{len(available_cores())} usable")
         fix = "use a machine with more cores, or fewer ranks and replicas"
@@ -171,7 +174,3 @@ def _gateway_files(config: OutriderConfig) -> None:
     assert gateway != "off"
     with tempfile.TemporaryDirectory() as directory:
         contents(gateway, Path(directory))
-
-
-def _refuse(message: str) -> None:
-    raise ConfigError(message)

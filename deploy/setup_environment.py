@@ -12,7 +12,6 @@ import ast
 import importlib.util
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,8 +32,6 @@ PIP_SETTINGS = {
     "trusted-host": "UV_INSECURE_HOST",
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
-    "timeout": "UV_HTTP_TIMEOUT",
-    "default-timeout": "UV_HTTP_TIMEOUT",
 }
 """uv reads its own variables and none of pip's: what the latter is told of places, in the words of the former."""
 
@@ -60,8 +57,6 @@ def refused_place() -> str | None:
 
 def detect_accelerator() -> str:
     """Returns ``gpu`` where nvidia-smi lists a device, else ``cpu``."""
-    if shutil.which("nvidia-smi") is None:
-        return "cpu"
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -98,23 +93,18 @@ def install(settings: dict[str, str], *arguments: str) -> None:
 
 def remove_broken_companions(settings: dict[str, str]) -> None:
     """Uninstalls each torch companion that cannot be imported with the installed torch."""
+    there = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
     # Every one in a process of its own, since a failed import leaves torch half registered.
-    checks = {
-        name: subprocess.Popen([sys.executable, "-c", f"import torch, {name}"], stderr=subprocess.DEVNULL)
-        for name in COMPANIONS
-        if importlib.util.find_spec(name) is not None
-    }
-    if broken := [name for name, check in checks.items() if check.wait() != 0]:
+    checks = [
+        subprocess.Popen([sys.executable, "-c", f"import torch, {name}"], stderr=subprocess.DEVNULL) for name in there
+    ]
+    if broken := [name for name, check in zip(there, checks, strict=True) if check.wait() != 0]:
         print(f"Removing {', '.join(broken)}: built for another torch, and not needed to serve text", flush=True)
         install(settings, "uninstall", *broken)
 
 
 def verify(accelerator: str) -> None:
-    """Imports what serving imports. Raises SetupError with the last line of what does not work.
-
-    What is imported here is byte-compiled for every process of every server: without it each of three processes that
-    load vLLM compiles it anew, which takes more than twice the processor time of an import.
-    """
+    """Imports what serving imports, which also compiles it for every process of every server. Raises SetupError."""
     print("Checking that torch, transformers, vLLM, Ray and Outrider work together (up to a minute)", flush=True)
     flashinfer = "flashinfer, " if accelerator == "gpu" else ""  # by which vLLM chooses attention
     code = (
@@ -126,11 +116,11 @@ def verify(accelerator: str) -> None:
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # Not in the source tree, so that an installation that misses our packages is noticed.
-    result = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], env=variables, cwd=sys.prefix, stderr=subprocess.PIPE, text=True
     )
-    if result.returncode != 0:
-        last = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise SetupError(f"what is installed does not work here: {last}")
 
 
@@ -139,34 +129,36 @@ def requirements(accelerator: str, *, serving: bool) -> list[str]:
     return [f".[{accelerator},otel]"] if serving else ["--editable", f".[{accelerator},dev]"]
 
 
+def set_up(accelerator: str, *, serving: bool) -> None:
+    """Installs everything and checks it. Raises SetupError."""
+    if sys.prefix == sys.base_prefix:
+        raise SetupError("run this with a virtual environment's Python; `make setup` does")
+    print(f"Installing Outrider for {accelerator} into {sys.prefix} (1 to 3 minutes)", flush=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    if subprocess.run([*pip, "install", "--quiet", UV]).returncode != 0:
+        raise SetupError(f"pip could not install {UV}; its own words are above.")
+    settings = uv_settings(subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout)
+    install(settings, "install", *requirements(accelerator, serving=serving))
+    remove_broken_companions(settings)
+    if accelerator == "gpu" and detect_accelerator() == "cpu":
+        print("Not tried out, since no GPU is here: `make test-cuda-build` does what can be done without")
+    else:
+        verify(accelerator)
+    print("Ready", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Install Outrider into this virtual environment.")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), help="default: gpu where nvidia-smi lists one")
     parser.add_argument("--serving", action="store_true", help="for an image: no development tools, not editable")
     arguments = parser.parse_args()
-    accelerator = arguments.accelerator or detect_accelerator()
-    if refusal := refused_place():
-        print(f"outrider: {refusal}", file=sys.stderr)
-        return 1
-    if sys.prefix == sys.base_prefix:
-        print("outrider: run this with a virtual environment's Python; `make setup` does", file=sys.stderr)
-        return 1
     try:
-        print(f"Installing Outrider for {accelerator} into {sys.prefix} (1 to 3 minutes)", flush=True)
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        if subprocess.run([*pip, "install", "--quiet", UV]).returncode != 0:
-            raise SetupError(f"pip could not install {UV}; its own words are above.")
-        settings = uv_settings(subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout)
-        install(settings, "install", *requirements(accelerator, serving=arguments.serving))
-        remove_broken_companions(settings)
-        if accelerator == "gpu" and detect_accelerator() == "cpu":
-            print("Not tried out, since no GPU is here: `make test-cuda-build` does what can be done without")
-        else:
-            verify(accelerator)
+        if refusal := refused_place():
+            raise SetupError(refusal)
+        set_up(arguments.accelerator or detect_accelerator(), serving=arguments.serving)
     except SetupError as error:
         print(f"outrider: setup failed. {error}", file=sys.stderr)
         return 1
-    print("Ready", flush=True)
     return 0
 
 

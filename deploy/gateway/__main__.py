@@ -11,14 +11,10 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
-
-from outrider.cluster.config import GatewayConfig, ServingConfig
-from outrider.cluster.config_section import ConfigError, read_yaml
+from outrider.cluster.config import ConfigError, load_config
 from outrider.deploy.cli import fail
-from outrider.deploy.gateway import TOKEN_VARIABLE, Gateway
+from outrider.deploy.gateway import PORTS, TOKEN_VARIABLE, Gateway
 from outrider.deploy.gateway.files import render
 
 LOOPBACK = "127.0.0.1"
@@ -30,24 +26,25 @@ def main() -> int:
     parser.add_argument("--print", action="store_true", help="print HAProxy's configuration and end")
     args = parser.parse_args()
     try:
-        config, http_port, grpc_port, drain_s = _read(args.config)
+        serving = load_config(str(args.config)).serving
+        config, own = serving.gateway, (serving.http_port, serving.grpc_port)
+        if config == "off":
+            raise ConfigError("serving.gateway: is off; there is nothing to run")
+        if not own[0] or not own[1]:
+            raise ConfigError("serving.http_port, serving.grpc_port: write the ports of Serve's proxies")
         if args.print:
-            backends = {"http_backend": f"{LOOPBACK}:{http_port}", "grpc_backend": f"{LOOPBACK}:{grpc_port}"}
-            fields = ("http_port", "grpc_port", "admin_port")
-            binds = {field: f"{config.host}:{port}" for field in fields if (port := getattr(config, field)) is not None}
+            backends = {"http_backend": f"{LOOPBACK}:{own[0]}", "grpc_backend": f"{LOOPBACK}:{own[1]}"}
+            binds = {field: f"{config.host}:{port}" for field in PORTS if (port := getattr(config, field)) is not None}
             print(render(config, Path("/etc/haproxy"), backends, binds), end="")
             return 0
         token = os.environ.get(TOKEN_VARIABLE, "")
-        gateway = Gateway(config, token, (LOOPBACK, http_port), (LOOPBACK, grpc_port), drain_s)
+        gateway = Gateway(config, token, (LOOPBACK, own[0]), (LOOPBACK, own[1]), serving.drain_s)
         ends = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ends.set())
         gateway.start()
-        print(
-            f"outrider: the gateway listens on {config.host}:{gateway.http_port} and {config.host}:{gateway.grpc_port}",
-            file=sys.stderr,
-            flush=True,
-        )
+        where = f"{config.host}:{gateway.http_port} and {config.host}:{gateway.grpc_port}"
+        print(f"outrider: the gateway listens on {where}", file=sys.stderr, flush=True)
         while not ends.wait(0.5):
             if not gateway.alive():
                 return fail(f"HAProxy ended: {gateway.output()[-600:]}")
@@ -55,25 +52,6 @@ def main() -> int:
     except (ConfigError, OSError) as error:
         return fail(str(error))
     return 0
-
-
-def _read(path: Path) -> tuple[GatewayConfig, int, int, float]:
-    """The gateway's configuration, the ports of Serve's proxies, and serving.drain_s."""
-    tree: Any = read_yaml(path.read_text())
-    serving = (tree or {}).get("serving") or {}
-    if not isinstance(section := serving.get("gateway") or {}, dict):
-        raise ConfigError("serving.gateway: is off; there is nothing to run")
-    for field in ("http_port", "grpc_port"):
-        if not isinstance(serving.get(field), int):
-            raise ConfigError(f"serving.{field}: is missing; write the port of Serve's proxies")
-    try:
-        config = GatewayConfig.model_validate(section)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, ("serving", "gateway", *first["loc"])))
-        raise ConfigError(f"{field}: {first['msg']}") from None
-    drain_s = serving.get("drain_s", ServingConfig.model_fields["drain_s"].default)
-    return config, serving["http_port"], serving["grpc_port"], float(drain_s)
 
 
 if __name__ == "__main__":

@@ -81,13 +81,6 @@ def render_keys(path: Path) -> str:
     return "".join(lines)
 
 
-def files_of(config: GatewayConfig) -> list[Path]:
-    """What may change while it runs."""
-    tls = config.tls
-    named = [config.keys_file, *((tls.certificate, tls.key, tls.client_ca) if tls is not None else ())]
-    return [Path(name) for name in named if name is not None]
-
-
 def _read(field: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()

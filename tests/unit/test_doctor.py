@@ -167,10 +167,9 @@ def test_what_is_installed(monkeypatch: pytest.MonkeyPatch, changes: dict[str, s
 
 def test_every_fix_is_shown_and_all_is_summed_up() -> None:
     lines = [Finding(Level.OK, "one", "fine"), Finding(Level.FAIL, "three", "bad", "repair it")]
-    printed = render(lines, colour=False)
+    printed = render(lines)
     assert "fix: repair it" in printed
     assert printed.endswith("1 OK, 0 WARN, 1 FAIL")
-    assert "\x1b[" in render(lines, colour=True)
 
 
 def test_programs_get_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
