@@ -98,14 +98,10 @@ def drain(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Returns how many requests are left unfinished.
+    """Waits for running requests, limit_s at most. Returns how many are left unfinished.
 
-    Args:
-        ask: Has every ingress refuse new requests and returns how many are running; raises what Ray raises.
-        limit_s: Longest wait.
-        pressed: Sleeps for so many seconds and returns whether to wait no longer.
-        say: Tells the operator.
-        clock: A stand-in, in tests.
+    ask: has every ingress refuse new requests and returns how many are running; raises what Ray raises. pressed: sleeps
+    for so many seconds and returns whether to wait no longer.
     """
     began, reported, before = clock(), -math.inf, 0
     try:

@@ -14,14 +14,8 @@ _REPEAT_EVERY_S = 5.0
 class Progress:
     """Says what is going on: ``say`` once, ``wait`` repeatedly while one thing lasts."""
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._start = clock()
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock, self._start = stream, clock, clock()
         self._last_at = 0.0
         self._step = ""
 

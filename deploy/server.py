@@ -171,10 +171,8 @@ class Server:
         undone is for end_descendants."""
 
         def quietly() -> None:
-            try:
+            with suppress(Exception):
                 call()
-            except Exception:
-                logging.getLogger(__name__).debug("while shutting down", exc_info=True)
 
         thread = threading.Thread(target=quietly, daemon=True)
         limit = time.monotonic() + limit_s

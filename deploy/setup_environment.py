@@ -95,10 +95,8 @@ def remove_broken_companions(settings: dict[str, str]) -> None:
     """Uninstalls each torch companion that cannot be imported with the installed torch."""
     there = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
     # Every one in a process of its own, since a failed import leaves torch half registered.
-    checks = [
-        subprocess.Popen([sys.executable, "-c", f"import torch, {name}"], stderr=subprocess.DEVNULL) for name in there
-    ]
-    if broken := [name for name, check in zip(there, checks, strict=True) if check.wait() != 0]:
+    tries = [subprocess.run([sys.executable, "-c", f"import torch, {name}"], capture_output=True) for name in there]
+    if broken := [name for name, tried in zip(there, tries, strict=True) if tried.returncode != 0]:
         print(f"Removing {', '.join(broken)}: built for another torch, and not needed to serve text", flush=True)
         install(settings, "uninstall", *broken)
 
@@ -116,9 +114,7 @@ def verify(accelerator: str) -> None:
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # Not in the source tree, so that an installation that misses our packages is noticed.
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, cwd=sys.prefix, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=variables, cwd=sys.prefix, capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise SetupError(f"what is installed does not work here: {last}")

@@ -32,12 +32,23 @@ VLLM_SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main
 """`vllm serve` itself asks for a distribution of vLLM's usual name, which a build for CPU does not have."""
 
 
-class ServerProcess:
+class Started:
+    """A server that this process starts once and stops once."""
+
+    _process: subprocess.Popen[str] | None = None
+
+    def stop(self) -> None:
+        """End it as an operator would. No effect when it runs no more."""
+        if self._process is not None:
+            end(self._process)
+        self._process = None
+
+
+class ServerProcess(Started):
     """``outrider serve``, on free ports: start once, stop once. Its progress goes to our stderr."""
 
     def __init__(self, *arguments: str) -> None:
         self._arguments = [*arguments, "--grpc-port", "0", "--http-port", "0"]
-        self._process: subprocess.Popen[str] | None = None
         self.line = ""
         """What it says on stdout when it can answer."""
 
@@ -55,12 +66,6 @@ class ServerProcess:
         if "grpc=" not in self.line:
             raise BenchError(f"the server ended with exit code {self._process.wait()}; its last line says why")
         return self.line.partition("grpc=")[2].split()[0]
-
-    def stop(self) -> None:
-        """End it as an operator would. No effect when it runs no more."""
-        if self._process is not None:
-            end(self._process)
-        self._process = None
 
 
 class OutriderServer(ServerProcess):
@@ -94,13 +99,12 @@ class RunningServer:
         """Leave it as it is."""
 
 
-class VllmServer:
+class VllmServer(Started):
     """vLLM's own server, with nothing of Outrider in it."""
 
     def __init__(self, options: list[str], cores: str | None, log: Path) -> None:
         """options: of `vllm serve`. cores: of its model's threads, as VLLM_CPU_OMP_THREADS_BIND; None on GPUs."""
         self._options, self._log = options, log
-        self._process: subprocess.Popen[str] | None = None
         self.environment = {"VLLM_NO_USAGE_STATS": "1"}
         if cores is not None:
             self.environment |= thread_environment(available_cores()) | {"VLLM_CPU_OMP_THREADS_BIND": cores}
@@ -121,18 +125,11 @@ class VllmServer:
         url = f"http://127.0.0.1:{port}"
         while not is_healthy(url):
             if (code := self._process.poll()) is not None:
-                errors = [line for line in self._log.read_text().splitlines() if "rror" in line] or [
-                    "no error in its log"
-                ]
-                raise BenchError(f"vllm serve ended with exit code {code}: {errors[-1].strip()}")
+                errors = [line.strip() for line in self._log.read_text().splitlines() if "rror" in line]
+                raise BenchError(f"vllm serve ended with exit code {code}: {(errors or ['no error in its log'])[-1]}")
             time.sleep(POLL_S)
             waiting()
         return url
-
-    def stop(self) -> None:
-        if self._process is not None:
-            end(self._process)
-        self._process = None
 
 
 def end(process: subprocess.Popen[str]) -> None:

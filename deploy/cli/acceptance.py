@@ -43,15 +43,21 @@ def _report(args: argparse.Namespace) -> None:
         raise ConfigError("give TARGET and DRAFTER, or a --preset whose drafter is a draft model")
     from transformers.utils import logging
 
-    from outrider.deploy.distill.measure import Settings, measure, table
+    from outrider.deploy.distill.measure import measure, table
     from outrider.deploy.distill.models import device_and_dtype, keep_large_blocks, locate
     from outrider.deploy.distill.prompts import read_prompts
 
     logging.disable_progress_bar()
     keep_large_blocks()
     device, dtype = device_and_dtype(args.device, args.dtype)
-    models, data = (locate(target, "TARGET"), locate(drafter, "DRAFTER")), read_prompts(args.dataset, "--dataset")
-    report = measure(Settings(*models, data, args.limit, args.chat, args.k, args.max_tokens, device, dtype))
+    report = measure(
+        target=locate(target, "TARGET"),
+        drafter=locate(drafter, "DRAFTER"),
+        data=read_prompts(args.dataset, "--dataset"),
+        device=device,
+        dtype=dtype,
+        **{name: getattr(args, name) for name in ("limit", "chat", "k", "max_tokens")},
+    )
     print(table(report), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,37 +18,32 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Settings:
-    target: Path
-    drafter: Path
-    data: PromptFile
-    limit: int | None
-    """Prompts, evenly spread; None: all."""
-
-    chat: bool
-    k: int
-    max_tokens: int
-    device: str
-    dtype: torch.dtype
-
-
-def measure(settings: Settings) -> dict[str, Any]:
-    """The report, of greedy answers. Raises ConfigError."""
+def measure(
+    *,
+    target: Path,
+    drafter: Path,
+    data: PromptFile,
+    limit: int | None,
+    chat: bool,
+    k: int,
+    max_tokens: int,
+    device: str,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """The report, of greedy answers. limit: prompts, evenly spread; None: all. Raises ConfigError."""
     from outrider.actors.learning.train import Trainer
 
-    prompts = spread(settings.data.prompts, settings.limit)
-    document = models.check_architecture(settings.target, "TARGET")
-    models.check_same_words(settings.target, settings.drafter)
-    check_made_for(settings.target, settings.drafter, every_tensor=True)
-    room = int(document.get("max_position_embeddings") or 1 << 20) - settings.max_tokens
-    tokens = tokens_of(prompts, models.load_tokenizer(settings.target), room, settings.chat, "--dataset")
-    longest = max(map(len, tokens)) + settings.max_tokens
-    engine = models.engine(settings.target, document, settings.dtype, settings.device, longest)
+    prompts = spread(data.prompts, limit)
+    document = models.check_architecture(target, "TARGET")
+    models.check_same_words(target, drafter)
+    check_made_for(target, drafter, every_tensor=True)
+    room = int(document.get("max_position_embeddings") or 1 << 20) - max_tokens
+    tokens = tokens_of(prompts, models.load_tokenizer(target), room, chat, "--dataset")
+    longest = max(map(len, tokens)) + max_tokens
+    engine = models.engine(target, document, dtype, device, longest)
     jobs = plan(len(tokens), set(), 1, TOGETHER, 0)
-    texts = [text for _, made in answered(engine, jobs, tokens, settings.max_tokens, 0) for text in made]
-    drafter = draft_models.load(settings.drafter, settings.dtype, settings.device)
-    found = measured(Trainer(drafter, 0.0, settings.dtype), texts, settings.k)
+    texts = [text for _, made in answered(engine, jobs, tokens, max_tokens, 0) for text in made]
+    found = measured(Trainer(draft_models.load(drafter, dtype, device), 0.0, dtype), texts, k)
     return {
         "acceptance_rate": found.tallies[-1].acceptance_rate,
         "by_position": found.tallies[-1].by_position,
@@ -58,13 +52,13 @@ def measure(settings: Settings) -> dict[str, Any]:
             {"k": tally.k, "tokens_per_round": tally.tokens_per_round, "acceptance_rate": tally.acceptance_rate}
             for tally in found.tallies
         ],
-        "k": settings.k,
-        "target": str(settings.target),
-        "drafter": str(settings.drafter),
-        "dataset": {"path": str(settings.data.path), "sha256": settings.data.sha256, "prompts": len(prompts)},
+        "k": k,
+        "target": str(target),
+        "drafter": str(drafter),
+        "dataset": {"path": str(data.path), "sha256": data.sha256, "prompts": len(prompts)},
         "tokens": found.tokens,
-        "max_tokens": settings.max_tokens,
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "max_tokens": max_tokens,
+        "dtype": str(dtype).removeprefix("torch."),
         "machine": machine(()),
         "versions": versions(),
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.deploy.distill.measure import Settings, measure
+from outrider.deploy.distill.measure import measure
 from outrider.deploy.distill.prompts import read_prompts
 from tests import tiny_heads
 from tests.reference import Reference
@@ -170,11 +170,11 @@ def test_a_distilled_drafter_is_worth_in_stock_vllm_what_was_measured(results, d
     for prompt, answer in zip(data.prompts, result["tokens"], strict=True):
         assert len(answer) == LONGER
         reference.check(prompt.text.encode(), answer, label=name)
-    settings = Settings(
+    report = measure(
         target=distilled.target, drafter=distilled.drafter, data=data, limit=None, chat=False,
         k=K, max_tokens=LONGER, device="cpu", dtype=torch.float32,
     )  # fmt: skip
-    measured = measure(settings)["acceptance_rate"]
+    measured = report["acceptance_rate"]
     assert measured > 0.2, "it has learned something"
     assert abs(result["accepted"] / result["drafted"] - measured) <= 0.02, measured
 

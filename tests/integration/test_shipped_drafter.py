@@ -8,7 +8,7 @@ import torch
 
 from outrider.actors.drafter.vocabulary import trained_on
 from outrider.cluster.config import DraftModelConfig
-from outrider.deploy.distill.measure import Settings, measure
+from outrider.deploy.distill.measure import measure
 from outrider.deploy.distill.prompts import read_prompts
 from outrider.deploy.models.fetch import FetchError, fetch
 from outrider.deploy.models.store import MODELS, models_dir
@@ -56,7 +56,7 @@ def test_it_drafts_what_the_target_says(models, tmp_path):
     target, drafter = map(Path, models)
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in PROMPTS.splitlines()))
-    settings = Settings(
+    report = measure(
         target=target,
         drafter=drafter,
         data=read_prompts(data),
@@ -67,4 +67,4 @@ def test_it_drafts_what_the_target_says(models, tmp_path):
         device="cpu",
         dtype=torch.float32,
     )
-    assert measure(settings)["by_position"][0] > FIRST_ACCEPTED
+    assert report["by_position"][0] > FIRST_ACCEPTED

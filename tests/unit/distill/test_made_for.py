@@ -13,7 +13,7 @@ from outrider.actors.learning.draft_models import load, tensors_of
 from outrider.actors.learning.train import Trainer
 from outrider.actors.learning.versions import VersionStore
 from outrider.cluster.config import ConfigError, parse_config
-from outrider.deploy.distill.measure import Settings, measure
+from outrider.deploy.distill.measure import measure
 from outrider.deploy.distill.models import check_architecture, config_of_layers, from_layers
 from outrider.deploy.distill.prompts import read_prompts
 from outrider.deploy.distill.stored import assemble, store
@@ -78,9 +78,9 @@ def test_a_version_that_it_has_learned_is_as_its_first(models, tmp_path):
 def test_measuring_it_beside_another_target_is_refused(models, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
     data = read_prompts(tmp_path / "prompts.jsonl")
-    settings = Settings(models.other, models.drafter, data, None, False, 3, 8, "cpu", torch.float32)
+    settings = {"limit": None, "chat": False, "k": 3, "max_tokens": 8, "device": "cpu", "dtype": torch.float32}
     with pytest.raises(ConfigError, match=r"drafter\.model: .* was trained for tiny"):
-        measure(settings)
+        measure(target=models.other, drafter=models.drafter, data=data, **settings)
 
 
 def test_other_token_ids_are_another_target(models, tmp_path):
