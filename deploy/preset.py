@@ -76,7 +76,7 @@ def resolve_config(config_or_preset: str, overrides: Overrides | None = None) ->
             section["model"] = given
         elif source is not None and (copy := find_copy(source)) is not None:
             section["model"] = str(copy)
-        section["model"] = _locate(section["model"], f"{name}.model")
+        section["model"] = locate(section["model"], f"{name}.model")
         if overrides.dtype is not None and (name == "target" or isinstance(config.drafter, DraftModelConfig)):
             section["dtype"] = overrides.dtype  # a co-located drafter has the target's
     _set_ports(tree, config, overrides)
@@ -108,15 +108,16 @@ def _set_ports(tree: dict[str, Any], config: OutriderConfig, overrides: Override
         serving["gateway"] = {**(serving.get("gateway") or {}), **given}
 
 
-def _locate(model: str, field: str) -> str:
-    """Returns an absolute path for a local checkpoint, a hub id as it is."""
+def locate(model: str, field: str) -> str:
+    """Returns an absolute path for a local checkpoint, a hub id as it is. Raises ConfigError."""
     path = Path(model).expanduser()
-    option = f" (--{field.removesuffix('.model')} PATH)" if field.count(".") == 1 else ""
-    fix = f"give a checkpoint directory{option}, or fetch one: outrider fetch {{{','.join(PRESET_MODELS)}}}"
     if (path / "config.json").is_file():
         return str(path.resolve())
     is_hub_id = _HUB_ID.fullmatch(model) and not model.startswith((".", "~"))
     if is_hub_id and not path.is_file() and (not path.exists() or os.path.sep not in model):
         return model  # though a directory may happen to have its name
     what = "does not exist" if not path.exists() else "is a file" if path.is_file() else "holds no config.json"
-    raise ConfigError(f"{field}: {model} {what}, so it is no checkpoint directory; {fix}")
+    raise ConfigError(
+        f"{field}: {model} {what}, so it is no checkpoint directory; give a checkpoint directory, or fetch one: "
+        f"outrider fetch {{{','.join(PRESET_MODELS)}}}"
+    )

@@ -12,8 +12,9 @@ from outrider.actors.learning.texts import TOP
 from outrider.actors.vllm_seam.offline_answers import Engine
 from outrider.cluster.config import ConfigError, EngineConfig
 from outrider.cluster.vocabulary import read_vocabulary
+from outrider.deploy import preset
 from outrider.deploy.models.check import check_vocabularies, read_model_json
-from outrider.deploy.models.fetch import FetchError, fetch_from_hub
+from outrider.deploy.models.fetch import fetch_from_hub
 from outrider.deploy.models.store import BY_HUB_ID, find_copy
 
 if TYPE_CHECKING:
@@ -40,17 +41,9 @@ def keep_large_blocks() -> None:
 def locate(model: str, option: str) -> Path:
     """A local checkpoint: a directory, or a hub id of which `outrider fetch` or the hub's client has a copy. Raises
     ConfigError."""
-    path = Path(model).expanduser()
-    if source := BY_HUB_ID.get(model):
-        path = find_copy(source) or path
-    if not path.exists():
-        try:
-            return fetch_from_hub(model, None)
-        except FetchError as error:
-            raise ConfigError(f"{option}: {model} is no directory, and not to be had as a hub id ({error})") from None
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{option}: {path} holds no config.json, so it is no checkpoint directory")
-    return path.resolve()
+    copy = find_copy(source) if (source := BY_HUB_ID.get(model)) else None
+    found = Path(preset.locate(str(copy or model), option))
+    return found if found.is_absolute() else fetch_from_hub(model, None)
 
 
 def check_architecture(checkpoint: Path, option: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from outrider.actors.learning.draft_models import SUPPORTED
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.vocabulary import read_vocabulary
+from outrider.deploy.models.fetch import FetchError, fetch_from_hub
 from outrider.deploy.models.identity import check_made_for
 
 ModelJson = Mapping[str, Any]
@@ -227,13 +228,10 @@ def _file(engine: EngineConfig, section: str, name: str) -> Path:
     """Returns where a checkpoint's file is, or would be; a hub id's is downloaded. Raises ConfigError."""
     if Path(engine.model).is_dir():
         return Path(engine.model) / name
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(engine.model, name, revision=engine.revision, etag_timeout=10))
-    except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return fetch_from_hub(engine.model, engine.revision, name)
+    except FetchError as error:
         raise ConfigError(
             f"{section}.model: {engine.model!r} is no local checkpoint directory, and the model hub does not give it "
-            f"({reason}); give a directory, or use the preset after: outrider fetch PRESET"
+            f"({error}); give a directory, or use the preset after: outrider fetch PRESET"
         ) from None

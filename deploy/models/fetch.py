@@ -53,11 +53,13 @@ def fetch(source: Source, directory: Path, progress: Progress) -> Path:
     return final
 
 
-def fetch_from_hub(hub_id: str, revision: str | None) -> Path:
-    """Returns the hub client's copy of a model; its progress bars go to stderr. Raises FetchError."""
-    from huggingface_hub import snapshot_download
+def fetch_from_hub(hub_id: str, revision: str | None, file: str | None = None) -> Path:
+    """Returns the hub client's copy of a model, or of a file of it; its progress is on stderr. Raises FetchError."""
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
+        if file is not None:
+            return Path(hf_hub_download(hub_id, file, revision=revision, etag_timeout=10))
         return Path(snapshot_download(hub_id, revision=revision))
     except Exception as error:  # noqa: BLE001 - the hub client raises errors of several HTTP libraries
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

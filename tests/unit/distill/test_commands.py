@@ -65,7 +65,7 @@ def test_too_few_prompts_are_refused(target, tmp_path, capsys):
         ([], "give TARGET and DRAFTER, or a --preset"),
         (["{target}", "{target}", "--json", "/nowhere/out.json"], "--json: /nowhere is no directory"),
         (["{target}", "{target}", "--json", "/proc/out.json"], "--json: /proc/out.json cannot be written"),
-        (["{target}", "/nowhere/at/all"], "DRAFTER: /nowhere/at/all is no directory"),
+        (["{target}", "/nowhere/at/all"], "DRAFTER: /nowhere/at/all does not exist"),
         (["--preset", "{none}"], "a --preset whose drafter is a draft model"),
     ],
 )

@@ -185,7 +185,7 @@ def test_an_architecture_that_is_not_known_is_refused_by_name(target, tmp_path):
 def test_a_place_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"TARGET: .* holds no config.json"):
         locate(str(tmp_path), "TARGET")
-    with pytest.raises(ConfigError, match=r"TARGET: .*nowhere is no directory"):
+    with pytest.raises(ConfigError, match=r"TARGET: .*nowhere does not exist"):
         locate(str(tmp_path / "nowhere"), "TARGET")
 
 
