@@ -154,12 +154,12 @@ def plan_replica(config: OutriderConfig) -> ReplicaPlan:
         raise ConfigError(f"link.backend: {backend} needs a device at both ends, and this vLLM runs on CPU; use auto")
     cores = plan_cores(config, available_cores())
     warnings = cores.warnings
-    for what, section, fixed, scaling, most in (
+    for what, part, fixed, scaling, most in (
         ("replicas", "serving", "num_replicas", config.serving.autoscaling, config.serving.most_replicas),
         ("drafters", "drafter", "num_drafters", pooled and pooled.autoscaling, sizes[1]),
     ):
         if most > 1:
-            field = f"{section}.{fixed if scaling is None else 'autoscaling.max'}"
+            field = f"{part}.{fixed if scaling is None else 'autoscaling.max'}"
             warnings += (f"{what} on one machine share the cores planned for one of them ({field})",)
     return ReplicaPlan(placement_of(config, cores), cores, warnings, pool_placement_of(config, cores), *sizes)
 

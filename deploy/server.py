@@ -105,9 +105,9 @@ class Server:
         with self._progress.stage("replicas up"):
             self._wait_until_running()
         if self._serving.gateway != "off":
-            backends = [(self._host, port or 0) for port in (self._serving.http_port, self._serving.grpc_port)]
+            http, grpc = (self._host, self._serving.http_port or 0), (self._host, self._serving.grpc_port or 0)
             token, drain_s = os.environ[TOKEN_VARIABLE], self._serving.drain_s
-            self._gateway = Gateway(self._serving.gateway, token, *backends, drain_s=drain_s)
+            self._gateway = Gateway(self._serving.gateway, token, http, grpc, drain_s)
             self._gateway.start()
         with self._progress.stage("first answer"):
             while (lacks := self._lacks()) is not None:
