@@ -44,6 +44,7 @@ OBJECT_STORE_BYTES = 256 << 20
 """Nothing large travels through Ray's object store: tokens are a few hundred bytes a round."""
 
 RAY_STARTS_WITHIN_S = 300.0
+SAID_EVERY_S = 60.0
 BEAT_S = 3.0
 ASKING_TO_DRAIN_S = 5.0
 ENDING_CONTROLLER_S = 5.0
@@ -82,6 +83,7 @@ class Server:
         self._daemons: dict[int, str] = {}
         self._stopped_asking = threading.Event()
         self._told: set[object] = set()
+        self._said_at: dict[str, float] = {}
         self._gateway: Gateway | None = None
         self._serves = False
 
@@ -264,11 +266,12 @@ class Server:
         return None if status == http.client.OK else f"/health answers {status}"
 
     def _tell(self, app: ApplicationStatusOverview) -> None:
-        """Says once what Serve says of replicas that wait for room, and of a pool whose drafters do not begin."""
+        """Says, once a minute, what Serve says of replicas that wait for room and of a pool whose drafters fail."""
+        now = time.monotonic()
         for name, each in app.deployments.items():
             waits, fails = UNSCHEDULED in each.message, name == POOL and has_failed(each)
-            if (waits or fails) and each.message not in self._told:
-                self._told.add(each.message)
+            if (waits or fails) and now - self._said_at.get(each.message, -math.inf) >= SAID_EVERY_S:
+                self._said_at[each.message] = now
                 self._progress.say(f"WARNING: {name}: {each.message if waits else shortened(each.message)}")
 
     def _tell_stages(self) -> None:

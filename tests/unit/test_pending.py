@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +14,25 @@ from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from outrider.cluster.config import parse_config
 from outrider.cluster.placement import placement_of, pool_placement_of
+from outrider.deploy import server
 from outrider.deploy.app import has_room
 from outrider.deploy.processes import StopSignal
 from outrider.deploy.progress import Progress
 from outrider.deploy.server import UNSCHEDULED, Server
+from tests.clock import Clock
 
 WAITS = f"Deployment 'Target' has 1 replicas that have taken more than 30s {UNSCHEDULED}. Resources required: ..."
 
 
-def test_what_waits_for_room_is_said_once_in_rays_words() -> None:
-    said = io.StringIO()
-    server = Server(parse_config({"target": {"model": "t"}}), StopSignal(), Progress(said))
-    for message in (WAITS, WAITS, "", WAITS, f"{WAITS} And of another node."):
-        server._tell(application(Target=message, Ingress="starts slowly"))
+def test_what_waits_for_room_is_said_once_a_minute_in_rays_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, clock = io.StringIO(), Clock()
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=clock))
+    serving = Server(parse_config({"target": {"model": "t"}}), StopSignal(), Progress(said))
+    other = f"{WAITS} And of another node."
+    for clock.now, message in ((0.0, WAITS), (1.0, WAITS), (2.0, ""), (59.0, WAITS), (60.0, WAITS), (61.0, other)):
+        serving._tell(application(Target=message, Ingress="starts slowly"))
     lines = [line.partition("] ")[2] for line in said.getvalue().splitlines()]
-    assert lines == [f"WARNING: Target: {WAITS}", f"WARNING: Target: {WAITS} And of another node."]
+    assert lines == [f"WARNING: Target: {message}" for message in (WAITS, WAITS, other)]
 
 
 def application(**messages: str) -> ApplicationStatusOverview:
