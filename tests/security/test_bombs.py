@@ -204,6 +204,7 @@ def test_400_status_pollers_beside_a_generation(victim: Victim) -> None:
     assert max(between) < 400
 
 
+@pytest.mark.exhaustive
 def test_what_clients_send_stands_in_no_log(victim: Victim) -> None:
     gateway = victim.gateway()
     caller = victim.caller(gateway, source=ELSEWHERE)
