@@ -167,16 +167,6 @@ def picture(seed: int = 0, width: int = SIDE, height: int = SIDE, kind: str = "P
     return file.getvalue()
 
 
-def noise(width: int, height: int) -> bytes:
-    """A PNG that nothing makes smaller than its pixels."""
-    from PIL import Image
-
-    pixels = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(file, "PNG")
-    return file.getvalue()
-
-
 def png_header(width: int, height: int) -> bytes:
     """A PNG that says it is so large, and holds next to nothing."""
 

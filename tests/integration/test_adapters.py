@@ -133,8 +133,8 @@ def test_a_name_that_there_is_not_is_refused_by_both_apis(adapters):
     with pytest.raises(OutriderError, match="adapter: 'none' is not known here; send one of 'near', 'far', 'own'"):
         ask(adapters, b"a", "none", GREEDY)
     answer = httpx.post(f"{adapters.http_url}/v1/completions", json={"model": "none", "prompt": "a"}, timeout=60)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
-    assert "near, far, own" in answer.json()["error"]["message"]
+    assert answer.status_code == 404
+    assert "`none` does not exist" in answer.json()["error"]["message"]
 
 
 def test_over_openai_s_api(adapters):
@@ -167,7 +167,7 @@ def test_over_openai_s_api(adapters):
             assert (response.model, response.output_text) == (name, chat.choices[0].message.content)
             texts[name] = response.output_text
         assert len(set(texts.values())) == 3, "each answers by its own adapter"
-        with pytest.raises(NotFoundError, match=r"Valid names: .*near, far, own"):
+        with pytest.raises(NotFoundError, match="`none` does not exist"):
             client.responses.create(model="none", input=said)
 
 
