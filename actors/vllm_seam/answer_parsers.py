@@ -14,7 +14,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from outrider.actors.vllm_seam.parser_families import AUTO, Parsers, chosen
 from outrider.actors.vllm_seam.prompts import configured_chat_template
-from outrider.cluster.config import ConfigError, OutriderConfig
+from outrider.cluster.config import OutriderConfig
 
 logger = logging.getLogger("ray.serve.outrider.openai")
 
@@ -38,40 +38,6 @@ def answer_parsers(config: OutriderConfig, model_config: ModelConfig) -> Parsers
             "reasoning_parser", of_family.reasoning, ReasoningParserManager.get_reasoning_parser, tokenizer
         )
     return Parsers(tool_call, reasoning)
-
-
-def check_parsers(parsers: Parsers, model_config: ModelConfig) -> None:
-    """Raises ConfigError for those that vLLM does not have, or cannot make for this tokenizer."""
-    tokenizer = cached_tokenizer_from_config(model_config)
-    makers: tuple[tuple[str, str | None, Callable[[str], Any]], ...] = (
-        ("tool_call_parser", parsers.tool_call, ToolParserManager.get_tool_parser),
-        ("reasoning_parser", parsers.reasoning, ReasoningParserManager.get_reasoning_parser),
-    )
-    for key, parser, made_by in makers:
-        try:
-            if parser is not None:
-                made_by(parser)(tokenizer)
-        except Exception as error:  # a parser's constructor raises what it likes
-            problem = " ".join(str(error).split()) or type(error).__name__
-            raise ConfigError(f"openai.{key}: {problem}; name another one of vLLM's, or null for none") from error
-
-
-def described(config: OutriderConfig, parsers: Parsers) -> str:
-    """For the log, once at start-up."""
-    return "; ".join(f"{field}: {why}" for field, why in reasons(config, parsers))
-
-
-def reasons(config: OutriderConfig, parsers: Parsers) -> list[tuple[str, str]]:
-    """By field of the configuration: which parser, and who chose it."""
-    said = []
-    for key, parser in (("tool_call_parser", parsers.tool_call), ("reasoning_parser", parsers.reasoning)):
-        by_family = getattr(config.openai, key) == AUTO
-        if parser is None:
-            why = "the model's family is not certain, or has none; name one to have it" if by_family else "switched off"
-        else:
-            why = "by the model's family; another name overrides it, null switches it off" if by_family else "named"
-        said.append((f"openai.{key}", f"{parser or 'none'} ({why})"))
-    return said
 
 
 def _model_types(model_config: ModelConfig) -> set[str]:

@@ -14,8 +14,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from outrider.actors.vllm_seam.ahead import AheadVllmConfig
-from outrider.actors.vllm_seam.answer_parsers import answer_parsers, check_parsers
-from outrider.actors.vllm_seam.parser_families import AUTO, Parsers
+from outrider.actors.vllm_seam.answer_parsers import answer_parsers
+from outrider.actors.vllm_seam.parser_families import AUTO
 from outrider.actors.vllm_seam.stages import StagedVllmConfig
 from outrider.cluster.config import ConfigError, DraftModelConfig, EngineConfig, OutriderConfig
 from outrider.cluster.device_defaults import CPU_KV_CACHE_BYTES
@@ -150,19 +150,6 @@ def _check_pictures(config: OutriderConfig, model_config: Any) -> None:
     if config.target.takes_pictures and not model_config.is_multimodal_model:
         named = f"target.engine_args.limit_mm_per_prompt: target.model ({model_config.architecture})"
         raise ConfigError(f"{named} takes text alone; leave it out")
-
-
-def parsers_of_checkpoint(config: OutriderConfig) -> Parsers:
-    """The parsers that the target would be served with, from its checkpoint alone: nothing is started. Raises
-    ConfigError for a checkpoint that vLLM cannot read, and for a parser that it does not have or cannot make."""
-    try:
-        model_config = AsyncEngineArgs(**target_engine_arguments(config)).create_model_config()
-    except _REFUSALS as error:
-        raise ConfigError(_refusal(error, config.target)) from error
-    _check_pictures(config, model_config)
-    parsers = answer_parsers(config, model_config)
-    check_parsers(parsers, model_config)
-    return parsers
 
 
 def drafter_vllm_config(config: DraftModelConfig, ranks: RankPlacement | None, placement_group: Any) -> VllmConfig:

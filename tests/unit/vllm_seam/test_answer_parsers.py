@@ -13,7 +13,7 @@ from vllm.config import ModelConfig
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-from outrider.actors.vllm_seam.answer_parsers import answer_parsers, described
+from outrider.actors.vllm_seam.answer_parsers import answer_parsers
 from outrider.actors.vllm_seam.engine_args import target_vllm_config
 from outrider.actors.vllm_seam.parser_families import REASONING_FAMILIES, TOOL_CALL_FAMILIES, Parsers, chosen
 from outrider.cluster.config import OutriderConfig, parse_config
@@ -150,11 +150,3 @@ def test_grammars_hold_for_the_answer_of_the_same_parser(checkpoint, reasoning_p
     config = configuration(checkpoint, R1, reasoning_parser=reasoning_parser)
     made = target_vllm_config(config, RankPlacement("local", ["Verifier:test"], [0], None, {}), None)
     assert made.structured_outputs_config.reasoning_parser == engine_has
-
-
-def test_the_log_says_who_chose(checkpoint):
-    config = configuration(checkpoint, reasoning_parser=None)
-    said = described(config, Parsers("hermes", None))
-    assert said.startswith("openai.tool_call_parser: hermes (by the model's family; another name overrides it")
-    assert said.endswith("openai.reasoning_parser: none (switched off)")
-    assert "openai.tool_call_parser: none (the model's family is not certain" in described(config, Parsers())
