@@ -19,8 +19,7 @@ from ray.serve.config import AutoscalingContext, AutoscalingPolicy
 from ray.util.metrics import Gauge
 
 from outrider.actors.serving.autoscaling import REASONS, Decision, Report, ScalingPolicy
-from outrider.actors.serving.pool_scaling import REASONS as POOL_REASONS
-from outrider.actors.serving.pool_scaling import PoolPolicy
+from outrider.actors.serving.pool_scaling import POOL_REASONS, PoolPolicy
 from outrider.cluster.config import AutoscalingConfig, PoolScalingConfig
 from outrider.cluster.membership import Work
 from outrider.cluster.registry import find_registry
@@ -56,8 +55,7 @@ def serve_pool_autoscaling(settings: PoolScalingConfig, accelerators: float, app
 def _with_policy(policy: type, settings: AutoscalingConfig | PoolScalingConfig, **others: Any) -> ServeAutoscaling:
     name, arguments = f"{policy.__module__}:{policy.__name__}", {"settings": settings.model_dump(), **others}
     with warnings.catch_warnings():
-        # metrics_interval_s is deprecated in favour of a variable that this Serve does not read yet.
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s, which Serve still reads
         return ServeAutoscaling(
             min_replicas=settings.min,
             max_replicas=settings.max,

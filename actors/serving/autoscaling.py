@@ -15,8 +15,7 @@ from statistics import fmean, median
 from outrider.cluster.config import AutoscalingConfig
 
 REASONS = ("steady", "queue", "kv", "round", "idle", "loading", "no_data")
-"""Why a number of replicas is desired: nothing calls for a change; requests wait too long; KV caches are full; steps
-are too long; one replica fewer is enough; replicas load; replicas have not reported lately."""
+"""Why a number of replicas is desired (docs/autoscaling.md)."""
 
 WORK_OFF_S = 60.0
 """In which new replicas, besides what arrives, are to do the work that waits: about as long as they take to load."""
@@ -60,7 +59,6 @@ class Report:
 class Decision:
     replicas: int
     reason: str
-    """One of REASONS, of a pool one of pool_scaling.REASONS."""
 
 
 class ScalingPolicy:

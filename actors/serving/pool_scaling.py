@@ -14,9 +14,8 @@ from outrider.actors.serving.autoscaling import Decision
 from outrider.cluster.config import PoolScalingConfig
 from outrider.cluster.membership import Work
 
-REASONS = ("targets", "gain", "idle", "probe", "no_data")
-"""Why a number of drafters is desired: the busy targets take so many; more would gain less than they cost; no target
-is busy; one is tried to measure its gain; targets have not reported lately."""
+POOL_REASONS = ("targets", "gain", "idle", "probe", "no_data")
+"""Why a number of drafters is desired (docs/pool.md)."""
 
 PROBE_S = 900.0
 """How often a drafter is started to measure its gain, while requests run and none pays."""
