@@ -32,6 +32,7 @@ from outrider.actors.serving.owners import TOKEN_VARIABLE
 from outrider.cluster.config import ConfigError, OutriderConfig, ServingConfig
 from outrider.cluster.installed import import_early
 from outrider.cluster.placement import NAMESPACE
+from outrider.cluster.registry import find_registry
 from outrider.deploy import ray_access
 from outrider.deploy.app import INGRESS, POOL, TARGET, ReplicaPlan, build_app, describe, plan_replica, serve_logging
 from outrider.deploy.gateway import Gateway
@@ -48,6 +49,7 @@ SAID_EVERY_S = 60.0
 BEAT_S = 3.0
 ASKING_TO_DRAIN_S = 5.0
 ENDING_CONTROLLER_S = 5.0
+TROUBLES_WITHIN_S = 5.0
 SERVE_SHUTDOWN_S = 45.0
 RAY_SHUTDOWN_S = 20.0
 WORKER_NICENESS = ("RAY_worker_niceness", "0")
@@ -266,13 +268,27 @@ class Server:
         return None if status == http.client.OK else f"/health answers {status}"
 
     def _tell(self, app: ApplicationStatusOverview) -> None:
-        """Says, once a minute, what Serve says of replicas that wait for room and of a pool whose drafters fail."""
-        now = time.monotonic()
+        """Says, once a minute, what Serve says of replicas that wait for room and of a pool whose drafters fail, and
+        why drafters of the pool do not load, which their replicas try again without failing."""
+        troubles = [(POOL, trouble) for trouble in self._troubles()] if POOL in app.deployments else []
         for name, each in app.deployments.items():
-            waits, fails = UNSCHEDULED in each.message, name == POOL and has_failed(each)
-            if (waits or fails) and now - self._said_at.get(each.message, -math.inf) >= SAID_EVERY_S:
-                self._said_at[each.message] = now
-                self._progress.say(f"WARNING: {name}: {each.message if waits else shortened(each.message)}")
+            if UNSCHEDULED in each.message:
+                troubles.append((name, each.message))
+            elif name == POOL and has_failed(each):
+                troubles.append((name, shortened(each.message)))
+        now = time.monotonic()
+        for name, text in troubles:
+            if now - self._said_at.get(text, -math.inf) >= SAID_EVERY_S:
+                self._said_at[text] = now
+                self._progress.say(f"WARNING: {name}: {text}")
+
+    def _troubles(self) -> list[str]:
+        """Returns why drafters of the pool do not load, as their replicas have told the registry."""
+        try:
+            registry = find_registry(self._config.serving.app_name)
+            return sorted(set(ray.get(registry.troubles.remote(), timeout=TROUBLES_WITHIN_S).values()))
+        except (ray.exceptions.RayError, ValueError):  # there is no registry yet, or it is being replaced
+            return []
 
     def _tell_stages(self) -> None:
         """What replicas have logged of their start-up since the last time."""
