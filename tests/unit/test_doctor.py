@@ -85,7 +85,7 @@ def wrong(tmp_path: Path, model: Path, port: int) -> dict[str, tuple[str, dict[s
     return {
         "unknown key": ("target.max_model_length", {"target": {**target, "max_model_length": 5}}),
         "wrong type": ("target.tensor_parallel_size", {"target": {**target, "tensor_parallel_size": "two"}}),
-        "out of range": ("target.gpu_memory_utilization", {"target": {**target, "gpu_memory_utilization": 1.5}}),
+        "out of range": ("target.max_num_seqs", {"target": {**target, "max_num_seqs": 0}}),
         "too many drafts": (
             "speculation.num_speculative_tokens",
             {"target": target, "speculation": {"num_speculative_tokens": 999}},
