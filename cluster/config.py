@@ -53,7 +53,7 @@ class LoraModule(Section):
 
 
 class EngineConfig(Section):
-    """What the target's engine and a draft model's have in common."""
+    """This section configures an engine, the target's or a draft model's."""
 
     model: str = Field(min_length=1)
     """Checkpoint directory or hub id."""
@@ -221,7 +221,7 @@ class Bounds(Section):
 
 
 class PoolScalingConfig(Bounds):
-    """As many drafters in a pool as gain what they cost ([pool.md](pool.md))."""
+    """This section scales a pool to as many drafters as gain what they cost ([pool.md](pool.md))."""
 
     min: int = Field(0, ge=0, le=1024)
     """Least number of drafters. 0: while none pays, targets decode without drafts."""
@@ -588,7 +588,7 @@ class GatewayConfig(Section):
 
 
 class AutoscalingConfig(Bounds):
-    """As many target replicas as the load needs ([autoscaling.md](autoscaling.md))."""
+    """This section scales target replicas to what the load needs ([autoscaling.md](autoscaling.md))."""
 
     min: int = Field(1, ge=1, le=1024)
     """Least number of replicas, at least 1: without any, requests would wait for as long as a model takes to load."""

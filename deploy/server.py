@@ -285,7 +285,7 @@ class Server:
     def _troubles(self) -> list[str]:
         """Returns why drafters of the pool do not load, as their replicas have told the registry."""
         try:
-            registry = find_registry(self._config.serving.app_name)
+            registry = find_registry(self._name)
             return sorted(set(ray.get(registry.troubles.remote(), timeout=TROUBLES_WITHIN_S).values()))
         except (ray.exceptions.RayError, ValueError):  # there is no registry yet, or it is being replaced
             return []

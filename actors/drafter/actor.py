@@ -96,7 +96,7 @@ class Drafter:
             os._exit(1)
         self._app_name = app_name
         self._vocabulary: Marks = ()
-        """Of the draft model's ids; () where they have been compared with the target's, and differ in added tokens."""
+        """Digests that tell what the ids mean; () where ids have been compared with the target's already."""
 
         if isinstance(config, DraftModelConfig) and num_common_tokens is None:
             self._vocabulary = marks_of(config.model)

@@ -125,7 +125,7 @@ class Beside:
     record: Record
     lookups: dict[str, DraftedSequence]
     offered: dict[str, list[int]] = field(default_factory=dict)
-    """What each drafter would draft, or would have, after the text as it is."""
+    """Each drafter proposes these after the text as it is; they may not have been sent."""
 
     sender: str = MODEL
     """Whose drafts answer the last commit."""

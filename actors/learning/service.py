@@ -39,7 +39,7 @@ _IDLE_LIFE_S = 1800.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a drafter says of itself. Versions are told by learner and number."""
+    """A drafter describes itself by this. Versions are told by learner and number."""
 
     drafter: str  # the same after a restart
     held: tuple[str, int] | None = None  # the version that it has dealt with last; None: it drafts as it was loaded
@@ -48,8 +48,9 @@ class Report:
 
 @dataclass
 class Update:
-    """What the trainer answers. version: that is to serve. base: sampled_digest of the checkpoint that it was learned
-    from. tensors: a reference to them, in a list lest Ray fetch it, where the drafter holds another version."""
+    """The trainer answers a drafter with this. version: that is to serve. base: sampled_digest of the checkpoint that
+    it was learned from. tensors: a reference to them, in a list lest Ray fetch it, where the drafter holds another
+    version."""
 
     version: tuple[str, int]
     base: str
